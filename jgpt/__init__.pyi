@@ -1,0 +1,37 @@
+from .attention import attend, attention_weights, causal_mask
+from .checkpoint import load
+from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
+from .contracts import check, typed
+from .generation import generate
+from .loss import cross_entropy
+from .model import GPT, BigramLM, Block, FeedForward, Head, MultiHeadAttention, create_model
+from .tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from .train import Run, fit
+
+__all__ = [
+    "GPT",
+    "BPETokenizer",
+    "BigramLM",
+    "Block",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "DataConfig",
+    "FeedForward",
+    "Head",
+    "ModelConfig",
+    "MultiHeadAttention",
+    "OptimizerConfig",
+    "Run",
+    "TrainConfig",
+    "attend",
+    "attention_weights",
+    "causal_mask",
+    "check",
+    "create_model",
+    "cross_entropy",
+    "fit",
+    "generate",
+    "load",
+    "preset",
+    "typed",
+]

@@ -1,0 +1,85 @@
+"""Attention as pure functions: masks, weights, weighted means, and moving heads about."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from jgpt.contracts import check, typed
+
+
+@typed
+def causal_mask(time: int) -> Bool[Array, "{time} {time}"]:
+    """True where the query of a row may look at the key of a column: itself and its past."""
+    return jnp.tril(jnp.ones((time, time), dtype=bool))
+
+
+@typed
+def attention_weights(
+    query: Float[Array, "*batch query head_dim"],
+    key: Float[Array, "*batch key head_dim"],
+    mask: Bool[Array, "query key"] | None = None,
+) -> Float[Array, "*batch query key"]:
+    """Scaled dot-product attention's weights: how much each query reads from each key.
+
+    The affinities are scaled by `head_dim ** -0.5` and the softmax is never below float32
+    (Vaswani et al. 2017, section 3.2.1). A query that may look nowhere reads every key alike.
+    """
+    at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
+    affinity = check(
+        jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32),
+        Float[Array, "*batch query key"],
+    )
+    affinity = affinity * query.shape[-1] ** -0.5
+    if mask is not None:
+        affinity = jnp.where(mask, affinity, jnp.finfo(affinity.dtype).min)
+    return jax.nn.softmax(affinity, axis=-1).astype(query.dtype)
+
+
+@typed
+def attend(
+    query: Float[Array, "*batch query head_dim"],
+    key: Float[Array, "*batch key head_dim"],
+    value: Float[Array, "*batch key value_dim"],
+    mask: Bool[Array, "query key"] | None = None,
+    *,
+    dropout: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+) -> Float[Array, "*batch query value_dim"]:
+    """Each query's mean of the values, weighted by `attention_weights`.
+
+    With a `dropout_key`, weights are dropped after the softmax at the rate `dropout`.
+    """
+    weights = dropped(attention_weights(query, key, mask), dropout, dropout_key)
+    return jnp.einsum("...qk,...kv->...qv", weights, value)
+
+
+@typed
+def dropped(
+    x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
+) -> Float[Array, "*rows"]:
+    """Set each entry to zero with probability `rate` and scale the rest to keep the mean.
+
+    Without a key nothing is dropped: that is evaluation (Srivastava et al. 2014, section 4).
+    """
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+@typed
+def split_heads(
+    x: Float[Array, "batch time features"], heads: int
+) -> Float[Array, "batch {heads} time {x.shape[-1]//heads}"]:
+    """Cut the features into heads and put the heads before time."""
+    batch, time, features = x.shape
+    return x.reshape(batch, time, heads, features // heads).transpose(0, 2, 1, 3)
+
+
+@typed
+def merge_heads(
+    x: Float[Array, "batch heads time value_dim"],
+) -> Float[Array, "batch time heads*value_dim"]:
+    """Put the heads' features side by side again: the inverse of `split_heads`."""
+    batch, heads, time, value_dim = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(batch, time, heads * value_dim)

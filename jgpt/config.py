@@ -1,0 +1,372 @@
+"""What a model, an optimizer and a run are made of: frozen dataclasses, checked when made.
+
+Their attribute docstrings are the command line's help. Nothing here imports jax.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from beartype import BeartypeConf
+from beartype.door import is_bearable
+
+Config = TypeVar("Config")
+Activation = Literal["relu", "gelu", "gelu_tanh"]
+Dtype = Literal["bfloat16", "float32", "float64"]
+TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
+
+
+_ints_are_floats = BeartypeConf(is_pep484_tower=True)
+
+
+def _check_types(config: Any) -> None:
+    """Wrong types come from JSON that somebody edited, and from Python callers."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        # bool is an int to Python, and never what a size means
+        if not is_bearable(value, hint, conf=_ints_are_floats) or (
+            isinstance(value, bool) and hint is not bool
+        ):
+            expected = hint.__name__ if isinstance(hint, type) else str(hint)
+            raise ValueError(f"{name}={value!r} must be {expected.replace('typing.', '')}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite")
+
+
+def _require_positive(config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ValueError(f"{name}={getattr(config, name)} must be positive")
+
+
+def _require_not_negative(config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name}={getattr(config, name)} must not be negative")
+
+
+def _require_fraction(config: Any, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The transformer's shape and parts. Families of GPT differ by these values alone."""
+
+    architecture: Literal["gpt", "bigram"] = "gpt"
+    """A transformer, or the lecture's table of next-token logits (which has no other size than
+    the vocabulary's)."""
+    vocab_size: int = 65
+    """Tokens the model can name. Training takes it from the tokenizer."""
+    block_size: int = 64
+    """The longest context, in tokens."""
+    num_layers: int = 4
+    """Blocks on top of each other."""
+    num_heads: int = 4
+    """Attention heads in a block."""
+    embed_dim: int = 128
+    """Features of the residual stream."""
+    hidden_dim: int | None = None
+    """Features inside the feed-forward; four times embed_dim by default."""
+    activation: Activation = "gelu"
+    """The feed-forward's non-linearity; gelu is exact (erf), gelu_tanh is GPT-2's."""
+    qkv_bias: bool = False
+    """Biases in the query, key and value projections."""
+    use_bias: bool = False
+    """Biases in the output projections, the feed-forward and the norms."""
+    head_bias: bool = False
+    """A bias in the language-model head (untied heads only)."""
+    tie_embeddings: bool = True
+    """The language-model head is the token embedding transposed."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance in layer norms."""
+    dropout: float = 0.0
+    """Dropout after the embeddings, on attention weights, and on each residual branch."""
+    dtype: Dtype = "float32"
+    """What products are computed in. Softmax, norms and loss are never below float32."""
+    param_dtype: Dtype = "float32"
+    """What parameters are stored in."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be built."""
+        _check_types(self)
+        _require_positive(
+            self, "vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "norm_epsilon"
+        )
+        if self.hidden_dim is not None:
+            _require_positive(self, "hidden_dim")
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"embed_dim={self.embed_dim} must be divisible by num_heads={self.num_heads}"
+            )
+        _require_fraction(self, "dropout")
+        if self.head_bias and self.tie_embeddings:
+            raise ValueError("head_bias=True needs tie_embeddings=False: a tied head has no bias")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay, a schedule, and clipping by global norm."""
+
+    learning_rate: float = 1e-3
+    """The peak learning rate."""
+    min_learning_rate: float = 1e-4
+    """Where the cosine ends."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warmup: down a half cosine until the last step, or flat."""
+    warmup_steps: int = 100
+    """Steps of linear warmup."""
+    weight_decay: float = 0.1
+    """Decoupled decay (times the learning rate) of matrices; vectors are never decayed."""
+    beta1: float = 0.9
+    """Decay of the mean of the gradients."""
+    beta2: float = 0.99
+    """Decay of the mean of their squares."""
+    gradient_clip: float = 1.0
+    """The largest global gradient norm; 0 never clips."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't train."""
+        _check_types(self)
+        _require_positive(self, "learning_rate")
+        _require_not_negative(
+            self, "min_learning_rate", "warmup_steps", "weight_decay", "gradient_clip"
+        )
+        _require_fraction(self, "beta1", "beta2")
+        if self.schedule == "cosine" and self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate={self.min_learning_rate} is above "
+                f"learning_rate={self.learning_rate}; lower it"
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, and how it becomes tokens."""
+
+    data: tuple[str, ...] = ("pydocs",)
+    """The corpora pydocs or shakespeare, UTF-8 files, folders of .txt, or one folder that
+    `jgpt prepare` wrote."""
+    tokenizer: TokenizerName = "char"
+    """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs from
+    tokenizer_files. Prepared data brings its own."""
+    bpe_vocab_size: int = 1024
+    """Vocabulary to train byte-pairs for."""
+    tokenizer_files: str | None = None
+    """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
+    validation_fraction: float = 0.1
+    """The end of the text that is held out."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty selection and impossible splits."""
+        _check_types(self)
+        if not self.data or not all(self.data):
+            raise ValueError("data is empty: name a corpus (pydocs, shakespeare) or a file")
+        if self.bpe_vocab_size < 257:
+            raise ValueError(
+                f"bpe_vocab_size={self.bpe_vocab_size} is below 257: all 256 bytes and one merge"
+            )
+        _require_fraction(self, "validation_fraction")
+        _require_positive(self, "validation_fraction")
+        if self.tokenizer == "gpt2" and self.tokenizer_files is None:
+            raise ValueError(
+                "tokenizer=gpt2 needs tokenizer_files: the folder of encoder.json and vocab.bpe"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run, whole: the same config on the same machine gives the same run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    dataset: DataConfig = field(default_factory=DataConfig)
+    name: str = "gpt"
+    """Names the run's folder below runs/ when out is not given."""
+    out: str | None = None
+    """The run directory; runs/NAME, numbered if taken, by default."""
+    seed: int = 1337
+    """Decides parameters, batches and dropout."""
+    steps: int = 2000
+    """Optimizer steps."""
+    batch_size: int = 12
+    """Sequences in a step."""
+    eval_interval: int = 250
+    """Steps between exact evaluations and checkpoints; the last step always has both."""
+    eval_tokens: int | None = None
+    """Held-out tokens in an evaluation; all of them by default."""
+    steps_per_call: int = 50
+    """Steps that the device takes without coming back."""
+    sample_tokens: int = 500
+    """Tokens in the sample at the end; 0 for none."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't run."""
+        _check_types(self)
+        _require_positive(self, "steps", "batch_size", "eval_interval", "steps_per_call")
+        _require_not_negative(self, "seed", "sample_tokens")
+        if self.eval_tokens is not None and self.eval_tokens <= self.model.block_size:
+            raise ValueError(
+                f"eval_tokens={self.eval_tokens} must be above block_size={self.model.block_size}"
+            )
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} must be below 2**32")
+        if not self.name or set(self.name) & set("/\\\0"):
+            raise ValueError(f"name={self.name!r} must be a plain folder name")
+
+
+_lecture_model = ModelConfig(
+    block_size=32,
+    num_layers=4,
+    num_heads=4,
+    embed_dim=64,
+    activation="relu",
+    use_bias=True,
+    head_bias=True,
+    tie_embeddings=False,
+)
+_nanogpt_cpu = TrainConfig(name="nanogpt-cpu")
+
+PRESETS: dict[str, tuple[str, TrainConfig]] = {
+    "bigram": (
+        "the lecture's table of next-token logits",
+        TrainConfig(
+            name="bigram",
+            model=ModelConfig(architecture="bigram", block_size=8),
+            optimizer=OptimizerConfig(
+                learning_rate=0.02,
+                min_learning_rate=0.0,
+                warmup_steps=0,
+                weight_decay=0.0,
+                gradient_clip=0.0,
+            ),
+            steps=4000,
+            batch_size=128,
+            eval_interval=1000,
+            steps_per_call=200,
+        ),
+    ),
+    "lecture": (
+        "the from-scratch lecture's GPT: ReLU, biases, untied head (0.2M parameters)",
+        TrainConfig(
+            name="lecture",
+            model=_lecture_model,
+            optimizer=OptimizerConfig(
+                schedule="constant",
+                warmup_steps=0,
+                weight_decay=0.01,
+                beta2=0.999,
+                gradient_clip=0.0,
+            ),
+            steps=5000,
+            batch_size=16,
+            eval_interval=500,
+        ),
+    ),
+    "nanogpt-cpu": ("nanoGPT's laptop setting: 4 layers, 128 features, block 64", _nanogpt_cpu),
+    "nanogpt-char": (
+        "nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256",
+        TrainConfig(
+            name="nanogpt-char",
+            model=ModelConfig(
+                block_size=256, num_layers=6, num_heads=6, embed_dim=384, dropout=0.2
+            ),
+            steps=5000,
+            batch_size=64,
+        ),
+    ),
+    "gpt2": (
+        "GPT-2 124M: 12 layers, 768 features, block 1024, byte-pairs",
+        TrainConfig(
+            name="gpt2",
+            model=ModelConfig(
+                vocab_size=50257,
+                block_size=1024,
+                num_layers=12,
+                num_heads=12,
+                embed_dim=768,
+                activation="gelu_tanh",
+                qkv_bias=True,
+                use_bias=True,
+            ),
+            optimizer=OptimizerConfig(
+                learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=2000, beta2=0.95
+            ),
+            dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=50257),
+            steps=600_000,
+            batch_size=12,
+            eval_interval=1000,
+            eval_tokens=1 << 20,
+        ),
+    ),
+    "tiny": (
+        "a GPT that trains in seconds, to try things with",
+        TrainConfig(
+            name="tiny",
+            model=ModelConfig(block_size=16, num_layers=2, num_heads=2, embed_dim=32),
+            optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=10),
+            steps=200,
+            batch_size=8,
+            eval_interval=100,
+            sample_tokens=100,
+        ),
+    ),
+}
+"""Each preset's one-line promise and its run."""
+
+DEFAULT_PRESET = "nanogpt-cpu"
+
+
+def preset(name: str) -> TrainConfig:
+    """The run that a preset's name stands for. Raises ValueError for an unknown name."""
+    if name not in PRESETS:
+        raise ValueError(
+            f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; "
+            f"the presets are {', '.join(PRESETS)}"
+        )
+    return PRESETS[name][1]
+
+
+def to_json(config: Any) -> str:
+    """A config as JSON text, one field a line."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(kind: type[Config], text: str) -> Config:
+    """A config from what `to_json` wrote. Raises ValueError for anything else."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    return _from_dict(kind, values)
+
+
+def _from_dict(kind: type[Config], values: Any) -> Config:
+    if not isinstance(values, dict):
+        raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
+    hints = get_type_hints(kind)
+    for name in values:
+        if name not in hints:
+            raise ValueError(
+                f"{kind.__name__} has no field {name!r}{did_you_mean(str(name), hints)}"
+            )
+    fields = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = _from_dict(hints[name], value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        fields[name] = value
+    return kind(**fields)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A suggestion to put behind an unknown word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

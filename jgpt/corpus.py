@@ -1,0 +1,184 @@
+"""Where text comes from: the built-in corpus, tiny Shakespeare, or the user's own files."""
+
+import hashlib
+import os
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import platformdirs
+
+from jgpt.config import did_you_mean
+
+SHAKESPEARE_FILE = "tinyshakespeare.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+CORPORA = {
+    "pydocs": "the Python language reference that every CPython carries",
+    "shakespeare": "tiny Shakespeare, 1,115,394 characters",
+}
+
+Download = Callable[[int, int | None], None]
+"""Told of the bytes that have come and of how many there will be, if that is known."""
+
+
+def read_text(sources: Sequence[str], *, on_download: Download | None = None) -> str:
+    """All the text of corpora, files and folders of .txt, one after the other."""
+    return "".join(
+        chunk for source in sources for chunk in _read_source(source, on_download, 1 << 30)
+    )
+
+
+def text_chunks(
+    sources: Sequence[str], chunk_size: int = 1 << 22, *, on_download: Download | None = None
+) -> Iterator[str]:
+    """The same text in pieces of about `chunk_size` characters, so that it may exceed memory.
+
+    Pieces end where a line ends and a word begins, so that no tokenizer sees the seam.
+    """
+    pending = ""
+    for source in sources:
+        for chunk in _read_source(source, on_download, chunk_size):
+            pending += chunk
+            if len(pending) >= chunk_size:
+                seam = _last_seam(pending)
+                if seam:
+                    yield pending[:seam]
+                    pending = pending[seam:]
+    if pending:
+        yield pending
+
+
+def _last_seam(text: str) -> int:
+    """The last place where a single line end stands between two visible characters, or 0."""
+    end = len(text)
+    while (newline := text.rfind("\n", 1, end)) > 0:
+        if newline + 1 < len(text) and not (
+            text[newline - 1].isspace() or text[newline + 1].isspace()
+        ):
+            return newline + 1
+        end = newline
+    return 0
+
+
+def _read_source(source: str, on_download: Download | None, chunk_size: int) -> Iterator[str]:
+    if source == "pydocs":
+        yield python_reference()
+    elif source == "shakespeare":
+        yield from _read_file(shakespeare_file(on_download=on_download), chunk_size)
+    else:
+        for path in _files(source):
+            yield from _read_file(path, chunk_size)
+
+
+def python_reference() -> str:
+    """The topics that `help()` shows, in alphabetical order: about 0.47 million characters."""
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError:
+        raise FileNotFoundError(
+            "this Python comes without pydoc_data, the built-in corpus: use --data FILE"
+        ) from None
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def shakespeare_file(*, on_download: Download | None = None) -> Path:
+    """Tiny Shakespeare: in `$JGPT_DATA_DIR`, else in the user's cache, else downloaded there."""
+    given = os.environ.get("JGPT_DATA_DIR")
+    if given and (path := Path(given) / SHAKESPEARE_FILE).is_file():
+        _require_checksum(path)
+        return path
+    cached = Path(platformdirs.user_cache_dir("jgpt")) / SHAKESPEARE_FILE
+    if cached.is_file():
+        _require_checksum(cached)
+    else:
+        _download(SHAKESPEARE_URL, cached, on_download)
+    return cached
+
+
+def _require_checksum(path: Path) -> None:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != SHAKESPEARE_SHA256:
+        raise ValueError(
+            f"{path} is not tiny Shakespeare (SHA-256 {found[:12]}…, not "
+            f"{SHAKESPEARE_SHA256[:12]}…): delete it to download it again"
+        )
+
+
+def _download(url: str, target: Path, on_download: Download | None) -> None:
+    """Write to a neighbour and rename, so that a broken download leaves nothing behind."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=target.parent, prefix=target.name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            _fetch(url, file, on_download)
+        _require_checksum(Path(partial))
+        os.replace(partial, target)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def _fetch(url: str, file, on_download: Download | None) -> None:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            length = response.headers.get("Content-Length")
+            total, received = int(length) if length else None, 0
+            while block := response.read(1 << 16):
+                file.write(block)
+                received += len(block)
+                if on_download:
+                    on_download(received, total)
+    except OSError as error:
+        raise ConnectionError(
+            f"tiny Shakespeare could not be downloaded from {url} ({error}): use --data FILE with "
+            "a copy of it, or --data pydocs, which needs no network"
+        ) from None
+
+
+def _files(source: str) -> list[Path]:
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(path.glob("**/*.txt"))
+        if not files:
+            raise FileNotFoundError(f"{path} is a folder without any .txt file")
+        return files
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no file {source!r}, and no corpus of that name "
+            f"({' and '.join(CORPORA)} are){did_you_mean(source, CORPORA)}"
+        )
+    return [path]
+
+
+def _read_file(path: Path, chunk_size: int) -> Iterator[str]:
+    """Decode strictly, piece by piece; line ends stay as they are."""
+    decoded, empty = 0, True
+    pending = b""
+    with path.open("rb") as file:
+        while block := file.read(chunk_size):
+            block, pending = pending + block, b""
+            try:
+                text = block.decode("utf-8")
+            except UnicodeDecodeError as error:
+                # a character may be cut by the end of the block, not by the end of the file
+                cut = error.reason == "unexpected end of data" and len(block) - error.start < 4
+                if not cut:
+                    raise _not_text(path, decoded + error.start) from None
+                text, pending = block[: error.start].decode("utf-8"), block[error.start :]
+            if "\0" in text:
+                raise _not_text(path, decoded + len(text[: text.index("\0")].encode()))
+            decoded += len(block) - len(pending)
+            empty = False
+            if text:
+                yield text
+    if pending:
+        raise _not_text(path, decoded)
+    if empty:
+        raise ValueError(f"{path} is empty")
+
+
+def _not_text(path: Path, offset: int) -> ValueError:
+    return ValueError(f"{path} is not UTF-8 text: byte {offset} can't be read; convert it to UTF-8")

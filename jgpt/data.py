@@ -1,0 +1,225 @@
+"""Token arrays, on the device or memory-mapped; batches as a function of (seed, step)."""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Integer
+
+from jgpt.config import DataConfig
+from jgpt.contracts import typed
+from jgpt.corpus import Download, read_text, text_chunks
+from jgpt.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    tokenizer_from_json,
+)
+
+TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
+RESIDENT_BYTES = 1 << 30
+"""Splits up to this size are kept on the device, as int32; larger ones stay memory-mapped."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A text as tokens, split by position into what is learned from and what is held out."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    tokenizer: Tokenizer
+    characters_per_token: float
+    digest: str
+    """SHA-256 of all tokens."""
+
+
+@typed
+def load_dataset(
+    config: DataConfig, block_size: int, *, on_download: Download | None = None
+) -> Dataset:
+    """Read, tokenize and split what the config names."""
+    prepared = [source for source in config.data if (Path(source) / INDEX_FILE).is_file()]
+    if prepared:
+        if len(config.data) > 1:
+            raise ValueError(f"prepared data {prepared[0]} can't be mixed with other data")
+        tokens, tokenizer, characters = _open_prepared(Path(prepared[0]))
+    else:
+        text = read_text(config.data, on_download=on_download)
+        tokenizer = _make_tokenizer(config, lambda: [text])
+        tokens, characters = tokenizer.encode(text), len(text)
+    held_out = int(len(tokens) * (1 - config.validation_fraction))
+    train, validation = tokens[:held_out], tokens[held_out:]
+    for name, split in (("training", train), ("validation", validation)):
+        if len(split) <= block_size:
+            raise ValueError(
+                f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
+                "and its targets: use more text or a smaller block_size"
+            )
+    return Dataset(train, validation, tokenizer, characters / len(tokens), _digest(tokens))
+
+
+@typed
+def prepare(
+    config: DataConfig, directory: Path, *, on_progress: Callable[[int], None] | None = None
+) -> int:
+    """Tokenize text larger than memory into a folder to train from; return its tokens' count.
+
+    The folder holds the tokens as the smallest unsigned integers that hold the vocabulary, the
+    tokenizer, and an index of what they are. It appears whole or not at all.
+    """
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists already: choose another folder")
+    tokenizer = _make_tokenizer(config, lambda: text_chunks(config.data))
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    partial = directory.with_name(directory.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    count = characters = 0
+    with (partial / TOKENS_FILE).open("wb") as file:
+        for chunk in text_chunks(config.data):
+            tokens = tokenizer.encode(chunk).astype(dtype)
+            file.write(tokens.tobytes())
+            count, characters = count + len(tokens), characters + len(chunk)
+            if on_progress:
+                on_progress(count)
+    index = {"dtype": dtype.name, "tokens": count, "characters": characters}
+    (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+    (partial / INDEX_FILE).write_text(json.dumps(index) + "\n")
+    os.replace(partial, directory)
+    return count
+
+
+def _open_prepared(directory: Path) -> tuple[np.ndarray, Tokenizer, int]:
+    """Memory-map a prepared folder. Raises ValueError where its parts contradict each other."""
+    try:
+        index = json.loads((directory / INDEX_FILE).read_text())
+        dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
+        count, characters = int(index["tokens"]), int(index["characters"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{directory / INDEX_FILE} is damaged: {error!r}") from None
+    tokenizer = tokenizer_from_json((directory / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    path = directory / TOKENS_FILE
+    if path.stat().st_size != count * dtype.itemsize or count < 2 or characters < 1:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
+            "prepare it again"
+        )
+    tokens = np.memmap(path, dtype, mode="r")
+    largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, count, 1 << 24))
+    if largest >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{path} holds token {largest}, outside its tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size}: prepare it again"
+        )
+    return tokens, tokenizer, characters
+
+
+def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+    match config.tokenizer:
+        case "byte":
+            return ByteTokenizer()
+        case "bpe":
+            return BPETokenizer.train(texts(), config.bpe_vocab_size)
+        case "gpt2":
+            assert config.tokenizer_files is not None  # the config has seen to it
+            return BPETokenizer.from_gpt2(config.tokenizer_files)
+        case _:
+            return CharTokenizer.from_text("".join(sorted(set().union(*map(set, texts())))))
+
+
+def _digest(tokens: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(tokens), 1 << 24):
+        digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
+    return digest.hexdigest()
+
+
+@typed
+def resident(tokens: Integer[np.ndarray, " tokens"]) -> Integer[Array | np.ndarray, " tokens"]:
+    """Tokens on the device as int32 if they fit there, else where they are."""
+    if 4 * len(tokens) > RESIDENT_BYTES:
+        return tokens
+    return jnp.asarray(np.asarray(tokens, np.int32))
+
+
+@typed
+def batches(
+    tokens: Integer[Array | np.ndarray, " tokens"],
+    seed: int,
+    first_step: int,
+    steps: int,
+    batch_size: int,
+    block_size: int,
+) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
+    """The windows that steps `first_step` to `first_step + steps` train on.
+
+    A window holds a block's inputs and, one further, its targets. Which windows a step sees
+    depends on the seed and the step alone, and on nothing that happened before.
+    """
+    starts = _window_starts(seed, first_step, len(tokens), steps, batch_size, block_size)
+    if isinstance(tokens, jax.Array):
+        return _gather(tokens, starts, block_size)
+    index = np.asarray(starts)[..., None] + np.arange(block_size + 1)
+    return jnp.asarray(tokens[index].astype(np.int32))
+
+
+@typed
+def batch(
+    tokens: Integer[Array | np.ndarray, " tokens"],
+    seed: int,
+    step: int,
+    batch_size: int,
+    block_size: int,
+) -> tuple[Int[Array, "{batch_size} {block_size}"], Int[Array, "{batch_size} {block_size}"]]:
+    """One step's inputs and targets: the targets are the inputs one token later."""
+    window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
+    return window[:, :-1], window[:, 1:]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _window_starts(
+    seed: int, first_step: int, length: int, steps: int, batch_size: int, block_size: int
+) -> Int[Array, "steps batch"]:
+    def at(step):
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return jax.random.randint(key, (batch_size,), 0, length - block_size)
+
+    return jax.vmap(at)(first_step + jnp.arange(steps))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _gather(
+    tokens: Int[Array, " tokens"], starts: Int[Array, "steps batch"], block_size: int
+) -> Int[Array, "steps batch window"]:
+    return tokens[starts[..., None] + jnp.arange(block_size + 1)]
+
+
+@typed
+def evaluation_windows(
+    tokens: Integer[np.ndarray, " tokens"], block_size: int, batch_size: int
+) -> tuple[
+    Int[np.ndarray, "batches {batch_size} {block_size}+1"],
+    Bool[np.ndarray, "batches {batch_size} {block_size}"],
+]:
+    """Windows that cover a split, and which of their targets count: each target exactly once.
+
+    Windows don't overlap, so a target sees at most the block before it. The last ones are filled
+    up with repeats that don't count.
+    """
+    targets = len(tokens) - 1
+    windows = -(-targets // block_size)
+    rows = -(-windows // batch_size) * batch_size
+    position = np.arange(rows)[:, None] * block_size + np.arange(block_size + 1)
+    counts = position[:, 1:] <= targets
+    filled = np.asarray(tokens)[np.minimum(position, targets)].astype(np.int32)
+    return (
+        filled.reshape(-1, batch_size, block_size + 1),
+        counts.reshape(-1, batch_size, block_size),
+    )

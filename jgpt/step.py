@@ -1,0 +1,146 @@
+"""The train and evaluation steps: training's only jit, and its only donation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from jgpt.config import ModelConfig, TrainConfig
+from jgpt.contracts import typed
+from jgpt.loss import cross_entropy, token_losses
+from jgpt.model import abstract_model, create_model
+from jgpt.optimizer import learning_rate_schedule, make_optimizer
+
+Weights = PyTree[Float[Array, "..."]]
+_INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches use the seed's key itself, folded with the step
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that training carries from step to step."""
+
+    weights: Weights
+    optimizer: PyTree
+    step: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Metrics:
+    """What each step of a call measured; only the first `count` entries are steps."""
+
+    loss: Float[Array, " steps"]
+    gradient_norm: Float[Array, " steps"]
+    learning_rate: Float[Array, " steps"]
+
+
+TrainSteps = Callable[
+    [TrainState, Int[Array, "steps batch window"], int], tuple[TrainState, Metrics]
+]
+EvalStep = Callable[
+    [Weights, Int[Array, "batches batch window"], Bool[Array, "batches batch time"]],
+    Float[Array, ""],
+]
+
+
+@typed
+def init_state(config: TrainConfig) -> TrainState:
+    """Fresh parameters, their optimizer's state, and step 0, decided by the seed."""
+    optimizer = make_optimizer(config.optimizer, config.steps)
+
+    @jax.jit
+    def init() -> TrainState:
+        model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
+        weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        return TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
+
+    return init()
+
+
+@typed
+def abstract_state(config: TrainConfig) -> TrainState:
+    """The state's shapes and dtypes, to restore a checkpoint into."""
+    return jax.eval_shape(lambda: init_state(config))
+
+
+@typed
+def make_train_steps(config: TrainConfig) -> TrainSteps:
+    """A function that takes the first `count` of the steps whose windows it is given.
+
+    It is compiled once for every count, and its state is donated: use the one it returns.
+    """
+    graph = nnx.graphdef(abstract_model(config.model))
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    dropout_key = _stream(config.seed, _DROPOUT_STREAM)
+
+    @typed
+    def loss_of(
+        weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
+    ) -> Float[Array, ""]:
+        model = nnx.merge(graph, weights)
+        logits = model(window[:, :-1], rngs=nnx.Rngs(dropout=key))
+        return cross_entropy(logits, window[:, 1:])
+
+    @typed
+    def step(
+        state: TrainState, window: Int[Array, "batch window"]
+    ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
+        key = jax.random.fold_in(dropout_key, state.step)
+        loss, gradients = jax.value_and_grad(loss_of)(state.weights, window, key)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
+        weights = optax.apply_updates(state.weights, updates)
+        measured = (
+            loss,
+            optax.global_norm(gradients),
+            jnp.asarray(schedule(state.step), loss.dtype),
+        )
+        return TrainState(weights, optimizer_state, state.step + 1), measured
+
+    def steps(state: TrainState, windows: Int[Array, "steps batch window"], count: Int[Array, ""]):
+        # A loop with a dynamic count: one program whatever the count, and bitwise the same steps
+        # however they are grouped into calls.
+        def body(i, carry):
+            state, metrics = carry
+            state, measured = step(state, windows[i])
+            metrics = tuple(
+                row.at[i].set(value) for row, value in zip(metrics, measured, strict=True)
+            )
+            return state, metrics
+
+        dtype = jnp.promote_types(config.model.param_dtype, jnp.float32)
+        empty = jnp.zeros(windows.shape[0], dtype)
+        state, metrics = jax.lax.fori_loop(0, count, body, (state, (empty, empty, empty)))
+        return state, Metrics(*metrics)
+
+    return jax.jit(steps, donate_argnums=0)
+
+
+@typed
+def make_eval_step(config: ModelConfig) -> EvalStep:
+    """A function that sums the losses of the targets that count, over batches of windows."""
+    graph = nnx.graphdef(abstract_model(config))
+
+    @jax.jit
+    def evaluate(weights, windows, counts):
+        model = nnx.merge(graph, weights)
+
+        def add(total, batch):
+            window, counted = batch
+            losses = token_losses(model(window[:, :-1]), window[:, 1:])
+            return total + jnp.where(counted, losses, 0).sum(), None
+
+        zero = jnp.zeros((), jnp.promote_types(config.param_dtype, jnp.float32))
+        return jax.lax.scan(add, zero, (windows, counts))[0]
+
+    return evaluate
+
+
+def _stream(seed: int, stream: int) -> Key[Array, ""]:
+    return jax.random.fold_in(jax.random.key(np.uint32(seed)), stream)

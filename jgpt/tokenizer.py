@@ -1,0 +1,222 @@
+"""Text to tokens and back: characters, bytes, or byte-pairs. JSON on disk."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Int32, Integer
+
+from jgpt.contracts import typed
+
+Tokens = Int32[np.ndarray, " tokens"]
+AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
+
+
+class Tokenizer(Protocol):
+    """What training, sampling and checkpoints need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        ...
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text."""
+        ...
+
+    def decode(self, tokens: AnyTokens) -> str:
+        """The text of tokens. Raises ValueError for a token outside the vocabulary."""
+        ...
+
+    def to_json(self) -> str:
+        """All of it as JSON, for `tokenizer_from_json`."""
+        ...
+
+
+class CharTokenizer:
+    """A token for each character that a text contains, in the order of their code points."""
+
+    def __init__(self, characters: str) -> None:
+        """Make the vocabulary of exactly these characters, which must be sorted and unique."""
+        if not characters or list(characters) != sorted(set(characters)):
+            raise ValueError("a character vocabulary must be sorted, unique and not empty")
+        self.characters = characters
+        self._code_points = _code_points(characters)
+
+    @classmethod
+    def from_text(cls, text: str) -> "CharTokenizer":
+        """The vocabulary of a text."""
+        if not text:
+            raise ValueError("an empty text has no characters to make a vocabulary of")
+        return cls("".join(sorted(set(text))))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many characters there are."""
+        return len(self.characters)
+
+    @typed
+    def encode(self, text: str) -> Tokens:
+        """The index of each character. Raises ValueError for one outside the vocabulary."""
+        code_points = _code_points(text)
+        tokens = np.searchsorted(self._code_points, code_points)
+        tokens = np.minimum(tokens, len(self._code_points) - 1)
+        unknown = np.flatnonzero(self._code_points[tokens] != code_points)
+        if unknown.size:
+            position = int(unknown[0])
+            raise ValueError(
+                f"unknown character {text[position]!r} at position {position}: the vocabulary is "
+                f"the {self.vocab_size} characters {_shortened(self.characters)}"
+            )
+        return tokens.astype(np.int32)
+
+    @typed
+    def decode(self, tokens: AnyTokens) -> str:
+        """The characters side by side."""
+        return "".join(self.characters[token] for token in _in_range(tokens, self.vocab_size))
+
+    def to_json(self) -> str:
+        """The characters as one string."""
+        return json.dumps({"type": "char", "characters": self.characters})
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens: 256 of them, and no text is ever unknown."""
+
+    vocab_size = 256
+
+    @typed
+    def encode(self, text: str) -> Tokens:
+        """The text's UTF-8 bytes."""
+        return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
+
+    @typed
+    def decode(self, tokens: AnyTokens) -> str:
+        """The bytes as UTF-8; what is not UTF-8 reads as the replacement character."""
+        data = bytes(_in_range(tokens, self.vocab_size))
+        try:
+            return data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return data.decode("utf-8", "replace")
+
+    def to_json(self) -> str:
+        """Its name says it all."""
+        return json.dumps({"type": "byte"})
+
+
+class BPETokenizer:
+    """Byte-level byte-pair encoding on the tokenizers library (the extra `jgpt[bpe]`)."""
+
+    def __init__(self, backend: Any) -> None:
+        """Wrap a `tokenizers.Tokenizer`."""
+        self._backend = backend
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
+        """Learn merges on texts until there are `vocab_size` tokens."""
+        tokenizers = _tokenizers()
+        backend = _byte_level(tokenizers, tokenizers.models.BPE())
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            show_progress=False,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @classmethod
+    def from_gpt2(cls, directory: str | Path) -> "BPETokenizer":
+        """GPT-2's own, from its `encoder.json` and `vocab.bpe`, or `vocab.json`, `merges.txt`."""
+        directory = Path(directory)
+        for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+            if (directory / vocabulary).is_file() and (directory / merges).is_file():
+                break
+        else:
+            raise FileNotFoundError(
+                f"{directory} has neither encoder.json and vocab.bpe nor vocab.json and merges.txt"
+            )
+        tokenizers = _tokenizers()
+        try:
+            vocab = json.loads((directory / vocabulary).read_text(encoding="utf-8"))
+            lines = (directory / merges).read_text(encoding="utf-8").splitlines()
+            pairs = [tuple(line.split(" ")) for line in lines if not line.startswith("#version")]
+            model = tokenizers.models.BPE(vocab=vocab, merges=[pair for pair in pairs if pair[0]])
+        except Exception as error:  # the library raises bare Exception for a bad vocabulary
+            raise ValueError(f"{directory}: not GPT-2's vocabulary and merges: {error}") from error
+        return cls(_byte_level(tokenizers, model))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        return self._backend.get_vocab_size()
+
+    @typed
+    def encode(self, text: str) -> Tokens:
+        """The text's byte-pairs."""
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+
+    @typed
+    def decode(self, tokens: AnyTokens) -> str:
+        """The text; bytes that are not UTF-8 read as the replacement character."""
+        return self._backend.decode(_in_range(tokens, self.vocab_size), skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """The library's own JSON, wrapped."""
+        return json.dumps({"type": "bpe", "tokenizer": json.loads(self._backend.to_str())})
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """The tokenizer that `to_json` wrote. Raises ValueError for anything else."""
+    try:
+        values = json.loads(text)
+        kind = values["type"]
+        if kind == "char":
+            return CharTokenizer(values["characters"])
+        if kind == "byte":
+            return ByteTokenizer()
+        if kind == "bpe":
+            return BPETokenizer(_tokenizers().Tokenizer.from_str(json.dumps(values["tokenizer"])))
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # bad JSON in any of its ways; tokenizers raises bare Exception
+        raise ValueError(f"not a tokenizer: {error!r}") from error
+    raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
+    indices = np.asarray(tokens, dtype=np.int64)
+    outside = np.flatnonzero((indices < 0) | (indices >= vocab_size))
+    if outside.size:
+        position = int(outside[0])
+        raise ValueError(
+            f"token {indices[position]} at position {position} is outside the vocabulary of "
+            f"{vocab_size}"
+        )
+    return indices.tolist()
+
+
+def _shortened(characters: str, limit: int = 100) -> str:
+    return repr(characters if len(characters) <= limit else characters[:limit] + "…")
+
+
+def _byte_level(tokenizers: Any, model: Any) -> Any:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "byte-pairs need the tokenizers library: pip install 'jgpt[bpe]'"
+        ) from None
+    return tokenizers
