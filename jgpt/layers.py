@@ -1,0 +1,114 @@
+"""What the transformer is made of: projections, embeddings and norms."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jgpt.contracts import typed
+
+INIT_STD = 0.02
+
+
+class Linear(nnx.Module):
+    """`x @ kernel + bias`, computed in `dtype` and accumulated in at least float32."""
+
+    @typed
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        init_std: float = INIT_STD,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        self.dtype = dtype
+        shape = (in_features, out_features)
+        self.kernel = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "*rows {self.in_features}"]
+    ) -> Float[Array, "*rows {self.out_features}"]:
+        """The projection of each row."""
+        y = project(x, self.kernel[...], self.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+@typed
+def project(
+    x: Float[Array, "*rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+) -> Float[Array, "*rows out_features"]:
+    """`x @ kernel` in `dtype`, with the rows flattened.
+
+    The gradient of a product with more than one leading axis leaves XLA's fast path on the CPU.
+    """
+    rows, in_features = x.shape[:-1], x.shape[-1]
+    flat = x.reshape(math.prod(rows), in_features).astype(dtype)
+    accumulate = jnp.promote_types(dtype, jnp.float32)
+    product = jnp.matmul(flat, kernel.astype(dtype), preferred_element_type=accumulate)
+    return product.astype(dtype).reshape(*rows, kernel.shape[-1])
+
+
+class Embedding(nnx.Module):
+    """A row of the table for each index. Indices outside the table are the caller's error."""
+
+    @typed
+    def __init__(
+        self,
+        num_embeddings: int,
+        embed_dim: int,
+        *,
+        init_std: float = INIT_STD,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_embeddings, self.embed_dim = num_embeddings, embed_dim
+        shape = (num_embeddings, embed_dim)
+        self.embedding = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
+
+    @typed
+    def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
+        """The row of each index."""
+        return jnp.take(self.embedding[...], index, axis=0)
+
+
+class LayerNorm(nnx.Module):
+    """Each position's features to mean 0 and variance 1, then scaled (Ba et al. 2016).
+
+    Computed in at least float32, and returned so: the residual stream is never narrower.
+    """
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        epsilon: float = 1e-5,
+        use_bias: bool = True,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        self.embed_dim, self.epsilon = embed_dim, epsilon
+        self.scale = nnx.Param(jnp.ones(embed_dim, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(embed_dim, param_dtype)) if use_bias else None
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "*rows {self.embed_dim}"]
+    ) -> Float[Array, "*rows {self.embed_dim}"]:
+        """The normed rows."""
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+        y = centred * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...].astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
