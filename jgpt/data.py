@@ -43,17 +43,28 @@ class Dataset:
 
 @typed
 def load_dataset(
-    config: DataConfig, block_size: int, *, on_download: Download | None = None
+    config: DataConfig,
+    block_size: int,
+    *,
+    tokenizer: Tokenizer | None = None,
+    on_download: Download | None = None,
 ) -> Dataset:
-    """Read, tokenize and split what the config names."""
+    """Read, tokenize and split what the config names, with a given tokenizer or its own.
+
+    Raises ValueError or OSError for text that can't be read, is too short, or is not of the given
+    tokenizer.
+    """
     prepared = [source for source in config.data if (Path(source) / INDEX_FILE).is_file()]
     if prepared:
         if len(config.data) > 1:
             raise ValueError(f"prepared data {prepared[0]} can't be mixed with other data")
-        tokens, tokenizer, characters = _open_prepared(Path(prepared[0]))
+        tokens, its_tokenizer, characters = _open_prepared(Path(prepared[0]))
+        if tokenizer is not None and tokenizer.to_json() != its_tokenizer.to_json():
+            raise ValueError(f"{prepared[0]} was prepared with another tokenizer: prepare it again")
+        tokenizer = its_tokenizer
     else:
         text = read_text(config.data, on_download=on_download)
-        tokenizer = _make_tokenizer(config, lambda: [text])
+        tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
         tokens, characters = tokenizer.encode(text), len(text)
     held_out = int(len(tokens) * (1 - config.validation_fraction))
     train, validation = tokens[:held_out], tokens[held_out:]

@@ -1,4 +1,4 @@
-"""The loss: cross entropy, and what it means per token and per character."""
+"""The loss: cross entropy per token, and what that is per character."""
 
 import math
 
@@ -27,11 +27,7 @@ def cross_entropy(
     return token_losses(logits, targets).mean()
 
 
-def perplexity(loss: float) -> float:
-    """How many equally likely tokens a loss in nats amounts to."""
-    return math.exp(loss)
-
-
-def bits_per_character(loss: float, tokens: int, characters: int) -> float:
+@typed
+def bits_per_character(loss: float, characters_per_token: float) -> float:
     """A loss in nats per token as bits per character of the text that the tokens stand for."""
-    return loss * tokens / (characters * math.log(2))
+    return loss / (characters_per_token * math.log(2))

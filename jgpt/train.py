@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jgpt.checkpoint import LOSS_PICTURE, Checkpoints, RunDirectory, load, require_same_run
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data import Dataset, batches, evaluation_windows, load_dataset, resident
 from jgpt.generation import generate, opening
+from jgpt.loss import bits_per_character
 from jgpt.model import LanguageModel
 from jgpt.report import plot_losses
 from jgpt.step import (
@@ -77,10 +80,15 @@ def fit(
     began = time.perf_counter()
     progress = progress or Progress()
     out = _run_directory(config, resume=resume, overwrite=overwrite)
-    dataset = load_dataset(config.dataset, config.model.block_size, on_download=progress.downloaded)
+    dataset = load_dataset(
+        config.dataset,
+        config.model.block_size,
+        tokenizer=RunDirectory.open(out).tokenizer() if resume else None,
+        on_download=progress.downloaded,
+    )
     model_config = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     config = dataclasses.replace(config, model=model_config)
-    run = _open_run(out, config, dataset, resume=resume, overwrite=overwrite)
+    run = _open_run(out, config, dataset.tokenizer, resume=resume, overwrite=overwrite)
     with Checkpoints(run) as checkpoints:
         resumed = resume and checkpoints.step("last") is not None
         state = checkpoints.restore(config) if resumed else init_state(config)
@@ -133,17 +141,13 @@ def _free_directory(parent: Path, name: str) -> Path:
 
 
 def _open_run(
-    out: Path, config: TrainConfig, dataset: Dataset, *, resume: bool, overwrite: bool
+    out: Path, config: TrainConfig, tokenizer: Tokenizer, *, resume: bool, overwrite: bool
 ) -> RunDirectory:
     if resume:
-        run = RunDirectory.open(out)
-        require_same_run(run.config(), config)
-        if run.tokenizer().to_json() != dataset.tokenizer.to_json():
-            raise ValueError(f"the text has changed: {out} was trained with another vocabulary")
-        return RunDirectory.create(out, config, dataset.tokenizer)
-    if overwrite and out.exists():
+        require_same_run(RunDirectory.open(out).config(), config)
+    elif overwrite and out.exists():
         RunDirectory(out).delete()
-    return RunDirectory.create(out, config, dataset.tokenizer)
+    return RunDirectory.create(out, config, tokenizer)
 
 
 def _train(
@@ -224,13 +228,49 @@ class _MetricsReader:
         self.progress.stepped(first + count, rows["loss"][-1], tokens_per_second)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model predicts a text that it has not learned from."""
+
+    loss: float
+    """Exact: every held-out target once. Nats per token."""
+    perplexity: float
+    bits_per_character: float
+    tokens: int
+    """How many targets that were."""
+
+
+@typed
+def evaluate(
+    run_directory: str | Path,
+    *,
+    which: Literal["best", "last"] = "best",
+    progress: Progress | None = None,
+) -> Evaluation:
+    """The exact loss of a run's model on the text that its training held out."""
+    model, tokenizer, config = load(run_directory, which=which)
+    dataset = load_dataset(
+        config.dataset,
+        config.model.block_size,
+        tokenizer=tokenizer,
+        on_download=(progress or Progress()).downloaded,
+    )
+    loss = _evaluator(config, dataset)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(loss),
+        bits_per_character=bits_per_character(loss, dataset.characters_per_token),
+        tokens=len(dataset.validation[: config.eval_tokens]) - 1,
+    )
+
+
 def _evaluator(config: TrainConfig, dataset: Dataset) -> Callable[[Weights], float]:
     """The exact mean loss over the held-out split."""
-    evaluate = make_eval_step(config.model)
+    evaluate_windows = make_eval_step(config.model)
     held_out = dataset.validation[: config.eval_tokens]
     windows, counts = evaluation_windows(held_out, config.model.block_size, config.batch_size)
     on_device = jnp.asarray(windows), jnp.asarray(counts)
-    return lambda weights: float(evaluate(weights, *on_device)) / int(counts.sum())
+    return lambda weights: float(evaluate_windows(weights, *on_device)) / int(counts.sum())
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig) -> str:

@@ -1,0 +1,29 @@
+# Two commands on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test lint
+
+train: $(VENV)/installed-train
+	$(BIN)/jgpt train
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# installed again only when what to install has changed
+$(VENV)/installed-train: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@ $(VENV)/installed-train

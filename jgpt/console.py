@@ -1,0 +1,101 @@
+"""Training as a person sees it: a progress bar on a terminal, plain lines elsewhere."""
+
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from jgpt import train
+from jgpt.config import TrainConfig
+from jgpt.data import Dataset
+from jgpt.optimizer import decay_mask
+from jgpt.step import TrainState
+
+
+class _Details(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("details", ""))
+
+
+class ConsoleProgress(train.Progress):
+    """Shows a run's beginning, its losses, its speed and the time that is left."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            _Details(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.steps = self.download = None
+        self.validation = ""
+        self.eval_interval = 1
+        self.last_line = 0
+
+    def __enter__(self) -> "ConsoleProgress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def downloaded(self, received: int, total: int | None) -> None:
+        """Move the download's bar."""
+        if self.download is None:
+            self.console.print("downloading tiny Shakespeare")
+            self.download = self.bar.add_task("download", total=total)
+        self.bar.update(self.download, completed=received)
+
+    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
+        """Say what will be trained on what, and start the bar."""
+        if self.download is not None:
+            self.bar.remove_task(self.download)
+        leaves = jax.tree.leaves(state.weights)
+        decayed = [
+            leaf.size
+            for leaf, decays in zip(leaves, jax.tree.leaves(decay_mask(state.weights)), strict=True)
+            if decays
+        ]
+        total = sum(leaf.size for leaf in leaves)
+        step = int(state.step)
+        self.say(
+            f"{config.name}: {total:,} parameters, vocabulary {dataset.tokenizer.vocab_size}, on "
+            f"{jax.devices()[0].device_kind}",
+            f"data: {' '.join(config.dataset.data)}: {len(dataset.train):,} tokens to learn from, "
+            f"{len(dataset.validation):,} held out",
+            f"weight decay: {len(decayed)} matrices with {sum(decayed):,} parameters; none on "
+            f"{len(leaves) - len(decayed)} vectors with {total - sum(decayed):,}",
+            f"resumed at step {step} of {config.steps}: {out}"
+            if step
+            else f"{config.steps} steps of {config.batch_size} x {config.model.block_size} tokens "
+            f"into {out}; compiling",
+        )
+        self.eval_interval = config.eval_interval
+        self.last_line = step
+        self.steps = self.bar.add_task("train", total=config.steps, completed=step)
+
+    def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Move the bar; where there is none, print a line now and then."""
+        details = f"loss {loss:.3f}{self.validation}  {tokens_per_second:,.0f} tokens/s"
+        if self.steps is not None:
+            self.bar.update(self.steps, completed=step, details=details)
+        if not self.console.is_terminal and step - self.last_line >= self.eval_interval:
+            self.say(f"step {step}: {details}")
+            self.last_line = step
+
+    def evaluated(self, step: int, validation_loss: float) -> None:
+        """A line for each evaluation, which stays."""
+        self.validation = f"  validation {validation_loss:.3f}"
+        self.say(f"step {step}: validation loss {validation_loss:.4f}")
+
+    def say(self, *lines: str) -> None:
+        """Plain text: nothing in it is markup."""
+        for line in lines:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
