@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -14,6 +14,7 @@ Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What training, sampling and checkpoints need of a tokenizer."""
 
