@@ -1,5 +1,6 @@
 """Training as a person sees it: a progress bar on a terminal, plain lines elsewhere."""
 
+import time
 from pathlib import Path
 
 import jax
@@ -12,6 +13,8 @@ from jgpt.config import TrainConfig
 from jgpt.data import Dataset
 from jgpt.optimizer import decay_mask
 from jgpt.step import TrainState
+
+SECONDS_PER_LINE = 20
 
 
 class _Details(ProgressColumn):
@@ -36,8 +39,8 @@ class ConsoleProgress(train.Progress):
         )
         self.steps = self.download = None
         self.validation = ""
-        self.eval_interval = 1
-        self.last_line = 0
+        self.details = ""
+        self.last_line = time.monotonic()
 
     def __enter__(self) -> "ConsoleProgress":
         self.bar.start()
@@ -77,23 +80,25 @@ class ConsoleProgress(train.Progress):
             else f"{config.steps} steps of {config.batch_size} x {config.model.block_size} tokens "
             f"into {out}; compiling",
         )
-        self.eval_interval = config.eval_interval
-        self.last_line = step
         self.steps = self.bar.add_task("train", total=config.steps, completed=step)
 
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Move the bar; where there is none, print a line now and then."""
-        details = f"loss {loss:.3f}{self.validation}  {tokens_per_second:,.0f} tokens/s"
+        self.details = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
         if self.steps is not None:
+            details = f"{self.details}{self.validation}"
             self.bar.update(self.steps, completed=step, details=details)
-        if not self.console.is_terminal and step - self.last_line >= self.eval_interval:
-            self.say(f"step {step}: {details}")
-            self.last_line = step
+        if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_PER_LINE:
+            self._line(f"step {step}: {self.details}")
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """A line for each evaluation, which stays."""
         self.validation = f"  validation {validation_loss:.3f}"
-        self.say(f"step {step}: validation loss {validation_loss:.4f}")
+        self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
+
+    def _line(self, line: str) -> None:
+        self.say(line)
+        self.last_line = time.monotonic()
 
     def say(self, *lines: str) -> None:
         """Plain text: nothing in it is markup."""
