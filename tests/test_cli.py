@@ -1,0 +1,309 @@
+"""The command as a user types it: what works, and one clear line for what doesn't."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
+
+
+def jgpt(*arguments: object, stdin: bytes = b"", cwd: Path | None = None):
+    return subprocess.run(
+        [sys.executable, "-m", "jgpt.cli", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        cwd=cwd,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "80"},
+    )
+
+
+def refused(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> str:
+    """The one line that a refused command prints."""
+    done = jgpt(*arguments, stdin=stdin, cwd=cwd)
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 2, done.stderr.decode()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("jgpt: ")
+    assert "Traceback" not in lines[0]
+    return lines[0]
+
+
+def worked(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> str:
+    done = jgpt(*arguments, stdin=stdin, cwd=cwd)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+SMALL = ("--steps", 30, "--eval-interval", 10, "--steps-per-call", 5, "--sample-tokens", 20)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(text_file) -> Path:
+    out = text_file.parent / "trained"
+    said = worked("train", "tiny", "--data", text_file, "--out", out, *SMALL)
+    assert "validation loss" in said
+    assert f"jgpt sample {out}" in said
+    return out
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A run of one's own, to break."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_help_is_instant_and_needs_no_jax():
+    code = (
+        "import sys, jgpt.cli\n"
+        "try: jgpt.cli.main(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'jax', 'flax', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "eval", "info", "prepare", "presets"])
+def test_every_command_has_help(command):
+    assert f"usage: jgpt {command}" in worked(command, "--help")
+
+
+def test_a_run_holds_what_the_readme_says(trained):
+    names = {path.name for path in trained.iterdir()}
+    assert {
+        "config.json",
+        "tokenizer.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "samples.txt",
+        "loss.png",
+    } <= names
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sample_continues_the_prompt_and_a_seed_repeats_it(trained):
+    ask = ("sample", trained, "--prompt", "the quick", "--max-new-tokens", 40, "--seed", 7)
+    first, second = worked(*ask), worked(*ask)
+    assert first == second
+    assert first.startswith("the quick")
+    assert len(first.removesuffix("\n")) == len("the quick") + 40
+    assert worked(*ask[:-1], 8) != first
+
+
+def test_sample_reads_prompts_from_files_and_standard_input(trained, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("lazy dog")
+    options = ("--max-new-tokens", 5, "--temperature", 0)
+    from_file = worked("sample", trained, "--prompt-file", prompt, *options)
+    from_stdin = worked("sample", trained, "--prompt-file", "-", *options, stdin=b"lazy dog")
+    assert from_file == from_stdin
+    assert from_file.startswith("lazy dog")
+
+
+def test_sample_slides_past_the_block_size(trained):
+    prompt = "the quick brown fox jumps over the lazy dog"  # tiny's block is 16
+    said = worked("sample", trained, "--prompt", prompt, "--max-new-tokens", 50, "--num-samples", 2)
+    first, second = said.split("\n---------------\n")
+    assert first.startswith(prompt)
+    assert second.startswith(prompt)
+    assert first != second.removesuffix("\n")
+
+
+def test_eval_agrees_with_the_metrics(trained):
+    measured = json.loads(worked("eval", trained, "--json"))
+    lines = [line for line in metrics(trained) if "validation_loss" in line]
+    best = min(line["validation_loss"] for line in lines)
+    assert measured["loss"] == pytest.approx(best, rel=1e-6)
+    assert measured["tokens"] == len(TEXT) - int(len(TEXT) * 0.9) - 1
+    assert f"{best:.4f}" in worked("eval", trained)
+
+
+def test_info_counts_parameters_of_presets_and_runs(trained):
+    assert "124,439,808" in worked("info", "gpt2")
+    characters = len(set(TEXT))
+    of_a_run = worked("info", trained)
+    assert f"{characters * 32:,} parameters" in " ".join(of_a_run.split())
+
+
+def test_presets_are_listed():
+    said = worked("presets")
+    for name in ("bigram", "lecture", "nanogpt-cpu", "nanogpt-char", "gpt2", "tiny"):
+        assert name in said
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_prepared_text_trains_like_the_text_itself(text_file, tmp_path, tokenizer):
+    prepared = tmp_path / "prepared"
+    how = ("--tokenizer", tokenizer, "--bpe-vocab-size", 260)
+    assert f"jgpt train --data {prepared}" in worked("prepare", text_file, *how, "--out", prepared)
+    small = ("--steps", 4, "--eval-interval", 4, "--sample-tokens", 0, "--block-size", 8)
+    worked("train", "tiny", "--data", prepared, "--out", tmp_path / "a", *small)
+    worked("train", "tiny", "--data", text_file, *how, "--out", tmp_path / "b", *small)
+    losses = [[line.get("loss") for line in metrics(tmp_path / name)] for name in "ab"]
+    assert losses[0] == losses[1]
+
+
+def test_resuming_equals_never_having_stopped(text_file, tmp_path):
+    out = tmp_path / "stopped"
+    train = ("train", "tiny", "--data", text_file, "--out", out)
+    worked(*train, *SMALL[:1], 10, *SMALL[2:], "--schedule", "constant")
+    said = worked(*train, *SMALL, "--schedule", "constant", "--resume")
+    assert "resumed at step 10 of 30" in said
+    worked(*train[:-1], tmp_path / "whole", *SMALL, "--schedule", "constant")
+    whole, resumed = (
+        [(line["step"], line.get("loss"), line.get("validation_loss")) for line in metrics(path)]
+        for path in (tmp_path / "whole", out)
+    )
+    assert whole == resumed
+
+
+def test_resume_needs_only_the_directory(run):
+    said = worked("train", "--out", run, "--resume", "--steps", 40)
+    assert "resumed at step 30 of 40" in said
+    assert json.loads((run / "config.json").read_text())["steps"] == 40
+
+
+def test_overwrite_starts_again(run):
+    said = worked("train", "--out", run, "--overwrite", "--steps", 10)
+    assert "resumed" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        (["train", "nanogtp-cpu"], "unknown preset 'nanogtp-cpu' (did you mean 'nanogpt-cpu'?)"),
+        (["trian"], "unknown command 'trian' (did you mean 'train'?)"),
+        (["train", "tiny", "--learning-rte", "1"], "did you mean --learning-rate?"),
+        (["train", "tiny", "--steps", "many"], "--steps"),
+        (["train", "tiny", "--activation", "swish"], "'swish'"),
+        (["train", "tiny", "--embed-dim", "30", "--num-heads", "4"], "embed_dim=30"),
+        (["train", "tiny", "--block-size", "0"], "block_size=0 must be positive"),
+        (["train", "tiny", "--batch-size", "-3"], "batch_size=-3 must be positive"),
+        (["train", "tiny", "--learning-rate", "nan"], "learning_rate=nan must be finite"),
+        (["train", "tiny", "--learning-rate", "inf"], "learning_rate=inf must be finite"),
+        (["train", "tiny", "--dropout", "1.5"], "dropout=1.5"),
+        (["train", "tiny", "--vocab-size", "5"], "the tokenizer decides it"),
+        (["train", "tiny", "--resume"], "resume"),
+        (["train", "tiny", "--data", "missing.txt"], "missing.txt"),
+        (["train", "tiny", "--data", "shakespear"], "did you mean 'shakespeare'?"),
+        (["train", "tiny", "--tokenizer", "gpt2"], "tokenizer_files"),
+        (["train", "tiny", "--resume", "--out", "nowhere"], "nowhere is not a run directory"),
+        (["sample", "nowhere"], "nowhere is not a run directory"),
+        (["eval", "nowhere"], "nowhere is not a run directory"),
+        (["info", "gtp2"], "did you mean 'gpt2'?"),
+        (["sample"], "The run directory"),
+    ],
+)
+def test_bad_options_get_one_line(options, because, tmp_path):
+    assert because in refused(*options, cwd=tmp_path)
+    assert not list(tmp_path.iterdir())  # and nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("content", "because"),
+    [
+        (b"", "is empty"),
+        (b"plain\0binary", "byte 5 "),
+        (b"caf\xe9 au lait" * 100, "byte 3 "),
+        (b"too short", "training split has 8 tokens"),
+        (b"a" * 100, "validation split has 10 tokens"),
+    ],
+)
+def test_bad_text_gets_one_line(content, because, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    out = tmp_path / "out"
+    said = refused("train", "tiny", "--data", path, "--out", out)
+    assert because in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        (["--prompt", "fox: 100%"], "unknown character ':' at position 3"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt-file", "missing"], "missing"),
+        (["--prompt", "a", "--prompt-file", "b"], "give one"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--top-k", "0"], "top_k=0"),
+        (["--top-p", "0"], "top_p=0.0"),
+        (["--max-new-tokens", "-1"], "max_new_tokens=-1"),
+        (["--num-samples", "0"], "num_samples=0"),
+        (["--seed", "-1"], "seed=-1"),
+    ],
+)
+def test_bad_sampling_gets_one_line(options, because, trained):
+    assert because in refused("sample", trained, *options)
+
+
+def test_an_empty_standard_input_is_an_empty_prompt(trained):
+    assert "the prompt is empty" in refused("sample", trained, "--prompt-file", "-")
+
+
+def test_an_existing_run_is_neither_continued_nor_deleted_by_accident(run, text_file):
+    before = (run / "metrics.jsonl").read_text()
+    said = refused("train", "tiny", "--data", text_file, "--out", run)
+    assert "--resume" in said
+    assert "--overwrite" in said
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_overwrite_deletes_runs_only(text_file, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    said = refused("train", "tiny", "--data", text_file, "--out", tmp_path, "--overwrite")
+    assert "is not a run directory" in said
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_run_without_checkpoints_says_so(run):
+    shutil.rmtree(run / "checkpoints")
+    assert "holds no checkpoint" in refused("sample", run)
+
+
+def test_a_damaged_checkpoint_is_named(run):
+    for path in (run / "checkpoints").glob("*/weights/**/*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    assert "checkpoints/30" in refused("sample", run)
+
+
+def test_a_config_of_another_model_is_named(run):
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["embed_dim"] = 64
+    (run / "config.json").write_text(json.dumps(config))
+    assert "checkpoint" in refused("sample", run)
+
+
+def test_resuming_with_another_config_names_the_field(run, text_file):
+    said = refused(
+        *("train", "tiny", "--data", text_file, "--out", run, "--resume", "--embed-dim", 64)
+    )
+    assert "model.embed_dim=32 there, 64 here" in said
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"model": {"embed_dim": "wide"}}', "\xff"])
+def test_a_damaged_config_is_named(run, damage):
+    (run / "config.json").write_bytes(damage.encode("latin-1"))
+    assert "config.json is damaged" in refused("eval", run)
+
+
+def test_where_nothing_can_be_written_nothing_is_trained(text_file):
+    out = text_file / "run"  # below a file: no directory can be made there
+    assert str(text_file) in refused("train", "tiny", "--data", text_file, "--out", out)
