@@ -174,7 +174,13 @@ def batches(
     A window holds a block's inputs and, one further, its targets. Which windows a step sees
     depends on the seed and the step alone, and on nothing that happened before.
     """
-    starts = _window_starts(seed, first_step, len(tokens), steps, batch_size, block_size)
+    places = len(tokens) - block_size
+    if not 0 < places < 1 << 32:
+        raise ValueError(
+            f"{len(tokens)} tokens can't give windows of {block_size + 1}: more than a block and "
+            "fewer than 2**32 are needed"
+        )
+    starts = _window_starts(np.uint32(seed), first_step, np.uint32(places), steps, batch_size)
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
     index = np.asarray(starts)[..., None] + np.arange(block_size + 1)
@@ -194,20 +200,20 @@ def batch(
     return window[:, :-1], window[:, 1:]
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def _window_starts(
-    seed: int, first_step: int, length: int, steps: int, batch_size: int, block_size: int
-) -> Int[Array, "steps batch"]:
+    seed: np.uint32, first_step: int, places: np.uint32, steps: int, batch_size: int
+) -> Integer[Array, "steps batch"]:
     def at(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return jax.random.randint(key, (batch_size,), 0, length - block_size)
+        return jax.random.randint(key, (batch_size,), 0, places, jnp.uint32)
 
     return jax.vmap(at)(first_step + jnp.arange(steps))
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _gather(
-    tokens: Int[Array, " tokens"], starts: Int[Array, "steps batch"], block_size: int
+    tokens: Int[Array, " tokens"], starts: Integer[Array, "steps batch"], block_size: int
 ) -> Int[Array, "steps batch window"]:
     return tokens[starts[..., None] + jnp.arange(block_size + 1)]
 
