@@ -96,11 +96,7 @@ class ByteTokenizer:
     @typed
     def decode(self, tokens: AnyTokens) -> str:
         """The bytes as UTF-8; what is not UTF-8 reads as the replacement character."""
-        data = bytes(_in_range(tokens, self.vocab_size))
-        try:
-            return data.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            return data.decode("utf-8", "replace")
+        return bytes(_in_range(tokens, self.vocab_size)).decode("utf-8", "replace")
 
     def to_json(self) -> str:
         """Its name says it all."""
