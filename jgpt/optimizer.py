@@ -42,7 +42,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """
 
     def clip(gradients: Weights, weights: Weights | None = None) -> Weights:
-        scale = jnp.minimum(limit / (optax.global_norm(gradients) + 1e-6), 1.0)
+        scale = jnp.minimum(limit / (optax.tree.norm(gradients) + 1e-6), 1.0)
         return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
 
     return optax.stateless(clip)

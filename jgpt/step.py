@@ -98,7 +98,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         weights = optax.apply_updates(state.weights, updates)
         measured = (
             loss,
-            optax.global_norm(gradients),
+            optax.tree.norm(gradients),
             jnp.asarray(schedule(state.step), loss.dtype),
         )
         return TrainState(weights, optimizer_state, state.step + 1), measured
