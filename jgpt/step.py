@@ -114,8 +114,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
             )
             return state, metrics
 
-        dtype = jnp.promote_types(config.model.param_dtype, jnp.float32)
-        empty = jnp.zeros(windows.shape[0], dtype)
+        empty = jnp.zeros(windows.shape[0], _loss_dtype(config.model))
         state, metrics = jax.lax.fori_loop(0, count, body, (state, (empty, empty, empty)))
         return state, Metrics(*metrics)
 
@@ -126,6 +125,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
 def make_eval_step(config: ModelConfig) -> EvalStep:
     """A function that sums the losses of the targets that count, over batches of windows."""
     graph = nnx.graphdef(abstract_model(config))
+    loss_dtype = _loss_dtype(config)
 
     @jax.jit
     def evaluate(weights, windows, counts):
@@ -136,10 +136,14 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
             losses = token_losses(model(window[:, :-1]), window[:, 1:])
             return total + jnp.where(counted, losses, 0).sum(), None
 
-        zero = jnp.zeros((), jnp.promote_types(config.param_dtype, jnp.float32))
-        return jax.lax.scan(add, zero, (windows, counts))[0]
+        return jax.lax.scan(add, jnp.zeros((), loss_dtype), (windows, counts))[0]
 
     return evaluate
+
+
+def _loss_dtype(config: ModelConfig) -> jnp.dtype:
+    """The widest of what parameters, logits and their loss may be."""
+    return jnp.promote_types(jnp.promote_types(config.dtype, config.param_dtype), jnp.float32)
 
 
 def _stream(seed: int, stream: int) -> Key[Array, ""]:
