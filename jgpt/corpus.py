@@ -1,6 +1,7 @@
 """Where text comes from: the built-in corpus, tiny Shakespeare, or the user's own files."""
 
 import hashlib
+import http.client
 import os
 import tempfile
 import urllib.request
@@ -100,12 +101,15 @@ def shakespeare_file(*, on_download: Download | None = None) -> Path:
 
 
 def _require_checksum(path: Path) -> None:
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != SHAKESPEARE_SHA256:
+    if wrong := _wrong_checksum(path):
         raise ValueError(
-            f"{path} is not tiny Shakespeare (SHA-256 {found[:12]}…, not "
-            f"{SHAKESPEARE_SHA256[:12]}…): delete it to download it again"
+            f"{path} is not tiny Shakespeare ({wrong}): delete it to download it again"
         )
+
+
+def _wrong_checksum(path: Path) -> str:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"SHA-256 {found[:12]}…, not {SHAKESPEARE_SHA256[:12]}…" * (found != SHAKESPEARE_SHA256)
 
 
 def _download(url: str, target: Path, on_download: Download | None) -> None:
@@ -115,27 +119,29 @@ def _download(url: str, target: Path, on_download: Download | None) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             _fetch(url, file, on_download)
-        _require_checksum(Path(partial))
+        if wrong := _wrong_checksum(Path(partial)):
+            raise ConnectionError(wrong)
         os.replace(partial, target)
+    except (OSError, http.client.HTTPException) as error:
+        raise ConnectionError(
+            f"tiny Shakespeare could not be downloaded from {url} ({error}): use --data FILE with "
+            "a copy of it, or --data pydocs, which needs no network"
+        ) from None
     finally:
         Path(partial).unlink(missing_ok=True)
 
 
 def _fetch(url: str, file, on_download: Download | None) -> None:
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            length = response.headers.get("Content-Length")
-            total, received = int(length) if length else None, 0
-            while block := response.read(1 << 16):
-                file.write(block)
-                received += len(block)
-                if on_download:
-                    on_download(received, total)
-    except OSError as error:
-        raise ConnectionError(
-            f"tiny Shakespeare could not be downloaded from {url} ({error}): use --data FILE with "
-            "a copy of it, or --data pydocs, which needs no network"
-        ) from None
+    with urllib.request.urlopen(url, timeout=30) as response:
+        length = response.headers.get("Content-Length")
+        total, received = int(length) if length else None, 0
+        while block := response.read(1 << 16):
+            file.write(block)
+            received += len(block)
+            if on_download:
+                on_download(received, total)
+    if total is not None and received < total:
+        raise ConnectionError(f"{received} of {total} bytes came")
 
 
 def _files(source: str) -> list[Path]:
