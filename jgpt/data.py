@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,27 +94,30 @@ def prepare(
     partial = directory.with_name(directory.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     count = characters = 0
-    with (partial / TOKENS_FILE).open("wb") as file:
-        for chunk in text_chunks(config.data):
-            tokens = tokenizer.encode(chunk).astype(dtype)
-            file.write(tokens.tobytes())
-            count, characters = count + len(tokens), characters + len(chunk)
-            if on_progress:
-                on_progress(count)
-    index = {"dtype": dtype.name, "tokens": count, "characters": characters}
-    (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
-    (partial / INDEX_FILE).write_text(json.dumps(index) + "\n")
-    os.replace(partial, directory)
+    try:
+        with (partial / TOKENS_FILE).open("wb") as file:
+            for chunk in text_chunks(config.data):
+                tokens = tokenizer.encode(chunk).astype(dtype)
+                file.write(tokens.tobytes())
+                count, characters = count + len(tokens), characters + len(chunk)
+                if on_progress:
+                    on_progress(count)
+        index = {"dtype": dtype.name, "tokens": count, "characters": characters}
+        (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+        (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
+        os.replace(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return count
 
 
 def _open_prepared(directory: Path) -> tuple[np.ndarray, Tokenizer, int]:
     """Memory-map a prepared folder. Raises ValueError where its parts contradict each other."""
     try:
-        index = json.loads((directory / INDEX_FILE).read_text())
+        index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
         count, characters = int(index["tokens"]), int(index["characters"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{directory / INDEX_FILE} is damaged: {error!r}") from None
     tokenizer = tokenizer_from_json((directory / TOKENIZER_FILE).read_text(encoding="utf-8"))
     path = directory / TOKENS_FILE
