@@ -181,6 +181,11 @@ def _train(
         if step == boundary:
             reader.read()
             validation_loss = evaluate(state.weights)
+            if not math.isfinite(validation_loss):
+                raise FloatingPointError(
+                    f"the validation loss is {validation_loss} after step {step}: "
+                    "lower learning_rate; the last checkpoint is kept"
+                )
             run.append_metrics([{"step": step, "validation_loss": validation_loss}])
             progress.evaluated(step, validation_loss)
             checkpoints.save(state, validation_loss)
