@@ -89,8 +89,11 @@ class RunDirectory:
         _write(self.path / SAMPLES, text)
 
     def delete(self) -> None:
-        """Remove the run, as `--overwrite` asks."""
-        shutil.rmtree(self.path)
+        """Remove what a run consists of, as `--overwrite` asks, and nothing else."""
+        if (self.path / CHECKPOINTS).is_dir():
+            shutil.rmtree(self.path / CHECKPOINTS)
+        for name in (TOKENIZER, METRICS, SAMPLES, LOSS_PICTURE, CONFIG):
+            (self.path / name).unlink(missing_ok=True)
 
 
 class Checkpoints:

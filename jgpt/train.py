@@ -128,7 +128,7 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
     elif out.exists() and not overwrite:
         raise FileExistsError(f"{out} exists already: --resume goes on, --overwrite starts again")
     elif out.exists() and any(out.iterdir()):
-        RunDirectory.open(out)  # delete runs only, whatever the user has named
+        RunDirectory.open(out).config()  # delete runs only, whatever the user has named
     return out
 
 
