@@ -91,6 +91,11 @@ def stream(
             raise ValueError(f"{name}={value} must be {wanted.get(name, '0 or more')}")
     if prompt.size == 0:
         raise ValueError("the prompt is empty: give at least one token to continue from")
+    outside = np.asarray(prompt)[np.asarray((prompt < 0) | (prompt >= model.vocab_size))]
+    if outside.size:
+        raise ValueError(
+            f"the prompt holds token {outside[0]}, outside the vocabulary of {model.vocab_size}"
+        )
     return _pieces(model, prompt, max_new_tokens, key, temperature, top_k, top_p)
 
 
