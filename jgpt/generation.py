@@ -31,7 +31,10 @@ def next_token(
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greedy = jnp.argmax(logits, axis=-1)
-    logits = logits / jnp.where(temperature > 0, temperature, 1)
+    warm = temperature >= jnp.finfo(temperature.dtype).tiny  # what is less divides as zero does
+    # the likeliest becomes 0 and the others less: no temperature makes them overflow
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    logits = logits / jnp.where(warm, temperature, 1)
     if top_k is not None:
         smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -43,7 +46,7 @@ def next_token(
         smallest = jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     sampled = jax.random.categorical(key, logits, axis=-1)
-    return jnp.where(temperature > 0, sampled, greedy)
+    return jnp.where(warm, sampled, greedy)
 
 
 @typed
