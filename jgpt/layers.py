@@ -29,8 +29,9 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
-        self.dtype = dtype
+        self.dtype = _available(dtype)
         shape = (in_features, out_features)
+        param_dtype = _available(param_dtype)
         self.kernel = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
         self.bias = nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None
 
@@ -75,6 +76,7 @@ class Embedding(nnx.Module):
     ) -> None:
         self.num_embeddings, self.embed_dim = num_embeddings, embed_dim
         shape = (num_embeddings, embed_dim)
+        param_dtype = _available(param_dtype)
         self.embedding = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
 
     @typed
@@ -112,3 +114,10 @@ class LayerNorm(nnx.Module):
         variance = jnp.square(centred).mean(axis=-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...].astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+def _available(dtype: DTypeLike) -> DTypeLike:
+    """The same dtype. Raises ValueError for float64 where JAX would make float32 of it."""
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ValueError(f"dtype {jnp.dtype(dtype)} needs JAX_ENABLE_X64=1 in the environment")
+    return dtype
