@@ -1,5 +1,70 @@
 """What all tests share: no GPU grabbed, nothing of the user's touched."""
 
+import dataclasses
 import os
+from pathlib import Path
+
+import hypothesis
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+hypothesis.settings.register_profile("jgpt", deadline=None, max_examples=60, derandomize=True)
+hypothesis.settings.load_profile("jgpt")
+
+
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path_factory, monkeypatch) -> Path:
+    """An empty folder in place of the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_: str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_directory() -> Path:
+    """Where tiny Shakespeare and GPT-2's vocabulary lie, if the machine has them."""
+    directory = os.environ.get("JGPT_DATA_DIR")
+    if not directory:
+        pytest.skip("JGPT_DATA_DIR is not set")
+    return Path(directory)
+
+
+@pytest.fixture(scope="session")
+def shakespeare(data_directory) -> str:
+    return (data_directory / "tinyshakespeare.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def poem(tmp_path_factory) -> Path:
+    """A text to learn by heart, long enough for both splits."""
+    path = tmp_path_factory.mktemp("text") / "poem.txt"
+    path.write_text("So long as men can breathe or eyes can see,\nSo long lives this.\n" * 30)
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_run(poem):
+    """The config of a run of seconds: eleven steps in calls of three, four evaluations."""
+    from jgpt import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+
+    return TrainConfig(
+        model=ModelConfig(block_size=7, num_layers=2, num_heads=2, embed_dim=12, dropout=0.1),
+        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=3),
+        dataset=DataConfig(data=(str(poem),)),
+        steps=11,
+        batch_size=5,
+        eval_interval=4,
+        steps_per_call=3,
+        sample_tokens=13,
+        seed=2**32 - 1,
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(small_run, tmp_path_factory):
+    """That run, uninterrupted. Tests that change its directory work on a copy."""
+    from jgpt import fit
+
+    out = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    return fit(dataclasses.replace(small_run, out=str(out)))
