@@ -166,6 +166,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Refuse an empty selection and impossible splits."""
         _check_types(self)
+        for source in self.data:
+            if not isinstance(source, str):  # a tuple's type check samples one item
+                raise ValueError(f"data={self.data!r} must be names and paths, not {source!r}")
         if not self.data or not all(self.data):
             raise ValueError("data is empty: name a corpus (pydocs, shakespeare) or a file")
         if self.bpe_vocab_size < 257:
