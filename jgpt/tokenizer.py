@@ -152,7 +152,10 @@ class BPETokenizer:
     @typed
     def encode(self, text: str) -> Tokens:
         """The text's byte-pairs."""
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+        try:
+            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+        except TypeError:  # all that the library says of a str that is not Unicode
+            raise ValueError("the text holds a lone surrogate, which is not UTF-8") from None
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
