@@ -147,7 +147,7 @@ def _fetch(url: str, file, on_download: Download | None) -> None:
 def _files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
-        files = sorted(path.glob("**/*.txt"))
+        files = sorted(file for file in path.glob("**/*.txt") if file.is_file())
         if not files:
             raise FileNotFoundError(f"{path} is a folder without any .txt file")
         return files
