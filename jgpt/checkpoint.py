@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from orbax.checkpoint.checkpoint_managers import (
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.contracts import typed
 from jgpt.model import LanguageModel, abstract_model
-from jgpt.step import TrainState, abstract_state
+from jgpt.step import TrainState, Weights, abstract_state
 from jgpt.tokenizer import Tokenizer, tokenizer_from_json
 
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
@@ -33,6 +33,9 @@ _MAY_DIFFER = {"steps", "eval_interval", "steps_per_call", "sample_tokens", "out
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs each save at length
 
 
+_RunDirectory = TypeVar("_RunDirectory", bound="RunDirectory")  # it can't name itself yet
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """One run's files: config, tokenizer, metrics, checkpoints, samples and the loss picture."""
@@ -40,7 +43,10 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> "RunDirectory":
+    @typed
+    def create(
+        cls: type[_RunDirectory], path: Path, config: TrainConfig, tokenizer: Tokenizer
+    ) -> _RunDirectory:
         """Make the directory and write what never changes."""
         path.mkdir(parents=True, exist_ok=True)
         _write(path / TOKENIZER, tokenizer.to_json())
@@ -48,26 +54,31 @@ class RunDirectory:
         return cls(path)
 
     @classmethod
-    def open(cls, path: str | Path) -> "RunDirectory":
+    @typed
+    def open(cls: type[_RunDirectory], path: str | Path) -> _RunDirectory:
         """An existing run. Raises FileNotFoundError where there is none."""
         path = Path(path)
         if not (path / CONFIG).is_file():
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         return cls(path)
 
+    @typed
     def config(self) -> TrainConfig:
         """The run's config, the tokenizer's vocabulary size in it."""
         return _read(self.path / CONFIG, lambda text: from_json(TrainConfig, text))
 
+    @typed
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer."""
         return _read(self.path / TOKENIZER, tokenizer_from_json)
 
+    @typed
     def append_metrics(self, lines: list[dict[str, Any]]) -> None:
         """Append objects to the metrics, one a line."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
+    @typed
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The metrics so far; a line that a crash cut short is passed over."""
         path = self.path / METRICS
@@ -79,15 +90,18 @@ class RunDirectory:
             except ValueError:
                 continue
 
+    @typed
     def forget_metrics_after(self, step: int) -> None:
         """Drop metrics of steps that will be taken again."""
         kept = [line for line in self.metrics() if line["step"] <= step]
         _write(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
+    @typed
     def write_samples(self, text: str) -> None:
         """The sample at the end of training."""
         _write(self.path / SAMPLES, text)
 
+    @typed
     def delete(self) -> None:
         """Remove what a run consists of, as `--overwrite` asks, and nothing else."""
         if (self.path / CHECKPOINTS).is_dir():
@@ -99,6 +113,7 @@ class RunDirectory:
 class Checkpoints:
     """A run's train states on disk, by Orbax: the best by validation loss, and the last."""
 
+    @typed
     def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
         """Open the run's checkpoints. Use it as a context manager: saves finish at its end."""
         self._path = (run.path / CHECKPOINTS).resolve()
@@ -117,7 +132,7 @@ class Checkpoints:
             self._path, options=options, item_names=("weights", "optimizer")
         )
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> Self:
         """Nothing to do: the constructor has opened them."""
         return self
 
@@ -125,6 +140,7 @@ class Checkpoints:
         """Wait for saves under way."""
         self._manager.close()
 
+    @typed
     def save(self, state: TrainState, validation_loss: float) -> None:
         """Save the state under its step, in the background."""
         self._manager.save(
@@ -136,11 +152,13 @@ class Checkpoints:
             metrics={"validation_loss": validation_loss},
         )
 
+    @typed
     def step(self, which: Literal["best", "last"]) -> int | None:
         """The step of the best or the last checkpoint, or None where there is none."""
         best = self._manager.best_step() if which == "best" else None
         return self._manager.latest_step() if best is None else best
 
+    @typed
     def restore(self, config: TrainConfig) -> TrainState:
         """The last state. Raises ValueError where it is damaged or another model's."""
         step = self._require_step("last")
@@ -148,7 +166,8 @@ class Checkpoints:
         items = self._restore(step, {"weights": abstract.weights, "optimizer": abstract.optimizer})
         return TrainState(items["weights"], items["optimizer"], jnp.int32(step))
 
-    def restore_weights(self, config: TrainConfig, which: Literal["best", "last"]) -> Any:
+    @typed
+    def restore_weights(self, config: TrainConfig, which: Literal["best", "last"]) -> Weights:
         """The weights alone, of the best or the last checkpoint."""
         abstract = nnx.to_pure_dict(nnx.state(abstract_model(config.model), nnx.Param))
         return self._restore(self._require_step(which), {"weights": abstract})["weights"]
@@ -192,7 +211,7 @@ def _at(tree: Any, path: Any) -> Any:
 @typed
 def load(
     run_directory: str | Path, *, which: Literal["best", "last"] = "best"
-) -> tuple[LanguageModel, Any, TrainConfig]:
+) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
     """A trained model with its tokenizer and config.
 
     Raises FileNotFoundError where there is no run or no checkpoint, ValueError where it is damaged.

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 
+from jgpt.contracts import typed
+
 Config = TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh"]
 Dtype = Literal["bfloat16", "float32", "float64"]
@@ -326,6 +328,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 DEFAULT_PRESET = "nanogpt-cpu"
 
 
+@typed
 def preset(name: str) -> TrainConfig:
     """The run that a preset's name stands for. Raises ValueError for an unknown name."""
     if name not in PRESETS:
@@ -336,11 +339,13 @@ def preset(name: str) -> TrainConfig:
     return PRESETS[name][1]
 
 
+@typed
 def to_json(config: Any) -> str:
     """A config as JSON text, one field a line."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
+@typed
 def from_json(kind: type[Config], text: str) -> Config:
     """A config from what `to_json` wrote. Raises ValueError for anything else."""
     try:
@@ -369,6 +374,7 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     return kind(**fields)
 
 
+@typed
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A suggestion to put behind an unknown word, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)

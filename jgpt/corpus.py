@@ -11,6 +11,7 @@ from pathlib import Path
 import platformdirs
 
 from jgpt.config import did_you_mean
+from jgpt.contracts import typed
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -26,6 +27,7 @@ Download = Callable[[int, int | None], None]
 """Told of the bytes that have come and of how many there will be, if that is known."""
 
 
+@typed
 def read_text(sources: Sequence[str], *, on_download: Download | None = None) -> str:
     """All the text of corpora, files and folders of .txt, one after the other."""
     return "".join(
@@ -33,6 +35,7 @@ def read_text(sources: Sequence[str], *, on_download: Download | None = None) ->
     )
 
 
+@typed
 def text_chunks(
     sources: Sequence[str], chunk_size: int = 1 << 22, *, on_download: Download | None = None
 ) -> Iterator[str]:
@@ -75,6 +78,7 @@ def _read_source(source: str, on_download: Download | None, chunk_size: int) -> 
             yield from _read_file(path, chunk_size)
 
 
+@typed
 def python_reference() -> str:
     """The topics that `help()` shows, in alphabetical order: about 0.47 million characters."""
     try:
@@ -86,6 +90,7 @@ def python_reference() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+@typed
 def shakespeare_file(*, on_download: Download | None = None) -> Path:
     """Tiny Shakespeare: in `$JGPT_DATA_DIR`, else in the user's cache, else downloaded there."""
     given = os.environ.get("JGPT_DATA_DIR")

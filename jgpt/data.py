@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from jgpt.config import DataConfig
-from jgpt.contracts import typed
+from jgpt.contracts import record, typed
 from jgpt.corpus import Download, read_text, text_chunks
 from jgpt.tokenizer import (
     BPETokenizer,
@@ -30,12 +30,13 @@ RESIDENT_BYTES = 1 << 30
 """Splits up to this size are kept on the device, as int32; larger ones stay memory-mapped."""
 
 
+@record
 @dataclass(frozen=True)
 class Dataset:
     """A text as tokens, split by position into what is learned from and what is held out."""
 
-    train: np.ndarray
-    validation: np.ndarray
+    train: Integer[np.ndarray, " tokens"]
+    validation: Integer[np.ndarray, " held_out"]
     tokenizer: Tokenizer
     characters_per_token: float
     digest: str
@@ -111,7 +112,8 @@ def prepare(
     return count
 
 
-def _open_prepared(directory: Path) -> tuple[np.ndarray, Tokenizer, int]:
+@typed
+def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer, int]:
     """Memory-map a prepared folder. Raises ValueError where its parts contradict each other."""
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
@@ -149,7 +151,8 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
             return CharTokenizer.from_text("".join(sorted(set().union(*map(set, texts())))))
 
 
-def _digest(tokens: np.ndarray) -> str:
+@typed
+def _digest(tokens: Integer[np.ndarray, " tokens"]) -> str:
     digest = hashlib.sha256()
     for start in range(0, len(tokens), 1 << 24):
         digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
@@ -205,9 +208,14 @@ def batch(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
+@typed
 def _window_starts(
-    seed: np.uint32, first_step: int, places: np.uint32, steps: int, batch_size: int
-) -> Integer[Array, "steps batch"]:
+    seed: Integer[Array, ""],
+    first_step: Integer[Array, ""],
+    places: Integer[Array, ""],
+    steps: int,
+    batch_size: int,
+) -> Integer[Array, "{steps} {batch_size}"]:
     def at(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
         return jax.random.randint(key, (batch_size,), 0, places, jnp.uint32)
@@ -216,9 +224,10 @@ def _window_starts(
 
 
 @functools.partial(jax.jit, static_argnums=2)
+@typed
 def _gather(
     tokens: Int[Array, " tokens"], starts: Integer[Array, "steps batch"], block_size: int
-) -> Int[Array, "steps batch window"]:
+) -> Int[Array, "steps batch {block_size}+1"]:
     return tokens[starts[..., None] + jnp.arange(block_size + 1)]
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
 
 from jgpt.contracts import typed
 from jgpt.model import LanguageModel
@@ -81,7 +81,7 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-) -> Iterator[np.ndarray]:
+) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     """What `generate` appends, piece by piece as it is drawn, each (batch, tokens)."""
     for name, value, fine in (
         ("temperature", temperature, 0 <= temperature < float("inf")),
@@ -102,15 +102,16 @@ def stream(
     return _pieces(model, prompt, max_new_tokens, key, temperature, top_k, top_p)
 
 
+@typed
 def _pieces(
     model: LanguageModel,
-    prompt: Array,
+    prompt: Int[Array, "batch time"],
     max_new_tokens: int,
-    key: Array,
+    key: Key[Array, ""],
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-) -> Iterator[np.ndarray]:
+) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     graph, weights = nnx.split(model)
     cropped = prompt[:, -model.block_size :]
     length = cropped.shape[1]
@@ -149,7 +150,7 @@ def _draw(
     *,
     graph: nnx.GraphDef,
     top_k: int | None,
-) -> tuple[Int[Array, "batch time"], Int[Array, "batch drawn"], Array]:
+) -> tuple[Int[Array, "batch time"], Int[Array, f"batch {TOKENS_PER_CALL}"], Bool[Array, ""]]:
     """Draw `count` tokens into a window whose first `length` are read; the rest is padding."""
     model = nnx.merge(graph, weights)
     batch, size = window.shape
@@ -171,7 +172,8 @@ def _draw(
     return window, drawn, finite
 
 
-def opening(tokenizer: Tokenizer) -> np.ndarray:
+@typed
+def opening(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
     """Where a sample without a prompt begins: a new line, or the first token if there is none."""
     try:
         return tokenizer.encode("\n")
@@ -179,7 +181,10 @@ def opening(tokenizer: Tokenizer) -> np.ndarray:
         return np.zeros(1, np.int32)
 
 
-def decode_stream(tokenizer: Tokenizer, pieces: Iterable[np.ndarray]) -> Iterator[str]:
+@typed
+def decode_stream(
+    tokenizer: Tokenizer, pieces: Iterable[Integer[np.ndarray, " tokens"]]
+) -> Iterator[str]:
     """The text of one sequence's pieces, as soon as its characters are whole."""
     tokens: list[int] = []
     said = 0

@@ -33,12 +33,12 @@ class _Attention(nnx.Module):
     dropout: float
 
     @typed
-    def _source(
+    def _source_length(
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None,
-    ) -> Float[Array, "batch _ {self.embed_dim}"]:
-        return x if context is None else context
+    ) -> int:
+        return (x if context is None else context).shape[1]
 
     @typed
     def _mask(
@@ -87,7 +87,7 @@ class Head(_Attention):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.head_dim}"]:
         """Each position's mean of the values it may see, weighted."""
-        source = self._source(x, context)
+        source = x if context is None else context
         return attend(
             self.query(x),
             self.key(source),
@@ -102,9 +102,9 @@ class Head(_Attention):
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
-    ) -> Float[Array, "batch time {self._source(x,context).shape[1]}"]:
+    ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
         """How much each position of `x` reads from each of the source's."""
-        source = self._source(x, context)
+        source = x if context is None else context
         return attention_weights(self.query(x), self.key(source), self._mask(x, context))
 
 
@@ -149,7 +149,7 @@ class MultiHeadAttention(_Attention):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """What all heads gather, projected; dropped out in training."""
-        source = self._source(x, context)
+        source = x if context is None else context
         heads = check(
             attend(
                 split_heads(self.query(x), self.num_heads),
@@ -168,9 +168,9 @@ class MultiHeadAttention(_Attention):
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
-    ) -> Float[Array, "batch {self.num_heads} time {self._source(x,context).shape[1]}"]:
+    ) -> Float[Array, "batch {self.num_heads} time {self._source_length(x,context)}"]:
         """Each head's attention weights."""
-        source = self._source(x, context)
+        source = x if context is None else context
         return attention_weights(
             split_heads(self.query(x), self.num_heads),
             split_heads(self.key(source), self.num_heads),

@@ -29,7 +29,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 @typed
-def decay_mask(weights: PyTree) -> PyTree[bool]:
+def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, "Weights"]:
     """True for what weight decay shrinks: matrices and tables, never biases and scales."""
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, weights)
 
@@ -41,7 +41,10 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     As `torch.nn.utils.clip_grad_norm_` does it, 1e-6 in the divisor included.
     """
 
-    def clip(gradients: Weights, weights: Weights | None = None) -> Weights:
+    @typed
+    def clip(
+        gradients: PyTree[Float[Array, "?*shape"], "Weights"], weights: Weights | None = None
+    ) -> PyTree[Float[Array, "?*shape"], "Weights"]:
         scale = jnp.minimum(limit / (optax.tree.norm(gradients) + 1e-6), 1.0)
         return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
 

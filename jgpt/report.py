@@ -6,7 +6,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from jgpt.contracts import typed
 
+
+@typed
 def plot_losses(metrics: Iterable[dict[str, Any]], path: Path) -> None:
     """Draw the training loss of each step and the validation losses, against steps."""
     lines = list(metrics)

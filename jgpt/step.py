@@ -1,7 +1,8 @@
 """The train and evaluation steps: training's only jit, and its only donation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +12,44 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
-from jgpt.contracts import typed
+from jgpt.contracts import record, typed
 from jgpt.loss import cross_entropy, token_losses
 from jgpt.model import abstract_model, create_model
-from jgpt.optimizer import learning_rate_schedule, make_optimizer
+from jgpt.optimizer import Weights, learning_rate_schedule, make_optimizer
 
-Weights = PyTree[Float[Array, "..."]]
+Record = TypeVar("Record")
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches use the seed's key itself, folded with the step
 
 
-@jax.tree_util.register_dataclass
+def _pytree(kind: type[Record]) -> type[Record]:
+    """Let JAX take a record apart, and rebuild it unchecked: in a tree, leaves may be anything."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+
+    def flatten(made):
+        return [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names], None
+
+    def unflatten(_, values):
+        made = object.__new__(kind)
+        vars(made).update(zip(names, values, strict=True))
+        return made
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
+    return kind
+
+
+@_pytree
+@record
 @dataclass(frozen=True)
 class TrainState:
     """All that training carries from step to step."""
 
     weights: Weights
-    optimizer: PyTree
+    optimizer: PyTree[Float[Array, "..."] | Int[Array, ""]]
     step: Int[Array, ""]
 
 
-@jax.tree_util.register_dataclass
+@_pytree
+@record
 @dataclass(frozen=True)
 class Metrics:
     """What each step of a call measured; only the first `count` entries are steps."""
@@ -44,7 +63,7 @@ TrainSteps = Callable[
     [TrainState, Int[Array, "steps batch window"], int], tuple[TrainState, Metrics]
 ]
 EvalStep = Callable[
-    [Weights, Int[Array, "batches batch window"], Bool[Array, "batches batch time"]],
+    [Weights, Int[Array, "batches batch window"], Bool[Array, "batches batch window-1"]],
     Float[Array, ""],
 ]
 
@@ -103,7 +122,10 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         )
         return TrainState(weights, optimizer_state, state.step + 1), measured
 
-    def steps(state: TrainState, windows: Int[Array, "steps batch window"], count: Int[Array, ""]):
+    @typed
+    def steps(
+        state: TrainState, windows: Int[Array, "steps batch window"], count: Int[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
         # A loop with a dynamic count: one program whatever the count, and bitwise the same steps
         # however they are grouped into calls.
         def body(i, carry):
@@ -128,7 +150,12 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
     loss_dtype = _loss_dtype(config)
 
     @jax.jit
-    def evaluate(weights, windows, counts):
+    @typed
+    def evaluate(
+        weights: Weights,
+        windows: Int[Array, "batches batch window"],
+        counts: Bool[Array, "batches batch window-1"],
+    ) -> Float[Array, ""]:
         model = nnx.merge(graph, weights)
 
         def add(total, batch):
@@ -141,10 +168,12 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
     return evaluate
 
 
+@typed
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:
     """The widest of what parameters, logits and their loss may be."""
     return jnp.promote_types(jnp.promote_types(config.dtype, config.param_dtype), jnp.float32)
 
 
+@typed
 def _stream(seed: int, stream: int) -> Key[Array, ""]:
     return jax.random.fold_in(jax.random.key(np.uint32(seed)), stream)

@@ -3,15 +3,18 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32, Integer
+from jaxtyping import Int32, Integer, UInt32
 
 from jgpt.contracts import typed
 
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
+# the class that a constructor is called on, which can't be named before it is made
+_Characters = TypeVar("_Characters", bound="CharTokenizer")
+_BytePairs = TypeVar("_BytePairs", bound="BPETokenizer")
 
 
 @runtime_checkable
@@ -39,6 +42,7 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """A token for each character that a text contains, in the order of their code points."""
 
+    @typed
     def __init__(self, characters: str) -> None:
         """Make the vocabulary of exactly these characters, which must be sorted and unique."""
         if not characters or list(characters) != sorted(set(characters)):
@@ -47,13 +51,15 @@ class CharTokenizer:
         self._code_points = _code_points(characters)
 
     @classmethod
-    def from_text(cls, text: str) -> "CharTokenizer":
+    @typed
+    def from_text(cls: type[_Characters], text: str) -> _Characters:
         """The vocabulary of a text."""
         if not text:
             raise ValueError("an empty text has no characters to make a vocabulary of")
         return cls("".join(sorted(set(text))))
 
     @property
+    @typed
     def vocab_size(self) -> int:
         """How many characters there are."""
         return len(self.characters)
@@ -78,6 +84,7 @@ class CharTokenizer:
         """The characters side by side."""
         return "".join(self.characters[token] for token in _in_range(tokens, self.vocab_size))
 
+    @typed
     def to_json(self) -> str:
         """The characters as one string."""
         return json.dumps({"type": "char", "characters": self.characters})
@@ -98,6 +105,7 @@ class ByteTokenizer:
         """The bytes as UTF-8; what is not UTF-8 reads as the replacement character."""
         return bytes(_in_range(tokens, self.vocab_size)).decode("utf-8", "replace")
 
+    @typed
     def to_json(self) -> str:
         """Its name says it all."""
         return json.dumps({"type": "byte"})
@@ -106,12 +114,14 @@ class ByteTokenizer:
 class BPETokenizer:
     """Byte-level byte-pair encoding on the tokenizers library (the extra `jgpt[bpe]`)."""
 
+    @typed
     def __init__(self, backend: Any) -> None:
         """Wrap a `tokenizers.Tokenizer`."""
         self._backend = backend
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
+    @typed
+    def train(cls: type[_BytePairs], texts: Iterable[str], vocab_size: int) -> _BytePairs:
         """Learn merges on texts until there are `vocab_size` tokens."""
         tokenizers = _tokenizers()
         backend = _byte_level(tokenizers, tokenizers.models.BPE())
@@ -124,7 +134,8 @@ class BPETokenizer:
         return cls(backend)
 
     @classmethod
-    def from_gpt2(cls, directory: str | Path) -> "BPETokenizer":
+    @typed
+    def from_gpt2(cls: type[_BytePairs], directory: str | Path) -> _BytePairs:
         """GPT-2's own, from its `encoder.json` and `vocab.bpe`, or `vocab.json`, `merges.txt`."""
         directory = Path(directory)
         for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
@@ -145,6 +156,7 @@ class BPETokenizer:
         return cls(_byte_level(tokenizers, model))
 
     @property
+    @typed
     def vocab_size(self) -> int:
         """How many tokens there are."""
         return self._backend.get_vocab_size()
@@ -162,11 +174,13 @@ class BPETokenizer:
         """The text; bytes that are not UTF-8 read as the replacement character."""
         return self._backend.decode(_in_range(tokens, self.vocab_size), skip_special_tokens=False)
 
+    @typed
     def to_json(self) -> str:
         """The library's own JSON, wrapped."""
         return json.dumps({"type": "bpe", "tokenizer": json.loads(self._backend.to_str())})
 
 
+@typed
 def tokenizer_from_json(text: str) -> Tokenizer:
     """The tokenizer that `to_json` wrote. Raises ValueError for anything else."""
     try:
@@ -185,10 +199,12 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 
 
-def _code_points(text: str) -> np.ndarray:
+@typed
+def _code_points(text: str) -> UInt32[np.ndarray, " tokens"]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
+@typed
 def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
     indices = np.asarray(tokens, dtype=np.int64)
     outside = np.flatnonzero((indices < 0) | (indices >= vocab_size))

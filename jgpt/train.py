@@ -50,15 +50,19 @@ class Run:
 class Progress:
     """Someone who wants to know how training goes; this one doesn't care."""
 
+    @typed
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Training begins, or goes on, at the state's step."""
 
+    @typed
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Steps were taken, the last of them with this loss."""
 
+    @typed
     def evaluated(self, step: int, validation_loss: float) -> None:
         """The whole held-out split was evaluated."""
 
+    @typed
     def downloaded(self, received: int, total: int | None) -> None:
         """So many bytes of a corpus have come."""
 
@@ -195,15 +199,18 @@ def _train(
 class _MetricsReader:
     """Reads a call's metrics while the next call runs, so that the device never waits."""
 
+    @typed
     def __init__(self, config: TrainConfig, run: RunDirectory, progress: Progress) -> None:
         self.config, self.run, self.progress = config, run, progress
         self.pending: tuple[int, int, Metrics] | None = None
         self.restart_clock()
 
+    @typed
     def restart_clock(self) -> None:
         """Don't count what was not training."""
         self.clock = time.perf_counter()
 
+    @typed
     def read(self) -> None:
         """Wait for the pending call, and write down and report what it measured."""
         if self.pending is None:
