@@ -1,0 +1,190 @@
+"""Configs say no when they are made, and survive JSON."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
+from jgpt.config import PRESETS, did_you_mean, from_json, to_json
+from jgpt.model import abstract_model
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (ModelConfig, {"embed_dim": 30}, "embed_dim=30 must be divisible by num_heads=4"),
+        (ModelConfig, {"num_layers": 0}, "num_layers=0 must be positive"),
+        (ModelConfig, {"block_size": -1}, "block_size=-1 must be positive"),
+        (ModelConfig, {"vocab_size": 2.5}, "vocab_size=2.5 must be int"),
+        (ModelConfig, {"num_heads": True}, "num_heads=True must be int"),
+        (ModelConfig, {"hidden_dim": 0}, "hidden_dim=0 must be positive"),
+        (ModelConfig, {"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+        (ModelConfig, {"dropout": -0.1}, "dropout=-0.1 must be at least 0"),
+        (ModelConfig, {"dropout": math.nan}, "dropout=nan must be finite"),
+        (ModelConfig, {"norm_epsilon": 0.0}, "norm_epsilon=0.0 must be positive"),
+        (ModelConfig, {"activation": "swish"}, "activation='swish' must be Literal"),
+        (ModelConfig, {"dtype": "float16"}, "dtype='float16' must be Literal"),
+        (ModelConfig, {"head_bias": True}, "head_bias=True needs tie_embeddings=False"),
+        (OptimizerConfig, {"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
+        (OptimizerConfig, {"learning_rate": math.inf}, "learning_rate=inf must be finite"),
+        (OptimizerConfig, {"min_learning_rate": 0.5}, "min_learning_rate=0.5 is above"),
+        (OptimizerConfig, {"warmup_steps": -3}, "warmup_steps=-3 must not be negative"),
+        (OptimizerConfig, {"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
+        (OptimizerConfig, {"gradient_clip": -1.0}, "gradient_clip=-1.0 must not be negative"),
+        (OptimizerConfig, {"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
+        (DataConfig, {"data": ()}, "data is empty"),
+        (DataConfig, {"data": ("",)}, "data is empty"),
+        (DataConfig, {"data": "pydocs"}, "data='pydocs' must be tuple"),
+        (DataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 is below 257"),
+        (DataConfig, {"validation_fraction": 0.0}, "validation_fraction=0.0 must be positive"),
+        (DataConfig, {"validation_fraction": 1.0}, "validation_fraction=1.0 must be at least 0"),
+        (DataConfig, {"tokenizer": "gpt2"}, "tokenizer=gpt2 needs tokenizer_files"),
+        (TrainConfig, {"steps": 0}, "steps=0 must be positive"),
+        (TrainConfig, {"batch_size": 0}, "batch_size=0 must be positive"),
+        (TrainConfig, {"steps_per_call": 0}, "steps_per_call=0 must be positive"),
+        (TrainConfig, {"eval_interval": 0}, "eval_interval=0 must be positive"),
+        (TrainConfig, {"sample_tokens": -1}, "sample_tokens=-1 must not be negative"),
+        (TrainConfig, {"eval_tokens": 64}, "eval_tokens=64 must be above block_size=64"),
+        (TrainConfig, {"seed": -1}, "seed=-1 must not be negative"),
+        (TrainConfig, {"seed": 2**32}, "seed=4294967296 must be below 2"),
+        (TrainConfig, {"name": "a/b"}, "name='a/b' must be a plain folder name"),
+        (TrainConfig, {"name": ""}, "name='' must be a plain folder name"),
+        (TrainConfig, {"model": OptimizerConfig()}, "must be ModelConfig"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(kind, fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(**fields)
+
+
+def test_a_config_cannot_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ModelConfig().embed_dim = 7  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_json_exactly(name):
+    assert from_json(TrainConfig, to_json(preset(name))) == preset(name)
+
+
+@given(
+    model=st.fixed_dictionaries(
+        {
+            "vocab_size": st.integers(1, 10**12),
+            "embed_dim": st.integers(1, 99).map(lambda n: 4 * n),
+            "hidden_dim": st.none() | st.integers(1, 99),
+            "dropout": st.floats(0, 0.99),
+            "norm_epsilon": st.floats(5e-324, 1e300),
+            "dtype": st.sampled_from(["bfloat16", "float32", "float64"]),
+        }
+    ),
+    learning_rate=st.floats(1e-4, 1e300) | st.integers(1, 9),
+    sources=st.lists(st.text(min_size=1), min_size=1, max_size=3),
+    out=st.none() | st.text(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_config_survives_json_exactly(model, learning_rate, sources, out, seed):
+    config = TrainConfig(
+        model=ModelConfig(**model),
+        optimizer=OptimizerConfig(learning_rate=learning_rate),
+        dataset=DataConfig(data=tuple(sources)),
+        out=out,
+        seed=seed,
+    )
+    again = from_json(TrainConfig, to_json(config))
+    assert again == config
+    assert to_json(again) == to_json(config)
+
+
+def test_every_source_is_checked_and_not_one_by_chance():
+    for _ in range(20):
+        with pytest.raises(ValueError, match="must be"):
+            DataConfig(data=("a", "b", "c", 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "TrainConfig must be an object, not list"),
+        ("null", "TrainConfig must be an object, not NoneType"),
+        ('{"model": 3}', "ModelConfig must be an object, not int"),
+        ('{"stepz": 3}', "TrainConfig has no field 'stepz' (did you mean 'steps'?)"),
+        ('{"model": {"embed": 8}}', "ModelConfig has no field 'embed' (did you mean 'embed_dim'?)"),
+        ('{"steps": "many"}', "steps='many' must be int"),
+        ('{"steps": null}', "steps=None must be int"),
+        ('{"optimizer": {"learning_rate": NaN}}', "learning_rate=nan must be finite"),
+        ('{"dataset": {"data": [["a"]]}}', "data=(['a'],) must be tuple"),
+    ],
+)
+def test_damaged_json_is_refused(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_json(TrainConfig, text)
+
+
+def test_json_is_one_field_a_line_for_people():
+    lines = to_json(TrainConfig(steps=77)).splitlines()
+    assert '  "steps": 77,' in lines
+    assert json.loads("\n".join(lines))["model"]["embed_dim"] == 128
+
+
+def test_an_unknown_preset_gets_a_suggestion_and_the_list():
+    with pytest.raises(ValueError, match=r"'nanogpt-cpo' \(did you mean 'nanogpt-cpu'\?\)") as it:
+        preset("nanogpt-cpo")
+    assert all(name in str(it.value) for name in PRESETS)
+    assert did_you_mean("zebra", PRESETS) == ""
+
+
+# counted by hand: the published models' sizes, and nanoGPT's and the lecture's own printouts
+PARAMETERS = {
+    "bigram": 65 * 65,
+    "lecture": 209_729,
+    "nanogpt-cpu": 4 * (12 * 128**2 + 2 * 128) + (65 + 64 + 1) * 128,
+    "nanogpt-char": 6 * (12 * 384**2 + 2 * 384) + (65 + 256 + 1) * 384,
+    "gpt2": 124_439_808,
+    "tiny": 2 * (12 * 32**2 + 2 * 32) + (65 + 16 + 1) * 32,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_makes_the_model_that_it_promises(name):
+    config = preset(name).model
+    model = abstract_model(config)
+    assert isinstance(model, BigramLM if name == "bigram" else GPT)
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert sum(leaf.size for leaf in leaves) == PARAMETERS[name]
+    tokens = jax.ShapeDtypeStruct((3, config.block_size), "int32")
+    logits = nnx.eval_shape(lambda model, tokens: model(tokens), model, tokens)
+    assert logits.shape == (3, config.block_size, config.vocab_size)
+
+
+def test_presets_have_the_published_hyper_parameters():
+    char = preset("nanogpt-char")
+    assert (char.model.num_layers, char.model.num_heads, char.model.embed_dim) == (6, 6, 384)
+    assert (char.model.block_size, char.batch_size, char.model.dropout) == (256, 64, 0.2)
+    cpu = preset("nanogpt-cpu")
+    assert (cpu.model.num_layers, cpu.model.num_heads, cpu.model.embed_dim) == (4, 4, 128)
+    assert (cpu.model.block_size, cpu.batch_size, cpu.steps) == (64, 12, 2000)
+    assert (cpu.optimizer.learning_rate, cpu.optimizer.min_learning_rate) == (1e-3, 1e-4)
+    assert (cpu.optimizer.beta2, cpu.optimizer.warmup_steps) == (0.99, 100)
+    gpt2 = preset("gpt2")
+    assert (gpt2.model.activation, gpt2.model.norm_epsilon) == ("gelu_tanh", 1e-5)
+    assert gpt2.model.qkv_bias
+    assert gpt2.model.tie_embeddings
+
+
+def test_configs_come_without_jax():
+    code = "import jgpt.config, sys; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

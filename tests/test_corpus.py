@@ -1,0 +1,217 @@
+"""Text is found, downloaded whole or not at all, and read strictly."""
+
+import http.server
+import threading
+from contextlib import contextmanager
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgpt import BPETokenizer, corpus
+from jgpt.corpus import python_reference, read_text, shakespeare_file, text_chunks
+
+
+def write(folder, name, data):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return str(path)
+
+
+def test_the_built_in_corpus_is_the_language_reference():
+    text = read_text(["pydocs"])
+    assert text == python_reference()
+    assert 300_000 < len(text) < 800_000
+    assert 'The "assert" statement' in text
+
+
+def test_tiny_shakespeare_is_found_in_the_data_directory(data_directory, user_cache):
+    assert shakespeare_file() == data_directory / "tinyshakespeare.txt"
+    text = read_text(["shakespeare"])
+    assert len(text) == 1_115_394
+    assert text.startswith("First Citizen:\nBefore we proceed")
+    assert not list(user_cache.iterdir())
+
+
+def test_tiny_shakespeare_is_found_in_the_cache(data_directory, user_cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("JGPT_DATA_DIR", str(tmp_path))  # which is empty
+    cached = user_cache / "tinyshakespeare.txt"
+    cached.write_bytes((data_directory / "tinyshakespeare.txt").read_bytes())
+    assert shakespeare_file() == cached
+
+
+def test_a_wrong_copy_is_named_and_kept(monkeypatch, tmp_path):
+    copy = write(tmp_path, "tinyshakespeare.txt", "Thou art not he.")
+    monkeypatch.setenv("JGPT_DATA_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="is not tiny Shakespeare") as error:
+        shakespeare_file()
+    assert copy in str(error.value)
+    assert (tmp_path / "tinyshakespeare.txt").read_text() == "Thou art not he."
+
+
+@contextmanager
+def server(answer):
+    """A web server on this machine whose every answer `answer(handler)` gives."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer(self)
+
+        def log_message(self, format, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        thread = threading.Thread(target=web.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{web.server_port}/input.txt"
+        finally:
+            web.shutdown()
+            thread.join()
+
+
+def sends(data, *, promised=None, status=200):
+    def answer(handler):
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(promised or len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return answer
+
+
+def cuts_a_chunk(handler):
+    handler.protocol_version = "HTTP/1.1"
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    handler.wfile.write(b"ff\r\nshort")
+    handler.close_connection = True
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Only this machine's own servers can be reached, and no data directory is given."""
+    monkeypatch.delenv("JGPT_DATA_DIR", raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(corpus, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
+
+
+def test_tiny_shakespeare_is_downloaded_once(shakespeare, user_cache, offline, monkeypatch):
+    data = shakespeare.encode()
+    progress = []
+    with server(sends(data)) as url:
+        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", url)
+        path = shakespeare_file(on_download=lambda *news: progress.append(news))
+    assert path == user_cache / "tinyshakespeare.txt"
+    assert list(user_cache.iterdir()) == [path]
+    assert path.read_bytes() == data
+    assert progress[-1] == (len(data), len(data))
+    assert [received for received, _ in progress] == sorted({received for received, _ in progress})
+    assert shakespeare_file() == path  # the server is gone
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (sends(b"To be or not to be"), "SHA-256 "),
+        (sends(b"To be or", promised=1_115_394), "8 of 1115394 bytes came"),
+        (sends(b"gone", status=404), "404"),
+        (cuts_a_chunk, "IncompleteRead"),
+    ],
+    ids=["wrong", "cut", "missing", "cut chunk"],
+)
+def test_a_failed_download_leaves_nothing_and_says_both_ways_out(
+    user_cache, offline, monkeypatch, answer, reason
+):
+    with server(answer) as url:
+        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", url)
+        with pytest.raises(ConnectionError, match="could not be downloaded") as error:
+            read_text(["shakespeare"])
+    for word in (reason, url, "--data FILE", "--data pydocs"):
+        assert word in str(error.value)
+    assert not list(user_cache.iterdir())
+
+
+def test_without_a_network_the_error_says_both_ways_out(offline, user_cache):
+    with pytest.raises(ConnectionError, match=r"--data FILE .* or --data pydocs"):
+        read_text(["shakespeare"])
+    assert not list(user_cache.iterdir())
+
+
+def test_files_and_folders_follow_each_other(tmp_path):
+    single = write(tmp_path, "z.text", "last\r\n")
+    write(tmp_path / "folder", "b.txt", "two ")
+    write(tmp_path / "folder", "a.txt", "one ")
+    write(tmp_path / "folder", "c.md", "not text")
+    write(tmp_path / "folder" / "deep", "d.txt", "three ")
+    assert read_text([str(tmp_path / "folder"), single]) == "one two three last\r\n"
+    assert read_text([single, single]) == "last\r\nlast\r\n"
+
+
+def test_a_folder_named_as_a_text_is_not_read_as_one(tmp_path):
+    write(tmp_path / "x.txt", "inner.txt", "inner")
+    assert read_text([str(tmp_path)]) == "inner"
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file 'pydoc'.*did you mean 'pydocs'"):
+        read_text(["pydoc"])
+    with pytest.raises(FileNotFoundError, match=r"folder without any \.txt file"):
+        read_text([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty"),
+        (b"caf\xe9 au lait", "byte 3 can't be read"),
+        (b"\x89PNG\r\n", "byte 0 can't be read"),
+        (b"text\0text", "byte 4 can't be read"),
+        ("née\0".encode(), "byte 4 can't be read"),
+        ("🙂".encode()[:3], "byte 0 can't be read"),
+        (b"ab\xf0\x9f\x99", "byte 2 can't be read"),
+        ("12345ü".encode() + b"\xff", "byte 7 can't be read"),
+        ("üüüüü🙂🙂".encode() + b"\0", "byte 18 can't be read"),
+        (b"\xff\xfea\0", "byte 0 can't be read"),
+        (b"\xed\xa0\x80", "byte 0 can't be read"),
+    ],
+)
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 1 << 20])
+def test_what_is_not_utf8_text_is_refused_with_its_place(tmp_path, data, message, chunk_size):
+    path = write(tmp_path, "input.txt", data)
+    with pytest.raises(ValueError, match=message) as error:
+        list(text_chunks([path], chunk_size))
+    assert path in str(error.value)
+
+
+LINES = st.text(alphabet="a🙂é' \n\r\t1.\u2028\x1c\x85", max_size=60)
+
+
+@given(text=LINES.filter(bool), chunk_size=st.integers(1, 9))
+def test_chunks_join_to_the_whole(tmp_path_factory, text, chunk_size):
+    path = write(tmp_path_factory.getbasetemp(), "chunked.txt", text)
+    chunks = list(text_chunks([path, path], chunk_size))
+    assert "".join(chunks) == text + text == read_text([path, path])
+    assert all(chunks)
+
+
+@pytest.fixture(scope="module")
+def byte_pairs():
+    return BPETokenizer.train(["a a' 's aa a. .. 11\n\n a\t\t a🙂 \n \n  a\n"] * 9, 300)
+
+
+@given(text=LINES.filter(bool), chunk_size=st.integers(1, 9))
+def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chunk_size):
+    path = write(tmp_path_factory.getbasetemp(), "seams.txt", text)
+    pieces = [byte_pairs.encode(chunk).tolist() for chunk in text_chunks([path], chunk_size)]
+    assert list(chain.from_iterable(pieces)) == byte_pairs.encode(text).tolist()
+
+
+def test_chunks_are_cut_where_a_line_ends(tmp_path):
+    path = write(tmp_path, "lines.txt", "one\ntwo\n\nthree\nfour\n" * 3)
+    chunks = list(text_chunks([path], 10))
+    assert len(chunks) >= 4
+    assert all(chunk.endswith(("one\n", "three\n", "four\n")) for chunk in chunks)

@@ -1,0 +1,177 @@
+"""Text to tokens and back, exactly, or an error that says where and why."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
+from jgpt.tokenizer import Tokenizer, tokenizer_from_json
+
+
+@pytest.fixture(scope="module")
+def byte_pairs() -> BPETokenizer:
+    return BPETokenizer.train(["low lower lowest, new newer newest\n"] * 9, 283)
+
+
+def same_tokens(one: Tokenizer, other: Tokenizer, text: str) -> bool:
+    return one.vocab_size == other.vocab_size and np.array_equal(
+        one.encode(text), other.encode(text)
+    )
+
+
+def test_the_lecture_s_tokens_on_tiny_shakespeare(shakespeare):
+    tokenizer = CharTokenizer.from_text(shakespeare)
+    assert tokenizer.vocab_size == 65
+    assert tokenizer.characters[:4] == "\n !$"
+    hello = tokenizer.encode("Hello world")
+    assert hello.dtype == np.int32
+    assert hello.tolist() == [20, 43, 50, 50, 53, 1, 61, 53, 56, 50, 42]
+    assert tokenizer.decode(tokenizer.encode(shakespeare)) == shakespeare
+
+
+@given(st.text(min_size=1), st.data())
+def test_characters_round_trip_for_any_text(text, data):
+    tokenizer = CharTokenizer.from_text(text)
+    assert tokenizer.vocab_size == len(set(text))
+    again = data.draw(st.text(alphabet=sorted(set(text))))
+    tokens = tokenizer.encode(again)
+    assert tokenizer.decode(tokens) == tokenizer.decode(tokens.tolist()) == again
+    assert [tokenizer.characters[token] for token in tokens] == list(again)
+    restored = tokenizer_from_json(tokenizer.to_json())
+    assert same_tokens(tokenizer, restored, again)
+
+
+@given(st.text())
+@example("\ufffd replacement, \0 null, \r\n line end, 🙂")
+def test_bytes_round_trip_for_any_text(text):
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokens.tolist() == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+
+
+@given(st.binary())
+@example(b"\xed\xa0\x80")  # a surrogate, which can be neither printed nor written
+def test_any_bytes_decode_to_text_that_can_be_written(data):
+    text = ByteTokenizer().decode(list(data))
+    assert text.encode() == data or "\N{REPLACEMENT CHARACTER}" in text
+
+
+def test_a_lone_surrogate_has_bytes_but_no_byte_pairs(byte_pairs):
+    assert ByteTokenizer().encode("\ud800").tolist() == [0xED, 0xA0, 0x80]
+    with pytest.raises(ValueError, match="lone surrogate"):
+        byte_pairs.encode("a\ud800")
+
+
+@given(st.text())
+@example("low lower  \n\t lowest<|endoftext|> 🙂\ufffd\0")
+def test_byte_pairs_round_trip_for_any_text(byte_pairs, text):
+    tokens = byte_pairs.encode(text)
+    assert byte_pairs.decode(tokens) == text
+    restored = tokenizer_from_json(byte_pairs.to_json())
+    assert same_tokens(byte_pairs, restored, text)
+
+
+def test_byte_pairs_learn_what_is_frequent(byte_pairs):
+    assert 256 < byte_pairs.vocab_size < 283  # no pair was left to merge
+    assert BPETokenizer.train(["low lower lowest\n"], 260).vocab_size == 260
+    assert len(byte_pairs.encode("low new")) == 2
+    assert len(byte_pairs.encode("zebra")) == 5
+
+
+def test_gpt2_s_own_byte_pairs(data_directory):
+    tokenizer = BPETokenizer.from_gpt2(data_directory / "gpt2-bpe")
+    assert tokenizer.vocab_size == 50257
+    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
+    assert tokenizer.decode([15496, 995, 50256]) == "Hello world<|endoftext|>"
+    text = "  It's 2026,\n\n\tnaïve 🙂 \u2028"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_gpt2_s_files_are_read_under_both_names(tmp_path):
+    letters = {letter: index for index, letter in enumerate("abc")}
+    (tmp_path / "vocab.json").write_text(json.dumps(letters | {"ab": 3, "abc": 4}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
+    assert BPETokenizer.from_gpt2(tmp_path).encode("abcab").tolist() == [4, 3]
+    (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
+    with pytest.raises(FileNotFoundError, match=r"has neither encoder\.json"):
+        BPETokenizer.from_gpt2(tmp_path)
+    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
+    assert BPETokenizer.from_gpt2(str(tmp_path)).encode("abc").tolist() == [4]
+
+
+@pytest.mark.parametrize("merges", ["a b c\n", "a z\n", "a\n"])
+def test_gpt2_s_files_that_contradict_each_other_are_refused(tmp_path, merges):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text(merges)
+    with pytest.raises(ValueError, match="not GPT-2's vocabulary and merges"):
+        BPETokenizer.from_gpt2(tmp_path)
+
+
+def test_an_unknown_character_is_named_with_its_place_and_the_vocabulary():
+    tokenizer = CharTokenizer.from_text("hello, world")
+    with pytest.raises(ValueError, match="unknown character") as error:
+        tokenizer.encode("hell🙂 Earth")
+    assert str(error.value) == (
+        "unknown character '🙂' at position 4: the vocabulary is the 9 characters ' ,dehlorw'"
+    )
+    # before the first character of the vocabulary, between, and after the last
+    for unknown in ("\n", "f", "z"):
+        with pytest.raises(ValueError, match="at position 1"):
+            tokenizer.encode("d" + unknown)
+
+
+@pytest.mark.parametrize("outside", [-1, 3])
+def test_a_token_outside_the_vocabulary_is_named_with_its_place(outside):
+    with pytest.raises(ValueError, match=f"token {outside} at position 2 .* vocabulary of 3"):
+        CharTokenizer("abc").decode([0, 2, outside])
+
+
+def test_every_tokenizer_refuses_tokens_outside_its_vocabulary(byte_pairs):
+    for tokenizer in (ByteTokenizer(), byte_pairs):
+        with pytest.raises(ValueError, match=f"outside the vocabulary of {tokenizer.vocab_size}"):
+            tokenizer.decode(np.array([0, tokenizer.vocab_size]))
+
+
+@pytest.mark.parametrize("characters", ["", "ba", "aa"])
+def test_a_character_vocabulary_is_sorted_unique_and_not_empty(characters):
+    with pytest.raises(ValueError, match="sorted, unique and not empty"):
+        CharTokenizer(characters)
+
+
+def test_an_empty_text_has_no_vocabulary_but_has_tokens(byte_pairs):
+    with pytest.raises(ValueError, match="empty text"):
+        CharTokenizer.from_text("")
+    for tokenizer in (CharTokenizer("a"), ByteTokenizer(), byte_pairs):
+        assert tokenizer.encode("").shape == (0,)
+        assert tokenizer.decode([]) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        '"char"',
+        "{}",
+        '{"type": "word"}',
+        '{"type": "char"}',
+        '{"type": "char", "characters": "ba"}',
+        '{"type": "char", "characters": 7}',
+        '{"type": "char", "characters": ["a", "b"]}',
+        '{"type": "bpe"}',
+        '{"type": "bpe", "tokenizer": {"model": 3}}',
+        '{"type": ["char"]}',
+    ],
+)
+def test_damaged_json_is_not_a_tokenizer(text):
+    with pytest.raises(ValueError, match="not a tokenizer"):
+        tokenizer_from_json(text)
+
+
+def test_a_byte_tokenizer_survives_json():
+    assert isinstance(tokenizer_from_json(ByteTokenizer().to_json()), ByteTokenizer)
