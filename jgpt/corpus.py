@@ -4,6 +4,7 @@ import hashlib
 import http.client
 import os
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -137,7 +138,12 @@ def _download(url: str, target: Path, on_download: Download | None) -> None:
 
 
 def _fetch(url: str, file, on_download: Download | None) -> None:
-    with urllib.request.urlopen(url, timeout=30) as response:
+    try:
+        response = urllib.request.urlopen(url, timeout=30)
+    except urllib.error.HTTPError as answer:
+        with answer:  # it holds the connection open
+            raise
+    with response:
         length = response.headers.get("Content-Length")
         total, received = int(length) if length else None, 0
         while block := response.read(1 << 16):
