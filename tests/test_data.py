@@ -1,0 +1,271 @@
+"""A batch is a function of the tokens, the seed and the step; an evaluation sees all once."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgpt import ByteTokenizer, CharTokenizer, DataConfig, data
+from jgpt.data import batch, batches, evaluation_windows, load_dataset, prepare, resident
+
+COUNTING = np.arange(1013, dtype=np.int32)
+"""Each token is its own position, so that a window shows where it was cut."""
+
+
+@pytest.mark.parametrize("tokens", [COUNTING, resident(COUNTING)], ids=["mapped", "resident"])
+def test_windows_lie_within_the_text_and_targets_follow_inputs(tokens):
+    windows = np.asarray(batches(tokens, 3, 11, 5, 4, 7))
+    assert windows.shape == (5, 4, 8)
+    assert (windows == windows[..., :1] + np.arange(8)).all()
+    assert windows.min() >= 0
+    assert windows.max() <= 1012
+    inputs, targets = batch(tokens, 3, 11, 4, 7)
+    assert np.array_equal(inputs, windows[0, :, :-1])
+    assert np.array_equal(targets, inputs + 1)
+
+
+def test_every_place_is_drawn_and_no_other():
+    ten = COUNTING[:10]  # windows of 8 start at 0, 1 or 2
+    starts = np.asarray(batches(ten, 0, 0, 50, 4, 7))[..., 0]
+    assert set(starts.flat) == {0, 1, 2}
+    assert np.bincount(starts.ravel()).min() > 40  # of 200, each about a third
+
+
+@given(seed=st.integers(0, 2**32 - 1), step=st.integers(0, 2**31 - 99), split=st.integers(1, 4))
+def test_batches_do_not_depend_on_how_steps_are_grouped(seed, step, split):
+    whole = batches(COUNTING, seed, step, 5, 3, 7)
+    first, second = (
+        batches(COUNTING, seed, step, split, 3, 7),
+        batches(COUNTING, seed, step + split, 5 - split, 3, 7),
+    )
+    assert np.array_equal(whole, np.concatenate([first, second]))
+
+
+def test_batches_do_not_depend_on_what_was_evaluated_before():
+    before = np.asarray(batches(COUNTING, 5, 2, 3, 4, 7))
+    evaluation_windows(COUNTING, 7, 4)
+    batches(COUNTING, 6, 9, 2, 4, 7)
+    np.random.default_rng(0).random()
+    assert np.array_equal(before, batches(COUNTING, 5, 2, 3, 4, 7))
+
+
+def test_seed_and_step_decide_the_batch():
+    drawn = {
+        np.asarray(batches(COUNTING, seed, step, 1, 4, 7)).tobytes()
+        for seed in (0, 1, 2**31, 2**32 - 1)
+        for step in (0, 1, 2, 1000)
+    }
+    assert len(drawn) == 16
+
+
+def test_tokens_on_the_device_and_in_a_file_give_the_same_batches(tmp_path):
+    COUNTING.astype(np.uint16).tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", np.uint16, mode="r")
+    on_device = resident(mapped)
+    assert isinstance(on_device, jax.Array)
+    assert on_device.dtype == np.int32
+    expected = batches(mapped, 1, 2, 3, 4, 5)
+    assert expected.dtype == np.int32
+    assert np.array_equal(batches(on_device, 1, 2, 3, 4, 5), expected)
+
+
+def test_tokens_that_exceed_the_device_stay_where_they_are(monkeypatch):
+    monkeypatch.setattr(data, "RESIDENT_BYTES", 4 * len(COUNTING) - 1)
+    assert resident(COUNTING) is COUNTING
+    monkeypatch.setattr(data, "RESIDENT_BYTES", 4 * len(COUNTING))
+    assert isinstance(resident(COUNTING), jax.Array)
+
+
+def test_windows_reach_past_two_billion_tokens(tmp_path):
+    length = 2**31 + 2**30
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(2 * length)  # which takes no room on the disk
+    tokens = np.memmap(tmp_path / "sparse", np.uint16, mode="r")
+    assert not np.asarray(batches(tokens, 0, 0, 2, 3, 5)).any()
+    starts = data._window_starts(np.uint32(0), 0, np.uint32(length - 5), 50, 4)
+    assert 2**31 < np.asarray(starts).max() < length - 5
+
+
+@pytest.mark.parametrize("block_size", [10, 11])
+def test_a_text_without_a_window_is_refused(block_size):
+    with pytest.raises(ValueError, match="10 tokens can't give windows of"):
+        batches(COUNTING[:10], 0, 0, 1, 2, block_size)
+
+
+@given(st.integers(2, 90), st.integers(1, 13), st.integers(1, 5))
+def test_an_evaluation_covers_each_target_exactly_once(length, block_size, batch_size):
+    tokens = 1000 + np.arange(length)
+    windows, counts = evaluation_windows(tokens, block_size, batch_size)
+    assert windows.shape[1:] == (batch_size, block_size + 1)
+    assert windows.dtype == np.int32
+    inputs, targets = windows[..., :-1][counts], windows[..., 1:][counts]
+    assert targets.tolist() == list(range(1001, 1000 + length))
+    assert np.array_equal(inputs + 1, targets)
+    assert len(windows) == -(-(length - 1) // (batch_size * block_size))  # no batch for nothing
+    # a target sees all of its window before it
+    assert (windows[..., :1] + np.arange(block_size + 1) == windows)[..., 1:][counts].all()
+
+
+def write(folder, text, name="input.txt"):
+    (folder / name).write_text(text, newline="")
+    return DataConfig(data=(str(folder / name),))
+
+
+def test_tiny_shakespeare_splits_as_in_the_lecture(data_directory):
+    dataset = load_dataset(DataConfig(data=("shakespeare",)), 8)
+    assert (len(dataset.train), len(dataset.validation)) == (1_003_854, 111_540)
+    assert dataset.tokenizer.decode(dataset.train[:13]) == "First Citizen"
+    assert dataset.characters_per_token == 1
+
+
+def test_a_text_is_split_by_position(tmp_path):
+    config = write(tmp_path, "abcdefghij" * 3)
+    dataset = load_dataset(config, 2)
+    assert dataset.tokenizer.decode(dataset.train) == "abcdefghij" * 2 + "abcdefg"
+    assert dataset.tokenizer.decode(dataset.validation) == "hij"
+    assert dataset.digest == load_dataset(config, 1).digest
+
+
+def test_a_token_may_stand_for_many_characters(tmp_path):
+    config = write(tmp_path, "naïve café " * 30)
+    in_bytes = load_dataset(dataclasses.replace(config, tokenizer="byte"), 3)
+    assert in_bytes.characters_per_token == pytest.approx(11 / 13)
+    pairs = load_dataset(dataclasses.replace(config, tokenizer="bpe", bpe_vocab_size=300), 3)
+    assert pairs.characters_per_token > 4
+
+
+def test_a_given_tokenizer_is_used_and_may_not_fit(tmp_path):
+    config = write(tmp_path, "abcabcabca" * 3)
+    dataset = load_dataset(config, 1, tokenizer=CharTokenizer("abcd"))
+    assert dataset.tokenizer.vocab_size == 4
+    with pytest.raises(ValueError, match="unknown character 'c' at position 2"):
+        load_dataset(config, 1, tokenizer=CharTokenizer("ab"))
+
+
+@pytest.mark.parametrize(
+    ("length", "block_size", "split"), [(50, 45, "training"), (50, 5, "validation")]
+)
+def test_a_split_shorter_than_a_block_is_refused(tmp_path, length, block_size, split):
+    with pytest.raises(ValueError, match=f"the {split} split has {block_size} tokens, too few"):
+        load_dataset(write(tmp_path, "ab" * (length // 2)), block_size)
+    load_dataset(write(tmp_path, "ab" * (length // 2)), 4)
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """A prepared text of 300 characters, in few of them."""
+    config = write(tmp_path, "one two three\n" * 21 + "four..")
+    assert prepare(config, tmp_path / "prepared") == 300
+    return tmp_path / "prepared"
+
+
+def test_prepared_data_is_the_same_data(prepared, tmp_path):
+    assert sorted(path.name for path in prepared.iterdir()) == [
+        "dataset.json",
+        "tokenizer.json",
+        "tokens.bin",
+    ]
+    direct = load_dataset(DataConfig(data=(str(tmp_path / "input.txt"),)), 8)
+    mapped = load_dataset(DataConfig(data=(str(prepared),)), 8)
+    assert isinstance(mapped.train, np.memmap)
+    assert mapped.train.dtype == np.uint16
+    assert np.array_equal(mapped.train, direct.train)
+    assert np.array_equal(mapped.validation, direct.validation)
+    assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
+    assert mapped.digest == direct.digest
+    assert mapped.characters_per_token == direct.characters_per_token
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
+    text = "Wer reitet so spät?\nEs ist der Vater, 🙂\n\n  mit Kind.\n" * 9
+    write(tmp_path, text)
+    config = DataConfig(
+        data=(str(tmp_path / "input.txt"),), tokenizer=tokenizer, bpe_vocab_size=280
+    )
+    direct = load_dataset(config, 8)
+    chunks = data.text_chunks
+    monkeypatch.setattr(data, "text_chunks", lambda sources: chunks(sources, 17))
+    counts = []
+    total = prepare(config, tmp_path / "out", on_progress=counts.append)
+    mapped = load_dataset(DataConfig(data=(str(tmp_path / "out"),)), 8)
+    assert mapped.digest == direct.digest
+    assert mapped.characters_per_token == direct.characters_per_token
+    assert len(counts) > 9
+    assert counts[-1] == total == len(direct.train) + len(direct.validation)
+
+
+def test_a_vocabulary_too_large_for_uint16_gets_uint32(tmp_path):
+    characters = "".join(map(chr, range(0x10000, 0x10000 + 65_537)))
+    prepare(write(tmp_path, characters), tmp_path / "large")
+    prepare(write(tmp_path, characters[1:]), tmp_path / "fits")
+    for name, dtype in (("large", "uint32"), ("fits", "uint16")):
+        assert json.loads((tmp_path / name / "dataset.json").read_text())["dtype"] == dtype
+        dataset = load_dataset(DataConfig(data=(str(tmp_path / name),)), 8)
+        assert dataset.train.dtype == dtype
+        assert dataset.validation[-1] == dataset.tokenizer.vocab_size - 1
+
+
+def index(**changes):
+    return lambda folder: (folder / "dataset.json").write_text(
+        json.dumps({"dtype": "uint16", "tokens": 300, "characters": 300} | changes)
+    )
+
+
+def damage_tokens(data):
+    return lambda folder: (folder / "tokens.bin").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "dataset.json").write_text("{"), "dataset.json is damaged"),
+        (lambda folder: (folder / "dataset.json").write_text("[]"), "dataset.json is damaged"),
+        (lambda folder: (folder / "dataset.json").write_bytes(b"\xff"), "dataset.json is damaged"),
+        (index(dtype="float32"), "dataset.json is damaged"),
+        (index(dtype=["uint16"]), "dataset.json is damaged"),
+        (index(tokens=float("inf")), "dataset.json is damaged"),
+        (index(tokens="many"), "dataset.json is damaged"),
+        (index(tokens=299), "has 600 bytes, not the 299 uint16 tokens"),
+        (index(dtype="uint32"), "has 600 bytes, not the 300 uint32 tokens"),
+        (index(characters=0), "has 600 bytes"),
+        (damage_tokens(b"\0" * 599), "has 599 bytes, not the 300 uint16 tokens"),
+        (damage_tokens(b""), "has 0 bytes, not the 300 uint16 tokens"),
+        (damage_tokens(b"\0" * 598 + b"\xff\0"), "holds token 255, outside .* vocabulary of 12"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin"),
+    ],
+)
+def test_damaged_prepared_data_is_refused(prepared, damage, message):
+    damage(prepared)
+    with pytest.raises((ValueError, OSError), match=message):
+        load_dataset(DataConfig(data=(str(prepared),)), 8)
+
+
+def test_prepared_data_goes_with_nothing_else(prepared):
+    with pytest.raises(ValueError, match="can't be mixed with other data"):
+        load_dataset(DataConfig(data=(str(prepared), "pydocs")), 8)
+    with pytest.raises(ValueError, match="was prepared with another tokenizer"):
+        load_dataset(DataConfig(data=(str(prepared),)), 8, tokenizer=ByteTokenizer())
+
+
+def test_preparing_never_overwrites(prepared, tmp_path):
+    before = (prepared / "tokens.bin").read_bytes()
+    with pytest.raises(FileExistsError, match="exists already"):
+        prepare(DataConfig(data=(str(tmp_path / "input.txt"),)), prepared)
+    assert (prepared / "tokens.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte"])
+def test_preparing_leaves_nothing_behind_where_it_fails(tmp_path, tokenizer):
+    write(tmp_path, "fine")
+    (tmp_path / "bad").write_bytes(b"caf\xe9")
+    sources = (str(tmp_path / "input.txt"), str(tmp_path / "bad"))
+    with pytest.raises(ValueError, match="byte 3 can't be read"):
+        prepare(DataConfig(data=sources, tokenizer=tokenizer), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "input.txt"]
