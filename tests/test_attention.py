@@ -1,0 +1,220 @@
+"""Attention by hand: what a query reads, from whom, and never from its future."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask
+from jgpt.attention import dropped, merge_heads, split_heads
+
+BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def loud(module):
+    """The module with parameters large enough to matter, biases and scales included."""
+    weights = nnx.state(module, nnx.Param)
+    leaves, tree = jax.tree.flatten(weights)
+    keys = jax.random.split(jax.random.key(99), len(leaves))
+    drawn = [jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
+    nnx.update(module, jax.tree.unflatten(tree, drawn))
+    return module
+
+
+def test_a_query_may_look_at_itself_and_its_past():
+    assert causal_mask(3).tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+    ]
+
+
+def test_weights_by_hand():
+    # affinities ln 1, ln 2, ln 5 after scaling by 4 ** -0.5: weights 1/8, 2/8, 5/8
+    query = jnp.array([[2.0, 0.0, 0.0, 0.0]])
+    key = jnp.array([[0.0, 9, 9, 9], [math.log(2), 0, 0, 0], [math.log(5), 0, 0, 0]])
+    np.testing.assert_allclose(attention_weights(query, key), [[1 / 8, 2 / 8, 5 / 8]], rtol=1e-6)
+    value = jnp.array([[8.0, 0.0], [0.0, 8.0], [16.0, 0.0]])
+    np.testing.assert_allclose(attend(query, key, value), [[11.0, 2.0]], rtol=1e-6)
+    masked = attention_weights(query, key, jnp.array([[True, True, False]]))
+    np.testing.assert_allclose(masked, [[1 / 3, 2 / 3, 0]], rtol=1e-6)
+
+
+def test_rows_of_weights_sum_to_one_and_the_future_weighs_nothing():
+    query, key = 30 * normal(0, BATCH, TIME, 4), 30 * normal(1, BATCH, TIME, 4)
+    weights = np.asarray(attention_weights(query, key, causal_mask(TIME)))
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+    future = ~np.tri(TIME, dtype=bool)
+    assert (weights[:, future] == 0).all()
+    assert (attention_weights(query, key)[:, future] > 0).any()
+
+
+def test_a_query_that_may_look_nowhere_reads_all_alike():
+    query, key = normal(0, 2, 4), normal(1, 3, 4)
+    mask = jnp.array([[False, False, False], [True, False, False]])
+    weights = attention_weights(query, key, mask)
+    np.testing.assert_allclose(weights, [[1 / 3, 1 / 3, 1 / 3], [1, 0, 0]], rtol=1e-6)
+
+
+def test_huge_affinities_stay_finite():
+    weights = attention_weights(jnp.full((1, 4), 1e15), jnp.array([[1e15] * 4, [-1e15] * 4]))
+    assert weights.tolist() == [[1, 0]]
+
+
+def test_the_softmax_of_bfloat16_is_float32():
+    """Affinities that differ by less than bfloat16 resolves still give different weights."""
+    query, key = jnp.ones((1, 2)), jnp.array([[100.0, 1.0], [100.0, 1.25]])
+    wide = attention_weights(query, key)
+    narrow = attention_weights(query.astype(jnp.bfloat16), key.astype(jnp.bfloat16))
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(narrow.astype(jnp.float32), wide, atol=2**-8)
+    assert abs(float(wide[0, 0]) - 0.5) > 2**-5
+
+
+def test_heads_are_split_and_merged_in_order():
+    x = jnp.arange(2 * 3 * 8.0).reshape(2, 3, 8)
+    heads = split_heads(x, 4)
+    assert heads.shape == (2, 4, 3, 2)
+    assert heads[1, 3, 2].tolist() == x[1, 2, 6:8].tolist()
+    assert jnp.array_equal(merge_heads(heads), x)
+
+
+def test_dropping_keeps_the_mean_and_the_rate():
+    x = jnp.full(40_000, 3.0)
+    kept = dropped(x, 0.2, jax.random.key(0))
+    assert set(np.unique(kept)) == {0.0, 3.75}
+    assert abs(float((kept == 0).mean()) - 0.2) < 0.01
+    assert dropped(x, 0.2, None) is x
+    assert dropped(x, 0.0, jax.random.key(0)) is x
+    assert not jnp.array_equal(kept, dropped(x, 0.2, jax.random.key(1)))
+
+
+def make_head(**options):
+    return loud(Head(EMBED_DIM, 4, rngs=nnx.Rngs(0), **options))
+
+
+def make_heads(**options):
+    return loud(MultiHeadAttention(EMBED_DIM, NUM_HEADS, rngs=nnx.Rngs(0), **options))
+
+
+def by_numpy(head, x, source, causal):
+    """One head, written down again without the code under test."""
+
+    def linear(layer, y):
+        z = np.asarray(y) @ np.asarray(layer.kernel[...])
+        return z if layer.bias is None else z + np.asarray(layer.bias[...])
+
+    query, key, value = linear(head.query, x), linear(head.key, source), linear(head.value, source)
+    affinity = query @ key.swapaxes(-1, -2) / math.sqrt(head.head_dim)
+    if causal:
+        affinity = np.where(np.tri(x.shape[1], dtype=bool), affinity, -np.inf)
+    weights = np.exp(affinity - affinity.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return weights, weights @ value
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_head_computes_what_the_paper_says(use_bias, causal):
+    head, x = make_head(use_bias=use_bias, causal=causal), normal(1, BATCH, TIME, EMBED_DIM)
+    assert (head.query.bias is not None) == use_bias
+    weights, output = by_numpy(head, x, x, causal)
+    np.testing.assert_allclose(head.weights(x), weights, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(head(x), output, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cross_attention_reads_all_of_a_context_of_another_length(causal):
+    head = make_head(causal=causal)
+    x, context = normal(1, BATCH, TIME, EMBED_DIM), normal(2, BATCH, CONTEXT, EMBED_DIM)
+    weights, output = by_numpy(head, x, context, causal=False)
+    assert weights.shape == (BATCH, TIME, CONTEXT)
+    np.testing.assert_allclose(head.weights(x, context), weights, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(head(x, context), output, rtol=1e-4, atol=1e-5)
+    heads = make_heads(causal=causal)
+    assert heads(x, context).shape == (BATCH, TIME, EMBED_DIM)
+    assert (heads.weights(x, context)[..., -1] > 0).all()
+
+
+def test_a_bidirectional_head_sees_the_future_and_a_causal_one_does_not():
+    x = normal(1, BATCH, TIME, EMBED_DIM)
+    for causal in (True, False):
+        head = make_head(causal=causal)
+        reads = jax.jacobian(lambda y, head=head: head(y)[0].sum(-1))(x)[:, 0]  # type: ignore[index]
+        influence = np.abs(np.asarray(reads)).sum(-1)
+        assert (influence[np.tri(TIME, dtype=bool)] > 0).all()
+        assert (influence[~np.tri(TIME, dtype=bool)] > 0).all() == (not causal)
+        assert (influence[~np.tri(TIME, dtype=bool)] == 0).all() == causal
+
+
+@pytest.mark.parametrize(
+    ("qkv_bias", "use_bias", "causal", "cross"),
+    [
+        (False, True, True, False),
+        (True, True, False, False),
+        (True, False, True, True),
+        (False, False, False, True),
+    ],
+)
+def test_many_heads_are_the_heads_side_by_side_and_projected(qkv_bias, use_bias, causal, cross):
+    module = make_heads(qkv_bias=qkv_bias, use_bias=use_bias, causal=causal)
+    x = normal(1, BATCH, TIME, EMBED_DIM)
+    context = normal(2, BATCH, CONTEXT, EMBED_DIM) if cross else None
+    heads = [module.head(index) for index in range(NUM_HEADS)]
+    assert all((head.key.bias is not None) == qkv_bias for head in heads)
+    beside = np.concatenate([head(x, context) for head in heads], axis=-1)
+    projected = beside @ np.asarray(module.projection.kernel[...])
+    if module.projection.bias is not None:
+        projected = projected + np.asarray(module.projection.bias[...])
+    np.testing.assert_allclose(module(x, context), projected, rtol=1e-4, atol=1e-4)
+    weights = np.stack([head.weights(x, context) for head in heads], axis=1)
+    np.testing.assert_allclose(module.weights(x, context), weights, rtol=1e-4, atol=1e-6)
+    swapped = np.concatenate([head(x, context) for head in heads[::-1]], axis=-1)
+    assert np.abs(swapped - beside).max() > 0.1  # the order matters
+
+
+def test_a_head_is_a_copy():
+    module, x = make_heads(), normal(1, BATCH, TIME, EMBED_DIM)
+    head = module.head(1)
+    before = head(x)
+    module.query.kernel[...] = jnp.zeros_like(module.query.kernel[...])
+    assert jnp.array_equal(head(x), before)
+
+
+@pytest.mark.parametrize("index", [-1, NUM_HEADS])
+def test_there_is_no_other_head(index):
+    with pytest.raises(ValueError, match=f"head {index} is not one of the 3 heads"):
+        make_heads().head(index)
+
+
+@pytest.mark.parametrize("num_heads", [0, 5, -3])
+def test_features_divide_into_heads(num_heads):
+    with pytest.raises(
+        ValueError, match=f"embed_dim=12 must be divisible by num_heads={num_heads}"
+    ):
+        MultiHeadAttention(EMBED_DIM, num_heads, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("make", [make_head, make_heads])
+def test_dropout_is_on_only_with_a_key(make):
+    module, x = make(dropout=0.5), normal(1, BATCH, TIME, EMBED_DIM)
+    training = module(x, rngs=nnx.Rngs(dropout=1))
+    assert jnp.array_equal(module(x), make()(x))
+    assert not jnp.array_equal(training, module(x))
+    assert jnp.array_equal(training, module(x, rngs=nnx.Rngs(dropout=1)))
+    assert not jnp.array_equal(training, module(x, rngs=nnx.Rngs(dropout=2)))
+
+
+def test_weights_are_dropped_after_the_softmax():
+    query, key, value = normal(0, 50, 3), normal(1, 40, 3), jnp.ones((40, 2))
+    assert jnp.allclose(attend(query, key, value), 1)
+    training = attend(query, key, value, dropout=0.5, dropout_key=jax.random.key(5))
+    assert float(jnp.std(training)) > 0.05
+    assert abs(float(training.mean()) - 1) < 0.1  # not normed again, but the mean is kept
