@@ -1,0 +1,283 @@
+"""The transformer: causal, as small and as large as promised, and able to learn."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import GPT, BigramLM, Block, FeedForward, ModelConfig, create_model, cross_entropy, preset
+from jgpt.layers import LayerNorm, Linear
+from jgpt.model import abstract_model
+
+FAMILIES = {
+    "lecture": ModelConfig(activation="relu", use_bias=True, head_bias=True, tie_embeddings=False),
+    "nanogpt": ModelConfig(activation="gelu"),
+    "gpt2": ModelConfig(activation="gelu_tanh", qkv_bias=True, use_bias=True),
+}
+VOCAB, BLOCK_SIZE, EMBED_DIM = 13, 7, 12
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def config_of(family, **changes) -> ModelConfig:
+    small = {
+        "vocab_size": VOCAB,
+        "block_size": BLOCK_SIZE,
+        "num_layers": 2,
+        "num_heads": 3,
+        "embed_dim": EMBED_DIM,
+    }
+    return dataclasses.replace(FAMILIES[family], **small | changes)
+
+
+def loud(config) -> GPT:
+    """A GPT whose parameters, biases and scales included, are far from their initial values."""
+    model = GPT(config, rngs=nnx.Rngs(0))
+    leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
+    keys = jax.random.split(jax.random.key(5), len(leaves))
+    drawn = [jax.random.normal(k, leaf.shape) / 2 for k, leaf in zip(keys, leaves, strict=True)]
+    nnx.update(model, jax.tree.unflatten(tree, drawn))
+    return model
+
+
+def tokens_of(seed, batch=2, time=BLOCK_SIZE):
+    return jax.random.randint(jax.random.key(seed), (batch, time), 0, VOCAB)
+
+
+@every_family
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_no_gradient_flows_from_the_future(family, num_layers):
+    model, tokens = loud(config_of(family, num_layers=num_layers)), tokens_of(1, batch=1)
+
+    def logits(x):
+        for block in model.blocks:
+            x = block(x)
+        return model.logits(model.final_norm(x))[0].sum(-1)
+
+    influence = np.abs(jax.jit(jax.jacobian(logits))(model.embed(tokens))[:, 0]).sum(-1)
+    past = np.tri(BLOCK_SIZE, dtype=bool)
+    assert (influence[~past] == 0).all()
+    assert (influence[past] > 0).all()
+
+
+@every_family
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_another_future_changes_nothing_before_it(family, num_layers):
+    model, tokens = loud(config_of(family, num_layers=num_layers)), tokens_of(1)
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    before = run(model, tokens)
+    for time in range(BLOCK_SIZE):
+        after = run(model, tokens.at[:, time].set((tokens[:, time] + 1) % VOCAB))
+        assert jnp.array_equal(after[:, :time], before[:, :time])
+        assert (jnp.abs(after[:, time:] - before[:, time:]).max(-1) > 0).all()
+
+
+@every_family
+def test_a_shorter_input_gives_the_same_logits(family):
+    model, tokens = loud(config_of(family)), tokens_of(1)
+    np.testing.assert_allclose(model(tokens)[:, :4], model(tokens[:, :4]), rtol=1e-5, atol=1e-5)
+
+
+@every_family
+def test_an_untrained_model_knows_nothing(family):
+    config = dataclasses.replace(FAMILIES[family], vocab_size=65)
+    model = GPT(config, rngs=nnx.Rngs(7))
+    tokens = jax.random.randint(jax.random.key(0), (12, config.block_size + 1), 0, 65)
+    loss = nnx.jit(lambda model, inputs, targets: cross_entropy(model(inputs), targets))(
+        model, tokens[:, :-1], tokens[:, 1:]
+    )
+    assert abs(float(loss) - math.log(65)) < 0.1
+
+
+def test_initial_parameters_are_those_of_gpt2():
+    model = GPT(dataclasses.replace(preset("gpt2").model, vocab_size=999), rngs=nnx.Rngs(0))
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    assert len(state) == 2 + 12 * 16 + 2
+    for path, parameter in state:
+        values = np.asarray(parameter[...])
+        if path[-1] == "bias":
+            assert not values.any()
+        elif path[-1] == "scale":
+            assert (values == 1).all()
+        else:
+            std = 0.02 / math.sqrt(24) if "projection" in path else 0.02
+            assert values.std() == pytest.approx(std, rel=0.01), path
+            assert abs(values.mean()) < 0.05 * std, path
+
+
+def test_parameters_differ_from_each_other_and_from_another_seed_s():
+    model, other = (GPT(config_of("nanogpt"), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    first, second = model.blocks
+    kernels = [block.attention.query.kernel[...] for block in (first, second, other.blocks[0])] + [
+        first.attention.key.kernel[...],
+        first.attention.projection.kernel[...],
+    ]
+    assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == 5
+
+
+def test_a_tied_head_is_the_token_embedding():
+    model, tokens = loud(config_of("nanogpt")), tokens_of(1)
+    assert model.head is None
+    x = model.embed(tokens)
+    np.testing.assert_allclose(
+        model.logits(x), x @ np.asarray(model.token_embedding.embedding[...]).T, rtol=1e-4
+    )
+    untied = loud(config_of("lecture"))
+    assert untied.head is not None
+    before = untied.logits(x)
+    untied.token_embedding.embedding[...] = jnp.zeros((VOCAB, EMBED_DIM))
+    assert jnp.array_equal(untied.logits(x), before)
+    untied.head.bias[...] = untied.head.bias[...] + 3  # type: ignore[index]
+    np.testing.assert_allclose(untied.logits(x), before + 3, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_matter():
+    model = loud(config_of("nanogpt"))
+    same = jnp.full((1, BLOCK_SIZE), 4)
+    logits = model(same)[0]
+    assert len({np.asarray(row).tobytes() for row in logits}) == BLOCK_SIZE
+
+
+@every_family
+def test_longer_inputs_than_the_block_are_refused(family):
+    model = GPT(config_of(family), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="8 tokens are more than block_size=7"):
+        model(tokens_of(0, time=BLOCK_SIZE + 1))
+
+
+def test_a_block_is_pre_norm_with_two_residuals():
+    block = Block(EMBED_DIM, 3, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 5, EMBED_DIM))
+    between = x + block.attention(block.attention_norm(x))
+    expected = between + block.feed_forward(block.feed_forward_norm(between))
+    np.testing.assert_allclose(block(x), expected, rtol=1e-6)
+    for layer in (block.attention.projection, block.feed_forward.projection):
+        layer.kernel[...] = jnp.zeros_like(layer.kernel[...])
+    assert jnp.array_equal(block(x), x)
+
+
+@pytest.mark.parametrize(
+    ("activation", "at_two", "at_minus_one"),
+    [
+        ("relu", 2.0, 0.0),
+        ("gelu", 1.9544997361, -0.1586552539),
+        ("gelu_tanh", 1.9545976878, -0.1588079989),
+    ],
+)
+def test_the_feed_forward_s_non_linearities(activation, at_two, at_minus_one):
+    layer = FeedForward(1, 1, activation=activation, use_bias=False, rngs=nnx.Rngs(0))
+    layer.expansion.kernel[...] = layer.projection.kernel[...] = jnp.ones((1, 1))
+    x = jnp.array([[[2.0], [-1.0]]])
+    np.testing.assert_allclose(layer(x)[0, :, 0], [at_two, at_minus_one], rtol=1e-6)
+
+
+def test_the_feed_forward_is_four_times_wider_by_default():
+    assert FeedForward(5, rngs=nnx.Rngs(0)).expansion.kernel.shape == (5, 20)
+    assert FeedForward(5, 7, rngs=nnx.Rngs(0)).projection.kernel.shape == (7, 5)
+
+
+def test_a_layer_norm_by_hand():
+    norm = LayerNorm(2, epsilon=0.75)
+    norm.scale[...], norm.bias[...] = jnp.array([3.0, 5.0]), jnp.array([0.0, 1.0])  # type: ignore[index]
+    # mean 2, variance 1/4, so the deviations -1/2 and 1/2 are divided by 1
+    np.testing.assert_allclose(norm(jnp.array([[1.5, 2.5]])), [[-1.5, 3.5]], rtol=1e-6)
+    assert LayerNorm(2, use_bias=False).bias is None
+
+
+def test_a_linear_layer_by_hand():
+    layer = Linear(2, 3, rngs=nnx.Rngs(0))
+    layer.kernel[...] = jnp.array([[1.0, 2, 3], [4, 5, 6]])
+    layer.bias[...] = jnp.array([10.0, 20, 30])  # type: ignore[index]
+    assert layer(jnp.array([[[1.0, 2.0]]])).tolist() == [[[19, 32, 45]]]
+
+
+@every_family
+def test_dropout_is_on_only_with_a_key(family):
+    model = loud(config_of(family, dropout=0.5))
+    tokens = tokens_of(1)
+    training = model(tokens, rngs=nnx.Rngs(dropout=1))
+    assert jnp.array_equal(model(tokens), loud(config_of(family))(tokens))
+    assert not jnp.array_equal(training, model(tokens))
+    assert jnp.array_equal(training, model(tokens, rngs=nnx.Rngs(dropout=1)))
+    assert not jnp.array_equal(training, model(tokens, rngs=nnx.Rngs(dropout=2)))
+
+
+def test_models_hold_parameters_only():
+    model = GPT(config_of("gpt2", dropout=0.5), rngs=nnx.Rngs(0))
+    assert not nnx.state(model, nnx.Not(nnx.Param))
+
+
+@every_family
+def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family):
+    model = GPT(config_of(family, dtype="bfloat16"), rngs=nnx.Rngs(0))
+    wide = GPT(config_of(family), rngs=nnx.Rngs(0))
+    tokens = tokens_of(1)
+    x = model.embed(tokens)
+    assert x.dtype == jnp.float32
+    block = model.blocks[0]
+    assert block.attention_norm(x.astype(jnp.bfloat16)).dtype == jnp.float32
+    assert block.attention(x).dtype == jnp.bfloat16
+    assert block(x).dtype == jnp.float32
+    assert cross_entropy(model(tokens), tokens).dtype == jnp.float32
+    np.testing.assert_allclose(
+        model(tokens).astype(jnp.float32), wide(tokens), atol=0.03 * float(jnp.std(wide(tokens)))
+    )
+    assert jax.tree.leaves(nnx.state(model))[0].dtype == jnp.float32
+
+
+def test_narrow_parameters_still_give_wide_norms_and_losses():
+    model = GPT(config_of("gpt2", dtype="bfloat16", param_dtype="bfloat16"), rngs=nnx.Rngs(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("bfloat16")}
+    x = model.embed(tokens_of(1))
+    assert x.dtype == model.final_norm(x).dtype == model.blocks[0](x).dtype == jnp.float32
+
+
+@every_family
+def test_float64_is_float64_from_end_to_end(family):
+    with jax.enable_x64(True):
+        config = config_of(family, dtype="float64", param_dtype="float64")
+        model = GPT(config, rngs=nnx.Rngs(0))
+        tokens = tokens_of(1)
+        x = model.embed(tokens)
+        for value in (x, model.blocks[0](x), model.final_norm(x), model(tokens)):
+            assert value.dtype == jnp.float64
+        loss = cross_entropy(model(tokens), tokens)
+        assert loss.dtype == jnp.float64
+        # and nothing on the way was rounded to float32
+        shifted = GPT(config, rngs=nnx.Rngs(0))
+        table = shifted.token_embedding.embedding
+        table[...] = table[...] + 1e-12 * jnp.arange(EMBED_DIM)
+        difference = jnp.abs(shifted(tokens) - model(tokens)).max()
+        assert 0 < float(difference) < 1e-9
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bigram"])
+def test_float64_is_not_silently_float32(architecture):
+    config = ModelConfig(architecture=architecture, dtype="float64", param_dtype="float64")
+    with pytest.raises(ValueError, match="float64 needs JAX_ENABLE_X64=1"):
+        create_model(config, rngs=nnx.Rngs(0))
+
+
+def test_a_bigram_s_rows_are_the_logits():
+    model = BigramLM(83, rngs=nnx.Rngs(0))
+    table = np.asarray(model.table.embedding[...])
+    assert table.shape == (83, 83)
+    assert abs(table.mean()) < 0.05
+    assert abs(table.std() - 1) < 0.05
+    tokens = jnp.array([[3, 82, 0], [82, 82, 5]])
+    assert np.array_equal(model(tokens), table[np.asarray(tokens)])
+    assert np.array_equal(model(tokens, rngs=nnx.Rngs(dropout=1)), table[np.asarray(tokens)])
+
+
+def test_an_abstract_model_has_the_shapes_and_no_numbers():
+    for architecture in ("gpt", "bigram"):
+        config = dataclasses.replace(config_of("gpt2"), architecture=architecture)
+        abstract, real = abstract_model(config), create_model(config, rngs=nnx.Rngs(0))
+        assert nnx.graphdef(abstract) == nnx.graphdef(real)
+        described = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.state(real)
+        )
+        assert jax.tree.leaves(nnx.state(abstract)) == jax.tree.leaves(described)
