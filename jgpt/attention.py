@@ -73,6 +73,8 @@ def split_heads(
 ) -> Float[Array, "batch {heads} time {x.shape[-1]//heads}"]:
     """Cut the features into heads and put the heads before time."""
     batch, time, features = x.shape
+    if heads < 1 or features % heads:
+        raise ValueError(f"{features} features can't be cut into {heads} heads of one size")
     return x.reshape(batch, time, heads, features // heads).transpose(0, 2, 1, 3)
 
 

@@ -26,6 +26,7 @@ from jgpt.config import (
     did_you_mean,
     preset,
 )
+from jgpt.contracts import typed
 
 Options = TypeVar("Options")
 
@@ -109,6 +110,7 @@ class PresetsOptions:
     """List the presets of `jgpt train`."""
 
 
+@typed
 def train(args: list[str]) -> None:
     """`jgpt train [PRESET] ...`"""
     name, args = _preset_name(args)
@@ -143,6 +145,7 @@ def train(args: list[str]) -> None:
     )
 
 
+@typed
 def sample(args: list[str]) -> None:
     """`jgpt sample RUN ...`"""
     options = _parse(SampleOptions, "sample", args)
@@ -180,6 +183,7 @@ def sample(args: list[str]) -> None:
         print()
 
 
+@typed
 def evaluate(args: list[str]) -> None:
     """`jgpt eval RUN`"""
     options = _parse(EvalOptions, "eval", args)
@@ -199,6 +203,7 @@ def evaluate(args: list[str]) -> None:
     print(f"bits per character  {result.bits_per_character:.4f}")
 
 
+@typed
 def info(args: list[str]) -> None:
     """`jgpt info PRESET|RUN`"""
     options = _parse(InfoOptions, "info", args)
@@ -223,6 +228,7 @@ def info(args: list[str]) -> None:
     print(f"FLOPs per token at a full block: {flops:,} forward, {3 * flops:,} in training")
 
 
+@typed
 def prepare(args: list[str]) -> None:
     """`jgpt prepare FILES --out DIR`"""
     options = _parse(PrepareOptions, "prepare", args)
@@ -239,6 +245,7 @@ def prepare(args: list[str]) -> None:
     print(f"{count:,} tokens in {options.out}; next: jgpt train --data {options.out}")
 
 
+@typed
 def presets(args: list[str]) -> None:
     """`jgpt presets`"""
     _parse(PresetsOptions, "presets", args)
@@ -257,6 +264,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
 }
 
 
+@typed
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command; a user's error is one line and exit code 2."""
     args = list(sys.argv[1:] if args is None else args)

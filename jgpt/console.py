@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Self
 
 import jax
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from jgpt import train
 from jgpt.config import TrainConfig
+from jgpt.contracts import typed
 from jgpt.data import Dataset
 from jgpt.optimizer import decay_mask
 from jgpt.step import TrainState
@@ -25,6 +27,7 @@ class _Details(ProgressColumn):
 class ConsoleProgress(train.Progress):
     """Shows a run's beginning, its losses, its speed and the time that is left."""
 
+    @typed
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar = Progress(
@@ -42,13 +45,14 @@ class ConsoleProgress(train.Progress):
         self.details = ""
         self.last_line = time.monotonic()
 
-    def __enter__(self) -> "ConsoleProgress":
+    def __enter__(self) -> Self:
         self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
+    @typed
     def downloaded(self, received: int, total: int | None) -> None:
         """Move the download's bar."""
         if self.download is None:
@@ -56,6 +60,7 @@ class ConsoleProgress(train.Progress):
             self.download = self.bar.add_task("download", total=total)
         self.bar.update(self.download, completed=received)
 
+    @typed
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Say what will be trained on what, and start the bar."""
         if self.download is not None:
@@ -82,6 +87,7 @@ class ConsoleProgress(train.Progress):
         )
         self.steps = self.bar.add_task("train", total=config.steps, completed=step)
 
+    @typed
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Move the bar; where there is none, print a line now and then."""
         self.details = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
@@ -91,6 +97,7 @@ class ConsoleProgress(train.Progress):
         if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_PER_LINE:
             self._line(f"step {step}: {self.details}")
 
+    @typed
     def evaluated(self, step: int, validation_loss: float) -> None:
         """A line for each evaluation, which stays."""
         self.validation = f"  validation {validation_loss:.3f}"
@@ -100,6 +107,7 @@ class ConsoleProgress(train.Progress):
         self.say(line)
         self.last_line = time.monotonic()
 
+    @typed
     def say(self, *lines: str) -> None:
         """Plain text: nothing in it is markup."""
         for line in lines:

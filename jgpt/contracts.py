@@ -212,11 +212,18 @@ def _spelled(hint: Any) -> str:
     return text.replace("'", '"')
 
 
-def _described(value: Any) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    text = reprlib.repr(value)
-    return text if type(value).__module__ == "builtins" else f"{type(value).__name__} object"
+class _Shapes(reprlib.Repr):
+    """Arrays by dtype and shape, also inside containers, and other objects by their class."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        if type(x).__module__ != "builtins":
+            return f"{type(x).__name__} object"
+        return super().repr1(x, level)
+
+
+_described = _Shapes().repr
 
 
 def _sizes(expected: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

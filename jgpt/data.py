@@ -160,7 +160,9 @@ def _digest(tokens: Integer[np.ndarray, " tokens"]) -> str:
 
 
 @typed
-def resident(tokens: Integer[np.ndarray, " tokens"]) -> Integer[Array | np.ndarray, " tokens"]:
+def resident(
+    tokens: Integer[np.ndarray, " tokens"],
+) -> Int[Array, " tokens"] | Integer[np.ndarray, " tokens"]:
     """Tokens on the device as int32 if they fit there, else where they are."""
     if 4 * len(tokens) > RESIDENT_BYTES:
         return tokens
@@ -169,7 +171,7 @@ def resident(tokens: Integer[np.ndarray, " tokens"]) -> Integer[Array | np.ndarr
 
 @typed
 def batches(
-    tokens: Integer[Array | np.ndarray, " tokens"],
+    tokens: Int[Array, " tokens"] | Integer[np.ndarray, " tokens"],
     seed: int,
     first_step: int,
     steps: int,
@@ -196,7 +198,7 @@ def batches(
 
 @typed
 def batch(
-    tokens: Integer[Array | np.ndarray, " tokens"],
+    tokens: Int[Array, " tokens"] | Integer[np.ndarray, " tokens"],
     seed: int,
     step: int,
     batch_size: int,
@@ -235,8 +237,8 @@ def _gather(
 def evaluation_windows(
     tokens: Integer[np.ndarray, " tokens"], block_size: int, batch_size: int
 ) -> tuple[
-    Int[np.ndarray, "batches {batch_size} {block_size}+1"],
-    Bool[np.ndarray, "batches {batch_size} {block_size}"],
+    Int[np.ndarray, "{-(-(len(tokens)-1)//block_size//batch_size)} {batch_size} {block_size}+1"],
+    Bool[np.ndarray, "{-(-(len(tokens)-1)//block_size//batch_size)} {batch_size} {block_size}"],
 ]:
     """Windows that cover a split, and which of their targets count: each target exactly once.
 

@@ -43,7 +43,8 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
     @typed
     def clip(
-        gradients: PyTree[Float[Array, "?*shape"], "Weights"], weights: Weights | None = None
+        gradients: PyTree[Float[Array, "?*shape"], "Weights"],
+        weights: PyTree[Float[Array, "?*shape"], "Weights"] | None = None,
     ) -> PyTree[Float[Array, "?*shape"], "Weights"]:
         scale = jnp.minimum(limit / (optax.tree.norm(gradients) + 1e-6), 1.0)
         return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)

@@ -1,0 +1,221 @@
+"""Reads a package for callables that its shape contract doesn't cover."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeGuard, get_args, get_origin
+
+import jaxtyping
+import numpy as np
+from jax import Array
+
+ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
+
+
+def modules(package: ModuleType) -> list[ModuleType]:
+    names = [name for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+    return [package, *(importlib.import_module(name) for name in names if "__main__" not in name)]
+
+
+def source_of(module: ModuleType) -> str:
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text(encoding="utf-8")
+
+
+def callables(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The functions, methods and properties that a module defines, by their full names.
+
+    Left out, because nobody writes or calls them by name: what `dataclass` generates, a protocol's
+    members, and dunder methods but `__init__` and `__call__`.
+    """
+    for value in vars(module).values():
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        if inspect.isclass(value):
+            yield from _members(value)
+        elif inspect.isfunction(inspect.unwrap(value)) if callable(value) else False:
+            yield f"{module.__name__}.{inspect.unwrap(value).__qualname__}", value
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    if getattr(kind, "_is_protocol", False):
+        return
+    for name, member in vars(kind).items():
+        member = getattr(member, "__func__", getattr(member, "fget", member))
+        if not inspect.isfunction(member):
+            continue
+        generated = inspect.unwrap(member).__code__.co_filename == "<string>"
+        special = name.startswith("__") and name not in ("__init__", "__call__")
+        # a dataclass's own __init__ is its fields, checked where they hold arrays
+        if not special and not (generated and not handles_arrays(member)):
+            yield f"{kind.__module__}.{kind.__qualname__}.{name}", member
+
+
+def annotations(function: Any) -> dict[str, Any]:
+    """What each parameter but `self` and `cls`, and the result, is annotated with."""
+    signature = inspect.signature(inspect.unwrap(function))
+    found = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if name not in ("self", "cls")
+    }
+    return found | {"return": signature.return_annotation}
+
+
+def parts(hint: Any) -> Iterator[Any]:
+    """A hint and everything inside it."""
+    yield hint
+    if get_origin(hint) not in (Literal, Callable):  # whose calls nobody can check ahead
+        for each in get_args(hint):
+            yield from parts(each)
+
+
+def is_array(hint: Any) -> bool:
+    return getattr(hint, "__module__", None) == "jaxtyping" or hint in (Array, np.ndarray)
+
+
+def handles_arrays(function: Any) -> bool:
+    return any(is_array(each) for hint in annotations(function).values() for each in parts(hint))
+
+
+def violations(package: ModuleType, cases: set[str], legend: set[str]) -> list[str]:
+    """What is wrong, each with what to do about it."""
+    found = []
+    for module in modules(package):
+        if module.__name__ == "jgpt.contracts":  # it can't check itself
+            continue
+        for name, function in callables(module):
+            public = not any(
+                part.startswith("_") and not part.endswith("__") for part in name.split(".")
+            )
+            if public or handles_arrays(function):
+                found += _violations_of(name, function, cases)
+        found += _nested_violations(module, cases)
+        found += [
+            f"{module.__name__}: the annotation {text!r} is a string, so may go unchecked: write "
+            "the type itself, or a TypeVar for a class inside itself"
+            for text in string_annotations(source_of(module))
+        ]
+        found += [
+            f"{module.__name__}: dimension {name!r} is not in LEGEND: use a name that is there, or "
+            "add it to jgpt/contracts.py with its meaning"
+            for name in sorted(dimension_names(source_of(module)) - legend)
+        ]
+    return found
+
+
+def _violations_of(name: str, function: Any, cases: set[str]) -> Iterator[str]:
+    if not getattr(function, "__shape_checked__", False):
+        kind = "@record above @dataclass" if "<string>" in _file(function) else "@typed"
+        yield f"{name} is not checked: put {kind} on it, @typed as the innermost decorator"
+    for parameter, hint in annotations(function).items():
+        where = f"{name}: {'its result' if parameter == 'return' else parameter}"
+        if hint is inspect.Signature.empty:
+            yield f"{where} has no annotation: write one"
+        for each in parts(hint):
+            if each in (Array, np.ndarray, jaxtyping.PyTree):
+                yield f'{where} has no shape: write Float[Array, "batch time"] or the like'
+            if get_origin(each) in (list, dict, set) and any(map(is_array, parts(each))):
+                yield f"{where} holds arrays in a {each}, which is not checked whole: use a tuple"
+    if handles_arrays(function) and name not in cases:
+        yield f"{name} handles arrays and has no Case: add one to tests/contract/cases.py"
+
+
+def _file(function: Any) -> str:
+    return inspect.unwrap(function).__code__.co_filename
+
+
+def _nested_violations(module: ModuleType, cases: set[str]) -> Iterator[str]:
+    """Of functions inside functions: they exist in the source alone."""
+    for name, node in nested_functions(source_of(module)):
+        hints = [node.returns, *(argument.annotation for argument in _arguments(node))]
+        names = {
+            each.id
+            for hint in hints
+            if hint
+            for each in ast.walk(hint)
+            if isinstance(each, ast.Name)
+        }
+        if not names & ARRAY_NAMES:
+            continue  # what is handed to a scan or a loop takes what that hands it
+        full = f"{module.__name__}.{name}"
+        if not any(
+            isinstance(each, ast.Name) and each.id == "typed" for each in node.decorator_list
+        ):
+            yield f"{full} annotates arrays and is not checked: put @typed on it"
+        if None in hints:
+            yield f"{full} is not annotated in full: annotate all parameters and the result"
+        if full not in cases:
+            yield f"{full} handles arrays and has no Case: add one to tests/contract/cases.py"
+
+
+def _arguments(node: ast.FunctionDef) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
+def nested_functions(source: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    def walk(node: ast.AST, inside: str, in_function: bool) -> Iterator[tuple[str, Any]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef):
+                if in_function:
+                    yield inside + child.name, child
+                yield from walk(child, f"{inside}{child.name}.<locals>.", True)
+            elif isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{inside}{child.name}.", in_function)
+            else:
+                yield from walk(child, inside, in_function)
+
+    yield from walk(ast.parse(source), "", False)
+
+
+def string_annotations(source: str) -> Iterator[str]:
+    """What beartype would have to look up: read from the source, because it overwrites them."""
+    for node in ast.walk(ast.parse(source)):
+        hints = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        for hint in filter(None, hints):
+            yield from _strings_outside_arrays(hint)
+
+
+def _strings_outside_arrays(hint: ast.AST) -> Iterator[str]:
+    if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
+        yield hint.value
+    elif isinstance(hint, ast.Subscript) and _named(hint.value) in {"Literal", "PyTree"}:
+        return
+    else:
+        children = (
+            [hint.slice.elts[0]] if _is_array_annotation(hint) else ast.iter_child_nodes(hint)
+        )
+        for child in children:
+            yield from _strings_outside_arrays(child)
+
+
+def dimension_strings(source: str) -> Iterator[ast.Constant]:
+    """The shape strings of all array annotations in a source, wherever they stand."""
+    for node in ast.walk(ast.parse(source)):
+        if _is_array_annotation(node):
+            for each in ast.walk(node.slice.elts[-1]):
+                if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                    yield each
+
+
+def _is_array_annotation(node: ast.AST) -> TypeGuard[Any]:
+    if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple)):
+        return False
+    name = _named(node.value)
+    dtype = getattr(jaxtyping, name, None) if name[:1].isupper() else None
+    return isinstance(dtype, type) and issubclass(dtype, jaxtyping.AbstractDtype)
+
+
+def _named(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def dimension_names(source: str) -> set[str]:
+    """The names in them, but for those inside braces: they are of arguments."""
+    strings = (re.sub(r"\{[^}]*\}", "", str(each.value)) for each in dimension_strings(source))
+    return {name for string in strings for name in re.findall(r"[A-Za-z]\w*", string)}

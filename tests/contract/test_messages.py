@@ -1,0 +1,191 @@
+"""What a user reads when something has the wrong shape, to the letter."""
+
+import textwrap
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxtyping import Array, Float, PyTree, TypeCheckError
+
+import jgpt
+from jgpt.contracts import typed
+
+HEAD = jgpt.Head(10, 4, rngs=nnx.Rngs(0))
+X = jnp.ones((2, 3, 10))
+MODEL = jgpt.BigramLM(5, rngs=nnx.Rngs(0))
+
+
+@typed
+def averaged(weights: PyTree[Float[Array, "..."]]) -> PyTree[Float[Array, "..."]]:
+    return jax.tree.map(lambda leaf: leaf.shape, weights)
+
+
+@typed
+def halves(x: Float[Array, "batch time"]) -> tuple[Float[Array, " batch"], Float[Array, " time"]]:
+    return x[:, 0], x[:, 0]
+
+
+GOLDEN = {
+    "wrong embed_dim": (
+        lambda: HEAD(jnp.ones((2, 3, 12))),
+        """
+        jgpt.model.Head.__call__() was given a wrong x.
+        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
+        Got: float32[2,3,12]
+        Reason: the dimension size 12 does not equal the existing value of {self.embed_dim}=10.
+        """,
+    ),
+    "wrong rank": (
+        lambda: HEAD(jnp.ones((3, 10))),
+        """
+        jgpt.model.Head.__call__() was given a wrong x.
+        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
+        Got: float32[3,10]
+        Reason: this array has 2 dimensions, not the 3 of the annotation.
+        """,
+    ),
+    "wrong dtype": (
+        lambda: HEAD(jnp.ones((2, 3, 10), jnp.int32)),
+        """
+        jgpt.model.Head.__call__() was given a wrong x.
+        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
+        Got: int32[2,3,10]
+        Reason: this array has dtype int32, which is no Float.
+        """,
+    ),
+    "float tokens": (
+        lambda: MODEL(jnp.ones((2, 3))),
+        """
+        jgpt.model.BigramLM.__call__() was given a wrong tokens.
+        Expected: Int[Array, "batch time"]
+        Got: float32[2,3]
+        Reason: this array has dtype float32, which is no Int.
+        """,
+    ),
+    "legacy PRNG key": (
+        lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=jax.random.PRNGKey(0)),
+        """
+        jgpt.generation.generate() was given a wrong key.
+        Expected: Key[Array, ""]
+        Got: uint32[2]
+        Reason: this array has dtype uint32, which is no Key: jax.random.key makes one.
+        """,
+    ),
+    "mask of the wrong size": (
+        lambda: jgpt.attend(X, X, X, jgpt.causal_mask(4)),
+        """
+        jgpt.attention.attend() was given a wrong mask.
+        Expected: Bool[Array, "query key"] | None with query=3, key=3
+        Got: bool[4,4]
+        Reason: the size of dimension query is 4 which does not equal the existing value of 3.
+        """,
+    ),
+    "context of another batch": (
+        lambda: HEAD(X, jnp.ones((5, 3, 10))),
+        """
+        jgpt.model.Head.__call__() was given a wrong context.
+        Expected: Float[Array, "batch key {self.embed_dim}"] | None with batch=2, \
+{self.embed_dim}=10
+        Got: float32[5,3,10]
+        Reason: the size of dimension batch is 5 which does not equal the existing value of 2.
+        """,
+    ),
+    "a NumPy array": (
+        lambda: HEAD(np.ones((2, 3, 10))),  # type: ignore[arg-type]
+        """
+        jgpt.model.Head.__call__() was given a wrong x.
+        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
+        Got: float64[2,3,10]
+        Reason: this array is NumPy's, not JAX's.
+        """,
+    ),
+    "a list": (
+        lambda: MODEL([[1, 2, 3]]),  # type: ignore[arg-type]
+        """
+        jgpt.model.BigramLM.__call__() was given a wrong tokens.
+        Expected: Int[Array, "batch time"]
+        Got: [[1, 2, 3]]
+        Reason: list is not an array.
+        """,
+    ),
+    "a size that is no int": (
+        lambda: jgpt.Head(10, 4.5, rngs=nnx.Rngs(0)),  # type: ignore[arg-type]
+        """
+        jgpt.model.Head.__init__() was given a wrong head_dim.
+        Expected: int
+        Got: 4.5
+        Reason: float 4.5 not instance of int.
+        """,
+    ),
+    "a host function": (
+        lambda: jgpt.preset(3),  # type: ignore[arg-type]
+        """
+        jgpt.config.preset() was given a wrong name.
+        Expected: str
+        Got: 3
+        Reason: int 3 not instance of str.
+        """,
+    ),
+    "a leaf of a tree": (
+        lambda: averaged({"bias": jnp.ones(3), "head": {"kernel": jnp.ones((2, 3), int)}}),
+        """
+        contract.test_messages.averaged() was given a wrong weights.
+        Expected: PyTree[Float[Array, "..."]]
+        Got: {'bias': float32[3], 'head': {'kernel': int32[2,3]}}
+        Reason: its leaf head.kernel is int32[2,3]: this array has dtype int32, which is no Float.
+        """,
+    ),
+    "one of two results": (
+        lambda: halves(jnp.ones((2, 3))),
+        """
+        contract.test_messages.halves() returned a wrong result.
+        Expected: tuple[Float[Array, "batch"], Float[Array, "time"]] with batch=2, time=3
+        Got: (float32[2], float32[2])
+        Reason: item 1 is float32[2]: the size of dimension time is 2 which does not equal the \
+existing value of 3.
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), GOLDEN.values(), ids=GOLDEN)
+def test_the_message_says_what_where_and_why(call, message: str):
+    with pytest.raises(TypeCheckError) as caught:
+        call()
+    assert str(caught.value) == textwrap.dedent(message).strip()
+
+
+def test_there_is_one_traceback_and_the_reason_is_its_last_line():
+    with pytest.raises(TypeCheckError) as caught:
+        HEAD(jnp.ones((2, 3, 12)))
+    printed = "".join(traceback.format_exception(caught.value)).rstrip()
+    assert printed.count("Traceback") == 1
+    assert len(printed.splitlines()) < 12
+    assert printed.endswith("does not equal the existing value of {self.embed_dim}=10.")
+
+
+def test_a_wrong_call_inside_a_call_is_reported_once_and_where_it_is():
+    @typed
+    def outer(x: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+        return jgpt.attend(x, x, x[:-1])
+
+    with pytest.raises(TypeCheckError) as caught:
+        outer(jnp.ones((4, 3)))
+    assert str(caught.value).startswith("jgpt.attention.attend() was given a wrong value.")
+
+
+def test_a_missing_argument_names_the_function():
+    with pytest.raises(TypeError, match=r"^Head.__init__\(\) missing a required argument: 'rngs'$"):
+        jgpt.Head(10, 4)  # type: ignore[call-arg]
+
+
+def test_errors_inside_a_body_stay_as_they_are():
+    @typed
+    def broken(x: Float[Array, " batch"]) -> Float[Array, " batch"]:
+        raise TypeError("the body's own")
+
+    with pytest.raises(TypeError, match="the body's own"):
+        broken(jnp.ones(3))

@@ -1,0 +1,134 @@
+"""Every annotated result, around a body that returns something else: the blame is the return's."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+from jgpt.contracts import typed
+
+from .cases import CASES, WEIGHTS
+from .contract import DTYPES, KEY, Case, shape_mutations
+
+RETURNING = [case for case in CASES if case.returns is not None]
+
+
+def unwrapped(function: Any) -> Any:
+    """The function as it was written, below `typed` and `jit`."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def lying(case: Case, answer: Any) -> Any:
+    """A function with the case's annotations, and this answer."""
+    real = unwrapped(case.callable)
+
+    @functools.wraps(real)
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return answer()
+
+    return typed(fake)
+
+
+def like(leaf: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if dtype == KEY:
+        return jax.random.split(jax.random.key(0), shape)
+    return (np if isinstance(leaf, np.ndarray) else jnp).zeros(shape, jnp.dtype(dtype))
+
+
+def good_result(case: Case) -> Any:
+    return case.call(case.good) if case.result is None else case.result
+
+
+def wrong_arrays(leaf: Any, loose: bool) -> list[tuple[tuple[int, ...], Any]]:
+    shapes = shape_mutations(leaf.shape)
+    if loose:
+        shapes = [shape for shape in shapes if len(shape) != len(leaf.shape)]
+    family = "int" if "int" in str(leaf.dtype) else "float"
+    dtypes = [KEY, *DTYPES]
+    others = [each for each in dtypes if not (family in str(each) and family in str(leaf.dtype))]
+    return [(shape, leaf.dtype) for shape in shapes] + [
+        (leaf.shape, dtype) for dtype in others if dtype != str(leaf.dtype) and dtype != leaf.dtype
+    ]
+
+
+@pytest.mark.parametrize("case", RETURNING, ids=str)
+def test_the_good_result_has_the_promised_shape(case: Case):
+    arrays = [leaf for leaf in jax.tree.leaves(good_result(case)) if hasattr(leaf, "shape")]
+    promised = case.returns if isinstance((*case.returns, 0)[0], tuple) else (case.returns,)
+    assert tuple(leaf.shape for leaf in arrays) == promised
+
+
+@pytest.mark.parametrize("case", RETURNING, ids=str)
+def test_a_wrong_result_is_blamed_on_the_return(case: Case):
+    leaves, structure = jax.tree.flatten(good_result(case))
+    tried = 0
+    for i, leaf in enumerate(leaves):
+        if not hasattr(leaf, "shape"):
+            continue
+        for shape, dtype in wrong_arrays(leaf, case.loose):
+
+            def answer(i=i, leaf=leaf, shape=shape, dtype=dtype):
+                made = [
+                    like(each, each.shape, each.dtype) if hasattr(each, "shape") else each
+                    for each in leaves
+                ]
+                made[i] = like(leaf, shape, dtype)
+                return jax.tree.unflatten(structure, made)
+
+            with pytest.raises(TypeCheckError) as caught:
+                case.call(case.good, lying(case, answer))
+            assert str(caught.value).startswith(f"{case.target}() returned a wrong result."), (
+                shape,
+                dtype,
+            )
+            tried += 1
+    assert tried
+
+
+@pytest.mark.parametrize(
+    ("target", "answer"),
+    [
+        ("jgpt.optimizer.decay_mask", {"table": {"embedding": 1.0}}),
+        ("jgpt.optimizer.decay_mask", {"table": True}),
+        ("jgpt.optimizer.clip_by_global_norm.<locals>.clip", {"table": jnp.zeros((17, 17))}),
+        ("jgpt.checkpoint.Checkpoints.restore_weights", {"table": jnp.zeros(3, int)}),
+        ("jgpt.model._Attention._source_length", 1.5),
+        ("jgpt.data._digest", b""),
+    ],
+    ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
+)
+def test_a_wrong_tree_or_value_is_blamed_on_the_return(target: str, answer: Any):
+    case = next(case for case in CASES if case.target == target)
+    with pytest.raises(TypeCheckError, match="returned a wrong result"):
+        case.call(case.good, lying(case, lambda: answer))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if "weights" in case.static or "gradients" in case.static],
+    ids=str,
+)
+def test_a_tree_with_a_leaf_of_another_dtype_is_refused(case: Case):
+    for name in {"weights", "gradients"} & set(case.static):
+        tree = case.static[name]
+        wrong = jax.tree.map(lambda leaf: leaf.astype(jnp.int32), tree)
+        broken = Case(**{**vars_of(case), "static": {**case.static, name: wrong}})
+        assert broken.outcome(case.good) == "contract", name
+
+
+def test_gradients_of_another_tree_than_the_weights_are_refused():
+    case = next(case for case in CASES if case.target.endswith(".clip"))
+    reshaped = jax.tree.map(lambda leaf: leaf[:, :5], WEIGHTS)
+    for wrong in ({"other": jnp.zeros((17, 17))}, reshaped):
+        static = {"gradients": WEIGHTS, "weights": wrong}
+        assert Case(**{**vars_of(case), "static": static}).outcome({}) == "contract"
+
+
+def vars_of(case: Case) -> dict[str, Any]:
+    return {name: getattr(case, name) for name in Case.__dataclass_fields__}

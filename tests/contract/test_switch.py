@@ -1,0 +1,86 @@
+"""Off, the checks are gone and nothing else is; on, they cost the compiled step nothing."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxtyping import TypeCheckError, config
+
+import jgpt
+from jgpt.step import abstract_state, make_eval_step, make_train_steps
+
+ROOT = Path(jgpt.__file__).parents[1]
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np, jgpt
+from flax import nnx
+from jaxtyping import Array, Float
+head = jgpt.Head(4, 2, rngs=nnx.Rngs(0))
+print(float(head(jnp.ones((1, 3, 4))).sum()))
+try:
+    head(np.ones((1, 3, 4)))
+    jgpt.check(1, Float[Array, "batch {missing}"])
+    jgpt.preset("tiny")
+    print("unchecked")
+except TypeError as error:
+    print(type(error).__name__)
+"""
+
+
+def printed(**environment: str) -> list[str]:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stdout.split()
+
+
+def test_the_environment_switches_the_checks_and_no_value():
+    value, checked = printed(JAXTYPING_DISABLE="0")
+    assert checked == "TypeCheckError"
+    assert printed(JAXTYPING_DISABLE="1") == [value, "unchecked"]
+
+
+@pytest.fixture
+def switch() -> Iterator[None]:
+    yield
+    config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("switch")
+def test_it_switches_while_python_runs():
+    wrong = jnp.ones(3)
+    with pytest.raises(TypeCheckError):
+        jgpt.causal_mask(wrong)  # type: ignore[arg-type]
+    config.update("jaxtyping_disable", True)
+    with pytest.raises(TypeError, match="Shapes must be") as unchecked:
+        jgpt.causal_mask(wrong)  # type: ignore[arg-type]
+    assert not isinstance(unchecked.value, TypeCheckError)
+
+
+def lowered(config: jgpt.TrainConfig) -> str:
+    """The compiler's input for the train and evaluation steps."""
+    windows = jax.ShapeDtypeStruct((5, 3, config.model.block_size + 1), jnp.int32)
+    counts = jax.ShapeDtypeStruct((5, 3, config.model.block_size), jnp.bool)
+    state = abstract_state(config)
+    train = make_train_steps(config).lower(state, windows, 2)  # type: ignore[attr-defined]
+    evaluate = make_eval_step(config.model).lower(state.weights, windows, counts)  # type: ignore[attr-defined]
+    return train.as_text() + evaluate.as_text()
+
+
+@pytest.mark.usefixtures("switch")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_compiled_step_is_the_same_to_the_byte(dropout: float):
+    model = jgpt.ModelConfig(block_size=8, num_layers=2, num_heads=2, embed_dim=16, dropout=dropout)
+    train = jgpt.TrainConfig(model=model)
+    checked = lowered(train)
+    config.update("jaxtyping_disable", True)
+    assert lowered(train) == checked
+    assert "stablehlo.dot_general" in checked
