@@ -1,7 +1,7 @@
 from .attention import attend, attention_weights, causal_mask
 from .checkpoint import load
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
-from .contracts import check, typed
+from .contracts import LEGEND, check, record, typed
 from .generation import generate
 from .loss import cross_entropy
 from .model import GPT, BigramLM, Block, FeedForward, Head, MultiHeadAttention, create_model
@@ -10,6 +10,7 @@ from .train import Run, fit
 
 __all__ = [
     "GPT",
+    "LEGEND",
     "BPETokenizer",
     "BigramLM",
     "Block",
@@ -33,5 +34,6 @@ __all__ = [
     "generate",
     "load",
     "preset",
+    "record",
     "typed",
 ]

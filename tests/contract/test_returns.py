@@ -12,7 +12,7 @@ from jaxtyping import TypeCheckError
 from jgpt.contracts import typed
 
 from .cases import CASES, WEIGHTS
-from .contract import DTYPES, KEY, Case, shape_mutations
+from .contract import DTYPES, KEY, Case, Value, shape_mutations
 
 RETURNING = [case for case in CASES if case.returns is not None]
 
@@ -36,9 +36,8 @@ def lying(case: Case, answer: Any) -> Any:
 
 
 def like(leaf: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    if dtype == KEY:
-        return jax.random.split(jax.random.key(0), shape)
-    return (np if isinstance(leaf, np.ndarray) else jnp).zeros(shape, jnp.dtype(dtype))
+    made = Value(shape, str(dtype))
+    return made.numpy() if isinstance(leaf, np.ndarray) else made.jax()
 
 
 def good_result(case: Case) -> Any:

@@ -1,0 +1,140 @@
+"""Under every transform of JAX a good call passes, and a bad one fails by the contract."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, TypeCheckError
+
+import jgpt
+from jgpt.contracts import typed
+
+BATCH, TIME, EMBED, LAYERS = 3, 7, 10, 2
+GOOD = jax.ShapeDtypeStruct((BATCH, TIME, EMBED), jnp.float32)
+BAD = jax.ShapeDtypeStruct((BATCH, TIME, EMBED + 1), jnp.float32)
+BLOCK = jgpt.Block(EMBED, 2, rngs=nnx.Rngs(0))
+GRAPH, WEIGHTS = nnx.split(BLOCK)
+
+
+def loss(x: Array) -> Array:
+    return BLOCK(x).sum()
+
+
+def weights_loss(weights: Any, x: Array) -> Array:
+    return nnx.merge(GRAPH, weights)(x).sum()
+
+
+def scan_over_steps(x: Array) -> Array:
+    def body(carry, _):
+        return BLOCK(carry), None
+
+    return jax.lax.scan(body, x, length=4)[0]
+
+
+def scan_over_layers(x: Array) -> Array:
+    """One block's code, the layers' weights stacked: the contract sees one layer at a time."""
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), WEIGHTS)
+
+    def body(carry, weights):
+        return nnx.merge(GRAPH, weights)(carry), None
+
+    return jax.lax.scan(body, x, stacked)[0]
+
+
+def sharded(x: Array) -> Array:
+    """Each device's own shape is what the contract sees inside `shard_map`."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    data = PartitionSpec("data")
+    return jax.shard_map(lambda block: BLOCK(block), mesh=mesh, in_specs=data, out_specs=data)(x)
+
+
+def over_examples(x: Array) -> Array:
+    return jax.vmap(lambda example: BLOCK(example[None])[0])(x)
+
+
+def under_nnx_jit(x: Any) -> Array:
+    block = nnx.merge(GRAPH, WEIGHTS)  # it is updated in place: one of its own
+    return nnx.jit(jgpt.Block.__call__)(block, jnp.ones(x.shape, x.dtype))
+
+
+def exported(x: Any) -> Any:
+    return jax.export.export(jax.jit(BLOCK))(x)
+
+
+def exported_for_any_batch(x: Any) -> Any:
+    (batch,) = jax.export.symbolic_shape("batch")
+    any_batch = jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
+    program = jax.export.export(jax.jit(BLOCK))(any_batch)
+    assert program.out_avals[0].shape == any_batch.shape
+    return program
+
+
+def traced(function: Callable[[Array], Any]) -> Callable[[Any], Any]:
+    return functools.partial(jax.eval_shape, function)
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "eval_shape": traced(BLOCK),
+    "jit": lambda x: jax.jit(BLOCK).trace(x),
+    "nnx.jit": under_nnx_jit,
+    "grad": traced(jax.grad(loss)),
+    "value_and_grad": lambda x: jax.eval_shape(jax.value_and_grad(weights_loss), WEIGHTS, x),
+    "vmap": traced(over_examples),
+    "scan over steps": traced(scan_over_steps),
+    "scan over layers": traced(scan_over_layers),
+    "remat": traced(jax.grad(jax.checkpoint(loss))),  # type: ignore[arg-type]
+    "shard_map": traced(sharded),
+    "export": exported,
+    "export for any batch": exported_for_any_batch,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_good_passes_and_bad_fails(transform: Callable[[Any], Any]):
+    transform(GOOD)
+    with pytest.raises(TypeCheckError, match=r"^jgpt.model.Block.__call__\(\) was given a wrong x"):
+        transform(BAD)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_hides_its_axis_from_the_contract(axis: int):
+    @typed
+    def total(x: Float[Array, " time"]) -> Float[Array, ""]:
+        return x.sum()
+
+    assert jax.eval_shape(jax.vmap(total, in_axes=axis), jnp.ones((3, 5))).shape == ((3, 5)[axis],)
+    with pytest.raises(TypeCheckError, match="not the 1 of the annotation"):
+        jax.eval_shape(jax.vmap(total, in_axes=axis), jnp.ones((3, 5, 2)))
+
+
+def test_a_compiled_function_checks_each_new_shape():
+    compiled = jax.jit(jgpt.causal_mask, static_argnums=0)
+    attend = jax.jit(jgpt.attend)
+    for time in (3, 4):
+        x = jnp.ones((2, time, 5))
+        assert attend(x, x, x, compiled(time)).shape == x.shape
+        with pytest.raises(TypeCheckError, match="was given a wrong mask"):
+            attend(x, x, x, compiled(5))
+
+
+def test_shards_have_their_own_sizes():
+    """In eight shards of a batch of eight, `batch` is one; in the whole it is eight."""
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    seen = []
+
+    @typed
+    def per_shard(x: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+        seen.append(x.shape)
+        return x
+
+    data = PartitionSpec("data")
+    whole = jax.ShapeDtypeStruct((8, 5), np.float32)
+    mapped = jax.shard_map(per_shard, mesh=mesh, in_specs=data, out_specs=data)
+    assert jax.eval_shape(mapped, whole).shape == (8, 5)
+    assert seen == [(1, 5)]

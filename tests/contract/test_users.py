@@ -1,0 +1,150 @@
+"""What users get of the contract: their own modules, their editor, their type checker."""
+
+import importlib.util
+import inspect
+import json
+import pydoc
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jaxtyping import TypeCheckError
+
+import jgpt
+
+ROOT = Path(jgpt.__file__).parents[1]
+THEIRS = '''
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jgpt import check, typed
+
+
+class Gate(nnx.Module):
+    """Half of the features decide how much of the other half goes on."""
+
+    @typed
+    def __init__(self, embed_dim: int, *, rngs: nnx.Rngs) -> None:
+        self.embed_dim = embed_dim
+        self.expansion = nnx.Linear(embed_dim, 2 * embed_dim, rngs=rngs)
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "batch time {self.embed_dim}"]
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """What passes the gate."""
+        both = check(self.expansion(x), Float[Array, "batch time 2*{self.embed_dim}"])
+        value, gate = jnp.split(both, 2, axis=self.axis)
+        return value * gate
+
+    axis = -1
+'''
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> nnx.Module:
+    """An instance of a module written outside of jgpt."""
+    path = tmp_path / "theirs.py"
+    path.write_text(THEIRS)
+    spec = importlib.util.spec_from_file_location("theirs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Gate(6, rngs=nnx.Rngs(0))
+
+
+def test_a_module_of_theirs_is_checked(gate):
+    assert gate(jnp.ones((2, 3, 6))).shape == (2, 3, 6)
+    with pytest.raises(TypeCheckError) as caught:
+        gate(jnp.ones((2, 3, 5)))
+    assert str(caught.value) == (
+        "theirs.Gate.__call__() was given a wrong x.\n"
+        'Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=6\n'
+        "Got: float32[2,3,5]\n"
+        "Reason: the dimension size 5 does not equal the existing value of {self.embed_dim}=6."
+    )
+
+
+def test_a_wrong_intermediate_of_theirs_is_found(gate):
+    gate.expansion = nnx.Linear(6, 11, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeCheckError) as caught:
+        gate(jnp.ones((2, 3, 6)))
+    assert str(caught.value) == (
+        "theirs.Gate.__call__() computed a wrong intermediate.\n"
+        'Expected: Float[Array, "batch time 2*{self.embed_dim}"] with batch=2, time=3, '
+        "{self.embed_dim}=6\n"
+        "Got: float32[2,3,11]\n"
+        "Reason: the dimension size 11 does not equal the existing value of 2*{self.embed_dim}=12."
+    )
+
+
+def test_a_wrong_result_of_theirs_is_found(gate):
+    gate.axis = 1
+    with pytest.raises(TypeCheckError, match=r"Gate.__call__\(\) returned a wrong result"):
+        gate(jnp.ones((2, 4, 6)))
+
+
+def test_what_they_need_is_public():
+    assert {"LEGEND", "check", "record", "typed"} <= set(jgpt.__all__)
+    assert jgpt.LEGEND["time"] == "positions in a sequence"
+    assert all(each.__doc__ for each in (jgpt.check, jgpt.record, jgpt.typed))
+
+
+def test_signatures_and_help_survive():
+    # NNX hides the class's own signature, with or without jgpt
+    shown = str(inspect.signature(jgpt.Head.__init__))
+    assert shown.startswith("(self, embed_dim: int, head_dim: int, *, causal: bool = True, ")
+    shown = re.sub(".\x08", "", pydoc.render_doc(jgpt.attend))  # bold is overstriking
+    assert "Each query's mean of the values" in shown
+    assert "*batch query head_dim" in shown
+    assert "dropout: float = 0.0" in shown
+
+
+WRONG_CALLS = """
+import jax
+import jgpt
+from flax import nnx
+
+rngs = nnx.Rngs(0)
+head = jgpt.Head(10, 4, rngs=rngs)
+jgpt.Head(10, "4", rngs=rngs)
+jgpt.Head(10, rngs=rngs)
+jgpt.Head(10, 4, rngs=rngs, heads=2)
+jgpt.Head(10, 4)
+head([1.0])
+total: str = head(jax.numpy.ones((1, 2, 10)))
+"""
+
+
+def test_pyright_sees_wrong_calls(tmp_path: Path):
+    file = tmp_path / "calls.py"
+    file.write_text(WRONG_CALLS)
+    settings = {
+        "include": [str(file)],
+        "extraPaths": [str(ROOT)],
+        "typeCheckingMode": "standard",
+        "reportMissingImports": True,
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    run = subprocess.run(
+        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    found = json.loads(run.stdout)["generalDiagnostics"]
+    by_line = {each["range"]["start"]["line"] + 1: each["rule"] for each in found}
+    assert by_line == {
+        8: "reportArgumentType",
+        9: "reportCallIssue",
+        10: "reportCallIssue",
+        11: "reportCallIssue",
+        12: "reportArgumentType",
+        13: "reportAssignmentType",
+    }
