@@ -3,6 +3,7 @@ from .checkpoint import load
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
 from .contracts import LEGEND, check, record, typed
 from .generation import generate
+from .interop import load_gpt2, save_gpt2
 from .loss import cross_entropy
 from .model import GPT, BigramLM, Block, FeedForward, Head, MultiHeadAttention, create_model
 from .tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
@@ -33,7 +34,9 @@ __all__ = [
     "fit",
     "generate",
     "load",
+    "load_gpt2",
     "preset",
     "record",
+    "save_gpt2",
     "typed",
 ]

@@ -25,7 +25,9 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         )
     )
     warmup = optax.linear_schedule(first, config.learning_rate, config.warmup_steps)
-    return optax.join_schedules([warmup, after], [config.warmup_steps])
+    schedule = optax.join_schedules([warmup, after], [config.warmup_steps])
+    # optax divides an integer step in float32, whatever the precision of the rest
+    return lambda step: schedule(jnp.asarray(step, jnp.result_type(float)))
 
 
 @typed

@@ -10,6 +10,7 @@ from jaxtyping import Int32, Integer, UInt32
 
 from jgpt.contracts import typed
 
+END_OF_TEXT = "<|endoftext|>"
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 # the class that a constructor is called on, which can't be named before it is made
@@ -136,7 +137,10 @@ class BPETokenizer:
     @classmethod
     @typed
     def from_gpt2(cls: type[_BytePairs], directory: str | Path) -> _BytePairs:
-        """GPT-2's own, from its `encoder.json` and `vocab.bpe`, or `vocab.json`, `merges.txt`."""
+        """GPT-2's own, from its `encoder.json` and `vocab.bpe`, or `vocab.json`, `merges.txt`.
+
+        In a text, `<|endoftext|>` is that one token.
+        """
         directory = Path(directory)
         for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
             if (directory / vocabulary).is_file() and (directory / merges).is_file():
@@ -148,12 +152,28 @@ class BPETokenizer:
         tokenizers = _tokenizers()
         try:
             vocab = json.loads((directory / vocabulary).read_text(encoding="utf-8"))
-            lines = (directory / merges).read_text(encoding="utf-8").splitlines()
-            pairs = [tuple(line.split(" ")) for line in lines if not line.startswith("#version")]
-            model = tokenizers.models.BPE(vocab=vocab, merges=[pair for pair in pairs if pair[0]])
+            lines = (directory / merges).read_text(encoding="utf-8").split("\n")
+            pairs = [tuple(line.split(" ")) for line in lines if line]
+            if lines[0].startswith("#version"):
+                pairs = pairs[1:]
+            model = tokenizers.models.BPE(vocab=vocab, merges=pairs)
         except Exception as error:  # the library raises bare Exception for a bad vocabulary
             raise ValueError(f"{directory}: not GPT-2's vocabulary and merges: {error}") from error
-        return cls(_byte_level(tokenizers, model))
+        backend = _byte_level(tokenizers, model)
+        if END_OF_TEXT in vocab:
+            backend.add_special_tokens([END_OF_TEXT])
+        return cls(backend)
+
+    @typed
+    def save_gpt2(self, directory: str | Path) -> None:
+        """Write `vocab.json` and `merges.txt` into a directory."""
+        self._backend.model.save(str(directory))
+
+    @property
+    @typed
+    def end_of_text(self) -> int | None:
+        """The token that parts documents, if there is one."""
+        return self._backend.token_to_id(END_OF_TEXT)
 
     @property
     @typed

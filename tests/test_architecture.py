@@ -26,6 +26,7 @@ ROOMS = (
     "optimizer",
     "step",
     "generation",
+    "layout",
     "interop",
     "checkpoint",
     "report",

@@ -1,0 +1,272 @@
+"""The ladder: what jgpt and PyTorch compute from the same weights, rung by rung.
+
+`ours` and `theirs` climb it, each in its own framework: logits, loss, the gradient of every leaf,
+two AdamW steps from given gradients of which the first is clipped, ten whole steps of training,
+and the weights after those.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from flax import nnx
+from torch.nn import functional as F
+
+from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.layout import to_torch
+from jgpt.loss import cross_entropy, token_losses
+from jgpt.model import abstract_model
+from jgpt.optimizer import make_optimizer
+from jgpt.step import TrainState, make_train_steps
+from tests.parity import torch_gpt
+
+Arrays = dict[str, np.ndarray]
+Rungs = dict[str, Arrays]
+Decays = Callable[[str, torch.Tensor], bool]
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+STEPS, BATCH, TIME = 10, 2, 5
+
+# no two sizes alike, not even those of products: a wrong transposition has nowhere to hide
+SIZES: dict[str, Any] = {
+    "vocab_size": 17,
+    "block_size": 11,
+    "num_layers": 2,
+    "num_heads": 3,
+    "embed_dim": 21,
+    "hidden_dim": 29,
+}
+LECTURE = {"activation": "relu", "use_bias": True, "head_bias": True, "tie_embeddings": False}
+GPT2 = {"activation": "gelu_tanh", "qkv_bias": True, "use_bias": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bigram": {"architecture": "bigram"},
+    "lecture": LECTURE,
+    "nanogpt": {"activation": "gelu"},
+    "gpt2": GPT2,
+    "lecture, tied": {**LECTURE, "tie_embeddings": True, "head_bias": False},
+    "nanogpt, biases": {"activation": "gelu", "qkv_bias": True, "use_bias": True},
+    "nanogpt, untied": {"activation": "gelu", "tie_embeddings": False},
+}
+OPTIMIZER = OptimizerConfig(
+    learning_rate=0.005,
+    min_learning_rate=0.0005,
+    warmup_steps=3,
+    weight_decay=0.3,
+    gradient_clip=0.5,
+)
+
+
+# Adam's first step hardly depends on its gradients' size; the second shows what clipping did
+GIVEN_GRADIENTS = ((2, 1.0), (3, 1e-4))
+
+
+@functools.cache
+def config_of(family: str, dtype: Any) -> TrainConfig:
+    """The run of a family in a precision."""
+    model = ModelConfig(**SIZES, **FAMILIES[family], dtype=dtype, param_dtype=dtype)
+    return TrainConfig(model=model, optimizer=OPTIMIZER, steps=STEPS, batch_size=BATCH)
+
+
+def windows() -> np.ndarray:
+    """Ten steps of tokens and the targets after them."""
+    shape = (STEPS, BATCH, TIME + 1)
+    return np.random.default_rng(0).integers(SIZES["vocab_size"], size=shape, dtype=np.int32)
+
+
+def randomised(abstract: Any, seed: int = 1) -> Any:
+    """Values for every leaf: no bias is zero and no scale is one.
+
+    Kernels keep the size of what passes. Embeddings are small, so that a norm's epsilon matters,
+    and the last norm's scales are large, so that all of it matters to the loss.
+    """
+    random = np.random.default_rng(seed)
+
+    def value(path, leaf):
+        name, draw = path[-1].key, random.standard_normal(leaf.shape)
+        if name == "kernel":
+            draw *= 1.5 / math.sqrt(leaf.shape[0])
+        elif name == "embedding":
+            draw *= 0.1
+        elif name == "bias":
+            draw *= 0.3
+        else:
+            draw = (5 if path[0].key == "final_norm" else 1) * (1 + 0.5 * draw)
+        return jnp.asarray(draw, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(value, abstract)
+
+
+def weights_of(model: nnx.Module) -> Any:
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@functools.cache
+def ours(family: str, dtype: str) -> Rungs:
+    """Every rung, by jgpt."""
+    with jax.enable_x64(dtype == "float64"):
+        config = config_of(family, dtype)
+        model = abstract_model(config.model)
+        weights, graph = randomised(weights_of(model)), nnx.graphdef(model)
+        steps = jnp.asarray(windows())
+        tokens, targets = steps[0, :, :-1], steps[0, :, 1:]
+
+        def loss_of(weights):
+            logits = nnx.merge(graph, weights)(tokens)
+            return cross_entropy(logits, targets), logits
+
+        value_and_grad = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+        (loss, logits), gradients = value_and_grad(weights)
+        optimizer = make_optimizer(OPTIMIZER, STEPS)
+        state, updated = optimizer.init(weights), weights
+        update = jax.jit(optimizer.update)
+        for seed, size in GIVEN_GRADIENTS:
+            given = jax.tree.map(lambda leaf, size=size: size * leaf, randomised(weights, seed))
+            updates, state = update(given, state, updated)
+            updated = optax.apply_updates(updated, updates)
+        # donated: used up
+        start = TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
+        end, trace = make_train_steps(config)(start, steps, STEPS)
+        return {
+            "logits": {"logits": np.asarray(logits)},
+            "loss": {
+                "mean": np.asarray(loss),
+                "each target": np.asarray(token_losses(logits, targets)),
+            },
+            "gradients": to_torch(gradients),
+            "AdamW": to_torch(updated),
+            "ten steps": {
+                name: np.asarray(getattr(trace, name))
+                for name in ("loss", "gradient_norm", "learning_rate")
+            },
+            "weights after ten": to_torch(end.weights),
+        }
+
+
+def build(family: str, dtype: str) -> torch.nn.Module:
+    """The port with the same weights; loading them is strict."""
+    config = config_of(family, dtype).model
+    bigram = config.architecture == "bigram"
+    port = torch_gpt.BigramLM(config.vocab_size) if bigram else torch_gpt.GPT(config)
+    port = port.to(getattr(torch, dtype))
+    port.load_state_dict(_random_tensors(family, dtype, seed=1))
+    return port
+
+
+def _random_tensors(family: str, dtype: str, seed: int) -> dict[str, torch.Tensor]:
+    with jax.enable_x64(dtype == "float64"):
+        abstract = weights_of(abstract_model(config_of(family, dtype).model))
+        arrays = to_torch(randomised(abstract, seed))
+    return {name: torch.tensor(array) for name, array in arrays.items()}
+
+
+def learning_rate(step: int) -> float:
+    """nanoGPT's schedule, from its description: a warmup that starts above zero, half a cosine."""
+    if step < OPTIMIZER.warmup_steps:
+        return OPTIMIZER.learning_rate * (step + 1) / (OPTIMIZER.warmup_steps + 1)
+    progress = (step - OPTIMIZER.warmup_steps) / (STEPS - OPTIMIZER.warmup_steps)
+    span = OPTIMIZER.learning_rate - OPTIMIZER.min_learning_rate
+    return OPTIMIZER.min_learning_rate + span * (1 + math.cos(math.pi * progress)) / 2
+
+
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.ndim >= 2
+
+
+def theirs(
+    family: str,
+    dtype: str,
+    sabotage: Callable[[Any], None] = lambda port: None,
+    decays: Decays = decays,
+    clip: float = OPTIMIZER.gradient_clip,
+) -> Rungs:
+    """Every rung, by PyTorch; `sabotage` breaks the port first, for the negative controls."""
+    port = build(family, dtype)
+    sabotage(port)
+    steps = torch.tensor(windows(), dtype=torch.int64)
+    logits = port(steps[0, :, :-1])
+    loss = _loss(logits, steps[0])
+    loss.backward()
+    gradients = {name: _numpy(leaf.grad) for name, leaf in port.named_parameters()}
+
+    updated = copy.deepcopy(port)
+    optimizer = _adamw(updated, decays)
+    for step, (seed, size) in enumerate(GIVEN_GRADIENTS):
+        given = _random_tensors(family, dtype, seed)
+        for name, leaf in updated.named_parameters():
+            leaf.grad = size * given[name]
+        _step(updated, optimizer, step, clip)
+
+    trace = {"loss": [], "gradient_norm": [], "learning_rate": []}
+    optimizer = _adamw(port, decays)
+    for step, window in enumerate(steps):
+        optimizer.zero_grad()
+        step_loss = _loss(port(window[:, :-1]), window)
+        step_loss.backward()
+        norm = _step(port, optimizer, step, clip)
+        for name, value in zip(trace, (step_loss.item(), norm, learning_rate(step)), strict=True):
+            trace[name].append(value)
+    return {
+        "logits": {"logits": _numpy(logits)},
+        "loss": {
+            "mean": _numpy(loss),
+            "each target": _numpy(F.cross_entropy(logits.mT, steps[0, :, 1:], reduction="none")),
+        },
+        "gradients": gradients,
+        "AdamW": {name: _numpy(leaf) for name, leaf in updated.named_parameters()},
+        "ten steps": {name: np.array(values, dtype) for name, values in trace.items()},
+        "weights after ten": {name: _numpy(leaf) for name, leaf in port.named_parameters()},
+    }
+
+
+def _loss(logits: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+
+
+def _adamw(port: torch.nn.Module, decays: Decays) -> torch.optim.AdamW:
+    named = list(port.named_parameters())
+    groups = [
+        {"params": [leaf for name, leaf in named if decays(name, leaf)]},
+        {"params": [leaf for name, leaf in named if not decays(name, leaf)], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        weight_decay=OPTIMIZER.weight_decay,
+    )
+
+
+def _step(port: torch.nn.Module, optimizer: torch.optim.AdamW, step: int, clip: float) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step)
+    norm = torch.nn.utils.clip_grad_norm_(port.parameters(), clip)
+    optimizer.step()
+    return norm.item()
+
+
+def _numpy(tensor: torch.Tensor | None) -> np.ndarray:
+    assert tensor is not None
+    return tensor.detach().numpy().copy()
+
+
+def errors(ours: Arrays, theirs: Arrays) -> tuple[float, float]:
+    """The largest absolute difference, and the largest in units of its array's largest entry.
+
+    Sums that cancel leave rounding of the size of their terms, so an entry near zero is measured
+    by its array and not by itself. Arrays of other names are an error at once.
+    """
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    absolute = relative = 0.0
+    for name, wanted in theirs.items():
+        difference = float(np.abs(ours[name].astype(np.float64) - wanted).max())
+        # softmax forgets what all keys share, so the gradient of a key's bias is zero but for
+        # rounding: it is measured by the query's
+        scale = float(np.abs(theirs[name.replace("key.bias", "query.bias")]).max())
+        absolute, relative = max(absolute, difference), max(relative, difference / scale)
+    return absolute, relative

@@ -1,0 +1,85 @@
+"""Identical weights, identical numbers: every rung of every family, and what each would catch."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parity import torch_gpt
+from tests.parity.ladder import FAMILIES, TOLERANCE, decays, errors, ours, theirs
+
+MODEL_RUNGS = {"logits", "loss", "gradients", "ten steps", "weights after ten"}
+TRAINING_RUNGS = {"AdamW", "ten steps", "weights after ten"}
+
+
+def rungs_of(dtype: str) -> list[str]:
+    """In float32 the weights after ten steps are left out.
+
+    Adam divides a gradient by its size: where it is all rounding, a whole step is.
+    """
+    rungs = sorted(MODEL_RUNGS | TRAINING_RUNGS)
+    return rungs if dtype == "float64" else [rung for rung in rungs if rung != "weights after ten"]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rung_agrees(family, dtype):
+    mine, its = ours(family, dtype), theirs(family, dtype)
+    assert mine.keys() == its.keys()
+    for rung in rungs_of(dtype):
+        for name, array in mine[rung].items():
+            assert array.dtype == dtype, name
+            assert array.shape == its[rung][name].shape, name
+        assert errors(mine[rung], its[rung])[1] < TOLERANCE[dtype], rung
+
+
+def set_everywhere(kind, name, value):
+    def sabotage(port):
+        for module in port.modules():
+            if isinstance(module, kind):
+                setattr(module, name, value)
+
+    return sabotage
+
+
+def forget_a_bias(port):
+    torch.nn.init.zeros_(port.blocks[1].feed_forward.expansion.bias)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("broken", "seen"),
+    [
+        ({"sabotage": set_everywhere(torch_gpt.LayerNorm, "epsilon", 1e-6)}, MODEL_RUNGS),
+        ({"sabotage": set_everywhere(torch_gpt.FeedForward, "activation", "gelu")}, MODEL_RUNGS),
+        ({"sabotage": set_everywhere(torch_gpt.Attention, "scale", 1.0)}, MODEL_RUNGS),
+        ({"sabotage": set_everywhere(torch_gpt.Attention, "causal", False)}, MODEL_RUNGS),
+        ({"sabotage": set_everywhere(torch_gpt.Attention, "num_heads", 7)}, MODEL_RUNGS),
+        ({"sabotage": forget_a_bias}, MODEL_RUNGS | TRAINING_RUNGS),
+        ({"decays": lambda name, leaf: decays(name, leaf) or "norm" in name}, TRAINING_RUNGS),
+        ({"decays": lambda name, leaf: "embedding" not in name}, TRAINING_RUNGS),
+        ({"clip": 1e9}, TRAINING_RUNGS),
+    ],
+    ids=[
+        "epsilon 1e-6",
+        "the other GELU",
+        "no scale",
+        "a future leak",
+        "heads and head_dim swapped",
+        "a missing bias",
+        "decay on norms",
+        "no decay of embeddings",
+        "no clipping",
+    ],
+)
+def test_the_ladder_sees_a_mistake(broken, seen, dtype):
+    mine, its = ours("gpt2", dtype), theirs("gpt2", dtype, **broken)
+    blind = {
+        rung for rung in rungs_of(dtype) if errors(mine[rung], its[rung])[1] < TOLERANCE[dtype]
+    }
+    assert blind == set(rungs_of(dtype)) - seen
+
+
+def test_an_unmapped_or_missing_leaf_is_an_error():
+    arrays = {"a.weight": np.ones(2)}
+    with pytest.raises(AssertionError):
+        errors(arrays, {**arrays, "a.bias": np.ones(2)})

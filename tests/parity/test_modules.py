@@ -1,0 +1,185 @@
+"""Each module against the port with the same weights, and against PyTorch's own code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch.nn import functional as F
+
+import jgpt
+from jgpt.layers import LayerNorm
+from jgpt.layout import from_torch, to_torch
+from jgpt.optimizer import clip_by_global_norm
+from tests.parity import torch_gpt
+from tests.parity.ladder import TOLERANCE, errors, randomised, weights_of
+
+BATCH, TIME, KEYS, EMBED, HEADS, HIDDEN = 2, 5, 13, 21, 3, 29
+
+
+@pytest.fixture(params=TOLERANCE)
+def dtype(request):
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+def inputs(dtype, time=TIME, seed=3, size=0.3):
+    values = size * np.random.default_rng(seed).standard_normal((BATCH, time, EMBED))
+    return values.astype(dtype)
+
+
+def close(mine, its, dtype):
+    mine, its = np.asarray(mine), its.detach().numpy()
+    assert mine.shape == its.shape
+    assert mine.dtype == its.dtype == dtype
+    return errors({"": mine}, {"": its})[1] < TOLERANCE[dtype]
+
+
+def pair(name, dtype, *sizes, **options):
+    """A module of jgpt with random weights, and the port's with the same."""
+    kind = LayerNorm if name == "LayerNorm" else getattr(jgpt, name)
+    precision = {"param_dtype": dtype, "rngs": nnx.Rngs(0), "dtype": dtype}
+    if name == "LayerNorm":
+        precision = {"param_dtype": dtype}
+    module = kind(*sizes, **options, **precision)
+    nnx.update(module, randomised(weights_of(module)))
+    port = getattr(torch_gpt, name)(*sizes, **options).to(getattr(torch, dtype))
+    tensors = to_torch(weights_of(module))
+    port.load_state_dict({name: torch.tensor(tensor) for name, tensor in tensors.items()})
+    return module, port
+
+
+ATTENTION = [("Head", (EMBED, 7)), ("MultiHeadAttention", (EMBED, HEADS))]
+
+
+@pytest.mark.parametrize(("name", "sizes"), ATTENTION)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(name, sizes, biases, causal, dtype):
+    options = {"use_bias": biases, "causal": causal}
+    if name == "MultiHeadAttention":
+        options["qkv_bias"] = biases
+    module, port = pair(name, dtype, *sizes, **options)
+    x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
+    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+    cross = module(jnp.asarray(x), jnp.asarray(context))
+    assert close(cross, port(torch.tensor(x), torch.tensor(context)), dtype)
+    weights = np.asarray(module.weights(jnp.asarray(x)))
+    if name == "Head":
+        weights = weights[:, None]
+    assert close(weights, port.weights(torch.tensor(x)), dtype)
+
+    port.scale = 1.0
+    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+
+
+@pytest.mark.parametrize(("name", "sizes"), ATTENTION)
+def test_attention_sees_a_future_leak(name, sizes, dtype):
+    module, port = pair(name, dtype, *sizes)
+    port.causal = False
+    x = inputs(dtype)
+    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_feed_forward(activation, biases, dtype):
+    options = {"activation": activation, "use_bias": biases}
+    module, port = pair("FeedForward", dtype, EMBED, HIDDEN, **options)
+    x = inputs(dtype)
+    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+    port.activation = {"relu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "gelu"}[activation]
+    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_block(biases, dtype):
+    options = {"qkv_bias": biases, "use_bias": biases, "activation": "relu"}
+    module, port = pair("Block", dtype, EMBED, HEADS, HIDDEN, **options)
+    x = inputs(dtype)
+    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+    port.attention_norm.epsilon = 1e-6
+    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+
+
+def test_layer_norm_is_torchs(dtype):
+    module, port = pair("LayerNorm", dtype, EMBED)
+    x = torch.tensor(inputs(dtype))
+    norm = torch.nn.LayerNorm(EMBED).to(x.dtype)
+    norm.load_state_dict(port.state_dict())
+    y = module(jnp.asarray(x))
+    assert close(y, port(x), dtype)
+    assert close(y, norm(x), dtype)
+    norm.eps = 1e-6
+    assert not close(y, norm(x), dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attend_is_scaled_dot_product_attention(causal, dtype):
+    query, key, value = (
+        np.random.default_rng(5).standard_normal((BATCH, HEADS, TIME, width)).astype(dtype)
+        for width in (7, 7, 11)
+    )
+    mask = jgpt.causal_mask(TIME) if causal else None
+    mine = jgpt.attend(*map(jnp.asarray, (query, key, value)), mask)
+    qkv = map(torch.tensor, (query, key, value))
+    its = F.scaled_dot_product_attention(*qkv, is_causal=causal)
+    assert close(mine, its, dtype)
+    qkv = map(torch.tensor, (query, key, value))
+    assert not close(mine, F.scaled_dot_product_attention(*qkv, is_causal=not causal), dtype)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(biases, dtype):
+    reference = torch.nn.MultiheadAttention(EMBED, HEADS, bias=biases, batch_first=True)
+    reference = reference.to(getattr(torch, dtype))
+    random = torch.Generator().manual_seed(6)
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=random)
+    tensors = dict(reference.named_parameters())
+    unpacked = {"projection.weight": tensors["out_proj.weight"]}
+    names = [f"{name}.weight" for name in ("query", "key", "value")]
+    unpacked |= zip(names, tensors["in_proj_weight"].chunk(3), strict=True)
+    if biases:
+        names = [f"{name}.bias" for name in ("query", "key", "value")]
+        unpacked |= zip(names, tensors["in_proj_bias"].chunk(3), strict=True)
+        unpacked["projection.bias"] = tensors["out_proj.bias"]
+    options = {"qkv_bias": biases, "use_bias": biases, "rngs": nnx.Rngs(0)}
+    module = jgpt.MultiHeadAttention(EMBED, HEADS, param_dtype=dtype, dtype=dtype, **options)
+    arrays = {name: tensor.detach().numpy() for name, tensor in unpacked.items()}
+    nnx.update(module, from_torch(arrays, weights_of(module)))
+
+    x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
+    future = torch.ones(TIME, TIME).triu(1).bool()
+    its = reference(*[torch.tensor(x)] * 3, attn_mask=future, need_weights=False)[0]
+    assert close(module(jnp.asarray(x)), its, dtype)
+    query, source = torch.tensor(x), torch.tensor(context)
+    its, weights = reference(query, source, source, average_attn_weights=False)
+    assert close(module(jnp.asarray(x), jnp.asarray(context)), its, dtype)
+    assert close(module.weights(jnp.asarray(x), jnp.asarray(context)), weights, dtype)
+
+
+def test_cross_entropy_is_torchs(dtype):
+    random = np.random.default_rng(7)
+    logits = 10 * random.standard_normal((BATCH, TIME, 17)).astype(dtype)
+    targets = random.integers(17, size=(BATCH, TIME))
+    mine = jgpt.cross_entropy(jnp.asarray(logits), jnp.asarray(targets))
+    its = F.cross_entropy(torch.tensor(logits).mT, torch.tensor(targets))
+    assert close(mine, its, dtype)
+
+
+@pytest.mark.parametrize("limit", [1.0, 1e9])
+def test_clipping_is_torchs(limit, dtype):
+    gradients = [3 * inputs(dtype), inputs(dtype, seed=8)]
+    clip = clip_by_global_norm(limit)
+    mine, _ = clip.update([jnp.asarray(gradient) for gradient in gradients], clip.init([]))
+    parameters = [torch.nn.Parameter(torch.zeros(gradient.shape)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+        parameter.grad = torch.tensor(gradient)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+    assert norm > 1  # so that a limit of 1 clips
+    for array, parameter in zip(mine, parameters, strict=True):
+        assert parameter.grad is not None
+        assert close(array, parameter.grad, dtype)

@@ -1,0 +1,168 @@
+"""nanoGPT's checkpoints: a module with its names and layout writes one, and we compute the same."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from jgpt.interop import load_nanogpt
+from jgpt.layout import crop_vocabulary
+
+SIZES = {"vocab_size": 17, "block_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 21}
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads, bias):
+        super().__init__()
+        self.heads = heads
+        self.c_attn = nn.Linear(width, 3 * width, bias=bias)
+        self.c_proj = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x):
+        qkv = (part.unflatten(-1, (self.heads, -1)) for part in self.c_attn(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in qkv), is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class NanoGPT(nn.Module):
+    """The names and the layout of nanoGPT's state, and what they compute."""
+
+    def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, bias):
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(vocab_size, n_embd),
+                "wpe": nn.Embedding(block_size, n_embd),
+                "h": nn.ModuleList(self.block(n_embd, n_head, bias) for _ in range(n_layer)),
+                "ln_f": nn.LayerNorm(n_embd, bias=bias),
+            }
+        )
+        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+        random = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, 0.1, 0.4, generator=random)
+
+    @staticmethod
+    def block(width, heads, bias):
+        return nn.ModuleDict(
+            {
+                "ln_1": nn.LayerNorm(width, bias=bias),
+                "attn": Attention(width, heads, bias),
+                "ln_2": nn.LayerNorm(width, bias=bias),
+                "mlp": nn.ModuleDict(
+                    {
+                        "c_fc": nn.Linear(width, 4 * width, bias=bias),
+                        "c_proj": nn.Linear(4 * width, width, bias=bias),
+                    }
+                ),
+            }
+        )
+
+    def forward(self, tokens):
+        parts = self.transformer
+        x = parts["wte"](tokens) + parts["wpe"].weight[: tokens.shape[1]]
+        for block in parts["h"]:
+            x = x + block["attn"](block["ln_1"](x))
+            mlp = block["mlp"]
+            x = x + mlp["c_proj"](F.gelu(mlp["c_fc"](block["ln_2"](x))))
+        return self.lm_head(parts["ln_f"](x))
+
+
+def write(path, *, bias=False, prefix="", sizes=SIZES, **more):
+    model = NanoGPT(**sizes, bias=bias)
+    checkpoint = {
+        "model": {prefix + name: tensor for name, tensor in model.state_dict().items()},
+        "model_args": {**sizes, "bias": bias, "dropout": 0.1},
+        "optimizer": {"state": {}, "param_groups": []},
+        "iter_num": 60,
+        "best_val_loss": torch.tensor(3.3),
+        "config": {"out_dir": "out"},
+        **more,
+    }
+    torch.save(checkpoint, path)
+    return model
+
+
+def logits(model, vocab_size=17):
+    tokens = np.random.default_rng(1).integers(vocab_size, size=(2, 11))
+    if isinstance(model, nn.Module):
+        with torch.no_grad():
+            return model(torch.tensor(tokens)).numpy()
+    return np.asarray(model(jnp.asarray(tokens)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_the_same_logits(bias, prefix, tmp_path):
+    reference = write(tmp_path / "ckpt.pt", bias=bias, prefix=prefix)
+    model = load_nanogpt(tmp_path / "ckpt.pt")
+    assert (model.config.dropout, model.config.use_bias) == (0.1, bias)
+    its = logits(reference)
+    np.testing.assert_allclose(logits(model), its, rtol=1e-5, atol=1e-5 * np.abs(its).max())
+
+
+def test_masks_that_it_once_stored_are_passed_over(tmp_path):
+    reference = NanoGPT(**SIZES, bias=True)
+    state = reference.state_dict()
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 11, 11).tril()
+    write(tmp_path / "ckpt.pt", bias=True, model=state)
+    its = logits(reference)
+    mine = logits(load_nanogpt(tmp_path / "ckpt.pt"))
+    np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-5 * np.abs(its).max())
+
+
+def test_a_padded_vocabulary_is_cropped_to_the_tokenizers(tmp_path):
+    sizes = {**SIZES, "vocab_size": 64}
+    reference = write(tmp_path / "ckpt.pt", sizes=sizes)
+    model = crop_vocabulary(load_nanogpt(tmp_path / "ckpt.pt"), 17)
+    assert model.vocab_size == model.config.vocab_size == 17
+    its = logits(reference)[..., :17]
+    np.testing.assert_allclose(logits(model), its, rtol=1e-5, atol=1e-5 * np.abs(its).max())
+    with pytest.raises(ValueError, match=r"16 tokens and the model vocab_size=17: they don't bel"):
+        crop_vocabulary(model, 16)
+
+
+class Malice:
+    def __reduce__(self):
+        return (print, ("code has run",))
+
+
+def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
+    write(tmp_path / "ckpt.pt", config=Malice())
+    with pytest.raises(ValueError, match=r"ckpt\.pt: not nanoGPT's checkpoint"):
+        load_nanogpt(tmp_path / "ckpt.pt")
+    assert "code has run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"model": 3}, "not nanoGPT's checkpoint"),
+        ({"model_args": {}}, "it has no vocab_size, n_layer, n_head, n_embd, block_size"),
+        ({"model_args": {**SIZES, "n_layer": 10**9}}, "n_layer=1000000000, but .* have 2 blocks"),
+        ({"model_args": {**SIZES, "n_head": 4}}, "embed_dim=21 must be divisible by num_heads=4"),
+        (
+            {"model_args": {**SIZES, "vocab_size": 19, "bias": False}},
+            r"token_embedding.weight has shape \[17, 21",
+        ),
+        (
+            {"model_args": {**SIZES, "bias": True}},
+            r"tensors are missing \(13\): h.0.attn.c_attn.bi",
+        ),
+    ],
+)
+def test_other_files_are_refused(more, complaint, tmp_path):
+    write(tmp_path / "ckpt.pt", **more)
+    with pytest.raises(ValueError, match=complaint):
+        load_nanogpt(tmp_path / "ckpt.pt")
+
+
+def test_a_file_that_is_none(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_nanogpt(tmp_path / "ckpt.pt")
+    (tmp_path / "ckpt.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
+    with pytest.raises(ValueError, match="not nanoGPT's checkpoint"):
+        load_nanogpt(tmp_path / "ckpt.pt")

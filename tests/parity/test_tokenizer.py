@@ -1,0 +1,70 @@
+"""GPT-2's byte-pairs: transformers' tokens, and the text again."""
+
+import json
+import random
+import sys
+
+import pytest
+import transformers
+
+from jgpt.tokenizer import BPETokenizer, tokenizer_from_json
+
+
+@pytest.fixture(scope="module")
+def pair(data_directory):
+    files = data_directory / "gpt2-bpe"
+    reference = transformers.GPT2Tokenizer(
+        vocab=json.loads((files / "encoder.json").read_text(encoding="utf-8")),
+        merges=[
+            tuple(line.split(" "))
+            for line in (files / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:]
+            if line
+        ],
+    )
+    return BPETokenizer.from_gpt2(files), reference
+
+
+def assert_same(pair, text):
+    mine, reference = pair
+    tokens = mine.encode(text)
+    assert tokens.tolist() == reference.encode(text), repr(text)
+    assert mine.decode(tokens) == text
+
+
+def test_known_tokens(pair):
+    tokenizer = pair[0]
+    assert tokenizer.vocab_size == 50257
+    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
+    assert tokenizer.end_of_text == 50256
+
+
+def test_random_unicode(pair):
+    source = random.Random(0)
+    alphabets = [
+        range(0x20, 0x7F),
+        range(0x100),
+        range(0x3000),
+        [*range(0xD800), *range(0xE000, sys.maxunicode + 1)],
+        [*b" \n\t'abcdeABC0123.,!"],
+    ]
+    for _ in range(10_000):
+        alphabet, length = source.choice(alphabets), source.randrange(40)
+        assert_same(pair, "".join(map(chr, source.choices(alphabet, k=length))))
+
+
+def test_tiny_shakespeare(pair, shakespeare):
+    assert_same(pair, shakespeare)
+
+
+def test_the_end_of_text_is_one_token_and_survives_json(pair):
+    text = "one<|endoftext|>\n two<|endoftext|><|endoftext"
+    assert_same(pair, text)
+    assert pair[0].encode(text).tolist().count(50256) == 2
+    again = tokenizer_from_json(pair[0].to_json())
+    assert again.encode(text).tolist() == pair[0].encode(text).tolist()
+
+
+def test_saved_files_are_read_by_both(pair, tmp_path):
+    pair[0].save_gpt2(tmp_path)
+    reference = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
+    assert_same((BPETokenizer.from_gpt2(tmp_path), reference), "Ünïcode, and it's <|endoftext|> x")

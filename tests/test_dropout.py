@@ -1,0 +1,96 @@
+"""Dropout: how much is dropped, what is left, and that the key alone decides."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgpt
+from jgpt.attention import attend, dropped
+from jgpt.config import TrainConfig
+from jgpt.step import init_state, make_train_steps
+
+RATE = 0.3
+
+
+def rngs(seed):
+    return nnx.Rngs(dropout=jax.random.key(seed))
+
+
+def test_what_is_kept_is_scaled_and_the_rest_is_zero():
+    x = jnp.full((200, 500), 2.0)
+    y = np.asarray(dropped(x, RATE, jax.random.key(0)))
+    assert set(np.unique(y)) == {np.float32(0), np.float32(2.0) / np.float32(1 - RATE)}
+    deviation = (RATE * (1 - RATE) / x.size) ** 0.5
+    assert abs((y > 0).mean() - (1 - RATE)) < 4 * deviation
+    assert abs(y.mean() - 2.0) < 4 * 2.0 / (1 - RATE) * deviation
+
+
+def test_the_key_decides():
+    x = jnp.ones((7, 11))
+    assert jnp.array_equal(dropped(x, RATE, jax.random.key(1)), dropped(x, RATE, jax.random.key(1)))
+    assert not jnp.array_equal(
+        dropped(x, RATE, jax.random.key(1)), dropped(x, RATE, jax.random.key(2))
+    )
+
+
+def test_attention_drops_weights_and_not_values():
+    query, key = jnp.zeros((1, 2, 3)), jnp.zeros((1, 400, 3))
+    value = jnp.eye(400)[None]
+    weights = np.asarray(attend(query, key, value, dropout=RATE, dropout_key=jax.random.key(0)))
+    kept = weights > 0
+    np.testing.assert_allclose(weights[kept], 1 / 400 / (1 - RATE), rtol=1e-6)
+    assert abs(kept.mean() - (1 - RATE)) < 4 * (RATE * (1 - RATE) / kept.size) ** 0.5
+
+
+MODULES = [
+    jgpt.Head(6, 5, dropout=RATE, rngs=nnx.Rngs(0)),
+    jgpt.MultiHeadAttention(6, 3, dropout=RATE, rngs=nnx.Rngs(0)),
+    jgpt.FeedForward(6, 13, dropout=RATE, rngs=nnx.Rngs(0)),
+    jgpt.Block(6, 3, dropout=RATE, rngs=nnx.Rngs(0)),
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+def test_evaluation_has_none_and_training_is_by_the_key(module):
+    x = jax.random.normal(jax.random.key(3), (2, 7, 6))
+    assert jnp.array_equal(module(x), module(x))
+    assert jnp.array_equal(module(x, rngs=rngs(1)), module(x, rngs=rngs(1)))
+    assert not jnp.array_equal(module(x, rngs=rngs(1)), module(x, rngs=rngs(2)))
+    assert not jnp.array_equal(module(x, rngs=rngs(1)), module(x))
+
+
+def test_each_place_drops_for_itself():
+    config = jgpt.ModelConfig(num_layers=2, num_heads=3, embed_dim=6, block_size=5, dropout=RATE)
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    stream = rngs(4)
+    model(jnp.zeros((1, 5), jnp.int32), rngs=stream)
+    # the embedding, and in each block the attention weights and two residual branches
+    assert stream.dropout.count[...] == 1 + 2 * 3
+
+
+def test_two_steps_on_the_same_window_differ_by_dropout_alone():
+    def losses(dropout, seed):
+        config = TrainConfig(
+            model=jgpt.ModelConfig(
+                num_layers=1, num_heads=3, embed_dim=6, block_size=5, dropout=dropout
+            ),
+            # a learning rate too small to move a weight: dropout is all that differs
+            optimizer=jgpt.OptimizerConfig(learning_rate=1e-30, min_learning_rate=0.0),
+            seed=seed,
+        )
+        windows = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (3, 2, 6))
+        state = dataclasses.replace(init_state(config), weights=start(config))
+        return np.asarray(make_train_steps(config)(state, windows, 3)[1].loss)
+
+    def start(config):
+        return init_state(dataclasses.replace(config, seed=0)).weights
+
+    with_dropout = losses(RATE, seed=1)
+    assert len(set(with_dropout.tolist())) == 3
+    assert np.array_equal(with_dropout, losses(RATE, seed=1))
+    assert not np.array_equal(with_dropout, losses(RATE, seed=2))
+    assert len(set(losses(0.0, seed=1).tolist())) == 1
