@@ -187,9 +187,7 @@ def _strings_outside_arrays(hint: ast.AST) -> Iterator[str]:
     elif isinstance(hint, ast.Subscript) and _named(hint.value) in {"Literal", "PyTree"}:
         return
     else:
-        children = (
-            [hint.slice.elts[0]] if _is_array_annotation(hint) else ast.iter_child_nodes(hint)
-        )
+        children = [hint.slice.elts[0]] if is_array_annotation(hint) else ast.iter_child_nodes(hint)
         for child in children:
             yield from _strings_outside_arrays(child)
 
@@ -197,13 +195,13 @@ def _strings_outside_arrays(hint: ast.AST) -> Iterator[str]:
 def dimension_strings(source: str) -> Iterator[ast.Constant]:
     """The shape strings of all array annotations in a source, wherever they stand."""
     for node in ast.walk(ast.parse(source)):
-        if _is_array_annotation(node):
+        if is_array_annotation(node):
             for each in ast.walk(node.slice.elts[-1]):
                 if isinstance(each, ast.Constant) and isinstance(each.value, str):
                     yield each
 
 
-def _is_array_annotation(node: ast.AST) -> TypeGuard[Any]:
+def is_array_annotation(node: ast.AST) -> TypeGuard[Any]:
     if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple)):
         return False
     name = _named(node.value)

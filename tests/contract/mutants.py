@@ -1,0 +1,243 @@
+"""Mutates jgpt's source, one small edit at a time, and reports which edits the tests notice.
+
+    python -m tests.contract.mutants [--files attention model] [--every N] [--out REPORT.json]
+
+Each mutant is tried by a child of one warm process, in a copy of the tree, on the tests about the
+mutated function first. Exits with 1 if an edit that is not known to be equivalent survives.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .edits import Edit, Editor
+from .equivalent import reason_why_equivalent
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("jgpt", "tests", "pyproject.toml")
+CONTRACT = ["tests/contract"]
+# these start processes or only read the source
+SLOW = ["test_mutants.py", "test_users.py", "test_switch.py", "test_transforms.py"]
+VALUES = ["tests/contract/test_values.py", "tests/test_*.py", "tests/parity/test_*.py"]
+SECONDS_PER_MUTANT = 240
+
+
+@dataclass
+class Trial:
+    """A mutant being tried by a child process."""
+
+    mutant: Edit | None
+    tree: Path
+    began: float
+
+
+def mutants(files: list[str]) -> list[Edit]:
+    paths = sorted((ROOT / "jgpt").glob("*.py"))
+    chosen = [path for path in paths if path.name != "contracts.py"]
+    return [
+        edit
+        for path in chosen
+        if not files or path.stem in files
+        for edit in Editor(path.name, path.read_text(encoding="utf-8")).edits
+    ]
+
+
+def is_contract(mutant: Edit) -> bool:
+    words = ("dtype", "weaken", "rename", "swap", "any shape", "drop check", "drop @")
+    return any(word in mutant.kind for word in words)
+
+
+class First:
+    """Runs the tests about the mutated function before all others."""
+
+    def __init__(self, mutant: Edit | None, only: bool):
+        self.mutant, self.only = mutant, only
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        if self.mutant is None:
+            return
+        function = self.mutant.where
+        stem = f"test_{self.mutant.file}"
+        items.sort(key=lambda item: (function not in item.nodeid, stem not in item.nodeid))
+        if self.only:
+            module = f"jgpt.{self.mutant.file.removesuffix('.py')}."
+            items[:] = [item for item in items if module in item.nodeid]
+
+
+def arguments_for(mutant: Edit | None, quick: bool) -> list[str]:
+    slow = [f"--ignore=tests/contract/{name}" for name in SLOW]
+    if mutant is None or is_contract(mutant):
+        return [*CONTRACT, *slow, "--ignore=tests/contract/test_values.py"]
+    own = f"tests/test_{mutant.file}"
+    paths = [str(path.relative_to(ROOT)) for glob in VALUES for path in sorted(ROOT.glob(glob))]
+    paths = [path for path in paths if Path(path).name not in ("test_cli.py", "test_corpus.py")]
+    return sorted(paths, key=lambda path: (path != own, "contract" not in path))
+
+
+def try_in_child(mutant: Edit | None, tree: Path, quick: bool) -> int:
+    """Fork; the child runs the tests in the tree and never returns."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        sys.dont_write_bytecode = True
+        os.chdir(tree)
+        sys.path[:] = [str(tree), *(path for path in sys.path if Path(path) not in (Path(), ROOT))]
+        for name in [name for name in sys.modules if name.split(".")[0] in ("jgpt", "tests")]:
+            del sys.modules[name]
+        with (tree / "output.txt").open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            import pytest
+
+            arguments = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
+            arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+            plugins = [First(mutant, quick)]
+            code = int(pytest.main([*arguments, *arguments_for(mutant, quick)], plugins=plugins))
+    finally:
+        os._exit(code)
+
+
+def warm_up() -> None:
+    """Import what every child needs, but not what is mutated, and start no thread."""
+    for name in ("flax.nnx", "hypothesis", "optax", "orbax.checkpoint", "pytest", "torch"):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
+
+
+def copies(count: int, scratch: Path) -> list[Path]:
+    trees = []
+    for i in range(count):
+        tree = scratch / f"tree-{i}"
+        tree.mkdir()
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tree / name)
+        trees.append(tree)
+    return trees
+
+
+def write(mutant: Edit | None, tree: Path) -> None:
+    if mutant is not None:
+        source = (ROOT / "jgpt" / mutant.file).read_bytes()
+        (tree / "jgpt" / mutant.file).write_bytes(mutant.apply(source))
+
+
+def restore(mutant: Edit | None, tree: Path) -> None:
+    if mutant is not None:
+        shutil.copy(ROOT / "jgpt" / mutant.file, tree / "jgpt" / mutant.file)
+
+
+def run(chosen: list[Edit | None], workers: int, quick: bool) -> Iterator[tuple[Edit | None, str]]:
+    """Try all mutants, several at a time; None is no edit at all."""
+    with tempfile.TemporaryDirectory() as scratch:
+        cache = Path(scratch) / "compiled"
+        os.environ |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        warm_up()
+        free = copies(workers, Path(scratch))
+        running: dict[int, Trial] = {}
+        waiting = list(reversed(chosen))
+        while waiting or running:
+            while waiting and free:
+                mutant, tree = waiting.pop(), free.pop()
+                write(mutant, tree)
+                pid = try_in_child(mutant, tree, quick)
+                running[pid] = Trial(mutant, tree, time.monotonic())
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                for late, trial in running.items():
+                    if time.monotonic() - trial.began > SECONDS_PER_MUTANT:
+                        os.kill(late, signal.SIGKILL)
+                time.sleep(0.02)
+                continue
+            trial = running.pop(pid)
+            restore(trial.mutant, trial.tree)
+            code = os.waitstatus_to_exitcode(status)
+            yield trial.mutant, "survived" if code == 0 else verdict(trial.tree, code)
+            free.append(trial.tree)
+
+
+def verdict(tree: Path, code: int) -> str:
+    """What killed a mutant, as pytest put it."""
+    lines = (tree / "output.txt").read_text(errors="replace").splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if failed:
+        return f"killed by {failed[0].split(' ', 1)[1].split(' - ')[0]}"
+    return f"killed: exit code {code}, {lines[-1:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", nargs="*", default=[], help="of these modules only")
+    parser.add_argument("--every", type=int, default=1, help="every N-th mutant")
+    parser.add_argument("--kind", choices=["contract", "value"], help="of this kind only")
+    parser.add_argument("--quick", action="store_true", help="on the mutated module's cases only")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the report here, as JSON")
+    options = parser.parse_args()
+    began = time.time()
+    chosen = [
+        mutant
+        for mutant in mutants(options.files)
+        if options.kind in (None, "contract" if is_contract(mutant) else "value")
+    ][:: options.every]
+    equivalent = {mutant: reason_why_equivalent(mutant) for mutant in chosen}
+    tried: list[Edit | None] = [mutant for mutant in chosen if not equivalent[mutant]]
+    outcomes: dict[Edit, str] = {}
+    for mutant, outcome in run([None, *tried], options.workers, options.quick):
+        if mutant is None:
+            if outcome != "survived":
+                sys.exit(f"the tests fail without any edit: {outcome}")
+            continue
+        outcomes[mutant] = outcome
+        print(f"[{len(outcomes)}/{len(tried)}] {mutant}: {outcome}", flush=True)
+    survivors = [mutant for mutant, outcome in outcomes.items() if outcome == "survived"]
+    report = {
+        "command": "python -m tests.contract.mutants " + " ".join(sys.argv[1:]),
+        "seconds": round(time.time() - began),
+        "score": scores(outcomes),
+        "survivors": [str(mutant) for mutant in survivors],
+        "equivalent": {str(mutant): reason for mutant, reason in equivalent.items() if reason},
+        "killed": {
+            str(mutant): outcome for mutant, outcome in outcomes.items() if outcome != "survived"
+        },
+    }
+    print(json.dumps({name: report[name] for name in ("seconds", "score", "survivors")}, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(bool(survivors))
+
+
+def scores(outcomes: dict[Edit, str]) -> dict[str, str]:
+    """Killed of tried, by kind of edit."""
+    kinds = {True: "contract", False: "value"}
+    labels = {mutant: f"{kinds[is_contract(mutant)]}: {mutant.kind}" for mutant in outcomes}
+    tried = Counter(labels.values()) + Counter(kinds[is_contract(each)] for each in outcomes)
+    dead = [mutant for mutant, outcome in outcomes.items() if outcome != "survived"]
+    killed = Counter(labels[each] for each in dead) + Counter(kinds[is_contract(e)] for e in dead)
+    return {kind: f"{killed[kind]}/{tried[kind]}" for kind in sorted(tried)}
+
+
+if __name__ == "__main__":
+    main()
