@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
-from jgpt.layout import from_gpt2, require_names, to_gpt2
+from jgpt.layout import Tensors, from_gpt2, require_names, to_gpt2
 from jgpt.model import GPT, LanguageModel
 from jgpt.tokenizer import BPETokenizer, Tokenizer
 
@@ -195,7 +195,8 @@ def _read_file(path: Path) -> dict[str, Any]:
             raise ValueError(f"not a whole safetensors file: {error}") from None
 
 
-def _write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+@typed
+def _write_tensors(tensors: Tensors, path: Path) -> None:
     # safetensors 0.8.0 writes the wrong numbers for arrays that are not C-contiguous, which
     # transposed kernels are not (huggingface/safetensors#825)
     named = {

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jgpt import data, layers, model, optimizer, step
+from jgpt import data, layers, layout, model, optimizer, step
 from jgpt.checkpoint import Checkpoints
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.generation import TOKENS_PER_CALL
@@ -393,4 +393,27 @@ FILES = [
         result=WEIGHTS,
     ),
 ]
-CASES = [*ATTENTION, *LAYERS, *MODEL, *LOSS, *STEP_CASES, *DATA, *GENERATION, *TEXT, *FILES]
+TENSORS = layout.to_torch(WEIGHTS)
+LAYOUT = [
+    Case("jgpt.layout.to_torch", {}, takes="numpy", static={"weights": WEIGHTS}),
+    Case("jgpt.layout.from_torch", {}, static={"tensors": TENSORS, "like": WEIGHTS}),
+    Case("jgpt.layout.to_gpt2", {}, takes="numpy", static={"model": GPT}),
+    Case(
+        "jgpt.interop._write_tensors",
+        {},
+        static={"tensors": TENSORS, "path": Path()},
+        result=TENSORS,
+    ),
+]
+CASES = [
+    *ATTENTION,
+    *LAYERS,
+    *MODEL,
+    *LOSS,
+    *STEP_CASES,
+    *DATA,
+    *GENERATION,
+    *TEXT,
+    *FILES,
+    *LAYOUT,
+]

@@ -132,7 +132,7 @@ GOLDEN = {
     "a leaf of a tree": (
         lambda: averaged({"bias": jnp.ones(3), "head": {"kernel": jnp.ones((2, 3), int)}}),
         """
-        contract.test_messages.averaged() was given a wrong weights.
+        HERE.averaged() was given a wrong weights.
         Expected: PyTree[Float[Array, "..."]]
         Got: {'bias': float32[3], 'head': {'kernel': int32[2,3]}}
         Reason: its leaf head.kernel is int32[2,3]: this array has dtype int32, which is no Float.
@@ -141,7 +141,7 @@ GOLDEN = {
     "one of two results": (
         lambda: halves(jnp.ones((2, 3))),
         """
-        contract.test_messages.halves() returned a wrong result.
+        HERE.halves() returned a wrong result.
         Expected: tuple[Float[Array, "batch"], Float[Array, "time"]] with batch=2, time=3
         Got: (float32[2], float32[2])
         Reason: item 1 is float32[2]: the size of dimension time is 2 which does not equal the \
@@ -155,7 +155,7 @@ existing value of 3.
 def test_the_message_says_what_where_and_why(call, message: str):
     with pytest.raises(TypeCheckError) as caught:
         call()
-    assert str(caught.value) == textwrap.dedent(message).strip()
+    assert str(caught.value) == textwrap.dedent(message).strip().replace("HERE", __name__)
 
 
 def test_there_is_one_traceback_and_the_reason_is_its_last_line():

@@ -14,6 +14,7 @@ from jgpt.contracts import typed
 from .cases import CASES, WEIGHTS
 from .contract import DTYPES, KEY, Case, Value, shape_mutations
 
+TREES = {"weights", "gradients", "tensors", "like"}
 RETURNING = [case for case in CASES if case.returns is not None]
 
 
@@ -97,6 +98,10 @@ def test_a_wrong_result_is_blamed_on_the_return(case: Case):
         ("jgpt.optimizer.decay_mask", {"table": True}),
         ("jgpt.optimizer.clip_by_global_norm.<locals>.clip", {"table": jnp.zeros((17, 17))}),
         ("jgpt.checkpoint.Checkpoints.restore_weights", {"table": jnp.zeros(3, int)}),
+        ("jgpt.layout.to_torch", {"table.weight": np.zeros(3, int)}),
+        ("jgpt.layout.to_torch", {"table.weight": jnp.zeros(3)}),
+        ("jgpt.layout.from_torch", {"table": jnp.zeros(3, int)}),
+        ("jgpt.layout.to_gpt2", {"wte.weight": np.zeros(3, int)}),
         ("jgpt.model._Attention._source_length", 1.5),
         ("jgpt.data._digest", b""),
     ],
@@ -110,13 +115,13 @@ def test_a_wrong_tree_or_value_is_blamed_on_the_return(target: str, answer: Any)
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if "weights" in case.static or "gradients" in case.static],
+    [case for case in CASES if TREES & set(case.static)],
     ids=str,
 )
 def test_a_tree_with_a_leaf_of_another_dtype_is_refused(case: Case):
-    for name in {"weights", "gradients"} & set(case.static):
+    for name in TREES & set(case.static):
         tree = case.static[name]
-        wrong = jax.tree.map(lambda leaf: leaf.astype(jnp.int32), tree)
+        wrong = jax.tree.map(lambda leaf: leaf.astype(np.int32), tree)
         broken = Case(**{**vars_of(case), "static": {**case.static, name: wrong}})
         assert broken.outcome(case.good) == "contract", name
 
