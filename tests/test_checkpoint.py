@@ -1,0 +1,193 @@
+"""A run directory holds all that a run needs, wherever it lies, or says what is wrong with it."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import CharTokenizer, TrainConfig, load
+from jgpt.checkpoint import Checkpoints, RunDirectory, require_same_run
+from jgpt.config import to_json
+from jgpt.step import TrainState, init_state
+
+
+@pytest.fixture(scope="module")
+def initial(small_run) -> TrainState:
+    return init_state(small_run)
+
+
+def numbered(initial, step) -> TrainState:
+    """A state that can be told from those of other steps."""
+    weights = jax.tree.map(lambda leaf: leaf + step, initial.weights)
+    return TrainState(weights, initial.optimizer, jnp.int32(step))
+
+
+def bits(tree):
+    return [(np.asarray(leaf).tobytes(), leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture
+def saved(tmp_path, small_run, initial) -> RunDirectory:
+    """A run whose losses were best at step 2 of 4."""
+    tokenizer = CharTokenizer("".join(map(chr, range(32, 97))))
+    run = RunDirectory.create(tmp_path / "run", small_run, tokenizer)
+    with Checkpoints(run) as checkpoints:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 1.5)):
+            checkpoints.save(numbered(initial, step), loss)
+    return run
+
+
+def test_the_best_and_the_last_checkpoint_are_kept(saved, small_run, initial):
+    kept = {path.name for path in (saved.path / "checkpoints").iterdir() if path.is_dir()}
+    assert kept == {"2", "4"}
+    with Checkpoints(saved, read_only=True) as checkpoints:
+        assert (checkpoints.step("best"), checkpoints.step("last")) == (2, 4)
+        best = checkpoints.restore_weights(small_run, "best")
+        last = checkpoints.restore_weights(small_run, "last")
+    assert bits(best) == bits(numbered(initial, 2).weights)
+    assert bits(last) == bits(numbered(initial, 4).weights)
+
+
+def test_the_last_state_is_restored_bit_by_bit(saved, small_run, initial):
+    with Checkpoints(saved) as checkpoints:
+        restored = checkpoints.restore(small_run)
+    assert bits(restored) == bits(numbered(initial, 4))
+    assert jax.tree.structure(restored) == jax.tree.structure(initial)
+
+
+def everything(directory):
+    return {
+        path.relative_to(directory): path.read_bytes() if path.is_file() else None
+        for path in directory.rglob("*")
+    }
+
+
+def test_a_loaded_run_speaks_and_is_not_touched(saved, initial):
+    before = everything(saved.path)
+    best, tokenizer, config = load(saved.path)
+    last, _, _ = load(saved.path, which="last")
+    assert bits(nnx.state(best)) == bits(numbered(initial, 2).weights)
+    assert bits(nnx.state(last)) == bits(numbered(initial, 4).weights)
+    assert tokenizer.decode(tokenizer.encode("HELLO")) == "HELLO"
+    assert config == saved.config()
+    assert everything(saved.path) == before
+
+
+def test_a_moved_run_works(saved, tmp_path, initial):
+    shutil.move(saved.path, tmp_path / "elsewhere" / "moved")
+    model, _, _ = load(str(tmp_path / "elsewhere" / "moved"))
+    assert bits(nnx.state(model)) == bits(numbered(initial, 2).weights)
+
+
+def test_a_run_or_checkpoint_that_is_not_there_is_named(saved, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a run directory"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"is not a run directory: it has no config\.json"):
+        load(tmp_path)
+    for path in (saved.path / "checkpoints").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        load(saved.path)
+    (saved.path / "checkpoints").rmdir()
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        load(saved.path)
+    assert not (saved.path / "checkpoints").exists()
+
+
+def weights_files(saved):
+    folder = saved.path / "checkpoints" / "2" / "weights"
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def flip(path):
+    path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
+
+
+def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial):
+    """Whatever file of the best checkpoint's weights is emptied, lost or garbled."""
+    pristine = saved.path.parent / "pristine"
+    shutil.copytree(saved.path, pristine)
+    expected = bits(numbered(initial, 2).weights)
+    refused = []
+    for victim in weights_files(saved):
+        for damage in (flip, lambda path: path.unlink(), lambda path: path.write_bytes(b"")):
+            damage(victim)
+            try:
+                model, _, _ = load(saved.path)
+            except (ValueError, OSError) as error:
+                refused.append(str(error))
+            else:  # a file that the numbers don't need
+                assert bits(nnx.state(model)) == expected, victim
+            shutil.rmtree(saved.path)
+            shutil.copytree(pristine, saved.path)
+    assert len(refused) >= 6
+    assert all("checkpoint" in message for message in refused)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"embed_dim": 14}, {"num_layers": 1}, {"num_layers": 3}, {"qkv_bias": True}]
+)
+def test_a_config_of_another_model_is_refused(saved, small_run, changes):
+    other = dataclasses.replace(small_run, model=dataclasses.replace(small_run.model, **changes))
+    (saved.path / "config.json").write_text(to_json(other))
+    with pytest.raises(ValueError, match=r"checkpoint .*run/checkpoints/2"):
+        load(saved.path)
+    with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match="checkpoint"):
+        checkpoints.restore(other)
+
+
+def test_another_vocabulary_is_refused(saved):
+    (saved.path / "tokenizer.json").write_text(CharTokenizer("abc").to_json())
+    with pytest.raises(ValueError, match="its tokenizer has 3 tokens, its config vocab_size=65"):
+        load(saved.path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]"])
+def test_a_damaged_file_is_named(saved, name, data):
+    (saved.path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        load(saved.path)
+
+
+def test_metrics_survive_a_crash_and_are_forgotten_after_a_step(saved):
+    saved.append_metrics([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}])
+    saved.append_metrics([{"step": 3, "loss": 1.0}])
+    with (saved.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in saved.metrics()] == [1, 2, 3]
+    saved.forget_metrics_after(2)
+    text = (saved.path / "metrics.jsonl").read_text()
+    assert text == '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
+
+
+def test_deleting_a_run_deletes_nothing_else(saved):
+    saved.append_metrics([{"step": 1}])
+    saved.write_samples("text")
+    (saved.path / "notes.txt").write_text("mine")
+    saved.delete()
+    assert [path.name for path in saved.path.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_goes_on_only_with_what_it_was_begun_with():
+    config = TrainConfig()
+    longer = dataclasses.replace(
+        config, steps=9, eval_interval=3, steps_per_call=2, sample_tokens=1, out="x", name="y"
+    )
+    require_same_run(config, longer)
+    other = dataclasses.replace(
+        config, seed=8, model=dataclasses.replace(config.model, embed_dim=256)
+    )
+    with pytest.raises(ValueError, match="doesn't match the run to resume") as error:
+        require_same_run(config, other)
+    assert "model.embed_dim=128 there, 256 here; seed=1337 there, 8 here" in str(error.value)
+
+
+def test_the_config_on_disk_is_json_for_people(saved, small_run):
+    assert saved.config() == small_run
+    assert json.loads((saved.path / "config.json").read_text())["seed"] == small_run.seed

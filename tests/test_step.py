@@ -1,0 +1,173 @@
+"""Training's steps: the same however they are grouped, and they learn."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
+from jgpt.data import batches, evaluation_windows
+from jgpt.model import abstract_model, create_model
+from jgpt.step import abstract_state, init_state, make_eval_step, make_train_steps
+
+TOKENS = np.arange(211, dtype=np.int32) * 7 % 11
+CONFIG = TrainConfig(
+    model=ModelConfig(
+        vocab_size=11, block_size=6, num_layers=1, num_heads=2, embed_dim=8, dropout=0.1
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=3),
+    steps=7,
+    batch_size=5,
+    seed=2**32 - 1,
+)
+
+
+@pytest.fixture(scope="module")
+def train_steps():
+    return make_train_steps(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def initial():
+    """Fresh copies of the state at step 0, made once."""
+    state = jax.device_get(init_state(CONFIG))
+    return lambda: jax.tree.map(jnp.array, state)
+
+
+def run(train_steps, state, calls, config=CONFIG, slots=7):
+    """Take steps in calls of the given counts; return the state and each step's metrics."""
+    taken, rows = int(state.step), []
+    for count in calls:
+        windows = batches(
+            TOKENS, config.seed, taken, slots, config.batch_size, config.model.block_size
+        )
+        state, metrics = train_steps(state, windows, count)
+        rows.append(np.stack(jax.tree.leaves(metrics))[:, :count])
+        taken += count
+    return state, np.concatenate(rows, axis=1)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_grouping_steps_into_calls_changes_no_bit(train_steps, initial):
+    together, metrics = run(train_steps, initial(), [7])
+    for calls in ([1] * 7, [3, 3, 1], [2, 5]):
+        apart, same = run(train_steps, initial(), calls)
+        assert bits(apart) == bits(together)
+        assert same.tobytes() == metrics.tobytes()
+    assert int(together.step) == 7
+    assert metrics.shape == (3, 7)
+    assert np.isfinite(metrics).all()
+
+
+def test_one_program_takes_any_count(train_steps, initial):
+    run(train_steps, initial(), [1, 2, 3])
+    assert train_steps._cache_size() == 1
+
+
+def test_the_state_is_donated(train_steps, initial):
+    state = initial()
+    run(train_steps, state, [1])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
+
+
+def test_a_step_is_gradient_descent_on_the_batch_s_loss():
+    """Against the same step written down from its parts, without dropout."""
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
+    state = init_state(config)
+    graph = nnx.graphdef(abstract_model(config.model))
+    window = batches(TOKENS, config.seed, 0, 1, 5, 6)[0]
+
+    def loss_of(weights):
+        return cross_entropy(nnx.merge(graph, weights)(window[:, :-1]), window[:, 1:])
+
+    loss, gradients = jax.jit(jax.value_and_grad(loss_of))(state.weights)
+    norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradients)))
+    before = jax.tree.map(np.asarray, state.weights)
+    after, metrics = run(make_train_steps(config), state, [1], config)
+    np.testing.assert_allclose(metrics[:, 0], [loss, norm, 1e-2 / 4], rtol=1e-5)
+    # Adam's first update is the learning rate times the gradient's sign, and matrices decay
+    moved = after.weights["token_embedding"]["embedding"] - before["token_embedding"]["embedding"]
+    sign = np.sign(gradients["token_embedding"]["embedding"])
+    decay = 0.1 * before["token_embedding"]["embedding"]
+    large = np.abs(gradients["token_embedding"]["embedding"]) > 1e-4
+    np.testing.assert_allclose(moved[large], -1e-2 / 4 * (sign + decay)[large], rtol=2e-3)
+
+
+def test_seeds_decide_parameters_and_dropout(train_steps, initial):
+    other = dataclasses.replace(CONFIG, seed=3)
+    assert bits(init_state(CONFIG)) == bits(initial())
+    assert bits(init_state(other).weights) != bits(initial().weights)
+    # the same parameters and batches, another dropout
+    _, metrics = run(train_steps, initial(), [2])
+    _, other_metrics = run(make_train_steps(other), initial(), [2])
+    assert metrics[0, 0] != other_metrics[0, 0]
+
+
+def test_an_abstract_state_describes_the_state(initial):
+    described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), initial())
+    assert jax.tree.structure(abstract_state(CONFIG)) == jax.tree.structure(described)
+    assert jax.tree.leaves(abstract_state(CONFIG)) == jax.tree.leaves(described)
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bigram"])
+def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
+    model_config = dataclasses.replace(CONFIG.model, architecture=architecture)
+    model = create_model(model_config, rngs=nnx.Rngs(0))
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    windows, counts = evaluation_windows(TOKENS, 6, 4)
+    total = make_eval_step(model_config)(weights, jnp.asarray(windows), jnp.asarray(counts))
+    run_model, expected = nnx.jit(lambda model, tokens: model(tokens)), 0.0
+    for start in range(0, 210, 6):  # which divides into 35 windows
+        piece = TOKENS[start : start + 7]
+        logits = np.asarray(run_model(model, jnp.asarray(piece[None, :-1])), np.float64)[0]
+        log_sum = np.log(np.exp(logits).sum(-1))
+        expected += (log_sum - logits[np.arange(6), piece[1:]]).sum()
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+    assert counts.sum() == 210
+
+
+def test_one_batch_is_learned_by_heart():
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, embed_dim=32, dropout=0.0),
+        optimizer=dataclasses.replace(CONFIG.optimizer, weight_decay=0.0),
+        steps=300,
+    )
+    random = jax.random.randint(jax.random.key(0), (1, 5, 7), 0, 11)
+    windows = jnp.tile(random, (300, 1, 1))
+    _, metrics = make_train_steps(config)(init_state(config), windows, 300)
+    losses = np.asarray(metrics.loss)
+    assert losses[0] > 2.2
+    assert losses[-1] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype"),
+    [
+        ("bfloat16", "float32"),
+        ("float64", "float64"),
+        ("float64", "float32"),
+    ],
+)
+def test_every_dtype_trains_and_evaluates(dtype, param_dtype):
+    model_config = dataclasses.replace(CONFIG.model, dtype=dtype, param_dtype=param_dtype)
+    config = dataclasses.replace(CONFIG, model=model_config)
+    wide = jnp.float64 if dtype == "float64" else jnp.float32
+    with jax.enable_x64(dtype == "float64"):
+        state = init_state(config)
+        windows = batches(TOKENS, 0, 0, 7, 5, 6)
+        state, metrics = make_train_steps(config)(state, windows, 7)
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.weights)} == {jnp.dtype(param_dtype)}
+        assert metrics.loss.dtype == wide
+        assert float(metrics.loss[-1]) < float(metrics.loss[0]) < 2.6
+        windows, counts = evaluation_windows(TOKENS, 6, 4)
+        evaluate = make_eval_step(model_config)
+        total = evaluate(state.weights, jnp.asarray(windows), jnp.asarray(counts))
+        assert total.dtype == wide
+        assert 0 < float(total) / 210 < 2.6

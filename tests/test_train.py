@@ -1,0 +1,234 @@
+"""A run from text to text: begun, stopped, gone on with, refused."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import DataConfig, fit, load
+from jgpt.checkpoint import Checkpoints, RunDirectory
+from jgpt.data import load_dataset, prepare
+from jgpt.loss import token_losses
+from jgpt.train import Progress, evaluate
+
+
+def lines_of(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_state(directory, config):
+    with Checkpoints(RunDirectory(directory), read_only=True) as checkpoints:
+        return jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), checkpoints.restore(config))
+
+
+def with_changes(config, part, **changes):
+    return dataclasses.replace(
+        config, **{part: dataclasses.replace(getattr(config, part), **changes)}
+    )
+
+
+def test_a_run_leaves_all_that_it_promises(trained, small_run, poem):
+    assert sorted(path.name for path in trained.directory.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "loss.png",
+        "metrics.jsonl",
+        "samples.txt",
+        "tokenizer.json",
+    ]
+    assert (trained.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (trained.directory / "samples.txt").read_text() == trained.sample
+    assert len(trained.sample) == 1 + small_run.sample_tokens
+    assert set(trained.sample) <= set(poem.read_text())
+    assert trained.tokenizer.vocab_size == trained.config.model.vocab_size
+    assert trained.tokenizer.vocab_size == len(set(poem.read_text()))
+    model, _, config = load(trained.directory)
+    assert config == trained.config
+    tokens = jnp.array([[0, 1, 2]])
+    assert jnp.array_equal(model(tokens), trained.model(tokens))
+
+
+def test_every_step_and_evaluation_is_a_line_of_metrics(trained):
+    lines = lines_of(trained.directory)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 12))
+    assert all(set(line) == {"step", "loss", "gradient_norm", "learning_rate"} for line in steps)
+    assert steps[0]["loss"] == pytest.approx(math.log(trained.tokenizer.vocab_size), abs=0.1)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
+    assert steps[0]["learning_rate"] == pytest.approx(1e-2 / 4)
+    assert steps[3]["learning_rate"] == pytest.approx(1e-2)
+    evaluations = [line for line in lines if "validation_loss" in line]
+    assert [line["step"] for line in evaluations] == [4, 8, 11]
+    best = min(evaluations, key=lambda line: line["validation_loss"])
+    assert (trained.best_step, trained.validation_loss) == (best["step"], best["validation_loss"])
+
+
+def test_the_validation_loss_is_the_model_s_on_every_held_out_target(trained):
+    dataset = load_dataset(trained.config.dataset, 7)
+    tokens, total = dataset.validation, 0.0
+    run = nnx.jit(lambda model, window: token_losses(model(window[:, :-1]), window[:, 1:]).sum())
+    for start in range(0, len(tokens) - 1, 7):
+        total += float(run(trained.model, jnp.asarray(tokens[None, start : start + 8])))
+    loss = total / (len(tokens) - 1)
+    assert trained.validation_loss == pytest.approx(loss, rel=1e-5)
+    evaluation = evaluate(trained.directory)
+    assert evaluation.loss == pytest.approx(loss, rel=1e-5)
+    assert evaluation.tokens == len(tokens) - 1
+    assert evaluation.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+    assert evaluation.bits_per_character == pytest.approx(loss / math.log(2), rel=1e-5)
+
+
+class Killed(Exception):
+    """What ends a run from outside."""
+
+
+class KillAt(Progress):
+    def __init__(self, step):
+        self.step = step
+
+    def stepped(self, step, loss, tokens_per_second):
+        if step >= self.step:
+            raise Killed
+
+    def evaluated(self, step, validation_loss):
+        # at this moment the evaluation is written down and the checkpoint is not
+        if step >= self.step:
+            raise Killed
+
+
+@pytest.mark.parametrize("killed_at", [2, 7, 8])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    trained, small_run, tmp_path, killed_at
+):
+    config = dataclasses.replace(small_run, out=str(tmp_path / "stopped"))
+    with pytest.raises(Killed):
+        fit(config, progress=KillAt(killed_at))
+    # in calls of another size, too
+    config = dataclasses.replace(config, steps_per_call=5)
+    resumed = fit(config, resume=True)
+    assert lines_of(resumed.directory) == lines_of(trained.directory)
+    assert last_state(resumed.directory, resumed.config) == last_state(
+        trained.directory, trained.config
+    )
+    assert resumed.sample == trained.sample
+    assert resumed.validation_loss == trained.validation_loss
+
+
+@pytest.fixture
+def copy(trained, small_run, tmp_path):
+    """The finished run's copy, and the config that made it."""
+    out = tmp_path / "copy"
+    shutil.copytree(trained.directory, out)
+    return dataclasses.replace(small_run, out=str(out))
+
+
+def snapshot(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "message"),
+    [
+        ({}, {}, FileExistsError, "exists already: --resume goes on, --overwrite starts again"),
+        ({}, {"resume": True, "overwrite": True}, ValueError, "choose one"),
+        ({"out": None}, {"resume": True}, ValueError, "resume needs to know which run"),
+        ({"seed": 5}, {"resume": True}, ValueError, "seed=4294967295 there, 5 here"),
+        ({"batch_size": 4}, {"resume": True}, ValueError, "batch_size=5 there, 4 here"),
+        (
+            {"dataset": DataConfig(data=("nowhere",))},
+            {"overwrite": True},
+            FileNotFoundError,
+            "there is no file 'nowhere'",
+        ),
+    ],
+)
+def test_a_refusal_loses_nothing(copy, tmp_path, changes, options, error, message):
+    before = snapshot(tmp_path)
+    with pytest.raises(error, match=message):
+        fit(dataclasses.replace(copy, **changes), **options)
+    assert snapshot(tmp_path) == before
+
+
+def test_there_is_nothing_to_resume_where_there_is_no_run(small_run, tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a run directory"):
+        fit(dataclasses.replace(small_run, out=str(tmp_path / "nowhere")), resume=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("foreign", [None, '{"model_type": "gpt2"}', "{"])
+def test_a_folder_that_is_not_a_run_is_never_overwritten(small_run, tmp_path, foreign):
+    (tmp_path / "model.safetensors").write_text("precious")
+    if foreign:
+        (tmp_path / "config.json").write_text(foreign)
+    before = snapshot(tmp_path)
+    with pytest.raises((ValueError, OSError), match=r"config\.json"):
+        fit(dataclasses.replace(small_run, out=str(tmp_path)), overwrite=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_overwriting_starts_again_and_keeps_what_is_not_the_run_s(copy, trained, tmp_path):
+    (tmp_path / "copy" / "notes.txt").write_text("mine")
+    shorter = dataclasses.replace(copy, steps=2, sample_tokens=0)
+    run = fit(shorter, overwrite=True)
+    assert [line["step"] for line in lines_of(run.directory)] == [1, 2, 2]
+    assert (tmp_path / "copy" / "notes.txt").read_text() == "mine"
+    assert run.sample == trained.sample[:1]
+    with Checkpoints(RunDirectory(run.directory), read_only=True) as checkpoints:
+        assert checkpoints.step("best") == checkpoints.step("last") == 2
+
+
+def test_runs_without_a_place_are_numbered(small_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "gpt").mkdir(parents=True)
+    short = dataclasses.replace(small_run, steps=1, sample_tokens=0)
+    assert fit(short).directory.as_posix() == "runs/gpt-2"
+
+
+def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(small_run, tmp_path):
+    wild = with_changes(small_run, "optimizer", learning_rate=1e30, warmup_steps=0)
+    config = dataclasses.replace(wild, out=str(tmp_path / "wild"), eval_interval=1, steps=9)
+    with pytest.raises(FloatingPointError, match=r"lower learning_rate; the last checkpoint"):
+        fit(config)
+    saved = RunDirectory(tmp_path / "wild")
+    assert all(math.isfinite(line.get("loss", 0)) for line in saved.metrics())
+    assert all(math.isfinite(line.get("validation_loss", 0)) for line in saved.metrics())
+    with Checkpoints(saved, read_only=True) as checkpoints:
+        if checkpoints.step("last") is not None:
+            weights = checkpoints.restore_weights(saved.config(), "last")
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights))
+
+
+def test_a_run_trains_from_prepared_data_as_from_its_text(trained, small_run, tmp_path):
+    prepare(small_run.dataset, tmp_path / "prepared")
+    config = with_changes(small_run, "dataset", data=(str(tmp_path / "prepared"),))
+    run = fit(dataclasses.replace(config, out=str(tmp_path / "run"), steps=4, eval_interval=9))
+    first = [line for line in lines_of(trained.directory) if line["step"] <= 3]
+    assert [line["loss"] for line in lines_of(run.directory)[:3]] == [
+        line["loss"] for line in first
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_a_bigram_learns_from_any_tokenizer(small_run, tmp_path, tokenizer):
+    config = with_changes(small_run, "model", architecture="bigram", dropout=0.0)
+    config = with_changes(config, "dataset", tokenizer=tokenizer, bpe_vocab_size=300)
+    config = with_changes(config, "optimizer", learning_rate=0.3)
+    run = fit(dataclasses.replace(config, out=str(tmp_path / "run"), steps=40))
+    losses = [line["loss"] for line in lines_of(run.directory) if "loss" in line]
+    assert losses[-1] < losses[0] - 1
+    assert load(run.directory)[1].to_json() == run.tokenizer.to_json()
+
+
+def test_a_damaged_checkpoint_stops_resuming_and_stays(copy, tmp_path):
+    for path in (tmp_path / "copy" / "checkpoints" / "11" / "optimizer").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"checkpoint .*11 can't be read"):
+        fit(dataclasses.replace(copy, steps=14), resume=True)
+    assert len(lines_of(tmp_path / "copy")) == 14
