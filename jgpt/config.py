@@ -20,7 +20,8 @@ Config = TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
-
+TrackerName = Literal["tensorboard", "wandb"]
+MAX_LAYERS = 1024  # a config from anywhere must not take hours to look at
 
 _ints_are_floats = BeartypeConf(is_pep484_tower=True)
 
@@ -41,7 +42,7 @@ def _check_types(config: Any) -> None:
 
 def _require_positive(config: Any, *names: str) -> None:
     for name in names:
-        if getattr(config, name) <= 0:
+        if getattr(config, name) is not None and getattr(config, name) <= 0:
             raise ValueError(f"{name}={getattr(config, name)} must be positive")
 
 
@@ -55,6 +56,12 @@ def _require_fraction(config: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 0 and below 1")
+
+
+def _require_multiple(config: Any, name: str, of: str) -> None:
+    value, divisor = getattr(config, name), getattr(config, of)
+    if value % divisor:
+        raise ValueError(f"{name}={value} must be divisible by {of}={divisor}")
 
 
 @dataclass(frozen=True)
@@ -94,19 +101,17 @@ class ModelConfig:
     """What products are computed in. Softmax, norms and loss are never below float32."""
     param_dtype: Dtype = "float32"
     """What parameters are stored in."""
+    rematerialise: bool = False
+    """Compute each block again in the backward pass instead of keeping its activations."""
 
     def __post_init__(self) -> None:
         """Refuse what can't be built."""
         _check_types(self)
-        _require_positive(
-            self, "vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "norm_epsilon"
-        )
-        if self.hidden_dim is not None:
-            _require_positive(self, "hidden_dim")
-        if self.embed_dim % self.num_heads:
-            raise ValueError(
-                f"embed_dim={self.embed_dim} must be divisible by num_heads={self.num_heads}"
-            )
+        _require_positive(self, "vocab_size", "block_size", "num_layers", "num_heads")
+        _require_positive(self, "embed_dim", "hidden_dim", "norm_epsilon")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
+        _require_multiple(self, "embed_dim", "num_heads")
         _require_fraction(self, "dropout")
         if self.head_bias and self.tie_embeddings:
             raise ValueError("head_bias=True needs tie_embeddings=False: a tied head has no bias")
@@ -202,12 +207,24 @@ class TrainConfig:
     """Optimizer steps."""
     batch_size: int = 12
     """Sequences in a step."""
+    micro_batches: int = 1
+    """Parts that a step's batch is computed in, one after the other: less memory, same result."""
     eval_interval: int = 250
     """Steps between exact evaluations and checkpoints; the last step always has both."""
     eval_tokens: int | None = None
     """Held-out tokens in an evaluation; all of them by default."""
     steps_per_call: int = 50
     """Steps that the device takes without coming back."""
+    patience: int | None = None
+    """Evaluations in a row without a better loss after which training stops early."""
+    keep_best: int = 1
+    """Checkpoints to keep for their validation loss."""
+    keep_last: int = 2
+    """The newest checkpoints to keep; two, so that damage to the last one is no loss."""
+    keep_every: int | None = None
+    """Keep each checkpoint whose step is a multiple of this, too."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where metrics go besides metrics.jsonl; each is an extra of the same name."""
     sample_tokens: int = 500
     """Tokens in the sample at the end; 0 for none."""
 
@@ -215,7 +232,9 @@ class TrainConfig:
         """Refuse what can't run."""
         _check_types(self)
         _require_positive(self, "steps", "batch_size", "eval_interval", "steps_per_call")
+        _require_positive(self, "micro_batches", "patience", "keep_best", "keep_last", "keep_every")
         _require_not_negative(self, "seed", "sample_tokens")
+        _require_multiple(self, "batch_size", "micro_batches")
         if self.eval_tokens is not None and self.eval_tokens <= self.model.block_size:
             raise ValueError(
                 f"eval_tokens={self.eval_tokens} must be above block_size={self.model.block_size}"

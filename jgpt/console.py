@@ -88,9 +88,10 @@ class ConsoleProgress(train.Progress):
         self.steps = self.bar.add_task("train", total=config.steps, completed=step)
 
     @typed
-    def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Move the bar; where there is none, print a line now and then."""
-        self.details = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
+        self.details = f"loss {loss:.3f}{speed}"
         if self.steps is not None:
             details = f"{self.details}{self.validation}"
             self.bar.update(self.steps, completed=step, details=details)
@@ -102,6 +103,10 @@ class ConsoleProgress(train.Progress):
         """A line for each evaluation, which stays."""
         self.validation = f"  validation {validation_loss:.3f}"
         self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
+
+    def warned(self, message: str) -> None:
+        """A line of its own."""
+        self.say(message)
 
     def _line(self, line: str) -> None:
         self.say(line)

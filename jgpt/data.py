@@ -183,13 +183,7 @@ def batches(
     A window holds a block's inputs and, one further, its targets. Which windows a step sees
     depends on the seed and the step alone, and on nothing that happened before.
     """
-    places = len(tokens) - block_size
-    if not 0 < places < 1 << 32:
-        raise ValueError(
-            f"{len(tokens)} tokens can't give windows of {block_size + 1}: more than a block and "
-            "fewer than 2**32 are needed"
-        )
-    starts = _window_starts(np.uint32(seed), first_step, np.uint32(places), steps, batch_size)
+    starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
     index = np.asarray(starts)[..., None] + np.arange(block_size + 1)
@@ -207,6 +201,20 @@ def batch(
     """One step's inputs and targets: the targets are the inputs one token later."""
     window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
     return window[:, :-1], window[:, 1:]
+
+
+@typed
+def window_starts(
+    seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
+) -> Integer[Array, "{steps} {batch_size}"]:
+    """Where in a text of so many tokens the windows of steps begin: the steps' data, exactly."""
+    places = tokens - block_size
+    if not 0 < places < 1 << 32:
+        raise ValueError(
+            f"{tokens} tokens can't give windows of {block_size + 1}: more than a block and "
+            "fewer than 2**32 are needed"
+        )
+    return _window_starts(np.uint32(seed), first_step, np.uint32(places), steps, batch_size)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

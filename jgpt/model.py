@@ -368,8 +368,9 @@ class GPT(nnx.Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The logits of each position's next token. Raises ValueError past `block_size`."""
         x = self.embed(tokens, rngs=rngs)
+        run = nnx.remat(Block.__call__) if self.config.rematerialise else Block.__call__
         for block in self.blocks:
-            x = block(x, rngs=rngs)
+            x = run(block, x, rngs=rngs)
         return self.logits(self.final_norm(x))
 
     @typed

@@ -59,9 +59,8 @@ class Metrics:
     learning_rate: Float[Array, " steps"]
 
 
-TrainSteps = Callable[
-    [TrainState, Int[Array, "steps batch window"], int], tuple[TrainState, Metrics]
-]
+TrainSteps = jax.stages.Wrapped
+"""(state, windows, count, first_step=None) to the new state and what the steps measured."""
 EvalStep = Callable[
     [Weights, Int[Array, "batches batch window"], Bool[Array, "batches batch window-1"]],
     Float[Array, ""],
@@ -93,6 +92,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     """A function that takes the first `count` of the steps whose windows it is given.
 
     It is compiled once for every count, and its state is donated: use the one it returns.
+    A step whose loss or gradient is not finite is not taken: the state stays as it was before, and
+    so it does in the calls that follow, whose `first_step` is no longer where the state is.
     """
     graph = nnx.graphdef(abstract_model(config.model))
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -108,36 +109,61 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         return cross_entropy(logits, window[:, 1:])
 
     @typed
+    def gradients_of(
+        weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Weights]:
+        if config.micro_batches == 1:
+            return jax.value_and_grad(loss_of)(weights, window, key)
+        parts = window.reshape(config.micro_batches, -1, window.shape[1])
+        keys = jax.random.split(key, config.micro_batches)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(weights, *part)), None
+
+        nothing = jnp.zeros((), _loss_dtype(config.model)), jax.tree.map(jnp.zeros_like, weights)
+        total, _ = jax.lax.scan(add, nothing, (parts, keys))
+        return jax.tree.map(lambda leaf: leaf / config.micro_batches, total)
+
+    @typed
     def step(
         state: TrainState, window: Int[Array, "batch window"]
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
         key = jax.random.fold_in(dropout_key, state.step)
-        loss, gradients = jax.value_and_grad(loss_of)(state.weights, window, key)
+        loss, gradients = gradients_of(state.weights, window, key)
+        norm = optax.tree.norm(gradients)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
-        measured = (
-            loss,
-            optax.tree.norm(gradients),
-            jnp.asarray(schedule(state.step), loss.dtype),
-        )
-        return TrainState(weights, optimizer_state, state.step + 1), measured
+        stepped = TrainState(weights, optimizer_state, state.step + 1)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
+        return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
 
     @typed
     def steps(
-        state: TrainState, windows: Int[Array, "steps batch window"], count: Int[Array, ""]
+        state: TrainState,
+        windows: Int[Array, "steps batch window"],
+        count: Int[Array, ""],
+        first_step: Int[Array, ""] | None = None,
     ) -> tuple[TrainState, Metrics]:
+        first = state.step if first_step is None else first_step
+
         # A loop with a dynamic count: one program whatever the count, and bitwise the same steps
         # however they are grouped into calls.
-        def body(i, carry):
-            state, metrics = carry
+        def unfinished(carry):
+            i, state, _ = carry
+            return (i < count) & (state.step == first + i)
+
+        def body(carry):
+            i, state, metrics = carry
             state, measured = step(state, windows[i])
             metrics = tuple(
                 row.at[i].set(value) for row, value in zip(metrics, measured, strict=True)
             )
-            return state, metrics
+            return i + 1, state, metrics
 
         empty = jnp.zeros(windows.shape[0], _loss_dtype(config.model))
-        state, metrics = jax.lax.fori_loop(0, count, body, (state, (empty, empty, empty)))
+        carry = jnp.zeros((), jnp.int32), state, (empty, empty, empty)
+        _, state, metrics = jax.lax.while_loop(unfinished, body, carry)
         return state, Metrics(*metrics)
 
     return jax.jit(steps, donate_argnums=0)

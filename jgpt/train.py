@@ -1,35 +1,35 @@
 """`fit`: the training loop. It orchestrates; the maths is in step.py."""
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jgpt.checkpoint import LOSS_PICTURE, Checkpoints, RunDirectory, load, require_same_run
+from jgpt.checkpoint import Checkpoints, Which, load, require_same_run
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data import Dataset, batches, evaluation_windows, load_dataset, resident
+from jgpt.device import CompilationWatch, Profiler
 from jgpt.generation import generate, opening
 from jgpt.loss import bits_per_character
+from jgpt.metrics import Recorder
 from jgpt.model import LanguageModel
+from jgpt.plan import require_feasible
+from jgpt.provenance import provenance, require_same_corpus
 from jgpt.report import plot_losses
-from jgpt.step import (
-    Metrics,
-    TrainState,
-    Weights,
-    init_state,
-    make_eval_step,
-    make_train_steps,
-)
+from jgpt.run_directory import LOSS_PICTURE, PROFILE, RunDirectory
+from jgpt.step import TrainState, Weights, init_state, make_eval_step, make_train_steps
 from jgpt.tokenizer import Tokenizer
+from jgpt.tracker import open_tracker
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Progress:
         """Training begins, or goes on, at the state's step."""
 
     @typed
-    def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Steps were taken, the last of them with this loss."""
 
     @typed
@@ -63,8 +63,20 @@ class Progress:
         """The whole held-out split was evaluated."""
 
     @typed
+    def warned(self, message: str) -> None:
+        """Something is not as it should be, and training goes on."""
+
+    @typed
     def downloaded(self, received: int, total: int | None) -> None:
         """So many bytes of a corpus have come."""
+
+
+class TrainingStopped(Exception):
+    """Training was asked to stop, and has saved where it is."""
+
+    def __init__(self, step: int, directory: Path) -> None:
+        super().__init__(f"stopped after step {step}, which is saved in {directory}")
+        self.step, self.directory = step, directory
 
 
 @typed
@@ -74,46 +86,64 @@ def fit(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    profile_steps: int = 0,
 ) -> Run:
     """Train as the config says, into a run directory; return the run with its best model.
 
-    `resume` goes on from the directory's last checkpoint, `overwrite` deletes what is there.
-    Raises ValueError or OSError before anything is written or deleted, FloatingPointError when
-    the loss stops being finite; the last checkpoint then stays as it is.
+    `resume` goes on from the directory's last checkpoint, or begins where there is none yet;
+    `overwrite` deletes what is there. `should_stop` is asked after each call of steps;
+    `profile_steps` are traced into the run's folder `profile`.
+    Raises ValueError or OSError before anything is written or deleted, OSError when something
+    can't be written later, FloatingPointError when a loss or a gradient is not finite, and
+    TrainingStopped: the last good state is then a checkpoint.
     """
     began = time.perf_counter()
     progress = progress or Progress()
     out = _run_directory(config, resume=resume, overwrite=overwrite)
+    goes_on = resume and RunDirectory.exists(out)
     dataset = load_dataset(
         config.dataset,
         config.model.block_size,
-        tokenizer=RunDirectory.open(out).tokenizer() if resume else None,
+        tokenizer=RunDirectory.open(out).tokenizer() if goes_on else None,
         on_download=progress.downloaded,
     )
-    model_config = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
-    config = dataclasses.replace(config, model=model_config)
-    run = _open_run(out, config, dataset.tokenizer, resume=resume, overwrite=overwrite)
-    with Checkpoints(run) as checkpoints:
-        resumed = resume and checkpoints.step("last") is not None
-        state = checkpoints.restore(config) if resumed else init_state(config)
-        run.forget_metrics_after(int(state.step))
+    config = _with_vocabulary_of(dataset, config)
+    require_feasible(config, out)
+    with (
+        RunDirectory(out).locked(),
+        _open_run(out, config, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
+        contextlib.ExitStack() as stack,
+    ):
+        goes_on = checkpoints.step("last") is not None
+        state = checkpoints.restore() if goes_on else init_state(config)
+        first_step = int(state.step)
+        run.forget_metrics_after(first_step)
+        trackers = [
+            stack.enter_context(
+                contextlib.closing(open_tracker(name, run.path, out.name, first_step))
+            )
+            for name in config.trackers
+        ]
+        run.append_provenance(provenance(config, dataset, first_step))
         progress.started(config, dataset, state, out)
-        _train(config, dataset, state, run, checkpoints, progress)
+        recorder = Recorder(config, run, trackers, len(dataset.train))
+        profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
+        _train(config, dataset, state, run, checkpoints, recorder, profiler, progress, should_stop)
+        checkpoints.wait()
+        best = checkpoints.best()
     plot_losses(run.metrics(), run.path / LOSS_PICTURE)
     model, tokenizer, _ = load(run.path)
     sample = _sample(model, tokenizer, config)
     run.write_samples(sample)
-    best = min(
-        (line for line in run.metrics() if "validation_loss" in line),
-        key=lambda line: line["validation_loss"],
-    )
+    assert best.validation_loss is not None  # training evaluates its last step
     return Run(
         directory=run.path,
         model=model,
         tokenizer=tokenizer,
         config=config,
-        validation_loss=best["validation_loss"],
-        best_step=best["step"],
+        validation_loss=best.validation_loss,
+        best_step=best.step,
         sample=sample,
         seconds=time.perf_counter() - began,
     )
@@ -127,12 +157,12 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
             raise ValueError("resume needs to know which run: give its directory as out")
         return _free_directory(Path("runs"), config.name)
     out = Path(config.out)
-    if resume:
-        RunDirectory.open(out)
-    elif out.exists() and not overwrite:
+    if not out.exists():
+        return out
+    if not resume and not overwrite:
         raise FileExistsError(f"{out} exists already: --resume goes on, --overwrite starts again")
-    elif out.exists() and any(out.iterdir()):
-        RunDirectory.open(out).config()  # delete runs only, whatever the user has named
+    if not RunDirectory.holds_nothing_else(out):  # but what a run begins with
+        RunDirectory.open(out).config()  # change runs only, whatever the user has named
     return out
 
 
@@ -144,14 +174,28 @@ def _free_directory(parent: Path, name: str) -> Path:
     return path
 
 
+def _with_vocabulary_of(dataset: Dataset, config: TrainConfig) -> TrainConfig:
+    model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    return dataclasses.replace(config, model=model)
+
+
+@contextlib.contextmanager
 def _open_run(
-    out: Path, config: TrainConfig, tokenizer: Tokenizer, *, resume: bool, overwrite: bool
-) -> RunDirectory:
-    if resume:
-        require_same_run(RunDirectory.open(out).config(), config)
-    elif overwrite and out.exists():
+    out: Path, config: TrainConfig, dataset: Dataset, *, resume: bool, overwrite: bool
+) -> Iterator[tuple[RunDirectory, Checkpoints]]:
+    """The locked directory's run, old or new."""
+    if RunDirectory.exists(out) and resume:
+        run = RunDirectory.open(out)
+        require_same_run(run.config(), config)
+        require_same_corpus(run.provenance(), dataset, str(out))
+        run.write_config(config)
+    elif RunDirectory.exists(out) and not overwrite:
+        raise FileExistsError(f"{out} has become another process's run: choose another out")
+    else:
         RunDirectory(out).delete()
-    return RunDirectory.create(out, config, tokenizer)
+        run = RunDirectory.create(out, config, dataset.tokenizer)
+    with Checkpoints(run, config) as checkpoints:
+        yield run, checkpoints
 
 
 def _train(
@@ -160,84 +204,77 @@ def _train(
     state: TrainState,
     run: RunDirectory,
     checkpoints: Checkpoints,
+    recorder: Recorder,
+    profiler: Profiler,
     progress: Progress,
+    should_stop: Callable[[], bool],
 ) -> None:
     """Calls of many steps, one in flight while the last one's metrics are read."""
     train_steps, evaluate = make_train_steps(config), _evaluator(config, dataset)
     tokens = resident(dataset.train)
-    reader = _MetricsReader(config, run, progress)
-    step = int(state.step)
-    while step < config.steps:
-        boundary = min(step - step % config.eval_interval + config.eval_interval, config.steps)
-        count = min(config.steps_per_call, boundary - step)
-        windows = batches(
-            tokens,
-            config.seed,
-            step,
-            config.steps_per_call,
-            config.batch_size,
-            config.model.block_size,
-        )
-        state, metrics = train_steps(state, windows, count)
-        reader.read()
-        reader.pending = (step, count, metrics)
-        step += count
-        if step == boundary:
-            reader.read()
-            validation_loss = evaluate(state.weights)
-            if not math.isfinite(validation_loss):
-                raise FloatingPointError(
-                    f"the validation loss is {validation_loss} after step {step}: "
-                    "lower learning_rate; the last checkpoint is kept"
+    losses = [line["validation_loss"] for line in run.metrics() if "validation_loss" in line]
+    first_step = step = int(state.step)
+    with CompilationWatch(progress.warned) as watch:
+        try:
+            while step < config.steps and not _out_of_patience(losses, config.patience):
+                if should_stop():
+                    recorder.finish()
+                    checkpoints.save(state, None)
+                    checkpoints.wait()
+                    raise TrainingStopped(step, run.path)
+                boundary = step - step % config.eval_interval + config.eval_interval
+                boundary = min(boundary, config.steps)
+                count = profiler.limit(min(config.steps_per_call, boundary - step))
+                windows = batches(
+                    tokens,
+                    config.seed,
+                    step,
+                    config.steps_per_call,
+                    config.batch_size,
+                    config.model.block_size,
                 )
-            run.append_metrics([{"step": step, "validation_loss": validation_loss}])
-            progress.evaluated(step, validation_loss)
-            checkpoints.save(state, validation_loss)
-            reader.restart_clock()
+                state, metrics = train_steps(state, windows, count, step)
+                profiler.stepped(count, metrics)
+                if step == first_step:
+                    jax.block_until_ready(metrics)  # it has compiled: no speed to be measured
+                _report(progress, recorder.add(step, count, metrics))
+                if step == first_step:
+                    recorder.start_clock()
+                step += count
+                checkpoints.raise_if_failed()
+                if step == boundary:
+                    _report(progress, recorder.wait())
+                    losses.append(evaluate(state.weights))
+                    if not math.isfinite(losses[-1]):
+                        raise FloatingPointError(
+                            f"the validation loss is {losses[-1]} after step {step}"
+                        )
+                    recorder.finish(losses[-1])
+                    progress.evaluated(step, losses[-1])
+                    checkpoints.save(state, losses[-1])
+                    watch.arm()
+                    recorder.start_clock()
+        except FloatingPointError as error:
+            recorder.finish()
+            if int(state.step) < step:  # the step that was not finite was not taken
+                checkpoints.save(state, None)
+                checkpoints.wait()
+            raise FloatingPointError(
+                f"{error}: lower learning_rate; the last good state is checkpoint "
+                f"{checkpoints.step('last')}"
+            ) from None
 
 
-class _MetricsReader:
-    """Reads a call's metrics while the next call runs, so that the device never waits."""
+def _report(progress: Progress, line: dict[str, Any] | None) -> None:
+    if line is not None:
+        progress.stepped(line["step"], line["loss"], line.get("tokens_per_second"))
 
-    @typed
-    def __init__(self, config: TrainConfig, run: RunDirectory, progress: Progress) -> None:
-        self.config, self.run, self.progress = config, run, progress
-        self.pending: tuple[int, int, Metrics] | None = None
-        self.restart_clock()
 
-    @typed
-    def restart_clock(self) -> None:
-        """Don't count what was not training."""
-        self.clock = time.perf_counter()
-
-    @typed
-    def read(self) -> None:
-        """Wait for the pending call, and write down and report what it measured."""
-        if self.pending is None:
-            return
-        first, count, metrics = self.pending
-        self.pending = None
-        rows = {
-            name: np.asarray(getattr(metrics, name))[:count].tolist()
-            for name in ("loss", "gradient_norm", "learning_rate")
-        }
-        now = time.perf_counter()
-        tokens = count * self.config.batch_size * self.config.model.block_size
-        tokens_per_second = tokens / (now - self.clock)
-        self.clock = now
-        lines = [
-            {"step": first + i + 1, **{name: row[i] for name, row in rows.items()}}
-            for i in range(count)
-        ]
-        for line in lines:
-            if not math.isfinite(line["loss"]):
-                raise FloatingPointError(
-                    f"the loss is {line['loss']} at step {line['step']} (learning rate "
-                    f"{line['learning_rate']:.3g}, gradient norm {line['gradient_norm']:.3g}): "
-                    "lower learning_rate; the last checkpoint is kept"
-                )
-        self.run.append_metrics(lines)
-        self.progress.stepped(first + count, rows["loss"][-1], tokens_per_second)
+def _out_of_patience(losses: list[float], patience: int | None) -> bool:
+    """Whether the best loss is so many evaluations old."""
+    if patience is None or not losses:
+        return False
+    return len(losses) - 1 - losses.index(min(losses)) >= patience
 
 
 @dataclass(frozen=True)
@@ -256,7 +293,7 @@ class Evaluation:
 def evaluate(
     run_directory: str | Path,
     *,
-    which: Literal["best", "last"] = "best",
+    which: Which = "best",
     progress: Progress | None = None,
 ) -> Evaluation:
     """The exact loss of a run's model on the text that its training held out."""
@@ -267,6 +304,8 @@ def evaluate(
         tokenizer=tokenizer,
         on_download=(progress or Progress()).downloaded,
     )
+    run = RunDirectory.open(run_directory)
+    require_same_corpus(run.provenance(), dataset, str(run.path))
     loss = _evaluator(config, dataset)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     return Evaluation(
         loss=loss,

@@ -1,0 +1,144 @@
+"""What the device can do and does: peak speed, memory in use, and unwanted compilations."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import jax
+from jaxtyping import PyTree
+
+from jgpt.contracts import typed
+
+_PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "Tesla T4": 65e12,
+    "Tesla V100": 125e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+}
+
+
+@typed
+def peak_flops() -> float | None:
+    """The devices' dense 16-bit peak, all together, or None where the maker's figure is unknown."""
+    kind = jax.devices()[0].device_kind
+    # a GPU's kind goes on with its form and memory, a TPU's is exact
+    known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
+    known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
+    return _PEAK_FLOPS[max(known, key=len)] * jax.device_count() if known else None
+
+
+@typed
+def memory_in_use() -> int | None:
+    """The most bytes that were in use so far: on the device, or on a CPU by this process."""
+    statistics = jax.local_devices()[0].memory_stats()
+    if statistics:
+        return statistics.get("peak_bytes_in_use")
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+@typed
+def memory_limit() -> int | None:
+    """The bytes that a device has for arrays, or None where it doesn't say."""
+    statistics = jax.local_devices()[0].memory_stats()
+    return statistics.get("bytes_limit") if statistics else None
+
+
+class CompilationWatch(logging.Handler):
+    """Hears JAX trace something anew after warm-up, and tells of it and its cause, once.
+
+    Use it as a context manager, and `arm` it when all that a run needs has been compiled.
+    """
+
+    @typed
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """Tell through a function, which is called at most once."""
+        super().__init__(logging.WARNING)
+        self._tell: Callable[[str], None] | None = tell
+        self._armed = False
+
+    def __enter__(self) -> Self:
+        """Listen to JAX's own explanations."""
+        logging.getLogger("jax").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop listening."""
+        logging.getLogger("jax").removeHandler(self)
+        if self._armed:
+            jax.config.update("jax_explain_cache_misses", False)
+
+    @typed
+    def arm(self) -> None:
+        """From now on, whatever is compiled is one compilation too many."""
+        if not self._armed:
+            self._armed = True
+            jax.config.update("jax_explain_cache_misses", True)
+
+    @typed
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell of the first explanation; leave JAX's other warnings to the others."""
+        message = record.getMessage()
+        if not message.startswith("TRACING CACHE MISS"):
+            if logging.lastResort is not None and not logging.getLogger().handlers:
+                logging.lastResort.handle(record)
+        elif self._tell is not None:
+            tell, self._tell = self._tell, None
+            tell("compiled again after warm-up: " + "; ".join(message.split("\n")[1:]).strip())
+
+
+class Profiler:
+    """Traces some steps after the first, which compiles; use it as a context manager."""
+
+    @typed
+    def __init__(self, directory: Path, steps: int) -> None:
+        """Trace so many steps, or none, into a directory."""
+        self._directory, self._left = directory, steps
+        self._warm = self._tracing = False
+
+    def __enter__(self) -> Self:
+        """Nothing to do before the first steps."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write the trace, if training ended before all of its steps."""
+        if self._tracing:
+            jax.profiler.stop_trace()
+
+    @typed
+    def limit(self, count: int) -> int:
+        """How many of these steps to take at once; the trace begins where they do."""
+        if self._left == 0:
+            return count
+        if not self._warm:
+            return 1
+        if not self._tracing:
+            self._tracing = True
+            jax.profiler.start_trace(self._directory)
+        return min(count, self._left)
+
+    @typed
+    def stepped(self, count: int, result: PyTree) -> None:
+        """The steps were started, with this result; the trace ends when its last one is done."""
+        if self._tracing:
+            self._left -= count
+            if self._left == 0:
+                jax.block_until_ready(result)
+                jax.profiler.stop_trace()
+                self._tracing = False
+        self._warm = True

@@ -1,0 +1,109 @@
+"""The manifest of a checkpoint: what it is of, and what its every file must be."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from beartype.door import is_bearable
+
+from jgpt.contracts import typed
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is of, and the size and SHA-256 of its every file."""
+
+    step: int
+    validation_loss: float | None
+    model: dict[str, Any]
+    """The model's config: without it, parameters are only numbers."""
+    tokenizer: str
+    """The SHA-256 of the run's tokenizer."""
+    files: dict[str, tuple[int, str]]
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """A checkpoint's manifest. Raises ValueError where it is missing or not as written."""
+        path = directory / MANIFEST
+        try:
+            if path.is_symlink():
+                raise ValueError("it is a link")
+            values = json.loads(path.read_text(encoding="utf-8"))
+            digest = values.pop("sha256")
+            if digest != hashlib.sha256(json.dumps(values).encode()).hexdigest():
+                raise ValueError("its own SHA-256 is another")
+            files = {name: (size, sha) for name, (size, sha) in values["files"].items()}
+            manifest = cls(**values | {"files": files})
+            for name, hint in get_type_hints(cls).items():
+                if not is_bearable(getattr(manifest, name), hint):
+                    raise ValueError(f"{name} is not {hint}")
+            if directory.name != str(manifest.step):
+                raise ValueError(f"it is of step {manifest.step}")
+            return manifest
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+    @typed
+    def write(self, directory: Path) -> None:
+        """Write it into its checkpoint, with its own SHA-256."""
+        values = dataclasses.asdict(self)
+        values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+        with (directory / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(values, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@typed
+def verify(directory: Path) -> None:
+    """Raise ValueError naming the first file of a checkpoint that is not as it was written."""
+    manifest = Manifest.read(directory)
+    found = {name: path for name, path in files_below(directory) if name != MANIFEST}
+    for name in sorted({*manifest.files, *found}):
+        path = directory / name
+        if name not in found:
+            raise ValueError(f"{path} is missing")
+        if name not in manifest.files:
+            raise ValueError(f"{path} does not belong there")
+        size, sha = manifest.files[name]
+        if path.stat().st_size != size:
+            raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}")
+        if sha256_of(path) != sha:
+            raise ValueError(f"{path} is damaged: its SHA-256 is not the one it was written with")
+
+
+@typed
+def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
+    """All files below a directory by their relative names. Raises ValueError for a link."""
+    for path in directory.rglob("*"):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link: a run reads its own files only")
+        if path.is_file():
+            yield path.relative_to(directory).as_posix(), path
+
+
+@typed
+def sha256_of(path: Path) -> str:
+    """A file's SHA-256, whatever its size."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@typed
+def sync_directory(directory: Path) -> None:
+    """Have a directory's entries on disk, not only its files."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,77 @@
+"""What a run will need, before anything is allocated or written; and whether it can work at all."""
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jgpt.config import TrainConfig
+from jgpt.contracts import typed
+from jgpt.device import memory_limit
+from jgpt.step import abstract_state, make_train_steps
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """The bytes that a call of training steps needs on the device, by the compiler's analysis."""
+
+    state: int
+    """Parameters and the optimizer's state; a checkpoint's size too."""
+    working: int
+    """Activations, gradients and batches."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.working
+
+
+@typed
+def training_memory(config: TrainConfig) -> TrainingMemory | None:
+    """Compile the steps and read what they need; None where the compiler doesn't say."""
+    state = abstract_state(config)
+    shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
+    windows = jax.ShapeDtypeStruct(shape, jnp.int32)
+    analysis = make_train_steps(config).lower(state, windows, 0, 0).compile().memory_analysis()
+    if analysis is None:
+        return None
+    total = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes  # the state is donated: it is there once
+        + analysis.temp_size_in_bytes
+    )
+    return TrainingMemory(bytes_of(state), max(total - bytes_of(state), 0))
+
+
+@typed
+def require_feasible(config: TrainConfig, out: Path) -> None:
+    """Raise ValueError or OSError for what can't work, before anything is compiled."""
+    for name in ("dtype", "param_dtype"):
+        if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
+            raise ValueError(f"{name}=float64 needs JAX_ENABLE_X64=1 in the environment")
+    state = bytes_of(abstract_state(config))
+    limit = memory_limit()
+    if limit is not None and state > limit:
+        raise ValueError(
+            f"parameters and optimizer take {state / 2**30:.1f} GiB, the device has "
+            f"{limit / 2**30:.1f} GiB: choose a smaller model"
+        )
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    needed = state * (config.keep_best + config.keep_last + 1)
+    if needed > free:
+        raise OSError(
+            f"{existing} has {free / 2**20:.0f} MiB left, the checkpoints to keep need "
+            f"{needed / 2**20:.0f} MiB: make room, or lower keep_best and keep_last"
+        )
+
+
+@typed
+def bytes_of(tree: PyTree) -> int:
+    """The bytes of a tree's arrays."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
