@@ -12,129 +12,62 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional
+from tyro.conf import OmitArgPrefixes
 
-from jgpt.config import (
-    DEFAULT_PRESET,
-    PRESETS,
-    DataConfig,
-    TokenizerName,
-    TrainConfig,
-    did_you_mean,
-    preset,
-)
+from jgpt.config import DEFAULT_PRESET, PRESETS, DataConfig, TrainConfig, did_you_mean, preset
 from jgpt.contracts import typed
+from jgpt.options import (
+    AttentionOptions,
+    EvalOptions,
+    InfoOptions,
+    PlotOptions,
+    PrepareOptions,
+    PresetsOptions,
+    SampleOptions,
+    TrainOptions,
+)
 
 Options = TypeVar("Options")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainOptions:
-    """Train a GPT: a preset, and whatever of it you change."""
-
-    config: TrainConfig
-    resume: bool = False
-    """Go on from the last checkpoint of the run in --out, whose config is the default."""
-    overwrite: bool = False
-    """Delete the run in --out and start again."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleOptions:
-    """Write text with a trained model, as it is drawn. Past the block size the window slides: the
-    model reads the last block-size tokens."""
-
-    run: Positional[str]
-    """The run directory."""
-    prompt: str | None = None
-    """The text to continue; a line's beginning by default."""
-    prompt_file: str | None = None
-    """A UTF-8 file with the text to continue; - is standard input."""
-    max_new_tokens: int = 500
-    """Tokens to write."""
-    temperature: float = 0.8
-    """0 always takes the likeliest token; 1 draws from the model's own distribution."""
-    top_k: int | None = None
-    """Draw from this many of the likeliest tokens only."""
-    top_p: float | None = None
-    """Draw from the fewest tokens that hold this probability only."""
-    num_samples: int = 1
-    """How many texts to write."""
-    seed: int = 1337
-    """The same seed writes the same text."""
-    checkpoint: Literal["best", "last"] = "best"
-    """By validation loss, or by age."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalOptions:
-    """Measure a run's exact loss on the text that it held out: every target once."""
-
-    run: Positional[str]
-    """The run directory."""
-    json: bool = False
-    """One JSON object instead of lines to read."""
-    checkpoint: Literal["best", "last"] = "best"
-    """By validation loss, or by age."""
-
-
-@dataclasses.dataclass(frozen=True)
-class InfoOptions:
-    """Show the size of a preset's or a run's model: parameters by part, bytes, FLOPs."""
-
-    what: Positional[str]
-    """A preset's name or a run directory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PrepareOptions:
-    """Tokenize text, larger than memory too, into a folder for `jgpt train --data`."""
-
-    files: Positional[tuple[str, ...]]
-    """UTF-8 files, folders of .txt, or corpora."""
-    out: str
-    """The folder to write."""
-    tokenizer: TokenizerName = "char"
-    """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs."""
-    bpe_vocab_size: int = 1024
-    """Vocabulary to train byte-pairs for."""
-    tokenizer_files: str | None = None
-    """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PresetsOptions:
-    """List the presets of `jgpt train`."""
 
 
 @typed
 def train(args: list[str]) -> None:
     """`jgpt train [PRESET] ...`"""
-    name, args = _preset_name(args)
-    out = _value_after("--out", args)
-    if name is None and out is not None and "--resume" in args:
-        from jgpt.checkpoint import RunDirectory
-
-        default = RunDirectory.open(out).config()
-    else:
-        default = preset(name or DEFAULT_PRESET)
+    default, args = _train_default(args)
     if _value_after("--vocab-size", args) is not None:
         raise ValueError("vocab-size can't be chosen: the tokenizer decides it; leave it out")
     options = _parse(TrainOptions, "train [PRESET]", args, default=TrainOptions(default))
+    if options.profile < 0:
+        raise ValueError(f"profile={options.profile} must not be negative")
 
     from rich.console import Console
 
-    from jgpt.console import ConsoleProgress
-    from jgpt.train import fit
+    from jgpt.console import ConsoleProgress, describe
+    from jgpt.signals import stop_requested
+    from jgpt.train import TrainingStopped, fit, plan
 
+    how = {"resume": options.resume, "overwrite": options.overwrite}
     console = Console()
     with ConsoleProgress(console) as progress:
-        run = fit(
-            options.config, resume=options.resume, overwrite=options.overwrite, progress=progress
-        )
+        if options.dry_run:
+            progress.say(*describe(plan(options.run, **how, progress=progress)))
+            return
+        with stop_requested(progress.stopping, progress.leaving) as stop:
+            try:
+                run = fit(
+                    options.run,
+                    **how,
+                    progress=progress,
+                    should_stop=stop,
+                    profile_steps=options.profile,
+                )
+            except TrainingStopped as stopped:
+                go_on = f"jgpt train --out {stopped.directory} --resume"
+                progress.say(f"{stopped}; go on with: {go_on}")
+                sys.exit(stop.exit_code)
     if run.sample:
         progress.say("", run.sample, "")
     progress.say(
@@ -146,6 +79,24 @@ def train(args: list[str]) -> None:
 
 
 @typed
+def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
+    """The config that options change: a preset's, a file's, or that of the run to resume."""
+    name, args = _preset_name(args)
+    file, out = _value_after("--config", args), _value_after("--out", args)
+    if file is not None:
+        if name is not None:
+            raise ValueError(f"the preset {name} and --config are two configs: give one")
+
+        from jgpt.run_directory import read_config
+
+        return dataclasses.replace(read_config(Path(file)), out=None), args
+    if name is None and out is not None and "--resume" in args:
+        from jgpt.run_directory import RunDirectory
+
+        return RunDirectory.open(out).config(), args
+    return preset(name or DEFAULT_PRESET), args
+
+
 def sample(args: list[str]) -> None:
     """`jgpt sample RUN ...`"""
     options = _parse(SampleOptions, "sample", args)
@@ -208,24 +159,27 @@ def info(args: list[str]) -> None:
     """`jgpt info PRESET|RUN`"""
     options = _parse(InfoOptions, "info", args)
 
-    from jgpt.checkpoint import RunDirectory
+    from jgpt.plan import training_memory
+    from jgpt.run_directory import RunDirectory
     from jgpt.size import flops_per_token, parts_of
 
     if options.what in PRESETS:
-        model = preset(options.what).model
+        config = preset(options.what)
     elif Path(options.what).exists():
-        model = RunDirectory.open(options.what).config().model
+        config = RunDirectory.open(options.what).config()
     else:
         raise ValueError(
             f"{options.what!r} is neither a preset nor a run directory"
             f"{did_you_mean(options.what, PRESETS)}"
         )
-    rows = [(part.name, part.parameters, part.size) for part in parts_of(model)]
+    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
     rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     for name, parameters, size in rows:
         print(f"{name:<28} {parameters:>13,} parameters {size / 2**20:>9.2f} MiB")
-    flops = flops_per_token(model)
+    flops = flops_per_token(config.model)
     print(f"FLOPs per token at a full block: {flops:,} forward, {3 * flops:,} in training")
+    if (memory := training_memory(config)) is not None:
+        print(f"memory to train with batch_size={config.batch_size}: {memory}")
 
 
 @typed
@@ -254,11 +208,38 @@ def presets(args: list[str]) -> None:
         print(f"{name:<14} {promise}{default}; {config.steps:,} steps")
 
 
+@typed
+def plot(args: list[str]) -> None:
+    """`jgpt plot RUN...`"""
+    options = _parse(PlotOptions, "plot", args)
+
+    from jgpt.report import plot_runs
+    from jgpt.run_directory import RunDirectory
+
+    plot_runs([RunDirectory.open(run) for run in options.runs], Path(options.out))
+    print(f"drawn in {options.out}")
+
+
+@typed
+def attention(args: list[str]) -> None:
+    """`jgpt attention RUN --prompt TEXT`"""
+    options = _parse(AttentionOptions, "attention", args)
+
+    from jgpt.checkpoint import load
+    from jgpt.report import plot_attention
+
+    model, tokenizer, _ = load(options.run, which=options.checkpoint)
+    plot_attention(model, tokenizer, options.prompt, Path(options.out))
+    print(f"drawn in {options.out}")
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "train": ("train a GPT", train),
     "sample": ("write text with a trained model", sample),
     "eval": ("measure a run's exact validation loss", evaluate),
-    "info": ("parameters, bytes and FLOPs of a preset or a run", info),
+    "info": ("parameters, bytes, FLOPs and memory of a preset or a run", info),
+    "plot": ("draw the losses of runs in one picture", plot),
+    "attention": ("draw what each head of a trained model reads", attention),
     "prepare": ("tokenize text larger than memory into a folder", prepare),
     "presets": ("list the presets", presets),
 }
@@ -281,6 +262,8 @@ def main(args: Sequence[str] | None = None) -> None:
                 f"the commands are {', '.join(COMMANDS)}"
             )
         COMMANDS[args[0]][1](args[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (ValueError, OSError, ModuleNotFoundError, FloatingPointError) as error:
         if os.environ.get("JGPT_TRACEBACK") == "1":
             raise

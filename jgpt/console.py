@@ -14,6 +14,7 @@ from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data import Dataset
 from jgpt.optimizer import decay_mask
+from jgpt.plan import Plan
 from jgpt.step import TrainState
 
 SECONDS_PER_LINE = 20
@@ -104,6 +105,17 @@ class ConsoleProgress(train.Progress):
         self.validation = f"  validation {validation_loss:.3f}"
         self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
+    @typed
+    def stopping(self) -> None:
+        """A first signal has come."""
+        self.say("stopping after the call in flight, to save; once more leaves at once")
+
+    @typed
+    def leaving(self) -> None:
+        """A second one has: leave the terminal as it was."""
+        self.console.show_cursor(True)
+
+    @typed
     def warned(self, message: str) -> None:
         """A line of its own."""
         self.say(message)
@@ -117,3 +129,23 @@ class ConsoleProgress(train.Progress):
         """Plain text: nothing in it is markup."""
         for line in lines:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@typed
+def describe(plan: Plan) -> list[str]:
+    """A plan in lines."""
+    config = plan.config
+    tokens = config.batch_size * config.model.block_size
+    epochs = config.steps * tokens / plan.training_tokens
+    lines = [
+        f"{config.name}: {plan.parameters:,} parameters, vocabulary {config.model.vocab_size}, on "
+        f"{jax.devices()[0].device_kind}, into {plan.out}",
+        f"data: {' '.join(config.dataset.data)}: {plan.training_tokens:,} tokens to learn from, "
+        f"{plan.held_out_tokens:,} held out",
+        f"{config.steps:,} steps of {config.batch_size} x {config.model.block_size} tokens: "
+        f"{epochs:.1f} times the text, {plan.flops:.3g} floating-point operations",
+        f"an evaluation and a checkpoint every {config.eval_interval} steps",
+    ]
+    if plan.memory is not None:
+        lines.append(f"memory on the device: {plan.memory}")
+    return [*lines, "nothing was written: leave out --dry-run to train"]

@@ -31,6 +31,7 @@ LEGEND: dict[str, str] = {
     "head_dim": "features of one head's queries and keys",
     "value_dim": "features of one head's values",
     "heads": "attention heads",
+    "layers": "blocks on top of each other",
     "embed_dim": "features of the residual stream",
     "vocab": "tokens a model can name",
     "features": "features of all heads side by side",

@@ -11,7 +11,9 @@ from jaxtyping import PyTree
 
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
+from jgpt.data import Dataset
 from jgpt.device import memory_limit
+from jgpt.size import flops_per_token, parts_of
 from jgpt.step import abstract_state, make_train_steps
 
 
@@ -24,10 +26,26 @@ class TrainingMemory:
     working: int
     """Activations, gradients and batches."""
 
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.state + self.working
+    def __str__(self) -> str:
+        total, state, working = (
+            f"{size / 2**20:,.1f} MiB"
+            for size in (self.state + self.working, self.state, self.working)
+        )
+        return f"{total}: {state} parameters and optimizer, {working} activations and gradients"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What training would do."""
+
+    config: TrainConfig
+    out: Path
+    training_tokens: int
+    held_out_tokens: int
+    parameters: int
+    memory: TrainingMemory | None
+    flops: int
+    """Of all steps."""
 
 
 @typed
@@ -46,6 +64,21 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
         + analysis.temp_size_in_bytes
     )
     return TrainingMemory(bytes_of(state), max(total - bytes_of(state), 0))
+
+
+@typed
+def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
+    """The plan of a run whose text is known."""
+    tokens = config.steps * config.batch_size * config.model.block_size
+    return Plan(
+        config=config,
+        out=out,
+        training_tokens=len(dataset.train),
+        held_out_tokens=len(dataset.validation),
+        parameters=sum(part.parameters for part in parts_of(config.model)),
+        memory=training_memory(config),
+        flops=3 * flops_per_token(config.model) * tokens,
+    )
 
 
 @typed

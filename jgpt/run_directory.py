@@ -113,7 +113,7 @@ class RunDirectory:
     @typed
     def config(self) -> TrainConfig:
         """The run's config, the tokenizer's vocabulary size in it."""
-        return _read(self.path / CONFIG, lambda text: from_json(TrainConfig, text))
+        return read_config(self.path / CONFIG)
 
     @typed
     def tokenizer(self) -> Tokenizer:
@@ -216,6 +216,12 @@ class RunDirectory:
                     continue
                 if isinstance(line, dict) and type(line.get("step")) is int:
                     yield line, end
+
+
+@typed
+def read_config(path: Path) -> TrainConfig:
+    """A run's config. Raises ValueError where it is damaged."""
+    return _read(path, lambda text: from_json(TrainConfig, text))
 
 
 def _write(path: Path, text: str) -> None:

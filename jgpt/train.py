@@ -23,7 +23,7 @@ from jgpt.generation import generate, opening
 from jgpt.loss import bits_per_character
 from jgpt.metrics import Recorder
 from jgpt.model import LanguageModel
-from jgpt.plan import require_feasible
+from jgpt.plan import Plan, make_plan, require_feasible
 from jgpt.provenance import provenance, require_same_corpus
 from jgpt.report import plot_losses
 from jgpt.run_directory import LOSS_PICTURE, PROFILE, RunDirectory
@@ -100,16 +100,7 @@ def fit(
     """
     began = time.perf_counter()
     progress = progress or Progress()
-    out = _run_directory(config, resume=resume, overwrite=overwrite)
-    goes_on = resume and RunDirectory.exists(out)
-    dataset = load_dataset(
-        config.dataset,
-        config.model.block_size,
-        tokenizer=RunDirectory.open(out).tokenizer() if goes_on else None,
-        on_download=progress.downloaded,
-    )
-    config = _with_vocabulary_of(dataset, config)
-    require_feasible(config, out)
+    config, dataset, out = _prepare(config, resume, overwrite, progress)
     with (
         RunDirectory(out).locked(),
         _open_run(out, config, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
@@ -149,6 +140,40 @@ def fit(
     )
 
 
+@typed
+def plan(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """What `fit` would do; nothing is written, and it raises what `fit` would."""
+    return make_plan(*_prepare(config, resume, overwrite, progress or Progress()))
+
+
+def _prepare(
+    config: TrainConfig, resume: bool, overwrite: bool, progress: Progress
+) -> tuple[TrainConfig, Dataset, Path]:
+    """All that can be found wrong before anything is written or compiled."""
+    out = _run_directory(config, resume=resume, overwrite=overwrite)
+    goes_on = resume and RunDirectory.exists(out)
+    dataset = load_dataset(
+        config.dataset,
+        config.model.block_size,
+        tokenizer=RunDirectory.open(out).tokenizer() if goes_on else None,
+        on_download=progress.downloaded,
+    )
+    model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    config = dataclasses.replace(config, model=model)
+    if goes_on:
+        run = RunDirectory.open(out)
+        require_same_run(run.config(), config)
+        require_same_corpus(run.provenance(), dataset, str(out))
+    require_feasible(config, out)
+    return config, dataset, out
+
+
 def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
     if resume and overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: choose one")
@@ -174,11 +199,6 @@ def _free_directory(parent: Path, name: str) -> Path:
     return path
 
 
-def _with_vocabulary_of(dataset: Dataset, config: TrainConfig) -> TrainConfig:
-    model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
-    return dataclasses.replace(config, model=model)
-
-
 @contextlib.contextmanager
 def _open_run(
     out: Path, config: TrainConfig, dataset: Dataset, *, resume: bool, overwrite: bool
@@ -186,8 +206,6 @@ def _open_run(
     """The locked directory's run, old or new."""
     if RunDirectory.exists(out) and resume:
         run = RunDirectory.open(out)
-        require_same_run(run.config(), config)
-        require_same_corpus(run.provenance(), dataset, str(out))
         run.write_config(config)
     elif RunDirectory.exists(out) and not overwrite:
         raise FileExistsError(f"{out} has become another process's run: choose another out")

@@ -38,8 +38,9 @@ ROOMS = (
     "metrics",
     "report",
     "train",
-    "signals",
     "console",
+    "signals",
+    "options",
     "cli",
 )
 """From the foundation to the roof; each may use what stands before it."""

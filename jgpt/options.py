@@ -1,0 +1,119 @@
+"""The options of each command: attribute docstrings are the command line's help."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tyro.conf import Positional
+
+from jgpt.config import TokenizerName, TrainConfig
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a GPT: a preset, and whatever of it you change."""
+
+    run: TrainConfig
+    config: str | None = None
+    """A run's config.json to begin with instead of a preset: the same run again, elsewhere."""
+    resume: bool = False
+    """Go on from the last checkpoint of the run in --out, whose config is the default; begin
+    where there is none yet."""
+    overwrite: bool = False
+    """Delete the run in --out and start again."""
+    dry_run: bool = False
+    """Say what would be trained, where, and what it needs; train and write nothing."""
+    profile: int = 0
+    """Trace this many steps after the first into the run's folder profile."""
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Write text with a trained model, as it is drawn. Past the block size the window slides: the
+    model reads the last block-size tokens."""
+
+    run: Positional[str]
+    """The run directory."""
+    prompt: str | None = None
+    """The text to continue; a line's beginning by default."""
+    prompt_file: str | None = None
+    """A UTF-8 file with the text to continue; - is standard input."""
+    max_new_tokens: int = 500
+    """Tokens to write."""
+    temperature: float = 0.8
+    """0 always takes the likeliest token; 1 draws from the model's own distribution."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens only."""
+    top_p: float | None = None
+    """Draw from the fewest tokens that hold this probability only."""
+    num_samples: int = 1
+    """How many texts to write."""
+    seed: int = 1337
+    """The same seed writes the same text."""
+    checkpoint: Literal["best", "last"] | int = "best"
+    """By validation loss, by age, or by its step."""
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Measure a run's exact loss on the text that it held out: every target once."""
+
+    run: Positional[str]
+    """The run directory."""
+    json: bool = False
+    """One JSON object instead of lines to read."""
+    checkpoint: Literal["best", "last"] | int = "best"
+    """By validation loss, by age, or by its step."""
+
+
+@dataclass(frozen=True)
+class InfoOptions:
+    """Show the size of a preset's or a run's model: parameters by part, bytes, FLOPs, and the
+    memory that a training step needs, by the compiler's own analysis."""
+
+    what: Positional[str]
+    """A preset's name or a run directory."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Tokenize text, larger than memory too, into a folder for `jgpt train --data`."""
+
+    files: Positional[tuple[str, ...]]
+    """UTF-8 files, folders of .txt, or corpora."""
+    out: str
+    """The folder to write."""
+    tokenizer: TokenizerName = "char"
+    """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs."""
+    bpe_vocab_size: int = 1024
+    """Vocabulary to train byte-pairs for."""
+    tokenizer_files: str | None = None
+    """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
+
+
+@dataclass(frozen=True)
+class PresetsOptions:
+    """List the presets of `jgpt train`."""
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """Draw the losses of runs in one picture: against steps, tokens and seconds."""
+
+    runs: Positional[tuple[str, ...]]
+    """Run directories."""
+    out: str = "losses.png"
+    """The picture: .png or .svg."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Draw what each head of each layer reads: the attention weights over a text."""
+
+    run: Positional[str]
+    """The run directory."""
+    prompt: str
+    """The text; its last block-size tokens are drawn."""
+    out: str = "attention.png"
+    """The picture: .png or .svg."""
+    checkpoint: Literal["best", "last"] | int = "best"
+    """By validation loss, by age, or by its step."""
