@@ -112,4 +112,5 @@ def test_a_file_can_be_read_at_one_sitting(path):
 
 @pytest.mark.parametrize("name", jgpt.__all__)
 def test_every_public_name_is_there(name):
-    assert getattr(jgpt, name).__module__.startswith("jgpt.")
+    value = getattr(jgpt, name)
+    assert name == "LEGEND" or value.__module__.startswith("jgpt.")  # a dict has no module

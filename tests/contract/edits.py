@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .inspection import is_array_annotation
+from tests.contract.inspection import dimension_strings, is_array_annotation, unbraced
 
 LAZY = {"Callable", "Iterator", "Iterable"}
 VALUE_FILES = ("attention", "layers", "model", "loss", "optimizer", "step", "generation", "data")
@@ -25,6 +25,8 @@ class Edit:
     after: str
     start: int
     end: int
+    ties: bool = True
+    """Whether the changed dimension is used a second time in its function, or is an argument's."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.kind}: {self.before} -> {self.after or 'nothing'}"
@@ -44,6 +46,7 @@ class Editor:
         self.module = f"jgpt.{file.removesuffix('.py')}"
         self.edits: list[Edit] = []
         self.values = file.removesuffix(".py") in VALUE_FILES
+        self.names: list[str] = []
         self._walk(ast.parse(source), self.module, lazy=False)
 
     def _span(self, node: Any) -> tuple[int, int]:
@@ -54,11 +57,13 @@ class Editor:
         start, end = self._span(node)
         return self.source[start:end].decode()
 
-    def _add(self, node: Any, where: str, kind: str, after: str, span: Any = None) -> None:
+    def _add(
+        self, node: Any, where: str, kind: str, after: str, span: Any = None, ties: bool = True
+    ) -> None:
         start, end = span or self._span(node)
         before = self.source[start:end].decode()
         if before != after:
-            made = Edit(self.file, node.lineno, where, kind, before, after, start, end)
+            made = Edit(self.file, node.lineno, where, kind, before, after, start, end, ties)
             self.edits.append(made)
 
     def _walk(self, node: ast.AST, where: str, lazy: bool) -> None:
@@ -68,6 +73,10 @@ class Editor:
                 local = ".<locals>" if isinstance(node, ast.FunctionDef) else ""
                 inside = f"{where}{local}.{child.name}"
                 self._decorators(child, inside)
+                outer, self.names = self.names, _names_in(child)
+                self._walk(child, inside, lazy)
+                self.names = outer
+                continue
             its_lazy = lazy or (isinstance(child, ast.Subscript) and _name(child.value) in LAZY)
             if is_array_annotation(child):
                 self._annotation(child, inside, its_lazy)
@@ -94,17 +103,25 @@ class Editor:
             return
         for i, dim in enumerate(dims):
             free = "..." if dim[0] in "*?" else "_"
-            self._dims(string, where, f"{kind}weaken", [*dims[:i], free, *dims[i + 1 :]])
+            ties = self._ties(dim)
+            self._dims(string, where, f"{kind}weaken", [*dims[:i], free, *dims[i + 1 :]], ties)
             renamed = dim[: len(dim) - len(dim.lstrip("*?"))] + "held_out"
-            self._dims(string, where, f"{kind}rename", [*dims[:i], renamed, *dims[i + 1 :]])
+            self._dims(string, where, f"{kind}rename", [*dims[:i], renamed, *dims[i + 1 :]], ties)
             if i and dims[i - 1] != dim:
                 swapped = [*dims[: i - 1], dim, dims[i - 1], *dims[i + 1 :]]
-                self._dims(string, where, f"{kind}swap", swapped)
+                self._dims(string, where, f"{kind}swap", swapped, ties or self._ties(dims[i - 1]))
         if dims != ["..."]:
             self._dims(string, where, f"{kind}any shape", ["..."])
 
-    def _dims(self, string: ast.Constant, where: str, kind: str, dims: list[str]) -> None:
-        self._add(string, where, kind, f'"{" ".join(dims)}"' if len(dims) > 1 else f'" {dims[0]}"')
+    def _ties(self, dim: str) -> bool:
+        name = dim.lstrip("*?")
+        return not name.isidentifier() or self.names.count(name) > 1
+
+    def _dims(
+        self, string: ast.Constant, where: str, kind: str, dims: list[str], ties: bool = True
+    ) -> None:
+        after = f'"{" ".join(dims)}"' if len(dims) > 1 else f'" {dims[0]}"'
+        self._add(string, where, kind, after, ties=ties)
 
     def _value(self, node: Any, where: str) -> None:
         for kind, after in value_edits(node, self._text):
@@ -157,6 +174,15 @@ def value_edits(node: Any, text: Any) -> Iterator[tuple[str, str]]:
             yield "condition", f"{text(orelse)} if {text(test)} else {text(body)}"
         case ast.If(test=test):
             yield "condition", text(node).replace(text(test), f"not ({text(test)})", 1)
+
+
+def _names_in(scope: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    """The dimension names that a function, or a record's fields, use: as often as they do."""
+    if isinstance(scope, ast.ClassDef):
+        fields: list[ast.stmt] = [each for each in scope.body if isinstance(each, ast.AnnAssign)]
+        scope = ast.ClassDef("", [], [], fields, [])
+    strings = [str(each.value) for each in dimension_strings(scope)]
+    return [name for string in strings for name in re.findall(r"[A-Za-z]\w*", unbraced(string))]
 
 
 def _swapped(letters: str) -> str:

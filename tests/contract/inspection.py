@@ -192,9 +192,9 @@ def _strings_outside_arrays(hint: ast.AST) -> Iterator[str]:
             yield from _strings_outside_arrays(child)
 
 
-def dimension_strings(source: str) -> Iterator[ast.Constant]:
+def dimension_strings(tree: ast.AST) -> Iterator[ast.Constant]:
     """The shape strings of all array annotations in a source, wherever they stand."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if is_array_annotation(node):
             for each in ast.walk(node.slice.elts[-1]):
                 if isinstance(each, ast.Constant) and isinstance(each.value, str):
@@ -215,5 +215,9 @@ def _named(node: ast.AST) -> str:
 
 def dimension_names(source: str) -> set[str]:
     """The names in them, but for those inside braces: they are of arguments."""
-    strings = (re.sub(r"\{[^}]*\}", "", str(each.value)) for each in dimension_strings(source))
+    strings = (unbraced(str(each.value)) for each in dimension_strings(ast.parse(source)))
     return {name for string in strings for name in re.findall(r"[A-Za-z]\w*", string)}
+
+
+def unbraced(dimensions: str) -> str:
+    return re.sub(r"\{[^}]*\}", "", dimensions)

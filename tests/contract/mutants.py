@@ -22,16 +22,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .edits import Edit, Editor
-from .equivalent import reason_why_equivalent
+from tests.contract.edits import Edit, Editor
+from tests.contract.equivalent import reason_why_equivalent
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("jgpt", "tests", "pyproject.toml")
-CONTRACT = ["tests/contract"]
-# these start processes or only read the source
-SLOW = ["test_mutants.py", "test_users.py", "test_switch.py", "test_transforms.py"]
+# the proof's tests that a change of the contract can fail, without those that start processes
+PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
+# what reads files and starts commands, rather than computes
+UNRELATED = {
+    "test_cli.py",
+    "test_corpus.py",
+    "test_config.py",
+    "test_checkpoint.py",
+    "test_train.py",
+}
 VALUES = ["tests/contract/test_values.py", "tests/test_*.py", "tests/parity/test_*.py"]
-SECONDS_PER_MUTANT = 240
+SECONDS_PER_MUTANT = 600
 
 
 @dataclass
@@ -59,34 +66,35 @@ def is_contract(mutant: Edit) -> bool:
     return any(word in mutant.kind for word in words)
 
 
-class First:
-    """Runs the tests about the mutated function before all others."""
+class About:
+    """Keeps the tests about the mutated function, or puts them first."""
 
-    def __init__(self, mutant: Edit | None, only: bool):
-        self.mutant, self.only = mutant, only
+    def __init__(self, mutant: Edit | None, alone: bool):
+        self.function = mutant.where if mutant else ""
+        self.alone = alone
 
     def pytest_collection_modifyitems(self, items: list) -> None:
-        if self.mutant is None:
-            return
-        function = self.mutant.where
-        stem = f"test_{self.mutant.file}"
-        items.sort(key=lambda item: (function not in item.nodeid, stem not in item.nodeid))
-        if self.only:
-            module = f"jgpt.{self.mutant.file.removesuffix('.py')}."
-            items[:] = [item for item in items if module in item.nodeid]
+        items.sort(key=lambda item: self.function not in item.nodeid)
+        if self.alone:
+            items[:] = [item for item in items if self.function in item.nodeid]
 
 
-def arguments_for(mutant: Edit | None, quick: bool) -> list[str]:
-    slow = [f"--ignore=tests/contract/{name}" for name in SLOW]
-    if mutant is None or is_contract(mutant):
-        return [*CONTRACT, *slow, "--ignore=tests/contract/test_values.py"]
-    own = f"tests/test_{mutant.file}"
+def stages(mutant: Edit | None) -> Iterator[tuple[list[str], bool]]:
+    """What to run on a mutant, until something fails: the likeliest to notice first."""
+    proof = [f"tests/contract/{name}" for name in PROOF]
     paths = [str(path.relative_to(ROOT)) for glob in VALUES for path in sorted(ROOT.glob(glob))]
-    paths = [path for path in paths if Path(path).name not in ("test_cli.py", "test_corpus.py")]
-    return sorted(paths, key=lambda path: (path != own, "contract" not in path))
+    paths = [path for path in paths if Path(path).name not in UNRELATED]
+    if mutant is None:
+        yield [*proof, *paths], False
+    elif is_contract(mutant):
+        yield proof[1:], True
+        yield proof, False
+    else:
+        own = f"tests/test_{mutant.file}"
+        yield sorted(paths, key=lambda path: (path != own, "contract" not in path)), False
 
 
-def try_in_child(mutant: Edit | None, tree: Path, quick: bool) -> int:
+def try_in_child(mutant: Edit | None, tree: Path) -> int:
     """Fork; the child runs the tests in the tree and never returns."""
     pid = os.fork()
     if pid:
@@ -105,8 +113,10 @@ def try_in_child(mutant: Edit | None, tree: Path, quick: bool) -> int:
 
             arguments = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
             arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-            plugins = [First(mutant, quick)]
-            code = int(pytest.main([*arguments, *arguments_for(mutant, quick)], plugins=plugins))
+            for paths, alone in stages(mutant):
+                code = int(pytest.main([*arguments, *paths], plugins=[About(mutant, alone)]))
+                if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                    break
     finally:
         os._exit(code)
 
@@ -145,7 +155,7 @@ def restore(mutant: Edit | None, tree: Path) -> None:
         shutil.copy(ROOT / "jgpt" / mutant.file, tree / "jgpt" / mutant.file)
 
 
-def run(chosen: list[Edit | None], workers: int, quick: bool) -> Iterator[tuple[Edit | None, str]]:
+def run(chosen: list[Edit | None], workers: int) -> Iterator[tuple[Edit | None, str]]:
     """Try all mutants, several at a time; None is no edit at all."""
     with tempfile.TemporaryDirectory() as scratch:
         cache = Path(scratch) / "compiled"
@@ -162,7 +172,7 @@ def run(chosen: list[Edit | None], workers: int, quick: bool) -> Iterator[tuple[
             while waiting and free:
                 mutant, tree = waiting.pop(), free.pop()
                 write(mutant, tree)
-                pid = try_in_child(mutant, tree, quick)
+                pid = try_in_child(mutant, tree)
                 running[pid] = Trial(mutant, tree, time.monotonic())
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -192,7 +202,7 @@ def main() -> None:
     parser.add_argument("--files", nargs="*", default=[], help="of these modules only")
     parser.add_argument("--every", type=int, default=1, help="every N-th mutant")
     parser.add_argument("--kind", choices=["contract", "value"], help="of this kind only")
-    parser.add_argument("--quick", action="store_true", help="on the mutated module's cases only")
+    parser.add_argument("--green", action="store_true", help="believe that the tests pass unedited")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the report here, as JSON")
     options = parser.parse_args()
@@ -205,7 +215,7 @@ def main() -> None:
     equivalent = {mutant: reason_why_equivalent(mutant) for mutant in chosen}
     tried: list[Edit | None] = [mutant for mutant in chosen if not equivalent[mutant]]
     outcomes: dict[Edit, str] = {}
-    for mutant, outcome in run([None, *tried], options.workers, options.quick):
+    for mutant, outcome in run(tried if options.green else [None, *tried], options.workers):
         if mutant is None:
             if outcome != "survived":
                 sys.exit(f"the tests fail without any edit: {outcome}")

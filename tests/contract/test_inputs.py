@@ -4,8 +4,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from .cases import CASES
-from .contract import DTYPES, KEY, Case, Value, mutations
+from tests.contract.cases import CASES
+from tests.contract.contract import DTYPES, KEY, Case, Value, mutations
 
 REAL = [case for case in CASES if case.result is None]
 TAKING_ARRAYS = [case for case in REAL if case.arrays]

@@ -10,10 +10,9 @@ from jaxtyping import TypeCheckError
 
 import jgpt
 from jgpt.contracts import check
-
-from .cases import CASES
-from .contract import Case, shape_mutations
-from .inspection import modules
+from tests.contract.cases import CASES
+from tests.contract.contract import Case, shape_mutations
+from tests.contract.inspection import modules
 
 
 class Probe:

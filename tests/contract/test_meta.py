@@ -9,9 +9,8 @@ import pytest
 
 import jgpt
 from jgpt.contracts import LEGEND
-
-from .cases import CASES
-from .inspection import callables, modules, source_of, violations
+from tests.contract.cases import CASES
+from tests.contract.inspection import callables, modules, source_of, violations
 
 TARGETS = {case.target for case in CASES}
 

@@ -10,9 +10,8 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from jgpt.contracts import typed
-
-from .cases import CASES, WEIGHTS
-from .contract import DTYPES, KEY, Case, Value, shape_mutations
+from tests.contract.cases import CASES, WEIGHTS
+from tests.contract.contract import DTYPES, KEY, Case, Value, shape_mutations
 
 TREES = {"weights", "gradients", "tensors", "like"}
 RETURNING = [case for case in CASES if case.returns is not None]

@@ -1,0 +1,106 @@
+"""Cases of what works on the host: data, text, files, and weights under other names."""
+
+import functools
+
+from jgpt import data
+from jgpt.tokenizer import ByteTokenizer
+from tests.contract.contract import SIZES, Case
+
+BATCH = SIZES["batch"]
+HOST = functools.partial(Case, takes="numpy")
+AB = {"text": "a"}
+BATCHES = {"seed": 1, "batch_size": 4, "block_size": 8}
+DATA = [
+    HOST(
+        "jgpt.data.Dataset.__init__",
+        {"train": "integer tokens", "validation": "integer held_out"},
+        owner=object.__new__(data.Dataset),
+        static={"tokenizer": ByteTokenizer(), "characters_per_token": 1.0, "digest": ""},
+    ),
+    HOST("jgpt.data._digest", {"tokens": "integer tokens"}),
+    HOST("jgpt.data.resident", {"tokens": "integer tokens"}, (31,)),
+    Case(
+        "jgpt.data.batches",
+        {"tokens": "int tokens"},
+        (6, 4, 9),
+        static={**BATCHES, "first_step": 0, "steps": 6},
+    ),
+    HOST(
+        "jgpt.data.batches",
+        {"tokens": "integer tokens"},
+        (6, 4, 9),
+        static={**BATCHES, "first_step": 0, "steps": 6},
+        note="host",
+    ),
+    Case(
+        "jgpt.data.batch",
+        {"tokens": "int tokens"},
+        ((4, 8), (4, 8)),
+        static={**BATCHES, "step": 2},
+    ),
+    Case(
+        "jgpt.data._window_starts",
+        {"seed": "integer", "first_step": "integer", "places": "integer"},
+        (6, 4),
+        static={"steps": 6, "batch_size": 4},
+    ),
+    Case(
+        "jgpt.data._gather",
+        {"tokens": "int tokens", "starts": "integer steps batch"},
+        (6, BATCH, 9),
+        static={"block_size": 8},
+    ),
+    HOST(
+        "jgpt.data.evaluation_windows",
+        {"tokens": "integer tokens"},
+        ((2, 3, 9), (2, 3, 8)),
+        static={"block_size": 8, "batch_size": 3},
+    ),
+]
+CHARACTERS, BYTES = CharTokenizer("\0ab"), ByteTokenizer()
+BYTE_PAIRS = BPETokenizer.train(["ab ab"], 257)
+TEXT = [
+    case
+    for name, owner in (
+        ("CharTokenizer", CHARACTERS),
+        ("ByteTokenizer", BYTES),
+        ("BPETokenizer", BYTE_PAIRS),
+    )
+    for case in (
+        HOST(f"jgpt.tokenizer.{name}.encode", {}, (1,), owner=owner, static=AB, loose=True),
+        HOST(f"jgpt.tokenizer.{name}.decode", {"tokens": "integer tokens"}, owner=owner),
+    )
+] + [
+    HOST("jgpt.tokenizer._code_points", {}, (1,), static=AB, loose=True),
+    HOST("jgpt.tokenizer._in_range", {"tokens": "integer tokens"}, static={"vocab_size": 3}),
+]
+FILES = [
+    HOST(
+        "jgpt.data._open_prepared",
+        {},
+        (31,),
+        static={"directory": Path()},
+        result=(np.zeros(31, np.uint16), BYTES, 31),
+        loose=True,
+    ),
+    Case(
+        "jgpt.checkpoint.Checkpoints.restore_weights",
+        {},
+        owner=object.__new__(Checkpoints),
+        static={"config": TRAIN, "which": "last"},
+        result=WEIGHTS,
+    ),
+]
+TENSORS = layout.to_torch(WEIGHTS)
+LAYOUT = [
+    Case("jgpt.layout.to_torch", {}, takes="numpy", static={"weights": WEIGHTS}),
+    Case("jgpt.layout.from_torch", {}, static={"tensors": TENSORS, "like": WEIGHTS}),
+    Case("jgpt.layout.to_gpt2", {}, takes="numpy", static={"model": GPT}),
+    Case(
+        "jgpt.interop._write_tensors",
+        {},
+        static={"tensors": TENSORS, "path": Path()},
+        result=TENSORS,
+    ),
+]
+ON_THE_HOST = [*DATA, *TEXT, *FILES, *LAYOUT]

@@ -1,0 +1,63 @@
+"""The mutation runner itself, and a small sample of what it does to the whole package."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jgpt
+from tests.contract.edits import Editor
+from tests.contract.mutants import is_contract, mutants
+
+SOURCE = """
+@typed
+def f(x: Float[Array, "*batch time"], count: int) -> Callable[[Int[Array, "time"]], int]:
+    y = check(jnp.where(x > 0.0, x, -x).mean(axis=-1), Float[Array, "*batch"])
+    return y if count < 2 else y * count
+"""
+
+
+def test_the_edits_of_a_function():
+    editor = Editor("attention.py", SOURCE)
+    edits = {(edit.kind, edit.before, edit.after) for edit in editor.edits}
+    assert edits >= {
+        ("drop @typed", "@typed", ""),
+        ("dtype", "Float", '__import__("jaxtyping").Shaped'),
+        ("weaken", '"*batch time"', '"... time"'),
+        ("weaken", '"*batch time"', '"*batch _"'),
+        ("rename", '"*batch time"', '"*held_out time"'),
+        ("swap", '"*batch time"', '"time *batch"'),
+        ("any shape", '"*batch time"', '" ..."'),
+        ("lazy weaken", '"time"', '" _"'),
+        ("where", "jnp.where(x > 0.0, x, -x)", "jnp.where(x > 0.0, -x, x)"),
+        ("axis", "axis=-1", "axis=-1 - 1"),
+        ("comparison", "count < 2", "count <= 2"),
+        ("operator", "y * count", "y / count"),
+        ("condition", "y if count < 2 else y * count", "y * count if count < 2 else y"),
+    }
+    assert [edit.before for edit in editor.edits if edit.kind == "drop check"]
+    assert {edit.where for edit in editor.edits} == {"jgpt.attention.f"}
+
+
+def test_every_edit_of_the_package_is_python():
+    sources = {path.name: path.read_bytes() for path in Path(jgpt.__file__).parent.glob("*.py")}
+    edits = mutants([])
+    assert sum(map(is_contract, edits)) > 500
+    assert len(edits) - sum(map(is_contract, edits)) > 150
+    for edit in edits:
+        ast.parse(edit.apply(sources[edit.file]))
+
+
+def test_a_sample_of_mutants_is_killed():
+    root = Path(jgpt.__file__).parents[1]
+    options = ["--files", "attention", "--kind", "contract", "--every", "41", "--green"]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.contract.mutants", *options],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("killed by tests/contract") >= 3
