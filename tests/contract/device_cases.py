@@ -55,6 +55,7 @@ EMBEDDING = zeros(layers.Embedding, SIZES["vocab"], EMBED)
 WEIGHTS = nnx.to_pure_dict(nnx.state(TABLE, nnx.Param))
 STEPS = step.make_train_steps(TRAIN)
 STEP = closure(STEPS, "step")
+GRADIENTS = closure(STEP, "gradients_of")
 STATE = step.init_state(TRAIN)
 CLIP = closure(optimizer.clip_by_global_norm(1.0).update, "f")
 GRAPH, GRAPH_STATE = nnx.split(TABLE)
@@ -221,7 +222,13 @@ STEP_CASES = [
         {"window": "int batch window", "key": "key"},
         SCALAR,
         static={"weights": WEIGHTS},
-        function=closure(STEP, "loss_of"),
+        function=closure(GRADIENTS, "loss_of"),
+    ),
+    Case(
+        f"{LOCAL}.gradients_of",
+        {"window": "int batch window", "key": "key"},
+        static={"weights": WEIGHTS},
+        function=GRADIENTS,
     ),
     Case(
         f"{LOCAL}.step",
@@ -313,4 +320,12 @@ GENERATION = [
         static={"tokenizer": ByteTokenizer(), "pieces": [np.zeros(3, np.int32)]},
     ),
 ]
-COMPUTING = [*ATTENTION, *LAYERS, *MODEL, *LOSS, *STEP_CASES, *GENERATION]
+REPORT = [
+    Case(
+        "jgpt.report.attention_maps",
+        {"tokens": "int batch time"},
+        (1, BATCH, HEADS, SIZES["time"], SIZES["time"]),
+        static={"model": GPT},
+    ),
+]
+COMPUTING = [*ATTENTION, *LAYERS, *MODEL, *LOSS, *STEP_CASES, *GENERATION, *REPORT]

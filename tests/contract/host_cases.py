@@ -39,6 +39,12 @@ DATA = [
         static={**BATCHES, "step": 2},
     ),
     Case(
+        "jgpt.data.window_starts",
+        {},
+        (6, 4),
+        static={**BATCHES, "first_step": 0, "steps": 6, "tokens": 31},
+    ),
+    Case(
         "jgpt.data._window_starts",
         {"seed": "integer", "first_step": "integer", "places": "integer"},
         (6, 4),
@@ -87,7 +93,7 @@ FILES = [
         "jgpt.checkpoint.Checkpoints.restore_weights",
         {},
         owner=object.__new__(Checkpoints),
-        static={"config": TRAIN, "which": "last"},
+        static={"which": "last"},
         result=WEIGHTS,
     ),
 ]
