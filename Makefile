@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint
+.PHONY: train test lint notebooks
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -16,6 +16,9 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+notebooks: $(VENV)/installed-notebooks
+	$(BIN)/python notebooks/refresh.py
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -27,3 +30,7 @@ $(VENV)/installed-train: pyproject.toml | $(BIN)/python
 $(VENV)/installed-test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/installed-train
+
+$(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[notebooks]'
+	touch $@

@@ -3,6 +3,7 @@
 `make notebooks` runs this on all of them; names of notebooks choose some.
 """
 
+import base64
 import os
 import sys
 import time
@@ -35,6 +36,14 @@ def execute(path: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def save_pictures(notebook: nbformat.NotebookNode) -> None:
+    """Write the pictures that the README shows: those of cells that name one."""
+    for cell in notebook.cells:
+        if name := cell.metadata.get("picture"):
+            picture = next(output.data["image/png"] for output in cell.outputs if "data" in output)
+            (FOLDER / f"{name}.png").write_bytes(base64.b64decode(picture))
+
+
 def main() -> None:
     """Refresh the notebooks named, or all."""
     chosen = [Path(name).resolve() for name in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb"))
@@ -42,6 +51,7 @@ def main() -> None:
         start = time.perf_counter()
         notebook = execute(path)
         nbformat.write(notebook, path)
+        save_pictures(notebook)
         print(f"{path.name}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
