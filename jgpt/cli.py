@@ -97,6 +97,7 @@ def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
     return preset(name or DEFAULT_PRESET), args
 
 
+@typed
 def sample(args: list[str]) -> None:
     """`jgpt sample RUN ...`"""
     options = _parse(SampleOptions, "sample", args)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.contracts import typed
 
@@ -133,7 +133,7 @@ class Profiler:
         return min(count, self._left)
 
     @typed
-    def stepped(self, count: int, result: PyTree) -> None:
+    def stepped(self, count: int, result: PyTree[Shaped[Array, "..."]]) -> None:
         """The steps were started, with this result; the trace ends when its last one is done."""
         if self._tracing:
             self._left -= count

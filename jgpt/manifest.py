@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from beartype.door import is_bearable
 
 from jgpt.contracts import typed
 
 MANIFEST = "manifest.json"
+_Manifest = TypeVar("_Manifest", bound="Manifest")  # it can't name itself yet
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Manifest:
     files: dict[str, tuple[int, str]]
 
     @classmethod
-    def read(cls, directory: Path) -> "Manifest":
+    @typed
+    def read(cls: type[_Manifest], directory: Path) -> _Manifest:
         """A checkpoint's manifest. Raises ValueError where it is missing or not as written."""
         path = directory / MANIFEST
         try:

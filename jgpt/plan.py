@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
@@ -105,6 +105,6 @@ def require_feasible(config: TrainConfig, out: Path) -> None:
 
 
 @typed
-def bytes_of(tree: PyTree) -> int:
+def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
     """The bytes of a tree's arrays."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

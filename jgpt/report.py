@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -63,8 +63,13 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+@typed
 def _draw_run(
-    axes: Axes, places: np.ndarray, metrics: Sequence[dict[str, Any]], colour: str, name: str
+    axes: Axes,
+    places: Real[np.ndarray, " steps"],
+    metrics: Sequence[dict[str, Any]],
+    colour: str,
+    name: str,
 ) -> None:
     trained = [i for i, line in enumerate(metrics) if "loss" in line]
     evaluated = [i for i, line in enumerate(metrics) if "validation_loss" in line]
@@ -77,7 +82,7 @@ def _draw_run(
 @typed
 def attention_maps(
     model: GPT, tokens: Int[Array, "batch time"]
-) -> Float[Array, "layers batch heads time time"]:
+) -> Float[Array, "{model.config.num_layers} batch {model.config.num_heads} time time"]:
     """What each position reads from each other, in every head of every layer."""
     x = model.embed(tokens)
     maps = []

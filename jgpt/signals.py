@@ -20,6 +20,7 @@ class StopRequest:
         """Nobody does."""
         self._signal: int | None = None
 
+    @typed
     def __call__(self) -> bool:
         """Whether a stop was asked for."""
         return self._signal is not None

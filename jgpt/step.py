@@ -110,8 +110,10 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
 
     @typed
     def gradients_of(
-        weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
-    ) -> tuple[Float[Array, ""], Weights]:
+        weights: PyTree[Float[Array, "?*shape"], "Weights"],
+        window: Int[Array, "batch window"],
+        key: Key[Array, ""],
+    ) -> tuple[Float[Array, ""], PyTree[Float[Array, "?*shape"], "Weights"]]:
         if config.micro_batches == 1:
             return jax.value_and_grad(loss_of)(weights, window, key)
         parts = window.reshape(config.micro_batches, -1, window.shape[1])

@@ -74,6 +74,7 @@ class Progress:
 class TrainingStopped(Exception):
     """Training was asked to stop, and has saved where it is."""
 
+    @typed
     def __init__(self, step: int, directory: Path) -> None:
         super().__init__(f"stopped after step {step}, which is saved in {directory}")
         self.step, self.directory = step, directory

@@ -44,10 +44,18 @@ ACCEPTED = {
     "float": {"float16", "bfloat16", "float32"},
     "int": {"int8", "int32"},
     "integer": {"int8", "int32", "uint8", "uint32"},
+    "real": {"float16", "bfloat16", "float32", "int8", "int32", "uint8", "uint32"},
     "bool": {"bool"},
     "key": {KEY.name},
 }
-FIRST = {"float": "float32", "int": "int32", "integer": "int32", "bool": "bool", "key": KEY.name}
+FIRST = {
+    "float": "float32",
+    "int": "int32",
+    "integer": "int32",
+    "real": "float32",
+    "bool": "bool",
+    "key": KEY.name,
+}
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,7 @@ STEP_CASES = [
     Case(
         f"{LOCAL}.gradients_of",
         {"window": "int batch window", "key": "key"},
+        ((), (17, 17)),
         static={"weights": WEIGHTS},
         function=GRADIENTS,
     ),
@@ -238,7 +239,7 @@ STEP_CASES = [
     ),
     Case(
         f"{LOCAL}.steps",
-        {"windows": "int steps batch window", "count": "int"},
+        {"windows": "int steps batch window", "count": "int", "first_step": "int"},
         function=STEPS,
         static={"state": STATE},
     ),

@@ -1,10 +1,16 @@
 """Cases of what works on the host: data, text, files, and weights under other names."""
 
 import functools
+from pathlib import Path
 
-from jgpt import data
-from jgpt.tokenizer import ByteTokenizer
+import numpy as np
+from matplotlib.figure import Figure
+
+from jgpt import data, layout
+from jgpt.checkpoint import Checkpoints
+from jgpt.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from tests.contract.contract import SIZES, Case
+from tests.contract.device_cases import GPT, WEIGHTS
 
 BATCH = SIZES["batch"]
 HOST = functools.partial(Case, takes="numpy")
@@ -98,6 +104,21 @@ FILES = [
     ),
 ]
 TENSORS = layout.to_torch(WEIGHTS)
+REPORTS = [
+    Case(
+        "jgpt.report.attention_maps",
+        {"tokens": "int batch time"},
+        (1, BATCH, 2, 7, 7),
+        static={"model": GPT},
+    ),
+    HOST(
+        "jgpt.report._draw_run",
+        {"places": "real steps"},
+        static={"axes": Figure().add_subplot(), "metrics": [], "colour": "black", "name": "a"},
+    ),
+    Case("jgpt.plan.bytes_of", {}, static={"tree": WEIGHTS}),
+    Case("jgpt.device.Profiler.stepped", {}, result=()),
+]
 LAYOUT = [
     Case("jgpt.layout.to_torch", {}, takes="numpy", static={"weights": WEIGHTS}),
     Case("jgpt.layout.from_torch", {}, static={"tensors": TENSORS, "like": WEIGHTS}),
@@ -109,4 +130,4 @@ LAYOUT = [
         result=TENSORS,
     ),
 ]
-ON_THE_HOST = [*DATA, *TEXT, *FILES, *LAYOUT]
+ON_THE_HOST = [*DATA, *TEXT, *FILES, *LAYOUT, *REPORTS]
