@@ -134,7 +134,7 @@ class Checkpoints:
     @typed
     def restore(self, which: Which = "last") -> TrainState:
         """A state, verified. Raises ValueError where it is damaged or another model's."""
-        step = self._require_step(which)
+        step = self._verified_step(which)
         abstract = abstract_state(self._config)
         items = self._restore(step, {"weights": abstract.weights, "optimizer": abstract.optimizer})
         return TrainState(items["weights"], items["optimizer"], jnp.int32(step))
@@ -142,8 +142,7 @@ class Checkpoints:
     @typed
     def restore_weights(self, which: Which) -> Weights:
         """The weights alone, verified. Raises ValueError where they are damaged."""
-        step = self._require_step(which)
-        self._require_same_model(step)  # before it is made, whatever size the config claims
+        step = self._verified_step(which)  # before a model is made, whatever size it claims
         abstract = nnx.to_pure_dict(nnx.state(abstract_model(self._config.model), nnx.Param))
         return self._restore(step, {"weights": abstract})["weights"]
 
@@ -162,6 +161,15 @@ class Checkpoints:
         step = self.step(which)
         if step is None:
             raise FileNotFoundError(f"{self._path} holds no checkpoint: the run never saved one")
+        return step
+
+    def _verified_step(self, which: Which) -> int:
+        step = self._require_step(which)
+        self._require_same_model(step)
+        try:
+            verify(self._path / str(step))
+        except ValueError as error:
+            raise ValueError(f"{error}{self._instead_of(step)}") from None
         return step
 
     def _require_same_model(self, step: int) -> None:
@@ -185,11 +193,6 @@ class Checkpoints:
 
     def _restore(self, step: int, abstract: dict[str, Any]) -> Any:
         directory = self._path / str(step)
-        self._require_same_model(step)
-        try:
-            verify(directory)
-        except ValueError as error:
-            raise ValueError(f"{error}{self._instead_of(step)}") from None
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract

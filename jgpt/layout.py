@@ -87,7 +87,8 @@ def to_gpt2(model: GPT) -> Tensors:
         tensors[name] = tensor.T if _is_transposed(name, parts, linear=False) else tensor
     for name in [*tensors]:
         bias = name.removesuffix("weight") + "bias"
-        if name.startswith(("h.", "ln_f.")) and bias not in tensors:
+        its_own = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
+        if its_own and bias not in tensors:
             tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
     return tensors
 

@@ -212,9 +212,9 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return ByteTokenizer()
         if kind == "bpe":
             return BPETokenizer(_tokenizers().Tokenizer.from_str(json.dumps(values["tokenizer"])))
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # bad JSON in any of its ways; tokenizers raises bare Exception
+    except BaseException as error:  # bad JSON in any of its ways; tokenizers panics with its own
         raise ValueError(f"not a tokenizer: {error!r}") from error
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 

@@ -1,0 +1,362 @@
+"""Feed mutated files to everything that loads one; only ValueError and OSError may come out.
+
+    python benchmarks/fuzz.py --inputs 10000
+
+Each format is fuzzed in a process of its own: a crash ends it, an alarm ends an input that hangs,
+a limit on memory ends one that grows. Python's own audit hooks report whatever is executed, and
+whatever is opened, outside the directory that is loaded. Formats: config.json, tokenizer.json,
+token files, safetensors, metrics.jsonl, checkpoints, and checkpoints whose manifest was made to
+fit the damage, as one who means harm would.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import record
+import tyro
+
+SECONDS, MEBIBYTES = 20, 1024
+"""What one input may take, and how much memory all of a format's may add."""
+FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class")
+NUMBERS = (-1, 0, 1, 2**31, 2**63, 10**18, 10**400, 1e308, float("nan"), float("inf"))
+VALUES = (*NUMBERS, None, True, "", "../../etc/passwd", "/etc/passwd", [], {}, [[[]]], "\ud800")
+
+
+@dataclass(frozen=True)
+class Options:
+    inputs: int = 10_000
+    """How many mutated files of each format."""
+    formats: tuple[str, ...] = ()
+    """Which; all of them by default."""
+    seed: int = 0
+    """Decides the mutations."""
+    child: bool = False
+    """Fuzz one format in this process, and print what came out as JSON."""
+    write: bool = True
+    """Write the result to results/."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Files to mutate below a directory, what loads them, and what must be repaired after."""
+
+    files: list[Path]
+    load: Callable[[], Any]
+    repair: Callable[[Path], None] = lambda path: None
+    detects_all: bool = False
+    """Whether a file that is not as it was must never load."""
+
+
+def main(options: Options) -> None:
+    if options.child:
+        print(json.dumps(fuzz(options.formats[0], options.inputs, options.seed)))
+        return
+    results = {}
+    for name in options.formats or tuple(TARGETS):
+        results[name] = in_a_process(name, options)
+        print(name, results[name], flush=True)
+    if options.write:
+        print(record.write("fuzz", {"formats": results}))
+    sys.exit(1 if any(result["escapes"] for result in results.values()) else 0)
+
+
+def in_a_process(name: str, options: Options) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", "--formats", name]
+    command += ["--inputs", str(options.inputs), "--seed", str(options.seed)]
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return {"escapes": [f"the process ended with {done.returncode}: {last}"]}
+    seconds = round(time.perf_counter() - began, 1)
+    return {**json.loads(done.stdout.splitlines()[-1]), "seconds": seconds}
+
+
+def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
+    """Load so many mutations of one format, and count what came of it."""
+    logging.disable(logging.ERROR)
+    chance = random.Random(f"{name} {seed}")
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory).resolve()
+        target = TARGETS[name](root)
+        target.load()  # what it imports and compiles is not the input's doing
+        originals = {path: path.read_bytes() for path in target.files}
+        watched = AuditHook(root)
+        signal.signal(signal.SIGALRM, hung)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        count = {"inputs": inputs, "loaded": 0, "refused": 0}
+        escapes: list[str] = []
+        for _ in range(inputs):
+            path = chance.choice(target.files)
+            original = originals[path]
+            mutant = mutated(original, chance)
+            replace(path, mutant)
+            target.repair(path)
+            watched.on = True
+            signal.alarm(SECONDS)
+            try:
+                target.load()
+                count["loaded"] += 1
+                if target.detects_all and mutant != original:
+                    escapes.append(f"{path.relative_to(root)}: loaded though it was changed")
+            except (ValueError, OSError):
+                count["refused"] += 1
+            except BaseException as error:
+                escapes.append(f"{path.relative_to(root)}: {type(error).__name__}: {error}"[:300])
+            signal.alarm(0)
+            watched.on = False
+            for other, content in originals.items():
+                if other == path or not other.is_file():
+                    replace(other, content)
+            target.repair(path)
+            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+            if grown > MEBIBYTES:
+                escapes.append(f"{path.relative_to(root)}: memory grew by {grown:.0f} MiB")
+                break
+        escapes += watched.found
+        return {**count, "escaped": len(escapes), "escapes": escapes[:5], "grown_mib": round(grown)}
+
+
+class AuditHook:
+    """Hears Python open files and start programs while `on`."""
+
+    def __init__(self, root: Path) -> None:
+        self.on, self.found = False, list[str]()
+        own = (root, sys.prefix, sys.base_prefix, Path(__file__).parent.parent)
+        system = ("/dev/", "/proc/", "/sys/")
+        self.allowed = (*(os.path.realpath(path) + os.sep for path in own), *system)
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event.startswith(FORBIDDEN):
+            self.found.append(f"{event} {arguments}"[:300])
+        elif event == "open" and isinstance(arguments[0], str | bytes):
+            path = os.path.realpath(os.fsdecode(arguments[0]))
+            if not path.startswith(self.allowed):
+                self.found.append(f"opened {path}")
+
+
+def hung(*_: object) -> None:
+    raise TimeoutError(f"it took more than {SECONDS} s")
+
+
+def replace(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)  # memory-mapped files keep what they had
+    path.write_bytes(content)
+
+
+def mutated(original: bytes, chance: random.Random) -> bytes:
+    """One to three mutations, of bytes or, where it is JSON, of its values."""
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        values = parsed(original) if chance.random() < 0.6 else None
+        if values is None:
+            original = mutated_bytes(original, chance)
+        else:
+            original = json.dumps(mutated_json(values, chance)).encode("utf-8", "surrogatepass")
+    return original
+
+
+def mutated_bytes(data: bytes, chance: random.Random) -> bytes:
+    start = chance.randrange(len(data) + 1)
+    end = min(len(data), start + chance.choice((1, 1, 2, 4, 8, 64, 1000)))
+    junk = chance.randbytes(chance.choice((0, 1, 2, 8, 100)))
+    match chance.randrange(7):
+        case 0:  # a bit
+            if not data:
+                return b"\0"
+            start = min(start, len(data) - 1)
+            flipped = data[start] ^ 1 << chance.randrange(8)
+            return data[:start] + bytes([flipped]) + data[start + 1 :]
+        case 1:
+            return data[:start]
+        case 2:
+            return data[:start] + junk + data[end:]
+        case 3:
+            return data[:start] + data[start:end] * 3 + data[end:]
+        case 4:  # a header's length, if it is one
+            return chance.randrange(2**64).to_bytes(8, "little") + data[8:]
+        case 5:
+            return b"[" * chance.choice((10, 100_000)) + data
+        case _:
+            text = str(chance.choice(NUMBERS)) if chance.random() < 0.9 else "9" * 5000
+            return data[:start] + text.encode() + data[end:]
+
+
+def mutated_json(values: Any, chance: random.Random) -> Any:
+    """The same with one value, one name or one item changed."""
+    places = list(containers(values))
+    if not places:
+        return chance.choice(VALUES)
+    place = chance.choice(places)
+    key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
+    match chance.randrange(4):
+        case 0:
+            del place[key]
+        case 1 if isinstance(place, dict):
+            place[chance.choice(("../x", "", "type", "\ud800", str(key) + "x"))] = place.pop(key)
+        case 2 if isinstance(place[key], int | float):
+            place[key] = place[key] * chance.choice((-1, 2, 0.5, 1000, 10**9))
+        case _:
+            place[key] = chance.choice(VALUES)
+    return values
+
+
+def containers(values: Any) -> Iterator[Any]:
+    if isinstance(values, dict | list) and values:
+        yield values
+        for value in values.values() if isinstance(values, dict) else values[:50]:
+            yield from containers(value)
+
+
+def parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+# ---- what is loaded -----------------------------------------------------------------------------
+
+
+def trained(root: Path) -> Path:
+    """A small run."""
+    from jgpt import DataConfig, ModelConfig, TrainConfig, fit
+
+    text = root / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    config = TrainConfig(
+        model=ModelConfig(block_size=8, num_layers=1, num_heads=2, embed_dim=4),
+        dataset=DataConfig(data=(str(text),)),
+        steps=2,
+        batch_size=2,
+        eval_interval=2,
+        sample_tokens=0,
+        out=str(root / "run"),
+    )
+    return fit(config).directory
+
+
+def config_json(root: Path) -> Target:
+    from jgpt.checkpoint import load
+
+    run = trained(root)
+    return Target([run / "config.json"], lambda: load(run))
+
+
+def tokenizer_json(root: Path) -> Target:
+    from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
+    from jgpt.tokenizer import tokenizer_from_json
+
+    text = "the quick brown fox jumps over the lazy dog\n"
+    path = root / "tokenizer.json"
+    kinds = [CharTokenizer.from_text(text), ByteTokenizer(), BPETokenizer.train([text] * 20, 270)]
+    files = []
+    for index, tokenizer in enumerate(kinds):
+        path = root / f"tokenizer-{index}.json"
+        path.write_text(tokenizer.to_json())
+        files.append(path)
+
+    def load() -> None:
+        for file in files:
+            tokenizer = tokenizer_from_json(file.read_text(encoding="utf-8"))
+            tokenizer.decode(tokenizer.encode("the lazy"))
+
+    return Target(files, load)
+
+
+def token_files(root: Path) -> Target:
+    from jgpt import DataConfig
+    from jgpt.data import load_dataset, prepare
+
+    text, folder = root / "text.txt", root / "prepared"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    prepare(DataConfig(data=(str(text),)), folder)
+    config = DataConfig(data=(str(folder),))
+    return Target(sorted(folder.iterdir()), lambda: load_dataset(config, 8))
+
+
+def safetensors(root: Path) -> Target:
+    from flax import nnx
+
+    import jgpt
+
+    folder = root / "gpt2"
+    config = jgpt.ModelConfig(vocab_size=11, block_size=8, num_layers=1, num_heads=2, embed_dim=4)
+    config = dataclasses.replace(config, activation="gelu_tanh", qkv_bias=True, use_bias=True)
+    jgpt.save_gpt2(jgpt.GPT(config, rngs=nnx.Rngs(0)), folder)
+    return Target(sorted(folder.iterdir()), lambda: jgpt.load_gpt2(folder))
+
+
+def metrics_jsonl(root: Path) -> Target:
+    from jgpt.run_directory import RunDirectory
+
+    run = RunDirectory.open(trained(root))
+
+    def load() -> None:
+        for line in run.metrics():
+            assert type(line["step"]) is int
+            assert all(abs(float(value)) < 1e300 for value in line.values())
+        run.provenance()
+
+    return Target([run.path / "metrics.jsonl", run.path / "provenance.jsonl"], load)
+
+
+def checkpoint(root: Path) -> Target:
+    from jgpt.checkpoint import load
+
+    run = trained(root)
+    files = sorted(path for path in (run / "checkpoints").rglob("*") if path.is_file())
+    return Target(files, lambda: load(run), detects_all=True)
+
+
+def forged_checkpoint(root: Path) -> Target:
+    from jgpt.checkpoint import load
+
+    run = trained(root)
+    weights = run / "checkpoints" / "2" / "weights"
+    files = sorted(path for path in weights.rglob("*") if path.is_file())
+    return Target(files, lambda: load(run), repair=lambda path: forge(run, path))
+
+
+def forge(run: Path, path: Path) -> None:
+    """Make the manifest fit a file."""
+    manifest = run / "checkpoints" / "2" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    del values["sha256"]
+    data = path.read_bytes()
+    name = path.relative_to(manifest.parent).as_posix()
+    values["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
+    values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    manifest.write_text(json.dumps(values))
+
+
+TARGETS: dict[str, Callable[[Path], Target]] = {
+    "config.json": config_json,
+    "tokenizer.json": tokenizer_json,
+    "tokens": token_files,
+    "safetensors": safetensors,
+    "metrics.jsonl": metrics_jsonl,
+    "checkpoint": checkpoint,
+    "forged checkpoint": forged_checkpoint,
+}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    main(tyro.cli(Options))
