@@ -18,7 +18,9 @@ def provenance() -> dict[str, Any]:
     import jax
 
     return {
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": " ".join(
+            ["python", *map(_portable, [os.path.relpath(sys.argv[0]), *sys.argv[1:]])]
+        ),
         "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
         "processor": _processor(),
         "python": platform.python_version(),
@@ -37,6 +39,11 @@ def write(name: str, results: dict[str, Any]) -> Path:
 def spread(values: list[float]) -> str:
     """The median, and the smallest and the largest."""
     return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+
+
+def _portable(argument: str) -> str:
+    """A path of this machine says nothing elsewhere."""
+    return "PATH" if os.path.isabs(argument) else argument
 
 
 def _version(package: str) -> str | None:
