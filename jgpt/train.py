@@ -346,5 +346,5 @@ def _evaluator(config: TrainConfig, dataset: Dataset) -> Callable[[Weights], flo
 def _sample(model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig) -> str:
     prompt = jnp.asarray(opening(tokenizer))[None]
     key = jax.random.key(np.uint32(config.seed))
-    tokens = generate(model, prompt, config.sample_tokens, key=key)
+    tokens = generate(model, prompt, config.sample_tokens, key=key, temperature=0.8)
     return tokenizer.decode(np.asarray(tokens[0]))
