@@ -19,6 +19,7 @@ from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.manifest import Manifest, files_below, sha256_of, sync_directory, verify
 from jgpt.model import LanguageModel, abstract_model
+from jgpt.optimizer import make_optimizer
 from jgpt.run_directory import CHECKPOINTS, RunDirectory
 from jgpt.step import TrainState, Weights, abstract_state
 from jgpt.tokenizer import Tokenizer
@@ -307,6 +308,27 @@ def load(
     with Checkpoints(run, config, read_only=True) as checkpoints:
         weights = checkpoints.restore_weights(which)
     return nnx.merge(nnx.graphdef(abstract_model(config.model)), weights), tokenizer, config
+
+
+@typed
+def write_run(
+    path: Path, model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig
+) -> RunDirectory:
+    """A run at step 0 of a model that was trained elsewhere; it appears whole or not at all."""
+    if path.exists():
+        raise FileExistsError(f"{path} exists already: choose another directory")
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        run = RunDirectory.create(partial, config, tokenizer)
+        with Checkpoints(run, config) as checkpoints:
+            checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return RunDirectory(path)
 
 
 @typed

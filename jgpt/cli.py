@@ -17,11 +17,21 @@ from typing import Any, TypeVar
 import tyro
 from tyro.conf import OmitArgPrefixes
 
-from jgpt.config import DEFAULT_PRESET, PRESETS, DataConfig, TrainConfig, did_you_mean, preset
+from jgpt.config import (
+    DEFAULT_PRESET,
+    PRESETS,
+    DataConfig,
+    OptimizerConfig,
+    TrainConfig,
+    did_you_mean,
+    preset,
+)
 from jgpt.contracts import typed
 from jgpt.options import (
     AttentionOptions,
     EvalOptions,
+    ExportOptions,
+    ImportOptions,
     InfoOptions,
     PlotOptions,
     PrepareOptions,
@@ -201,6 +211,57 @@ def prepare(args: list[str]) -> None:
 
 
 @typed
+def import_(args: list[str]) -> None:
+    """`jgpt import SOURCE --out RUN`"""
+    options = _parse(ImportOptions, "import", args)
+    out = Path(options.out)
+    if out.exists():  # asked again when it is written; loading may take a while
+        raise ValueError(f"{out} exists already: choose another directory")
+
+    from jgpt.checkpoint import write_run
+    from jgpt.interop import load_gpt2, load_nanogpt
+    from jgpt.layout import crop_vocabulary
+
+    model = (load_gpt2 if options.format == "gpt2" else load_nanogpt)(options.source)
+    tokenizer = _tokenizer(options)
+    model = crop_vocabulary(model, tokenizer.vocab_size)
+    config = TrainConfig(
+        model=model.config,
+        # small and steady, as is usual for training further
+        optimizer=OptimizerConfig(
+            learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
+        ),
+        dataset=DataConfig(data=options.data),
+        name=out.name,
+        out=options.out,
+    )
+    write_run(out, model, tokenizer, config)
+    print(
+        f"{model.config.num_layers} layers of {model.config.embed_dim} features, "
+        f"{model.vocab_size} tokens; next: jgpt sample {out}"
+    )
+
+
+@typed
+def export(args: list[str]) -> None:
+    """`jgpt export RUN --out DIR`"""
+    options = _parse(ExportOptions, "export", args)
+
+    from jgpt.checkpoint import load
+    from jgpt.interop import save_gpt2
+    from jgpt.tokenizer import BPETokenizer
+
+    model, tokenizer, _ = load(options.run, which=options.checkpoint)
+    save_gpt2(model, options.out, tokenizer=tokenizer, zero_biases=options.zero_biases)
+    print(f"{options.out} is for transformers.GPT2LMHeadModel.from_pretrained")
+    if not isinstance(tokenizer, BPETokenizer):
+        print(
+            f"{options.run}/tokenizer.json stays there: GPT-2's format is for byte-pairs, and "
+            f"this run's tokens are {type(tokenizer).__name__}'s"
+        )
+
+
+@typed
 def presets(args: list[str]) -> None:
     """`jgpt presets`"""
     _parse(PresetsOptions, "presets", args)
@@ -242,6 +303,8 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "plot": ("draw the losses of runs in one picture", plot),
     "attention": ("draw what each head of a trained model reads", attention),
     "prepare": ("tokenize text larger than memory into a folder", prepare),
+    "import": ("make a run of GPT-2's or nanoGPT's weights", import_),
+    "export": ("write a run's model as a Hugging Face GPT-2 directory", export),
     "presets": ("list the presets", presets),
 }
 
@@ -320,6 +383,20 @@ def _value_after(flag: str, args: list[str]) -> str | None:
         if argument.startswith(flag + "="):
             return argument.partition("=")[2]
     return None
+
+
+def _tokenizer(options: ImportOptions) -> Any:
+    from jgpt.corpus import read_text
+    from jgpt.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from_json
+
+    path = Path(options.tokenizer or options.source)
+    if path.is_dir():
+        return BPETokenizer.from_gpt2(path)
+    if options.tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer beside it: give --tokenizer")
+    if path.suffix == ".json":
+        return tokenizer_from_json(path.read_text(encoding="utf-8"))
+    return CharTokenizer.from_text(read_text((options.tokenizer,)))
 
 
 def _prompt(options: SampleOptions) -> str | None:

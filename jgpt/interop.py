@@ -18,7 +18,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from jgpt.config import ModelConfig
+from jgpt.config import Activation, ModelConfig
 from jgpt.contracts import typed
 from jgpt.layout import Tensors, from_gpt2, require_names, to_gpt2
 from jgpt.model import GPT, LanguageModel
@@ -27,7 +27,7 @@ from jgpt.tokenizer import BPETokenizer, Tokenizer
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PRECISIONS = ("F32", "F16", "BF16", "F64")
 _STORED_MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",

@@ -1,11 +1,11 @@
 """The options of each command: attribute docstrings are the command line's help."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from jgpt.config import TokenizerName, TrainConfig
+from jgpt.config import DataConfig, TokenizerName, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,39 @@ class PrepareOptions:
     """Vocabulary to train byte-pairs for."""
     tokenizer_files: str | None = None
     """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Make a run of GPT-2's or nanoGPT's weights, to sample, to measure, or to train further with
+    `jgpt train --resume --out RUN`."""
+
+    source: Positional[str]
+    """A Hugging Face GPT-2 directory (config.json, model.safetensors), or nanoGPT's ckpt.pt."""
+    out: str
+    """The run directory to write."""
+    format: Annotated[Literal["gpt2", "nanogpt"], arg(name="from")] = "gpt2"
+    """Who wrote the weights."""
+    tokenizer: str | None = None
+    """A folder with GPT-2's vocabulary and merges (the source itself by default), a run's
+    tokenizer.json, or the text whose characters are the vocabulary: nanoGPT's meta.pkl could run
+    code, so it isn't read."""
+    data: tuple[str, ...] = DataConfig().data
+    """The text to measure on and to train further with."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a run's model as a Hugging Face GPT-2 directory."""
+
+    run: Positional[str]
+    """The run directory."""
+    out: str
+    """The directory to write."""
+    zero_biases: bool = False
+    """Write zeros for the biases that the model lacks and GPT-2's format demands."""
+    checkpoint: Literal["best", "last"] | int = "best"
+    """By validation loss, by age, or by its step."""
 
 
 @dataclass(frozen=True)

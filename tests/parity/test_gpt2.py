@@ -1,6 +1,7 @@
 """GPT-2 directories against transformers: what it saves we load, what we save it loads."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ MODELS = {
 }
 
 
-def random_gpt2(seed=0, **options):
+def random_gpt2(seed=0, **options) -> Any:
     """A model of transformers, every parameter of which is random and matters."""
     config = transformers.GPT2Config(**options, bos_token_id=None, eos_token_id=None)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -78,7 +79,11 @@ def test_import_and_export(name, tmp_path):
     assert continued.tolist() == its.tolist()
 
     jgpt.save_gpt2(model, tmp_path / "ours")
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
+    again, notes = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not any(notes.values()), notes
+    again.eval()
     for (parameter, theirs), (_, ours) in zip(
         reference.named_parameters(), again.named_parameters(), strict=True
     ):
@@ -142,5 +147,8 @@ def test_a_model_without_biases_is_the_same_function_with_zeros(tmp_path):
     model = jgpt.GPT(config, rngs=nnx.Rngs(0))
     nnx.update(model, randomised(weights_of(model)))
     save_gpt2(model, tmp_path / "gpt2", zero_biases=True)
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2").eval()
+    again, notes = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "gpt2", output_loading_info=True
+    )
+    assert not any(notes.values()), notes
     assert_same_logits(model, again)

@@ -1,5 +1,7 @@
 """Each module against the port with the same weights, and against PyTorch's own code."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,13 +38,14 @@ def close(mine, its, dtype):
     return errors({"": mine}, {"": its})[1] < TOLERANCE[dtype]
 
 
-def pair(name, dtype, *sizes, **options):
+def pair(name, dtype, *sizes, **options) -> tuple[Any, Any]:
     """A module of jgpt with random weights, and the port's with the same."""
-    kind = LayerNorm if name == "LayerNorm" else getattr(jgpt, name)
-    precision = {"param_dtype": dtype, "rngs": nnx.Rngs(0), "dtype": dtype}
+    precision = {"param_dtype": dtype}
     if name == "LayerNorm":
-        precision = {"param_dtype": dtype}
-    module = kind(*sizes, **options, **precision)
+        module = LayerNorm(*sizes, **options, **precision)
+    else:
+        precision |= {"dtype": dtype, "rngs": nnx.Rngs(0)}
+        module = getattr(jgpt, name)(*sizes, **options, **precision)
     nnx.update(module, randomised(weights_of(module)))
     port = getattr(torch_gpt, name)(*sizes, **options).to(getattr(torch, dtype))
     tensors = to_torch(weights_of(module))
@@ -117,17 +120,17 @@ def test_layer_norm_is_torchs(dtype):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attend_is_scaled_dot_product_attention(causal, dtype):
+    random = np.random.default_rng(5)
     query, key, value = (
-        np.random.default_rng(5).standard_normal((BATCH, HEADS, TIME, width)).astype(dtype)
+        torch.tensor(random.standard_normal((BATCH, HEADS, TIME, width)).astype(dtype))
         for width in (7, 7, 11)
     )
     mask = jgpt.causal_mask(TIME) if causal else None
-    mine = jgpt.attend(*map(jnp.asarray, (query, key, value)), mask)
-    qkv = map(torch.tensor, (query, key, value))
-    its = F.scaled_dot_product_attention(*qkv, is_causal=causal)
+    mine = jgpt.attend(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), mask)
+    its = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
     assert close(mine, its, dtype)
-    qkv = map(torch.tensor, (query, key, value))
-    assert not close(mine, F.scaled_dot_product_attention(*qkv, is_causal=not causal), dtype)
+    its = F.scaled_dot_product_attention(query, key, value, is_causal=not causal)
+    assert not close(mine, its, dtype)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -137,7 +140,7 @@ def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(biases, dty
     random = torch.Generator().manual_seed(6)
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=random)
-    tensors = dict(reference.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(reference.named_parameters())
     unpacked = {"projection.weight": tensors["out_proj.weight"]}
     names = [f"{name}.weight" for name in ("query", "key", "value")]
     unpacked |= zip(names, tensors["in_proj_weight"].chunk(3), strict=True)
@@ -173,7 +176,7 @@ def test_cross_entropy_is_torchs(dtype):
 def test_clipping_is_torchs(limit, dtype):
     gradients = [3 * inputs(dtype), inputs(dtype, seed=8)]
     clip = clip_by_global_norm(limit)
-    mine, _ = clip.update([jnp.asarray(gradient) for gradient in gradients], clip.init([]))
+    mine: Any = clip.update([jnp.asarray(gradient) for gradient in gradients], clip.init([]))[0]
     parameters = [torch.nn.Parameter(torch.zeros(gradient.shape)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.data = parameter.data.to(getattr(torch, dtype))

@@ -1,5 +1,7 @@
 """nanoGPT's checkpoints: a module with its names and layout writes one, and we compute the same."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,16 +33,14 @@ class NanoGPT(nn.Module):
 
     def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, bias):
         super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(vocab_size, n_embd),
-                "wpe": nn.Embedding(block_size, n_embd),
-                "h": nn.ModuleList(self.block(n_embd, n_head, bias) for _ in range(n_layer)),
-                "ln_f": nn.LayerNorm(n_embd, bias=bias),
-            }
-        )
+        self.transformer = nn.Module()
+        self.transformer.wte = wte = nn.Embedding(vocab_size, n_embd)
+        self.transformer.wpe = nn.Embedding(block_size, n_embd)
+        blocks = (self.block(n_embd, n_head, bias) for _ in range(n_layer))
+        self.transformer.h = nn.ModuleList(blocks)
+        self.transformer.ln_f = nn.LayerNorm(n_embd, bias=bias)
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight
+        self.lm_head.weight = wte.weight
         random = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.1, 0.4, generator=random)
@@ -62,13 +62,13 @@ class NanoGPT(nn.Module):
         )
 
     def forward(self, tokens):
-        parts = self.transformer
-        x = parts["wte"](tokens) + parts["wpe"].weight[: tokens.shape[1]]
-        for block in parts["h"]:
+        parts: Any = self.transformer
+        x = parts.wte(tokens) + parts.wpe.weight[: tokens.shape[1]]
+        for block in parts.h:
             x = x + block["attn"](block["ln_1"](x))
             mlp = block["mlp"]
             x = x + mlp["c_proj"](F.gelu(mlp["c_fc"](block["ln_2"](x))))
-        return self.lm_head(parts["ln_f"](x))
+        return self.lm_head(parts.ln_f(x))
 
 
 def write(path, *, bias=False, prefix="", sizes=SIZES, **more):

@@ -1,6 +1,5 @@
 """GPT-2's byte-pairs: transformers' tokens, and the text again."""
 
-import json
 import random
 import sys
 
@@ -13,14 +12,7 @@ from jgpt.tokenizer import BPETokenizer, tokenizer_from_json
 @pytest.fixture(scope="module")
 def pair(data_directory):
     files = data_directory / "gpt2-bpe"
-    reference = transformers.GPT2Tokenizer(
-        vocab=json.loads((files / "encoder.json").read_text(encoding="utf-8")),
-        merges=[
-            tuple(line.split(" "))
-            for line in (files / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:]
-            if line
-        ],
-    )
+    reference = transformers.GPT2Tokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
     return BPETokenizer.from_gpt2(files), reference
 
 

@@ -1,0 +1,110 @@
+"""The largest error of every rung of parity, for every family and precision.
+
+    python benchmarks/parity.py --nanogpt PATH --checkpoints out/ckpt.pt ...
+
+Checkpoints that nanoGPT wrote are compared with what its own model, in the checkout PATH, makes of
+them. Relative errors are in units of the largest entry of the array that an entry is in.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import record
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ladder is the tests'
+
+from jgpt.interop import load_nanogpt
+from jgpt.loss import cross_entropy
+from tests.parity.ladder import FAMILIES, TOLERANCE, errors, ours, theirs
+
+
+@dataclass(frozen=True)
+class Options:
+    nanogpt: str | None = None
+    """A checkout of nanoGPT."""
+    checkpoints: tuple[str, ...] = ()
+    """What it wrote."""
+
+
+def ladder() -> list[dict]:
+    rows = []
+    for dtype in TOLERANCE:
+        for family in FAMILIES:
+            mine, its = ours(family, dtype), theirs(family, dtype)
+            rows += [row(family, dtype, rung, errors(mine[rung], its[rung])) for rung in mine]
+    return rows
+
+
+def nanogpt(file: str) -> list[dict]:
+    """Logits and loss of a checkpoint, in nanoGPT's own model and in ours."""
+    from model import GPT, GPTConfig  # type: ignore[import-not-found]
+
+    checkpoint = torch.load(file, weights_only=True)
+    reference = GPT(GPTConfig(**checkpoint["model_args"]))
+    reference.load_state_dict(checkpoint["model"])
+    reference.eval()
+    model = load_nanogpt(file)
+    size = (2, model.block_size + 1)
+    window = np.random.default_rng(0).integers(model.vocab_size, size=size)
+    with torch.no_grad():
+        tokens, targets = torch.tensor(window[:, :-1]), torch.tensor(window[:, 1:])
+        its = [array.numpy() for array in reference(tokens, targets)]
+    logits = model(jnp.asarray(window[:, :-1]))
+    mine = [np.asarray(logits), np.asarray(cross_entropy(logits, jnp.asarray(window[:, 1:])))]
+    return [
+        row(f"ckpt.pt, bias={model.config.use_bias}", "float32", rung, errors({"": a}, {"": b}))
+        for rung, a, b in zip(("logits", "loss"), mine, its, strict=True)
+    ]
+
+
+def row(family: str, dtype: str, rung: str, errors: tuple[float, float]) -> dict:
+    return {
+        "family": family,
+        "dtype": dtype,
+        "rung": rung,
+        "absolute": errors[0],
+        "relative": errors[1],
+        # a step of Adam where a gradient is all rounding is all rounding too
+        "tested": (dtype, rung) != ("float32", "weights after ten"),
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """One line for a family and precision, the relative errors of its rungs side by side."""
+    rungs = [*dict.fromkeys(row["rung"] for row in rows)]
+    lines = [
+        "largest error relative to its array's largest entry (not tested in brackets)",
+        f"{'family':<30} {'dtype':<8}" + "".join(f"{rung:>19}" for rung in rungs),
+    ]
+    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
+        its = {row["rung"]: row for row in rows if (row["family"], row["dtype"]) == (family, dtype)}
+        cells = ""
+        for rung in rungs:
+            cell = f"{its[rung]['relative']:.1e}" if rung in its else "-"
+            tested = rung not in its or its[rung]["tested"]
+            cells += f"{cell if tested else f'({cell})':>19}"
+        lines.append(f"{family:<30} {dtype:<8}{cells}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = tyro.cli(Options)
+    rows = ladder()
+    if options.nanogpt is not None:
+        sys.path.insert(0, options.nanogpt)
+        rows += [row for file in options.checkpoints for row in nanogpt(file)]
+    print(table(rows))
+    print(f"tested below {TOLERANCE}; in float32 Adam turns a gradient that is all rounding into")
+    print("a whole step, so the weights after ten steps are tested in float64 alone")
+    print(record.write("parity", {"tolerance": TOLERANCE, "rows": rows}))
+    worst = max(row["relative"] / TOLERANCE[row["dtype"]] for row in rows if row["tested"])
+    sys.exit(f"the largest error is {worst:.1f} times the tolerance" if worst > 1 else 0)
+
+
+if __name__ == "__main__":
+    main()

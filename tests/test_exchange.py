@@ -1,0 +1,126 @@
+"""`jgpt import` and `jgpt export` as a user types them."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jgpt
+from jgpt.checkpoint import load
+from tests.parity.ladder import GPT2, SIZES
+from tests.parity.test_nanogpt import write as write_nanogpt
+from tests.test_cli import refused, worked
+from tests.test_interop import assert_same_weights, random_model
+
+TEXT = "abcdefghijklmnop\n" * 40
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "alphabet.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A directory with byte-pairs of its own, in GPT-2's files."""
+    tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
+    config = jgpt.ModelConfig(**{**SIZES, **GPT2, "vocab_size": tokenizer.vocab_size})
+    directory = tmp_path_factory.mktemp("models") / "gpt2"
+    jgpt.save_gpt2(random_model(config), directory, tokenizer=tokenizer)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def imported(gpt2, text_file):
+    run = text_file.parent / "imported"
+    said = worked("import", gpt2, "--out", run, "--data", text_file)
+    assert said == f"2 layers of 21 features, 263 tokens; next: jgpt sample {run}\n"
+    return run
+
+
+def test_an_imported_run_is_a_run(imported, gpt2, text_file):
+    model, tokenizer, _ = load(imported)
+    assert_same_weights(model, jgpt.load_gpt2(gpt2))
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+    said = worked("sample", imported, "--prompt", "abc", "--max-new-tokens", 5)
+    assert said.startswith("abc")
+    measured = json.loads(worked("eval", imported, "--json"))
+    assert 0 < measured["loss"] < 20
+    assert "embeddings" in worked("info", imported)
+
+
+def test_training_goes_on_from_the_imported_weights(imported, gpt2, tmp_path):
+    run = shutil.copytree(imported, tmp_path / "run")
+    before = json.loads(worked("eval", run, "--json"))["loss"]
+    worked("train", "--resume", "--out", run, "--steps", 3, "--sample-tokens", 0)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    after = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert after == [pytest.approx(before, rel=0.01)]
+    assert after[0] < before
+
+
+def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
+    said = worked("export", imported, "--out", tmp_path / "again")
+    assert "GPT2LMHeadModel.from_pretrained" in said
+    names = sorted(path.name for path in gpt2.iterdir())
+    assert names == ["config.json", "merges.txt", "model.safetensors", "vocab.json"]
+    for name in names:
+        assert (tmp_path / "again" / name).read_bytes() == (gpt2 / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_nanogpt_in_and_gpt2_out(bias, text_file, tmp_path):
+    reference = write_nanogpt(tmp_path / "ckpt.pt", bias=bias)
+    run, out = tmp_path / "run", tmp_path / "gpt2"
+    worked(
+        "import", tmp_path / "ckpt.pt", "--from", "nanogpt", "--out", run, "--tokenizer", text_file
+    )
+    model, tokenizer, _ = load(run)
+    assert tokenizer.decode(range(17)) == "\nabcdefghijklmnop"
+    tokens = np.arange(20).reshape(2, 10) % 17
+    with torch.no_grad():
+        its = reference(torch.tensor(tokens)).numpy()
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), its, rtol=1e-5, atol=1e-5 * its.max())
+
+    if not bias:
+        assert "qkv_bias=False has no place" in refused("export", run, "--out", out)
+        assert not out.exists()
+    said = worked("export", run, "--out", out, "--zero-biases")
+    assert f"{run}/tokenizer.json stays there" in said
+    again = jgpt.load_gpt2(out)
+    np.testing.assert_array_equal(again(jnp.asarray(tokens)), model(jnp.asarray(tokens)))
+
+
+def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
+    worked("import", gpt2, "--out", tmp_path / "run", "--tokenizer", imported / "tokenizer.json")
+    assert (tmp_path / "run" / "tokenizer.json").read_text() == (
+        imported / "tokenizer.json"
+    ).read_text()
+
+
+def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, text_file, tmp_path):
+    run = tmp_path / "run"
+    (tmp_path / "ckpt.pt").write_bytes(b"\x80\x04 not one")
+    nanogpt = ("import", tmp_path / "ckpt.pt", "--from", "nanogpt", "--out", run)
+    write_nanogpt(tmp_path / "good.pt")
+    before = sorted(tmp_path.iterdir())
+    assert "config.json" in refused("import", tmp_path / "nowhere", "--out", run)
+    assert "exists already" in refused("import", gpt2, "--out", imported)
+    assert "not nanoGPT's checkpoint" in refused(*nanogpt, "--tokenizer", text_file)
+    assert "give --tokenizer" in refused(
+        "import", tmp_path / "good.pt", "--from", "nanogpt", "--out", run
+    )
+    assert "they don't belong together" in refused(
+        "import", gpt2, "--out", run, "--tokenizer", text_file
+    )
+    assert "not a tokenizer" in refused(
+        "import", gpt2, "--out", run, "--tokenizer", gpt2 / "config.json"
+    )
+    assert "is not a run directory" in refused("export", gpt2 / "nowhere", "--out", run)
+    assert "exists already" in refused("export", imported, "--out", gpt2)
+    assert sorted(tmp_path.iterdir()) == before

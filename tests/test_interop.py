@@ -1,0 +1,321 @@
+"""What GPT-2 directories may not contain, and what a directory that jgpt writes is made of."""
+
+import json
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import jgpt
+from jgpt.layout import from_torch, to_torch
+from tests.parity.ladder import GPT2, SIZES, randomised, weights_of
+
+CONFIG = jgpt.ModelConfig(**SIZES, **GPT2)
+
+
+def random_model(config=CONFIG):
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    nnx.update(model, randomised(weights_of(model)))
+    return model
+
+
+@pytest.fixture
+def model():
+    return random_model()
+
+
+@pytest.fixture
+def directory(model, tmp_path):
+    jgpt.save_gpt2(model, tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def assert_same_weights(model, other):
+    mine, its = to_torch(weights_of(model)), to_torch(weights_of(other))
+    assert mine.keys() == its.keys()
+    for name, array in mine.items():
+        assert np.array_equal(array, its[name]), name
+
+
+def change(path, **fields):
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, **fields}))
+
+
+# PyTorch's names
+
+
+@pytest.mark.parametrize("family", [GPT2, {"tie_embeddings": False, "head_bias": True}])
+def test_to_torch_and_back_is_exact(family):
+    weights = weights_of(random_model(jgpt.ModelConfig(**SIZES, **family)))
+    tensors = to_torch(weights)
+    assert tensors["blocks.1.feed_forward.expansion.weight"].shape == (29, 21)
+    assert tensors["token_embedding.weight"].shape == (17, 21)
+    assert all(tensor.flags.c_contiguous for tensor in tensors.values())
+    again = to_torch(from_torch(tensors, weights))
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_every_leaf_has_one_tensor_and_every_tensor_a_leaf(model):
+    weights, tensors = weights_of(model), to_torch(weights_of(model))
+    name = "blocks.0.attention.query.bias"
+    less = {key: tensor for key, tensor in tensors.items() if key != name}
+    with pytest.raises(ValueError, match=rf"tensors are missing \(1\): {name}"):
+        from_torch(less, weights)
+    with pytest.raises(ValueError, match=r"tensors are left over \(1\): head\.weight"):
+        from_torch({**tensors, "head.weight": np.ones(1)}, weights)
+    with pytest.raises(ValueError, match=rf"{name} has shape \[3\], not \[21\]"):
+        from_torch({**tensors, name: np.ones(3)}, weights)
+
+
+# what is written
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"activation": "gelu", "norm_epsilon": 1e-3, "dropout": 0.2},
+        {"tie_embeddings": False, "activation": "relu", "hidden_dim": None},
+        {"param_dtype": "bfloat16"},
+    ],
+)
+def test_a_saved_model_loads_as_itself(change, tmp_path):
+    config = jgpt.ModelConfig(**{**SIZES, **GPT2, **change})
+    model = random_model(config)
+    jgpt.save_gpt2(model, tmp_path / "gpt2")
+    again = jgpt.load_gpt2(tmp_path / "gpt2")
+    assert again.config == jgpt.ModelConfig(**{**SIZES, **GPT2, **change, "param_dtype": "float32"})
+    for array, its in zip(
+        to_torch(weights_of(model)).values(), to_torch(weights_of(again)).values(), strict=True
+    ):
+        assert np.array_equal(array.astype(np.float32), its)
+
+
+def test_the_files_are_the_formats(directory):
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["model_type"], config["n_embd"], config["n_inner"]) == ("gpt2", 21, 29)
+    assert (config["activation_function"], config["layer_norm_epsilon"]) == ("gelu_new", 1e-5)
+    tensors = load_file(directory / "model.safetensors")
+    assert tensors["transformer.h.0.attn.c_attn.weight"].shape == (21, 63)
+    modes = {path.stat().st_mode for path in directory.iterdir()}
+    assert len(modes) == 1  # the weights can be read by whoever reads the config
+
+
+def test_biases_that_are_not_there_are_written_as_zeros_when_asked(tmp_path):
+    model = random_model(jgpt.ModelConfig(**SIZES, activation="gelu_tanh"))
+    jgpt.save_gpt2(model, tmp_path / "gpt2", zero_biases=True)
+    again = jgpt.load_gpt2(tmp_path / "gpt2")
+    assert (again.config.use_bias, again.config.qkv_bias) == (True, True)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_array_equal(np.asarray(again(tokens)), np.asarray(model(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({**GPT2, "qkv_bias": False}, "qkv_bias=False has no place .* zero_biases=True writes"),
+        ({**GPT2, "use_bias": False}, "use_bias=False has no place"),
+        ({**GPT2, "tie_embeddings": False, "head_bias": True}, "head_bias=True has no place"),
+    ],
+)
+def test_what_the_format_cannot_say_is_refused(config, complaint, tmp_path):
+    model = jgpt.GPT(jgpt.ModelConfig(**SIZES, **config), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=complaint):
+        jgpt.save_gpt2(model, tmp_path / "gpt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bigram_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="architecture='bigram' has no place"):
+        jgpt.save_gpt2(jgpt.BigramLM(5, rngs=nnx.Rngs(0)), tmp_path / "gpt2")
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("two years")
+    with pytest.raises(FileExistsError, match="mine exists already"):
+        jgpt.save_gpt2(model, tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+    def disk_full(*_, **__):
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", disk_full)
+    with pytest.raises(OSError, match="can't be written: No space left"):
+        jgpt.save_gpt2(model, tmp_path / "gpt2")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_safetensors_is_only_given_contiguous_arrays(model, tmp_path, monkeypatch):
+    """huggingface/safetensors#825: it writes others in the order of their memory."""
+    given = {}
+
+    def remember(tensors, path, metadata):
+        given.update(tensors)
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr("safetensors.numpy.save_file", remember)
+    untied = random_model(jgpt.ModelConfig(**{**SIZES, **GPT2, "tie_embeddings": False}))
+    jgpt.save_gpt2(untied, tmp_path / "gpt2")
+    assert given["lm_head.weight"].shape == (17, 21)
+    assert all(tensor.flags.c_contiguous for tensor in given.values())
+    assert_same_weights(jgpt.load_gpt2(tmp_path / "gpt2"), untied)
+
+
+@pytest.mark.skipif(safetensors.__version__ != "0.8.0", reason="a fault of safetensors 0.8.0")
+def test_without_the_guard_the_head_would_be_scrambled(tmp_path, monkeypatch):
+    monkeypatch.setattr("jgpt.interop.np.ascontiguousarray", np.asarray)
+    untied = random_model(jgpt.ModelConfig(**{**SIZES, **GPT2, "tie_embeddings": False}))
+    jgpt.save_gpt2(untied, tmp_path / "gpt2")
+    with pytest.raises(AssertionError, match=r"head\.weight"):
+        assert_same_weights(jgpt.load_gpt2(tmp_path / "gpt2"), untied)
+
+
+# what is read
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"model_type": "llama"}, "model_type='llama' is not supported, only 'gpt2'"),
+        ({"activation_function": "swish"}, "activation_function='swish' is not supported, only"),
+        ({"activation_function": ["relu"]}, r"activation_function=\['relu'\] is not supported"),
+        ({"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
+        (
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx=True is not supported, only False",
+        ),
+        ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+        ({"attn_pdrop": 0.5}, "attn_pdrop=0.5: jgpt has one rate"),
+        ({"n_head": 4}, "embed_dim=21 must be divisible by num_heads=4"),
+        ({"n_embd": "21"}, "embed_dim='21' must be int"),
+        ({"n_layer": 10**9}, "n_layer=1000000000, but the weights have 2 blocks"),
+        ({"n_positions": 12}, r"position_embedding.weight has shape \[11, 21\], not \[12, 21\]"),
+        ({"n_inner": None}, r"feed_forward\.expansion\.bias has shape \[29\], not \[84\]"),
+        ({"n_embd": 24}, r"blocks\.0\.attention\.key\.bias has shape \[21\], not \[24\]"),
+        ({"tie_word_embeddings": False}, r"tensors are missing \(1\): lm_head.weight"),
+        ({"tie_word_embeddings": "no"}, "tie_embeddings='no' must be bool"),
+    ],
+)
+def test_a_config_that_is_not_ours_or_not_the_weights(fields, complaint, directory):
+    change(directory / "config.json", **fields)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        jgpt.load_gpt2(directory)
+    assert str(directory) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\x00", '{"model_type": "gpt2"}'])
+def test_a_config_that_is_none(text, directory):
+    (directory / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: "):
+        jgpt.load_gpt2(directory)
+
+
+def test_missing_files(directory, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        jgpt.load_gpt2(tmp_path / "nowhere")
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
+        jgpt.load_gpt2(directory)
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (
+            lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.bias"),
+            r"tensors are missing \(1\): h\.1\.mlp\.c_fc\.bias",
+        ),
+        (
+            lambda tensors: tensors.update(score=np.ones(3, np.float32)),
+            r"tensors are left over \(1\): score",
+        ),
+        (
+            lambda tensors: tensors.update({"transformer.ln_f.bias": np.ones(3, np.float32)}),
+            r"final_norm\.bias has shape \[3\], not \[21\]",
+        ),
+        (
+            lambda tensors: tensors.update(
+                {"transformer.h.0.attn.c_attn.bias": np.ones(64, np.float32)}
+            ),
+            r"h\.0\.attn\.c_attn\.bias has shape \[64\], which is not 3 parts",
+        ),
+        (
+            lambda tensors: tensors.update({"transformer.ln_f.bias": np.ones(21, np.int8)}),
+            r"transformer\.ln_f\.bias is I8, not F32",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_configs(edit, complaint, directory):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        jgpt.load_gpt2(directory)
+    assert str(directory) in str(caught.value)
+
+
+def lie(**fields):
+    """A header of safetensors that says of its one tensor what isn't so."""
+    tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}
+    header = json.dumps({"transformer.wte.weight": tensor}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        b"\x02" + bytes(7) + b"{",
+        b"\x02" + bytes(7) + b"[]",
+        lie(shape=[3]),
+        lie(data_offsets=[0, 1 << 40]),
+        lie(data_offsets=[8, 0]),
+        lie(dtype="F31"),
+        lie(shape=[-2]),
+        lie()[:-1],
+    ],
+)
+def test_a_lying_or_truncated_file(content, directory):
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
+        jgpt.load_gpt2(directory)
+
+
+def test_shards(directory, model):
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, its in shards.items():
+        save_file({name: tensors[name] for name in its}, directory / shard)
+    index = directory / "model.safetensors.index.json"
+    weight_map = {name: shard for shard, its in shards.items() for name in its}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert_same_weights(jgpt.load_gpt2(directory), model)
+
+    for wrong, complaint in (
+        ({}, "n_layer=2, but the weights have 0 blocks"),
+        ({**weight_map, names[0]: "b.safetensors"}, r"a\.safetensors: tensors are left over \(1\)"),
+        ({**weight_map, names[0]: "../a.safetensors"}, "which is no file of this directory"),
+        ({**weight_map, names[0]: 3}, "names 3, which is no file"),
+        (None, "it has no weight_map"),
+    ):
+        index.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(ValueError, match=complaint):
+            jgpt.load_gpt2(directory)
+    index.write_text(json.dumps({"weight_map": {**weight_map, names[0]: "c.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"c\.safetensors is missing"):
+        jgpt.load_gpt2(directory)
