@@ -3,19 +3,13 @@
 Commands import what they need when they run: `jgpt --help` must not wait for jax.
 """
 
-import contextlib
 import dataclasses
-import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-import tyro
-from tyro.conf import OmitArgPrefixes
 
 from jgpt.config import (
     DEFAULT_PRESET,
@@ -38,6 +32,7 @@ from jgpt.options import (
     PresetsOptions,
     SampleOptions,
     TrainOptions,
+    parse,
 )
 
 Options = TypeVar("Options")
@@ -49,7 +44,7 @@ def train(args: list[str]) -> None:
     default, args = _train_default(args)
     if _value_after("--vocab-size", args) is not None:
         raise ValueError("vocab-size can't be chosen: the tokenizer decides it; leave it out")
-    options = _parse(TrainOptions, "train [PRESET]", args, default=TrainOptions(default))
+    options = parse(TrainOptions, "train [PRESET]", args, default=TrainOptions(default))
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
 
@@ -110,7 +105,7 @@ def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
 @typed
 def sample(args: list[str]) -> None:
     """`jgpt sample RUN ...`"""
-    options = _parse(SampleOptions, "sample", args)
+    options = parse(SampleOptions, "sample", args)
     if options.num_samples < 1:
         raise ValueError(f"num_samples={options.num_samples} must be at least 1")
     if not 0 <= options.seed < 2**32:
@@ -148,7 +143,7 @@ def sample(args: list[str]) -> None:
 @typed
 def evaluate(args: list[str]) -> None:
     """`jgpt eval RUN`"""
-    options = _parse(EvalOptions, "eval", args)
+    options = parse(EvalOptions, "eval", args)
 
     from rich.console import Console
 
@@ -168,7 +163,7 @@ def evaluate(args: list[str]) -> None:
 @typed
 def info(args: list[str]) -> None:
     """`jgpt info PRESET|RUN`"""
-    options = _parse(InfoOptions, "info", args)
+    options = parse(InfoOptions, "info", args)
 
     from jgpt.plan import training_memory
     from jgpt.run_directory import RunDirectory
@@ -196,7 +191,7 @@ def info(args: list[str]) -> None:
 @typed
 def prepare(args: list[str]) -> None:
     """`jgpt prepare FILES --out DIR`"""
-    options = _parse(PrepareOptions, "prepare", args)
+    options = parse(PrepareOptions, "prepare", args)
     config = DataConfig(
         data=options.files,
         tokenizer=options.tokenizer,
@@ -213,7 +208,7 @@ def prepare(args: list[str]) -> None:
 @typed
 def import_(args: list[str]) -> None:
     """`jgpt import SOURCE --out RUN`"""
-    options = _parse(ImportOptions, "import", args)
+    options = parse(ImportOptions, "import", args)
     out = Path(options.out)
     if out.exists():  # asked again when it is written; loading may take a while
         raise ValueError(f"{out} exists already: choose another directory")
@@ -245,7 +240,7 @@ def import_(args: list[str]) -> None:
 @typed
 def export(args: list[str]) -> None:
     """`jgpt export RUN --out DIR`"""
-    options = _parse(ExportOptions, "export", args)
+    options = parse(ExportOptions, "export", args)
 
     from jgpt.checkpoint import load
     from jgpt.interop import save_gpt2
@@ -264,7 +259,7 @@ def export(args: list[str]) -> None:
 @typed
 def presets(args: list[str]) -> None:
     """`jgpt presets`"""
-    _parse(PresetsOptions, "presets", args)
+    parse(PresetsOptions, "presets", args)
     for name, (promise, config) in PRESETS.items():
         default = " (the default)" if name == DEFAULT_PRESET else ""
         print(f"{name:<14} {promise}{default}; {config.steps:,} steps")
@@ -273,7 +268,7 @@ def presets(args: list[str]) -> None:
 @typed
 def plot(args: list[str]) -> None:
     """`jgpt plot RUN...`"""
-    options = _parse(PlotOptions, "plot", args)
+    options = parse(PlotOptions, "plot", args)
 
     from jgpt.report import plot_runs
     from jgpt.run_directory import RunDirectory
@@ -285,7 +280,7 @@ def plot(args: list[str]) -> None:
 @typed
 def attention(args: list[str]) -> None:
     """`jgpt attention RUN --prompt TEXT`"""
-    options = _parse(AttentionOptions, "attention", args)
+    options = parse(AttentionOptions, "attention", args)
 
     from jgpt.checkpoint import load
     from jgpt.report import plot_attention
@@ -339,37 +334,6 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or repr(error)
-
-
-def _parse(
-    options: type[Options], command: str, args: list[str], default: Any = tyro.MISSING_NONPROP
-) -> Options:
-    """Parse with tyro; what it refuses in a box becomes a ValueError in a line."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                options,
-                prog=f"jgpt {command}",
-                args=args,
-                config=(OmitArgPrefixes,),
-                default=default,
-            )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ValueError(_unboxed(said.getvalue())) from None
-
-
-def _unboxed(box: str) -> str:
-    """The first paragraph of tyro's boxed message, and the option it thinks was meant."""
-    lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
-    message = " ".join(lines[:end])
-    meant = next((line.split()[0] for line in lines[end:] if line.startswith("--")), None)
-    if meant and "nrecognized" in message:
-        message += f" (did you mean {meant}?)"
-    return re.sub(r"^Error parsing config[\w.]*: ", "", message)
 
 
 def _preset_name(args: list[str]) -> tuple[str | None, list[str]]:

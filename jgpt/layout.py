@@ -15,10 +15,11 @@ from jgpt.contracts import typed
 from jgpt.model import GPT, LanguageModel, abstract_model
 
 Weights = PyTree[Float[Array, "..."]]
+Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
 
 
 @typed
-def to_torch(weights: Weights) -> dict[str, np.ndarray]:
+def to_torch(weights: Weights) -> Tensors:
     """Weights, or their gradients, under the names and in the layout of PyTorch's modules."""
     return {
         torch_name(name): np.ascontiguousarray(_kernel_transposed(name, leaf))
@@ -27,7 +28,9 @@ def to_torch(weights: Weights) -> dict[str, np.ndarray]:
 
 
 @typed
-def from_torch(tensors: dict[str, np.ndarray], like: PyTree) -> Weights:
+def from_torch(
+    tensors: Tensors, like: PyTree[Float[Array | jax.ShapeDtypeStruct, "..."]]
+) -> Weights:
     """The inverse of `to_torch`, in the structure, shapes and dtypes of `like`.
 
     Raises ValueError for a tensor that is missing, left over, or of another shape.
@@ -74,7 +77,7 @@ def from_gpt2(config: ModelConfig, tensors: dict[str, Any], *, linear: bool) -> 
 
 
 @typed
-def to_gpt2(model: GPT) -> dict[str, np.ndarray]:
+def to_gpt2(model: GPT) -> Tensors:
     """GPT-2's tensors of a model in at least float32, with zeros for the biases that it lacks."""
     config, leaves = model.config, _flat(_weights(model))
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
@@ -82,10 +85,11 @@ def to_gpt2(model: GPT) -> dict[str, np.ndarray]:
     for name, parts in _gpt2_layout(config).items():
         tensor = np.concatenate([np.asarray(leaves[part], dtype) for part in parts], axis=-1)
         tensors[name] = tensor.T if _is_transposed(name, parts, linear=False) else tensor
-    for weight in [name for name in tensors if name.endswith("weight")]:
-        bias = weight.removesuffix("weight") + "bias"
-        if weight.startswith(("h.", "ln_f.")) and bias not in tensors:
-            tensors[bias] = np.zeros(tensors[weight].shape[-1], dtype)
+    for name in [*tensors]:
+        bias = name.removesuffix("weight") + "bias"
+        its_own = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
+        if its_own and bias not in tensors:
+            tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
     return tensors
 
 

@@ -1,11 +1,18 @@
-"""The options of each command: attribute docstrings are the command line's help."""
+"""The options of each command, and how they are read: attribute docstrings are the help."""
 
+import contextlib
+import io
+import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from tyro.conf import Positional, arg
+import tyro
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from jgpt.config import DataConfig, TokenizerName, TrainConfig
+from jgpt.contracts import typed
+
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -150,3 +157,35 @@ class AttentionOptions:
     """The picture: .png or .svg."""
     checkpoint: Literal["best", "last"] | int = "best"
     """By validation loss, by age, or by its step."""
+
+
+@typed
+def parse(
+    options: type[Options], command: str, args: list[str], default: Any = tyro.MISSING_NONPROP
+) -> Options:
+    """Parse with tyro; what it refuses in a box becomes a ValueError in a line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                options,
+                prog=f"jgpt {command}",
+                args=args,
+                config=(OmitArgPrefixes,),
+                default=default,
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ValueError(_unboxed(said.getvalue())) from None
+
+
+def _unboxed(box: str) -> str:
+    """The first paragraph of tyro's boxed message, and the option it thinks was meant."""
+    lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+    message = " ".join(lines[:end])
+    meant = next((line.split()[0] for line in lines[end:] if line.startswith("--")), None)
+    if meant and "nrecognized" in message:
+        message += f" (did you mean {meant}?)"
+    return re.sub(r"^Error parsing config[\w.]*: ", "", message)
