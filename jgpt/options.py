@@ -188,4 +188,4 @@ def _unboxed(box: str) -> str:
     meant = next((line.split()[0] for line in lines[end:] if line.startswith("--")), None)
     if meant and "nrecognized" in message:
         message += f" (did you mean {meant}?)"
-    return re.sub(r"^Error parsing config[\w.]*: ", "", message)
+    return re.sub(r"^Error parsing run[\w.]*: ", "", message)
