@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def load_nanogpt(file: str | Path) -> GPT:
         raise ModuleNotFoundError("nanoGPT's checkpoints need PyTorch: pip install torch") from None
     with file.open("rb") as opened, _naming(file):
         try:
-            checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings(action="ignore"):  # what fails is said in one line
+                checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
             arguments = dict(checkpoint["model_args"])
             # the prefix is torch.compile's
             stored = {

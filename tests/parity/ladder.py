@@ -55,8 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nanogpt, untied": {"activation": "gelu", "tie_embeddings": False},
 }
 OPTIMIZER = OptimizerConfig(
-    learning_rate=0.005,
-    min_learning_rate=0.0005,
+    learning_rate=0.001,
+    min_learning_rate=0.0001,
     warmup_steps=3,
     weight_decay=0.3,
     gradient_clip=0.5,
@@ -91,7 +91,7 @@ def randomised(abstract: Any, seed: int = 1) -> Any:
     def value(path, leaf):
         name, draw = path[-1].key, random.standard_normal(leaf.shape)
         if name == "kernel":
-            draw *= 1.5 / math.sqrt(leaf.shape[0])
+            draw /= math.sqrt(leaf.shape[0])
         elif name == "embedding":
             draw *= 0.1
         elif name == "bias":
