@@ -126,9 +126,9 @@ def fingerprint(run: Path) -> tuple[Any, ...]:
     directory = RunDirectory.open(run)
     metrics = [tuple(line.get(name) for name in MEASURED) for line in directory.metrics()]
     assert [line[0] for line in metrics] == list(range(1, len(metrics) + 1))
-    with Checkpoints(directory, directory.config(), read_only=True) as checkpoints:
+    with Checkpoints(directory, read_only=True) as checkpoints:
         steps = checkpoints.steps()
-        states = [checkpoints.restore(step) for step in steps]
+        states = [checkpoints.restore(directory.config(), step) for step in steps]
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(states):
         digest.update(np.asarray(leaf).tobytes())

@@ -42,10 +42,10 @@ class Checkpoints:
     """
 
     @typed
-    def __init__(self, run: RunDirectory, config: TrainConfig, *, read_only: bool = False) -> None:
+    def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
         """Open the run's checkpoints. Use it as a context manager: saves finish at its end."""
         self._path = (run.path / CHECKPOINTS).resolve()
-        self._config, self._run = config, run
+        self._config, self._run = run.config(), run
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(weights=_handler(), optimizer=_handler())
         )
@@ -133,18 +133,18 @@ class Checkpoints:
         return Manifest.read(self._path / str(self._require_step("best")))
 
     @typed
-    def restore(self, which: Which = "last") -> TrainState:
+    def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """A state, verified. Raises ValueError where it is damaged or another model's."""
-        step = self._verified_step(which)
-        abstract = abstract_state(self._config)
+        step = self._verified_step(config, which)
+        abstract = abstract_state(config)
         items = self._restore(step, {"weights": abstract.weights, "optimizer": abstract.optimizer})
         return TrainState(items["weights"], items["optimizer"], jnp.int32(step))
 
     @typed
-    def restore_weights(self, which: Which) -> Weights:
+    def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """The weights alone, verified. Raises ValueError where they are damaged."""
-        step = self._verified_step(which)  # before a model is made, whatever size it claims
-        abstract = nnx.to_pure_dict(nnx.state(abstract_model(self._config.model), nnx.Param))
+        step = self._verified_step(config, which)  # before a model is made, whatever its size
+        abstract = nnx.to_pure_dict(nnx.state(abstract_model(config.model), nnx.Param))
         return self._restore(step, {"weights": abstract})["weights"]
 
     def _by_loss(self) -> list[int]:
@@ -164,32 +164,32 @@ class Checkpoints:
             raise FileNotFoundError(f"{self._path} holds no checkpoint: the run never saved one")
         return step
 
-    def _verified_step(self, which: Which) -> int:
+    def _verified_step(self, config: TrainConfig, which: Which) -> int:
         step = self._require_step(which)
-        self._require_same_model(step)
+        self._require_same_model(config, step)
         try:
             verify(self._path / str(step))
         except ValueError as error:
             raise ValueError(f"{error}{self._instead_of(step)}") from None
         return step
 
-    def _require_same_model(self, step: int) -> None:
+    def _require_same_model(self, config: TrainConfig, step: int) -> None:
         directory = self._path / str(step)
         try:
             manifest = Manifest.read(directory)
         except ValueError as error:
             raise ValueError(f"{error}{self._instead_of(step)}") from None
-        given = dataclasses.asdict(self._config.model)
+        given = dataclasses.asdict(config.model)
         for name, saved in manifest.model.items():
             if name in given and given[name] != saved:
                 raise ValueError(
-                    f"{self._run.path}: its config has {name}={given[name]!r}, checkpoint {step} "
-                    f"was saved with {saved!r}; they are not of the same run"
+                    f"checkpoint {directory} was saved with {name}={saved!r}, the config has "
+                    f"{name}={given[name]!r}; they are not of the same run"
                 )
         if manifest.tokenizer != self._run.tokenizer_digest():
             raise ValueError(
-                f"{self._run.path}: its tokenizer is not the one that checkpoint {step} was saved "
-                "with; they are not of the same run"
+                f"checkpoint {directory} was saved with another tokenizer than the run's; "
+                "they are not of the same run"
             )
 
     def _restore(self, step: int, abstract: dict[str, Any]) -> Any:
@@ -305,8 +305,8 @@ def load(
             f"{run.path}: its tokenizer has {tokenizer.vocab_size} tokens, its config "
             f"vocab_size={config.model.vocab_size}; they are not of the same run"
         )
-    with Checkpoints(run, config, read_only=True) as checkpoints:
-        weights = checkpoints.restore_weights(which)
+    with Checkpoints(run, read_only=True) as checkpoints:
+        weights = checkpoints.restore_weights(config, which)
     return nnx.merge(nnx.graphdef(abstract_model(config.model)), weights), tokenizer, config
 
 

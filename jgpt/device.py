@@ -95,11 +95,13 @@ class CompilationWatch(logging.Handler):
         """Tell of the first explanation; leave JAX's other warnings to the others."""
         message = record.getMessage()
         if not message.startswith("TRACING CACHE MISS"):
-            if logging.lastResort is not None and not logging.getLogger().handlers:
+            # the explanations of the compilation cache on disk are of no interest
+            unheard = logging.lastResort is not None and not logging.getLogger().handlers
+            if unheard and "compil" not in record.name:
                 logging.lastResort.handle(record)
         elif self._tell is not None:
             tell, self._tell = self._tell, None
-            tell("compiled again after warm-up: " + "; ".join(message.split("\n")[1:]).strip())
+            tell("compiled again after warm-up: " + " ".join(message.split()[4:]))
 
 
 class Profiler:

@@ -141,7 +141,7 @@ class Recorder:
         starts = window_starts(
             self._config.seed,
             step - 1,
-            1,
+            self._config.steps_per_call,  # as training does: compiled already
             self._training_tokens,
             self._config.batch_size,
             self._config.model.block_size,

@@ -108,7 +108,7 @@ def fit(
         contextlib.ExitStack() as stack,
     ):
         goes_on = checkpoints.step("last") is not None
-        state = checkpoints.restore() if goes_on else init_state(config)
+        state = checkpoints.restore(config) if goes_on else init_state(config)
         first_step = int(state.step)
         run.forget_metrics_after(first_step)
         trackers = [
@@ -213,7 +213,7 @@ def _open_run(
     else:
         RunDirectory(out).delete()
         run = RunDirectory.create(out, config, dataset.tokenizer)
-    with Checkpoints(run, config) as checkpoints:
+    with Checkpoints(run) as checkpoints:
         yield run, checkpoints
 
 
@@ -278,10 +278,9 @@ def _train(
             if int(state.step) < step:  # the step that was not finite was not taken
                 checkpoints.save(state, None)
                 checkpoints.wait()
-            raise FloatingPointError(
-                f"{error}: lower learning_rate; the last good state is checkpoint "
-                f"{checkpoints.step('last')}"
-            ) from None
+            good = checkpoints.step("last")
+            kept = "nothing was saved yet" if good is None else f"checkpoint {good} is kept"
+            raise FloatingPointError(f"{error}: lower learning_rate; {kept}") from None
 
 
 def _report(progress: Progress, line: dict[str, Any] | None) -> None:

@@ -203,7 +203,7 @@ def test_overwrite_starts_again(run):
         (["train", "tiny", "--data", "missing.txt"], "missing.txt"),
         (["train", "tiny", "--data", "shakespear"], "did you mean 'shakespeare'?"),
         (["train", "tiny", "--tokenizer", "gpt2"], "tokenizer_files"),
-        (["train", "tiny", "--resume", "--out", "nowhere"], "nowhere is not a run directory"),
+        (["train", "--resume", "--out", "nowhere"], "nowhere is not a run directory"),
         (["sample", "nowhere"], "nowhere is not a run directory"),
         (["eval", "nowhere"], "nowhere is not a run directory"),
         (["info", "gtp2"], "did you mean 'gpt2'?"),

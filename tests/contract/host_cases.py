@@ -99,7 +99,7 @@ FILES = [
         "jgpt.checkpoint.Checkpoints.restore_weights",
         {},
         owner=object.__new__(Checkpoints),
-        static={"which": "last"},
+        static={"config": TRAIN, "which": "last"},
         result=WEIGHTS,
     ),
 ]
