@@ -123,7 +123,8 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
         raise ValueError(f"{directory / INDEX_FILE} is damaged: {error!r}") from None
     tokenizer = tokenizer_from_json((directory / TOKENIZER_FILE).read_text(encoding="utf-8"))
     path = directory / TOKENS_FILE
-    if path.stat().st_size != count * dtype.itemsize or count < 2 or characters < 1:
+    sizes_fit = path.stat().st_size == count * dtype.itemsize
+    if not (sizes_fit and count >= 2 and 1 <= characters < 1 << 62):
         raise ValueError(
             f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
             "prepare it again"

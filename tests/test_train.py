@@ -217,8 +217,9 @@ def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(small_
     with pytest.raises(FloatingPointError) as stopped:
         fit(config)
     assert re.fullmatch(
-        r"gradient_norm is nan at step 2 \(learning_rate 9\.7e\+29, gradient_norm nan; its windows "
-        r"begin at tokens [\d, ]+ of the training text\): lower learning_rate; checkpoint 1 is kept",
+        r"gradient_norm is nan at step 2 \(learning_rate 9\.7e\+29, gradient_norm nan; its "
+        r"windows begin at tokens [\d, ]+ of the training text\): lower learning_rate; "
+        r"checkpoint 1 is kept",
         str(stopped.value),
     )
     saved = RunDirectory(tmp_path / "wild")
