@@ -69,8 +69,8 @@ def main(options: Options) -> None:
     for name in options.formats or tuple(TARGETS):
         results[name] = in_a_process(name, options)
         print(name, results[name], flush=True)
-    if options.write:
-        print(record.write("fuzz", {"formats": results}))
+        if options.write:
+            record.write("fuzz", {"formats": results})
     sys.exit(1 if any(result["escapes"] for result in results.values()) else 0)
 
 
@@ -347,12 +347,12 @@ def forge(run: Path, path: Path) -> None:
 
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
-    "config.json": config_json,
     "tokenizer.json": tokenizer_json,
     "tokens": token_files,
-    "safetensors": safetensors,
     "metrics.jsonl": metrics_jsonl,
     "checkpoint": checkpoint,
+    "config.json": config_json,
+    "safetensors": safetensors,
     "forged checkpoint": forged_checkpoint,
 }
 
