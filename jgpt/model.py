@@ -367,10 +367,14 @@ class GPT(nnx.Module):
         self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The logits of each position's next token. Raises ValueError past `block_size`."""
+
+        def through(block, x, rngs):  # a subclass has a call of its own
+            return block(x, rngs=rngs)
+
+        run = nnx.remat(through) if self.config.rematerialise else through
         x = self.embed(tokens, rngs=rngs)
-        run = nnx.remat(Block.__call__) if self.config.rematerialise else Block.__call__
         for block in self.blocks:
-            x = run(block, x, rngs=rngs)
+            x = run(block, x, rngs)
         return self.logits(self.final_norm(x))
 
     @typed

@@ -179,6 +179,20 @@ def test_the_feed_forward_is_four_times_wider_by_default():
     assert FeedForward(5, 7, rngs=nnx.Rngs(0)).projection.kernel.shape == (7, 5)
 
 
+@pytest.mark.parametrize("rematerialise", [False, True])
+def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
+    class Nothing(Block):
+        def __call__(self, x, *, rngs=None):
+            return x
+
+    model = loud(config_of("gpt2", rematerialise=rematerialise))
+    tokens = jnp.arange(BLOCK_SIZE)[None]
+    model.blocks = nnx.List(Nothing(EMBED_DIM, 3, rngs=nnx.Rngs(0)) for _ in range(2))
+    np.testing.assert_array_equal(
+        model(tokens), model.logits(model.final_norm(model.embed(tokens)))
+    )
+
+
 def test_a_layer_norm_by_hand():
     norm = LayerNorm(2, epsilon=0.75)
     norm.scale[...], norm.bias[...] = jnp.array([3.0, 5.0]), jnp.array([0.0, 1.0])  # type: ignore[index]
