@@ -183,7 +183,7 @@ def opening(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
 
 @typed
 def decode_stream(
-    tokenizer: Tokenizer, pieces: Iterable[Integer[np.ndarray, " tokens"]]
+    tokenizer: Tokenizer, pieces: Iterable[Integer[np.ndarray, " _"]]
 ) -> Iterator[str]:
     """The text of one sequence's pieces, as soon as its characters are whole."""
     tokens: list[int] = []
