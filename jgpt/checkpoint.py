@@ -323,7 +323,7 @@ def write_run(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         run = RunDirectory.create(partial, config, tokenizer)
-        with Checkpoints(run, config) as checkpoints:
+        with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
         os.replace(partial, path)
     finally:

@@ -96,9 +96,9 @@ class CompilationWatch(logging.Handler):
         message = record.getMessage()
         if not message.startswith("TRACING CACHE MISS"):
             # the explanations of the compilation cache on disk are of no interest
-            unheard = logging.lastResort is not None and not logging.getLogger().handlers
-            if unheard and "compil" not in record.name:
-                logging.lastResort.handle(record)
+            last_resort = None if logging.getLogger().handlers else logging.lastResort
+            if last_resort is not None and "compil" not in record.name:
+                last_resort.handle(record)
         elif self._tell is not None:
             tell, self._tell = self._tell, None
             tell("compiled again after warm-up: " + " ".join(message.split()[4:]))

@@ -187,7 +187,8 @@ def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
 
     model = loud(config_of("gpt2", rematerialise=rematerialise))
     tokens = jnp.arange(BLOCK_SIZE)[None]
-    model.blocks = nnx.List(Nothing(EMBED_DIM, 3, rngs=nnx.Rngs(0)) for _ in range(2))
+    blocks: list[Block] = [Nothing(EMBED_DIM, 3, rngs=nnx.Rngs(0)) for _ in range(2)]
+    model.blocks = nnx.List(blocks)
     np.testing.assert_array_equal(
         model(tokens), model.logits(model.final_norm(model.embed(tokens)))
     )
