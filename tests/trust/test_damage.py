@@ -1,0 +1,201 @@
+"""What can happen to a run's files, and what is said of it."""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jgpt import fit, load
+from jgpt.checkpoint import Checkpoints
+from jgpt.run_directory import RunDirectory
+from jgpt.train import evaluate
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+fuzz = importlib.import_module("fuzz")
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return Path(shutil.copytree(trained.directory, tmp_path / "copy"))
+
+
+def python(code: str, **limits: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        timeout=300,
+        **limits,  # type: ignore[arg-type]
+    )
+
+
+def test_a_checkpoint_that_was_renamed_is_not_what_it_says(copy):
+    (copy / "checkpoints" / "8").rename(copy / "checkpoints" / "80")
+    with pytest.raises(ValueError, match=r"80/manifest\.json is damaged: it is of step 8"):
+        load(copy, which=80)
+
+
+def test_a_file_that_was_added_is_found(copy):
+    (copy / "checkpoints" / "11" / "weights" / "extra").write_text("")
+    with pytest.raises(ValueError, match="weights/extra does not belong there; checkpoint 8 is"):
+        load(copy, which="last")
+
+
+def test_a_manifest_with_another_loss_is_found(copy):
+    """Or a damaged checkpoint could pass for the best."""
+    path = copy / "checkpoints" / "11" / "manifest.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"validation_loss": 0.1}))
+    with pytest.raises(ValueError, match=r"11/manifest\.json is damaged: its own SHA-256"):
+        load(copy)
+
+
+@pytest.mark.parametrize("target", ["config.json", "metrics.jsonl", "checkpoints/11/manifest.json"])
+def test_a_link_out_of_the_run_is_not_followed(copy, tmp_path, target):
+    outside = tmp_path / "outside"
+    shutil.move(copy / target, outside)
+    (copy / target).symlink_to(outside)
+    before = outside.read_bytes()
+    with pytest.raises(ValueError, match="link"):
+        load(copy, which="last")
+    assert outside.read_bytes() == before
+
+
+def test_names_in_a_manifest_do_not_lead_outside(copy, tmp_path):
+    """A forged manifest lists a file elsewhere, with its right SHA-256."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    path = copy / "checkpoints" / "11" / "manifest.json"
+    values = json.loads(path.read_text())
+    del values["sha256"]
+    digest = hashlib.sha256(secret.read_bytes()).hexdigest()
+    values["files"]["../../../secret"] = [6, digest]
+    values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="secret is missing"):
+        load(copy, which="last")
+
+
+def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, tmp_path):
+    moved = Path(shutil.copytree(trained.directory, tmp_path / "moved"))
+    for path in [moved, *moved.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = {path: path.stat().st_mtime_ns for path in [moved, *moved.rglob("*")]}
+    try:
+        assert evaluate(moved).loss == pytest.approx(trained.validation_loss, rel=1e-6)
+        assert {path: path.stat().st_mtime_ns for path in [moved, *moved.rglob("*")]} == before
+    finally:
+        for path in [moved, *moved.rglob("*")]:
+            path.chmod(0o755)
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(trained, small_run, tmp_path):
+    copy = Path(shutil.copytree(trained.directory, tmp_path / "copy"))
+    config = dataclasses.replace(small_run, out=str(copy), steps=12)
+    code = (
+        "import sys; from pathlib import Path; from jgpt.run_directory import RunDirectory\n"
+        f"with RunDirectory(Path({str(copy)!r})).locked(): print('locked', flush=True); input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert holder.stdout
+    assert holder.stdin
+    try:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(BlockingIOError, match=f"is in use by process {holder.pid}"):
+            fit(config, resume=True)
+        load(copy)  # but it may be read
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()
+    with RunDirectory(copy).locked():
+        pass
+
+
+def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(small_run, tmp_path):
+    """A limit on file sizes, as a quota sets it, that a file of a later save runs into."""
+    first = dataclasses.replace(small_run, out=str(tmp_path / "run"), steps=4, sample_tokens=0)
+    fit(first)
+    code = f"""
+import dataclasses, resource
+from jgpt import fit
+from jgpt.run_directory import RunDirectory
+config = RunDirectory.open({str(tmp_path / "run")!r}).config()
+import jgpt.checkpoint, jgpt.train
+save = jgpt.checkpoint.Checkpoints.save
+def limited(*args):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+    save(*args)
+jgpt.checkpoint.Checkpoints.save = limited
+try:
+    fit(dataclasses.replace(config, steps=8), resume=True)
+except OSError as error:
+    print(error)
+"""
+    said = python(code).stdout
+    assert "the checkpoint of step 8 could not be written" in said, said
+    assert "the last good checkpoint is step 4: make room and go on with --resume" in said
+    with Checkpoints(RunDirectory.open(tmp_path / "run"), read_only=True) as checkpoints:
+        assert checkpoints.steps() == [4]
+    load(tmp_path / "run")
+    assert not list((tmp_path / "run" / "checkpoints").glob("saving-*"))
+
+
+def test_metrics_that_cannot_be_written_leave_no_half_line(copy):
+    run = RunDirectory.open(copy)
+    before = (copy / "metrics.jsonl").read_bytes()
+    code = f"""
+import resource; from pathlib import Path
+from jgpt.run_directory import RunDirectory
+run = RunDirectory(Path({str(copy)!r}))
+resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 10}, {len(before) + 10}))
+try:
+    run.append_metrics([{{"step": 12, "loss": 1.0}}])
+except OSError as error:
+    print(error)
+"""
+    assert "metrics.jsonl can't be written: File too large" in python(code).stdout
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    assert run.metrics()[-1]["step"] == 11
+
+
+def test_loading_a_run_unpickles_nothing(trained):
+    """Importing pickle from our code is refused by the linter; here every unpickler is."""
+    code = f"""
+import _pickle, pickle
+import jax, jgpt, jgpt.train
+def refuse(*args, **options): raise AssertionError("unpickled")
+for module in (pickle, _pickle):
+    for name in ("load", "loads", "Unpickler"):
+        setattr(module, name, refuse)
+jgpt.load({str(trained.directory)!r})
+print(jgpt.train.evaluate({str(trained.directory)!r}).loss)
+"""
+    assert float(python(code).stdout) == pytest.approx(trained.validation_loss, rel=1e-6)
+    unsafe = ("pickle", "marshal", "shelve", "eval(", "exec(", "np.load(", "allow_pickle")
+    for path in (REPOSITORY / "jgpt").glob("*.py"):
+        if path.name != "contracts.py" and path.name != "interop.py":
+            assert not [word for word in unsafe if f" {word}" in path.read_text()], path.name
+
+
+@pytest.mark.parametrize("name", list(fuzz.TARGETS))
+def test_mutated_files_raise_documented_errors_alone(name):
+    inputs = 60 if "checkpoint" in name or name == "config.json" else 200
+    result = fuzz.in_a_process(name, fuzz.Options(inputs=inputs, seed=1))
+    assert result["escapes"] == []
+    assert result["refused"] + result["loaded"] == inputs
