@@ -203,8 +203,11 @@ def test_metrics_say_what_the_schema_says_and_no_more(trained):
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
-    ]
-    + [("TPU v5 lite", 197e12), ("TPU v5", 459e12), ("TPU v9", None), ("NVIDIA L40S", None)],
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v9", None),
+        ("NVIDIA L40S", None),
+    ],
 )
 def test_a_peak_is_the_maker_s_or_unknown(monkeypatch, kind, peak):
     monkeypatch.setattr("jax.devices", lambda: [types.SimpleNamespace(device_kind=kind)])
