@@ -31,7 +31,11 @@ COPIED = ("jgpt", "tests", "pyproject.toml")
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
 # what computes, rather than reads files and starts commands
 COMPUTING = ("attention", "model", "loss", "optimizer", "step", "generation", "data", "dropout")
-VALUES = [*(f"tests/test_{name}.py" for name in COMPUTING), "tests/parity/test_[!t]*.py"]
+VALUES = [
+    "tests/contract/test_values.py",
+    *(f"tests/test_{name}.py" for name in COMPUTING),
+    "tests/parity/test_[!t]*.py",
+]
 SECONDS_PER_MUTANT = 600
 
 
