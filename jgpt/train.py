@@ -277,7 +277,7 @@ def _train(
             recorder.finish()
             if int(state.step) < step:  # the step that was not finite was not taken
                 checkpoints.save(state, None)
-                checkpoints.wait()
+            checkpoints.wait()  # one under way is not yet one that is kept
             good = checkpoints.step("last")
             kept = "nothing was saved yet" if good is None else f"checkpoint {good} is kept"
             raise FloatingPointError(f"{error}: lower learning_rate; {kept}") from None
