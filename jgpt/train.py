@@ -253,13 +253,13 @@ def _train(
                     config.model.block_size,
                 )
                 state, metrics = train_steps(state, windows, count, step)
+                begins, step = step, step + count
                 profiler.stepped(count, metrics)
-                if step == first_step:
+                if begins == first_step:
                     jax.block_until_ready(metrics)  # it has compiled: no speed to be measured
-                _report(progress, recorder.add(step, count, metrics))
-                if step == first_step:
+                _report(progress, recorder.add(begins, count, metrics))
+                if begins == first_step:
                     recorder.start_clock()
-                step += count
                 checkpoints.raise_if_failed()
                 if step == boundary:
                     _report(progress, recorder.wait())
