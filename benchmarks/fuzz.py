@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz.py --inputs 10000
 
-Each format is fuzzed in a process of its own: a crash ends it, an alarm ends an input that hangs,
+Each format is fuzzed in a process of its own: a crash ends it, an alarm ends an input that takes too long,
 a limit on memory ends one that grows. Python's own audit hooks report whatever is executed, and
 whatever is opened, outside the directory that is loaded. Formats: config.json, tokenizer.json,
 token files, safetensors, metrics.jsonl, checkpoints, and checkpoints whose manifest was made to
@@ -30,7 +30,7 @@ import record
 import tyro
 
 SECONDS, MEBIBYTES = 20, 1024
-"""What one input may take, and how much memory all of a format's may add."""
+"""Of the processor for one input; and how much memory all of a format's may add."""
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class")
 NUMBERS = (-1, 0, 1, 2**31, 2**63, 10**18, 10**400, 1e308, float("nan"), float("inf"))
 VALUES = (*NUMBERS, None, True, "", "../../etc/passwd", "/etc/passwd", [], {}, [[[]]], "\ud800")
@@ -96,7 +96,7 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
         target.load()  # what it imports and compiles is not the input's doing
         originals = {path: path.read_bytes() for path in target.files}
         watched = AuditHook(root)
-        signal.signal(signal.SIGALRM, hung)
+        signal.signal(signal.SIGPROF, hung)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         count = {"inputs": inputs, "loaded": 0, "refused": 0}
         escapes: list[str] = []
@@ -107,7 +107,7 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
             replace(path, mutant)
             target.repair(path)
             watched.on = True
-            signal.alarm(SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 target.load()
                 count["loaded"] += 1
@@ -117,7 +117,7 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
                 count["refused"] += 1
             except BaseException as error:
                 escapes.append(f"{path.relative_to(root)}: {type(error).__name__}: {error}"[:300])
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             watched.on = False
             for other, content in originals.items():
                 if other == path or not other.is_file():
@@ -152,8 +152,12 @@ class AuditHook:
                 self.found.append(f"opened {path}")
 
 
+class Hung(BaseException):
+    """What no loader can take for an error of its own."""
+
+
 def hung(*_: object) -> None:
-    raise TimeoutError(f"it took more than {SECONDS} s")
+    raise Hung(f"it took more than {SECONDS} s")
 
 
 def replace(path: Path, content: bytes) -> None:
