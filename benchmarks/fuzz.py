@@ -3,10 +3,10 @@
     python benchmarks/fuzz.py --inputs 10000
 
 Each format is fuzzed in a process of its own: a crash ends it, an alarm ends an input that takes
-too long, a limit on memory ends one that grows. Python's own audit hooks report whatever is executed, and
-whatever is opened, outside the directory that is loaded. Formats: config.json, tokenizer.json,
-token files, safetensors, metrics.jsonl, checkpoints, and checkpoints whose manifest was made to
-fit the damage, as one who means harm would.
+too long, a limit on memory ends one that grows. Python's own audit hooks report whatever is
+executed, and whatever is opened, outside the directory that is loaded. Formats: config.json,
+tokenizer.json, token files, safetensors, metrics.jsonl, checkpoints, and checkpoints whose manifest
+was made to fit the damage, as one who means harm would.
 """
 
 import dataclasses

@@ -193,11 +193,8 @@ class MultiHeadAttention(_Attention):
             rngs=nnx.Rngs(0),
         )
         columns = slice(index * self.head_dim, (index + 1) * self.head_dim)
-        for mine, its in (
-            (self.query, head.query),
-            (self.key, head.key),
-            (self.value, head.value),
-        ):
+        for name in ("query", "key", "value"):
+            mine, its = getattr(self, name), getattr(head, name)
             its.kernel[...] = mine.kernel[:, columns]
             if mine.bias is not None and its.bias is not None:
                 its.bias[...] = mine.bias[columns]

@@ -13,6 +13,7 @@ from jgpt.config import DataConfig, TokenizerName, TrainConfig
 from jgpt.contracts import typed
 
 Options = TypeVar("Options")
+FROM = "from"  # no field can be called so
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class ImportOptions:
     """A Hugging Face GPT-2 directory (config.json, model.safetensors), or nanoGPT's ckpt.pt."""
     out: str
     """The run directory to write."""
-    format: Annotated[Literal["gpt2", "nanogpt"], arg(name="from")] = "gpt2"
+    format: Annotated[Literal["gpt2", "nanogpt"], arg(name=FROM)] = "gpt2"
     """Who wrote the weights."""
     tokenizer: str | None = None
     """A folder with GPT-2's vocabulary and merges (the source itself by default), a run's

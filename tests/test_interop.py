@@ -199,7 +199,7 @@ def test_without_the_guard_the_head_would_be_scrambled(tmp_path, monkeypatch):
         ({"attn_pdrop": 0.5}, "attn_pdrop=0.5: jgpt has one rate"),
         ({"n_head": 4}, "embed_dim=21 must be divisible by num_heads=4"),
         ({"n_embd": "21"}, "embed_dim='21' must be int"),
-        ({"n_layer": 10**9}, "n_layer=1000000000, but the weights have 2 blocks"),
+        ({"n_layer": 10**9}, "num_layers=1000000000 must be at most 1024"),
         ({"n_positions": 12}, r"position_embedding.weight has shape \[11, 21\], not \[12, 21\]"),
         ({"n_inner": None}, r"feed_forward\.expansion\.bias has shape \[29\], not \[84\]"),
         ({"n_embd": 24}, r"blocks\.0\.attention\.key\.bias has shape \[21\], not \[24\]"),
