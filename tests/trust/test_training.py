@@ -300,7 +300,6 @@ def test_trackers_are_given_every_line_and_closed(small_run, tmp_path, monkeypat
 
 
 def test_tensorboard_writes_events_into_the_run(small_run, tmp_path):
-    pytest.importorskip("tensorboardX")
     config = dataclasses.replace(
         small_run, out=str(tmp_path / "run"), trackers=("tensorboard",), sample_tokens=0
     )
