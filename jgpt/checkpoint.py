@@ -1,6 +1,7 @@
 """Checkpoints: a run's train states, saved in the background, checksummed, and verified at load."""
 
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -30,6 +31,8 @@ _MAY_DIFFER = {
     *("steps", "eval_interval", "steps_per_call", "sample_tokens", "out", "name"),
     *("patience", "keep_best", "keep_last", "keep_every", "trackers", "model.vocab_size"),
 }
+
+_STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs each save at length
 
@@ -194,6 +197,7 @@ class Checkpoints:
 
     def _restore(self, step: int, abstract: dict[str, Any]) -> Any:
         directory = self._path / str(step)
+        _require_plausible_arrays(directory, jax.tree.leaves(abstract))
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract
@@ -354,6 +358,28 @@ def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", value
+
+
+def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
+    """Raise ValueError for an array that claims more room than the model's largest.
+
+    TensorStore allocates what an array's header says before it reads, and aborts the process where
+    that fails; a manifest can be made to fit a header that lies.
+    """
+    largest = max(math.prod(leaf.shape) for leaf in leaves)
+    for path in directory.rglob(".zarray"):
+        try:
+            header = json.loads(path.read_text(encoding="utf-8"))
+            if header["dtype"] not in _STORED_DTYPES:  # one may be of any number of bytes
+                raise ValueError(f"dtype {header['dtype']!r} is none that jgpt stores")
+            for name in ("shape", "chunks"):
+                sizes = header[name]
+                if not all(type(size) is int and size >= 0 for size in sizes):
+                    raise ValueError(f"{name} is {sizes!r}")
+                if math.prod(sizes) > largest:
+                    raise ValueError(f"{name} {sizes!r} is more than the model's largest array")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _handler() -> ocp.StandardCheckpointHandler:

@@ -85,6 +85,31 @@ def test_names_in_a_manifest_do_not_lead_outside(copy, tmp_path):
         load(copy, which="last")
 
 
+@pytest.mark.parametrize(
+    ("field", "lie", "reason"),
+    [
+        ("chunks", [1 << 50], "more than the model's largest array"),
+        ("shape", [1 << 50], "more than the model's largest array"),
+        ("shape", [-1], r"shape is \[-1\]"),
+        ("dtype", "<V999999", "none that jgpt stores"),
+    ],
+)
+def test_a_forged_header_is_refused_before_room_is_made_for_it(copy, field, lie, reason):
+    """TensorStore would abort the process, so the manifest is forged to fit."""
+    header = copy / "checkpoints" / "11" / "weights" / "final_norm.scale" / ".zarray"
+    header.write_text(json.dumps(json.loads(header.read_text()) | {field: lie}))
+    path = copy / "checkpoints" / "11" / "manifest.json"
+    values = json.loads(path.read_text())
+    del values["sha256"]
+    data = header.read_bytes()
+    name = "weights/final_norm.scale/.zarray"
+    values["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
+    values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=reason):
+        load(copy, which="last")
+
+
 def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, tmp_path):
     moved = Path(shutil.copytree(trained.directory, tmp_path / "moved"))
     for path in [moved, *moved.rglob("*")]:
