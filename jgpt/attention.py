@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jgpt.contracts import check, typed
 
@@ -17,7 +17,7 @@ def causal_mask(time: int) -> Bool[Array, "{time} {time}"]:
 def attention_weights(
     query: Float[Array, "*batch query head_dim"],
     key: Float[Array, "*batch key head_dim"],
-    mask: Bool[Array, "query key"] | None = None,
+    mask: Bool[Array, "*#batch query key"] | None = None,
 ) -> Float[Array, "*batch query key"]:
     """Scaled dot-product attention's weights: how much each query reads from each key.
 
@@ -40,7 +40,7 @@ def attend(
     query: Float[Array, "*batch query head_dim"],
     key: Float[Array, "*batch key head_dim"],
     value: Float[Array, "*batch key value_dim"],
-    mask: Bool[Array, "query key"] | None = None,
+    mask: Bool[Array, "*#batch query key"] | None = None,
     *,
     dropout: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
@@ -51,6 +51,28 @@ def attend(
     """
     weights = dropped(attention_weights(query, key, mask), dropout, dropout_key)
     return jnp.einsum("...qk,...kv->...qv", weights, value)
+
+
+@typed
+def cache_mask(
+    start: Int[Array, " batch"], time: int, positions: int
+) -> Bool[Array, "batch 1 {time} {positions}"]:
+    """The causal mask of `time` new tokens, from each row's `start` on, over a cache."""
+    query = start[:, None, None, None] + jnp.arange(time)[:, None]
+    return jnp.arange(positions) <= query
+
+
+@typed
+def write_to_cache(
+    cache: Float[Array, "batch heads positions head_dim"],
+    new: Float[Array, "batch heads time head_dim"],
+    start: Int[Array, " batch"],
+) -> Float[Array, "batch heads positions head_dim"]:
+    """The cache with each row's new entries at its `start`."""
+    at = jax.vmap(
+        lambda row, entries, start: jax.lax.dynamic_update_slice(row, entries, (0, start, 0))
+    )
+    return at(cache, new.astype(cache.dtype), start)
 
 
 @typed

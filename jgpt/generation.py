@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,43 +11,56 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
 
 from jgpt.contracts import typed
-from jgpt.model import LanguageModel
+from jgpt.model import KeyValueCache, LanguageModel
 from jgpt.tokenizer import Tokenizer
 
 TOKENS_PER_CALL = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rules:
+    """How to draw: what may change from call to call without another compilation."""
+
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""] | None = None
+    min_p: Float[Array, ""] | None = None
 
 
 @typed
 def next_token(
     logits: Float[Array, "batch vocab"],
     key: Key[Array, ""],
-    temperature: Float[Array, ""],
-    top_k: int | None,
-    top_p: Float[Array, ""] | None,
+    rules: Rules,
+    top_k: int | None = None,
 ) -> Int[Array, " batch"]:
-    """Draw a token for each row: of the `top_k` likeliest, of the fewest that hold `top_p`.
+    """Draw a token for each row, row i with the key folded with i.
 
-    Temperature 0 takes the likeliest. Nucleus sampling is Holtzman et al. 2020, section 3.1; it
-    looks at the probabilities after temperature and top_k, as most libraries do.
+    `top_k` keeps the likeliest tokens, then `top_p` the fewest that hold it (Holtzman et al. 2020,
+    section 3.1), then `min_p` those at least that fraction as likely as the likeliest (Nguyen et
+    al. 2024, section 3); all after temperature. Temperature 0 takes the likeliest.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greedy = jnp.argmax(logits, axis=-1)
-    warm = temperature >= jnp.finfo(temperature.dtype).tiny  # what is less divides as zero does
+    warm = rules.temperature >= jnp.finfo(rules.temperature.dtype).tiny  # less divides as zero does
     # the likeliest becomes 0 and the others less: no temperature makes them overflow
     logits = logits - logits.max(axis=-1, keepdims=True)
-    logits = logits / jnp.where(warm, temperature, 1)
+    logits = logits / jnp.where(warm, rules.temperature, 1)
     if top_k is not None:
         smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if top_p is not None:
+    if rules.top_p is not None:
         descending = jnp.sort(logits, axis=-1)[:, ::-1]
         probability = jax.nn.softmax(descending, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
-        kept = (before < top_p).at[:, 0].set(True)
+        kept = (before < rules.top_p).at[:, 0].set(True)
         smallest = jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    sampled = jax.random.categorical(key, logits, axis=-1)
-    return jnp.where(warm, sampled, greedy)
+    if rules.min_p is not None:
+        logits = jnp.where(logits < jnp.log(rules.min_p), -jnp.inf, logits)  # the likeliest is 0
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(logits.shape[0]))
+    sampled = jax.vmap(jax.random.categorical)(keys, logits)
+    return jnp.where(warm, sampled, greedy).astype(jnp.int32)
 
 
 @typed
@@ -56,19 +70,38 @@ def generate(
     max_new_tokens: int,
     *,
     key: Key[Array, ""],
+    lengths: Int[np.ndarray, " batch"] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
 ) -> Int[Array, "batch {prompt.shape[1]+max_new_tokens}"]:
     """The prompts, each continued by `max_new_tokens` tokens.
 
-    Past `block_size` the window slides: the model reads the last `block_size` tokens. The key
-    alone decides what is drawn. Raises ValueError for an empty prompt or a bad sampling parameter.
+    Prompts of different `lengths` are filled up at their ends; a continuation begins where its
+    prompt ends, and what is beyond it is 0. Past `block_size` the window slides: the model reads
+    the last `block_size` tokens. A row depends on its own prompt, the key and its index alone.
+    Raises ValueError for an empty prompt or a bad sampling parameter.
     """
     pieces = stream(
-        model, prompt, max_new_tokens, key=key, temperature=temperature, top_k=top_k, top_p=top_p
+        model,
+        prompt,
+        max_new_tokens,
+        key=key,
+        lengths=lengths,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
     )
-    return jnp.concatenate([prompt, *pieces], axis=1, dtype=prompt.dtype)
+    batch, time = prompt.shape
+    ends = np.full(batch, time) if lengths is None else lengths
+    new = np.concatenate([np.zeros((batch, 0), np.int32), *pieces], axis=1)
+    whole = np.zeros((batch, time + max_new_tokens), np.int32)
+    for row, end in enumerate(ends):
+        whole[row, :end] = prompt[row, :end]
+        whole[row, end : end + max_new_tokens] = new[row]
+    return jnp.asarray(whole, prompt.dtype)
 
 
 @typed
@@ -78,98 +111,171 @@ def stream(
     max_new_tokens: int,
     *,
     key: Key[Array, ""],
+    lengths: Int[np.ndarray, " batch"] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     """What `generate` appends, piece by piece as it is drawn, each (batch, tokens)."""
-    for name, value, fine in (
-        ("temperature", temperature, 0 <= temperature < float("inf")),
-        ("top_k", top_k, top_k is None or top_k >= 1),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1),
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 0),
+    for name, value, fine, wanted in (
+        ("temperature", temperature, 0 <= temperature < float("inf"), "0 or more"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "in (0, 1]"),
+        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "in [0, 1]"),
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 0, "0 or more"),
     ):
         if not fine:
-            wanted = {"temperature": "0 or more", "top_k": "at least 1", "top_p": "in (0, 1]"}
-            raise ValueError(f"{name}={value} must be {wanted.get(name, '0 or more')}")
-    if prompt.size == 0:
+            raise ValueError(f"{name}={value} must be {wanted}")
+    ends = np.full(prompt.shape[0], prompt.shape[1]) if lengths is None else lengths
+    if prompt.size == 0 or ends.min() < 1:
         raise ValueError("the prompt is empty: give at least one token to continue from")
+    if ends.max() > prompt.shape[1]:
+        raise ValueError(f"lengths reach {ends.max()}, beyond the prompt's {prompt.shape[1]}")
     outside = np.asarray(prompt)[np.asarray((prompt < 0) | (prompt >= model.vocab_size))]
     if outside.size:
         raise ValueError(
             f"the prompt holds token {outside[0]}, outside the vocabulary of {model.vocab_size}"
         )
-    return _pieces(model, prompt, max_new_tokens, key, temperature, top_k, top_p)
+    rules = Rules(
+        jnp.float32(temperature),
+        None if top_p is None else jnp.float32(top_p),
+        None if min_p is None else jnp.float32(min_p),
+    )
+    return _pieces(model, prompt, ends, max_new_tokens, key, rules, top_k)
 
 
 @typed
 def _pieces(
     model: LanguageModel,
     prompt: Int[Array, "batch time"],
+    ends: Int[np.ndarray, " batch"],
     max_new_tokens: int,
     key: Key[Array, ""],
-    temperature: float,
+    rules: Rules,
     top_k: int | None,
-    top_p: float | None,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     graph, weights = nnx.split(model)
-    cropped = prompt[:, -model.block_size :]
-    length = cropped.shape[1]
-    window = jnp.pad(cropped, ((0, 0), (0, model.block_size - length))).astype(jnp.int32)
-    for start in range(0, max_new_tokens, TOKENS_PER_CALL):
+    size = model.block_size
+    kept = np.minimum(ends, size)
+    cropped = np.zeros((len(ends), size), np.int32)
+    for row, (end, length) in enumerate(zip(ends, kept, strict=True)):
+        cropped[row, :length] = prompt[row, end - length : end]
+    window, length = jnp.asarray(cropped), jnp.asarray(kept, jnp.int32)
+    cache = _prefill(weights, window, graph=graph)
+    # a window that is full can be read from the cache once more; then it slides
+    cached = size - int(kept.max()) + 1
+    start = 0
+    while start < max_new_tokens:
         count = min(TOKENS_PER_CALL, max_new_tokens - start)
-        window, drawn, finite = _draw(
-            weights,
-            window,
-            length,
-            start,
-            count,
-            key,
-            jnp.float32(temperature),
-            None if top_p is None else jnp.float32(top_p),
-            graph=graph,
-            top_k=top_k,
-        )
+        if start < cached:
+            count = min(count, cached - start)
+            window, length, cache, drawn, finite = _draw_cached(
+                weights, window, length, cache, start, count, key, rules, graph=graph, top_k=top_k
+            )
+        else:
+            window, length, drawn, finite = _draw_rereading(
+                weights, window, length, start, count, key, rules, graph=graph, top_k=top_k
+            )
         if not finite:
             raise FloatingPointError("the model's logits are not finite: its weights are broken")
-        length = min(length + count, model.block_size)
         yield np.asarray(drawn[:, :count])
+        start += count
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+@typed
+def _prefill(
+    weights: PyTree[Float[Array, "..."]], window: Int[Array, "batch time"], *, graph: nnx.GraphDef
+) -> KeyValueCache:
+    """The windows' cache; what lies beyond a length is overwritten before it is read."""
+    model = nnx.merge(graph, weights)
+    batch = window.shape[0]
+    start = jnp.zeros(batch, jnp.int32)
+    return model.continued(window, start, model.empty_cache(batch))[1]
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "top_k"), donate_argnames="cache")
+@typed
+def _draw_cached(
+    weights: PyTree[Float[Array, "..."]],
+    window: Int[Array, "batch time"],
+    length: Int[Array, " batch"],
+    cache: KeyValueCache,
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+    key: Key[Array, ""],
+    rules: Rules,
+    *,
+    graph: nnx.GraphDef,
+    top_k: int | None,
+) -> tuple[
+    Int[Array, "batch time"],
+    Int[Array, " batch"],
+    KeyValueCache,
+    Int[Array, f"batch {TOKENS_PER_CALL}"],
+    Bool[Array, ""],
+]:
+    """Draw `count` tokens, each from its predecessor and the cache alone."""
+    model = nnx.merge(graph, weights)
+
+    def body(i, carry):
+        window, length, cache, drawn, finite = carry
+        last = jnp.take_along_axis(window, length[:, None] - 1, axis=1)
+        logits, cache = model.continued(last, length - 1, cache)
+        token = next_token(logits[:, 0], jax.random.fold_in(key, start + i), rules, top_k)
+        window, length = _append(window, length, token)
+        finite &= jnp.isfinite(logits).all()
+        return window, length, cache, drawn.at[:, i].set(token), finite
+
+    drawn = jnp.zeros((window.shape[0], TOKENS_PER_CALL), window.dtype)
+    return jax.lax.fori_loop(0, count, body, (window, length, cache, drawn, jnp.array(True)))
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "top_k"))
 @typed
-def _draw(
+def _draw_rereading(
     weights: PyTree[Float[Array, "..."]],
     window: Int[Array, "batch time"],
-    length: Int[Array, ""],
+    length: Int[Array, " batch"],
     start: Int[Array, ""],
     count: Int[Array, ""],
     key: Key[Array, ""],
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""] | None,
+    rules: Rules,
     *,
     graph: nnx.GraphDef,
     top_k: int | None,
-) -> tuple[Int[Array, "batch time"], Int[Array, f"batch {TOKENS_PER_CALL}"], Bool[Array, ""]]:
-    """Draw `count` tokens into a window whose first `length` are read; the rest is padding."""
+) -> tuple[
+    Int[Array, "batch time"],
+    Int[Array, " batch"],
+    Int[Array, f"batch {TOKENS_PER_CALL}"],
+    Bool[Array, ""],
+]:
+    """Draw `count` tokens, each by reading the whole window: its positions move as it slides."""
     model = nnx.merge(graph, weights)
-    batch, size = window.shape
 
     def body(i, carry):
         window, length, drawn, finite = carry
-        logits = jax.lax.dynamic_index_in_dim(model(window), length - 1, axis=1, keepdims=False)
-        draw_key = jax.random.fold_in(key, start + i)
-        token = next_token(logits, draw_key, temperature, top_k, top_p).astype(window.dtype)
-        full = length == size
-        window = jnp.where(full, jnp.roll(window, -1, axis=1), window)
-        length = jnp.where(full, length, length + 1)
-        window = jax.lax.dynamic_update_index_in_dim(window, token, length - 1, axis=1)
-        return window, length, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()
+        logits = jnp.take_along_axis(model(window), length[:, None, None] - 1, axis=1)[:, 0]
+        token = next_token(logits, jax.random.fold_in(key, start + i), rules, top_k)
+        window, length = _append(window, length, token)
+        finite &= jnp.isfinite(logits).all()
+        return window, length, drawn.at[:, i].set(token), finite
 
-    drawn = jnp.zeros((batch, TOKENS_PER_CALL), window.dtype)
-    carry = (window, length, drawn, jnp.array(True))
-    window, _, drawn, finite = jax.lax.fori_loop(0, count, body, carry)
-    return window, drawn, finite
+    drawn = jnp.zeros((window.shape[0], TOKENS_PER_CALL), window.dtype)
+    return jax.lax.fori_loop(0, count, body, (window, length, drawn, jnp.array(True)))
+
+
+@typed
+def _append(
+    window: Int[Array, "batch time"], length: Int[Array, " batch"], token: Int[Array, " batch"]
+) -> tuple[Int[Array, "batch time"], Int[Array, " batch"]]:
+    """Put a token behind each row's last; a full row first drops its oldest."""
+    full = length == window.shape[1]
+    window = jnp.where(full[:, None], jnp.roll(window, -1, axis=1), window)
+    length = jnp.where(full, length, length + 1)
+    here = jnp.arange(window.shape[1]) == length[:, None] - 1
+    return jnp.where(here, token[:, None].astype(window.dtype), window), length
 
 
 @typed

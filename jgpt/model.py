@@ -11,9 +11,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from jgpt.attention import attend, attention_weights, causal_mask, dropped, merge_heads, split_heads
+from jgpt.attention import (
+    attend,
+    attention_weights,
+    cache_mask,
+    causal_mask,
+    dropped,
+    merge_heads,
+    split_heads,
+    write_to_cache,
+)
 from jgpt.config import Activation, ModelConfig
 from jgpt.contracts import check, typed
 from jgpt.layers import INIT_STD, Embedding, LayerNorm, Linear, project
@@ -23,6 +32,9 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+
+KeyValueCache = PyTree[Float[Array, "batch heads positions head_dim"]]
+"""For each layer, the keys and the values of the positions that were read already."""
 
 
 class _Attention(nnx.Module):
@@ -178,6 +190,25 @@ class MultiHeadAttention(_Attention):
         )
 
     @typed
+    def continued(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        start: Int[Array, " batch"],
+        keys: Float[Array, "batch {self.num_heads} positions {self.head_dim}"],
+        values: Float[Array, "batch {self.num_heads} positions {self.head_dim}"],
+    ) -> tuple[
+        Float[Array, "batch time {self.embed_dim}"],
+        Float[Array, "batch {self.num_heads} positions {self.head_dim}"],
+        Float[Array, "batch {self.num_heads} positions {self.head_dim}"],
+    ]:
+        """The same for new positions, from each row's `start` on, that read a cache and join it."""
+        keys = write_to_cache(keys, split_heads(self.key(x), self.num_heads), start)
+        values = write_to_cache(values, split_heads(self.value(x), self.num_heads), start)
+        mask = cache_mask(start, x.shape[1], keys.shape[2])
+        heads = attend(split_heads(self.query(x), self.num_heads), keys, values, mask)
+        return self.projection(merge_heads(heads)), keys, values
+
+    @typed
     def head(self, index: int) -> Head:
         """The `Head` that computes what this module's head `index` computes, parameters copied."""
         if not 0 <= index < self.num_heads:
@@ -304,6 +335,23 @@ class Block(nnx.Module):
         x = x + self.attention(self.attention_norm(x), rngs=rngs)
         return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
 
+    @typed
+    def continued(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        start: Int[Array, " batch"],
+        keys: Float[Array, "batch heads positions head_dim"],
+        values: Float[Array, "batch heads positions head_dim"],
+    ) -> tuple[
+        Float[Array, "batch time {self.embed_dim}"],
+        Float[Array, "batch heads positions head_dim"],
+        Float[Array, "batch heads positions head_dim"],
+    ]:
+        """The same for new positions that read a cache and join it."""
+        read, keys, values = self.attention.continued(self.attention_norm(x), start, keys, values)
+        x = x + read
+        return x + self.feed_forward(self.feed_forward_norm(x)), keys, values
+
 
 class GPT(nnx.Module):
     """Tokens to the logits of each next token.
@@ -385,10 +433,39 @@ class GPT(nnx.Module):
                 f"{time} tokens are more than block_size={self.block_size}: "
                 "crop the input to its last block_size tokens"
             )
-        x = self.token_embedding(tokens) + self.position_embedding(jnp.arange(time))
-        # the residual stream is never below float32
-        x = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
+        x = self._embedded(tokens, jnp.arange(time))
         return dropped(x, self.config.dropout, _dropout_key(rngs))
+
+    @typed
+    def _embedded(
+        self, tokens: Int[Array, "batch time"], position: Int[Array, "*#batch time"]
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        x = self.token_embedding(tokens) + self.position_embedding(position)
+        # the residual stream is never below float32
+        return x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
+
+    @typed
+    def empty_cache(self, batch: int) -> KeyValueCache:
+        """A cache for `batch` sequences of up to `block_size` positions, none of them read yet."""
+        heads = self.config.num_heads
+        shape = (batch, heads, self.block_size, self.embed_dim // heads)
+        zeros = jnp.zeros(shape, self.config.dtype)
+        return tuple((zeros, zeros) for _ in self.blocks)
+
+    @typed
+    def continued(
+        self, tokens: Int[Array, "batch time"], start: Int[Array, " batch"], cache: KeyValueCache
+    ) -> tuple[Float[Array, "batch time {self.vocab_size}"], KeyValueCache]:
+        """The logits of new tokens, from each row's position `start` on, and the cache with them.
+
+        Equal to the last logits of the whole sequence. The caller keeps below `block_size`.
+        """
+        x = self._embedded(tokens, start[:, None] + jnp.arange(tokens.shape[1]))
+        layers = []
+        for block, (keys, values) in zip(self.blocks, cache, strict=True):
+            x, keys, values = block.continued(x, start, keys, values)
+            layers.append((keys, values))
+        return self.logits(self.final_norm(x)), tuple(layers)
 
     @typed
     def logits(
@@ -425,6 +502,18 @@ class BigramLM(nnx.Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """Each token's row; `rngs` is there for the interface alone."""
         return self.table(tokens)
+
+    @typed
+    def empty_cache(self, batch: int) -> KeyValueCache:
+        """Nothing: a bigram remembers nothing."""
+        return ()
+
+    @typed
+    def continued(
+        self, tokens: Int[Array, "batch time"], start: Int[Array, " batch"], cache: KeyValueCache
+    ) -> tuple[Float[Array, "batch time {self.vocab_size}"], KeyValueCache]:
+        """Each token's row, and nothing to remember."""
+        return self.table(tokens), cache
 
 
 LanguageModel = GPT | BigramLM
