@@ -18,18 +18,21 @@ def attention_weights(
     query: Float[Array, "*batch query head_dim"],
     key: Float[Array, "*batch key head_dim"],
     mask: Bool[Array, "*#batch query key"] | None = None,
+    *,
+    scale: float | None = None,
 ) -> Float[Array, "*batch query key"]:
     """Scaled dot-product attention's weights: how much each query reads from each key.
 
-    The affinities are scaled by `head_dim ** -0.5` and the softmax is never below float32
-    (Vaswani et al. 2017, section 3.2.1). A query that may look nowhere reads every key alike.
+    The affinities are scaled by `head_dim ** -0.5`, or by `scale`, and the softmax is never below
+    float32 (Vaswani et al. 2017, section 3.2.1). A query that may look nowhere reads every key
+    alike.
     """
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
     affinity = check(
         jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32),
         Float[Array, "*batch query key"],
     )
-    affinity = affinity * query.shape[-1] ** -0.5
+    affinity = affinity * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         affinity = jnp.where(mask, affinity, jnp.finfo(affinity.dtype).min)
     return jax.nn.softmax(affinity, axis=-1).astype(query.dtype)
@@ -42,6 +45,7 @@ def attend(
     value: Float[Array, "*batch key value_dim"],
     mask: Bool[Array, "*#batch query key"] | None = None,
     *,
+    scale: float | None = None,
     dropout: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*batch query value_dim"]:
@@ -49,30 +53,54 @@ def attend(
 
     With a `dropout_key`, weights are dropped after the softmax at the rate `dropout`.
     """
-    weights = dropped(attention_weights(query, key, mask), dropout, dropout_key)
+    weights = dropped(attention_weights(query, key, mask, scale=scale), dropout, dropout_key)
     return jnp.einsum("...qk,...kv->...qv", weights, value)
 
 
 @typed
+def rotate(
+    x: Float[Array, "*batch time head_dim"], position: Int[Array, "*#batch time"]
+) -> Float[Array, "*batch time head_dim"]:
+    """Turn pairs of features by angles that grow with the position, each pair at its own pace.
+
+    Affinities then depend on distances alone (Su et al. 2021, section 3.2.2). Feature i is paired
+    with feature i + head_dim / 2.
+    """
+    half = x.shape[-1] // 2
+    pace = 10_000.0 ** -(jnp.arange(half) / half)
+    angle = position[..., None] * pace
+    cosine, sine = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate(
+        [first * cosine - second * sine, first * sine + second * cosine], axis=-1
+    )
+
+
+@typed
 def cache_mask(
-    start: Int[Array, " batch"], time: int, positions: int
-) -> Bool[Array, "batch 1 {time} {positions}"]:
-    """The causal mask of `time` new tokens, from each row's `start` on, over a cache."""
-    query = start[:, None, None, None] + jnp.arange(time)[:, None]
-    return jnp.arange(positions) <= query
+    position: Int[Array, "batch time"], places: int
+) -> Bool[Array, "batch 1 time {places}"]:
+    """Which places of a cache the queries at these positions may read.
+
+    A cache is a ring: position p lies at p modulo `places`, and a place not yet written is not
+    read. New positions are written before they are read.
+    """
+    query = position[:, None, :, None]
+    return (jnp.arange(places) <= query) | (query >= places)
 
 
 @typed
 def write_to_cache(
-    cache: Float[Array, "batch heads positions head_dim"],
+    cache: Float[Array, "batch heads places head_dim"],
     new: Float[Array, "batch heads time head_dim"],
-    start: Int[Array, " batch"],
-) -> Float[Array, "batch heads positions head_dim"]:
-    """The cache with each row's new entries at its `start`."""
-    at = jax.vmap(
-        lambda row, entries, start: jax.lax.dynamic_update_slice(row, entries, (0, start, 0))
-    )
-    return at(cache, new.astype(cache.dtype), start)
+    position: Int[Array, "batch time"],
+) -> Float[Array, "batch heads places head_dim"]:
+    """The cache with each row's new entries from their first position on, modulo its places."""
+
+    def write(row: Array, entries: Array, start: Array) -> Array:
+        return jax.lax.dynamic_update_slice(row, entries, (0, start, 0))
+
+    return jax.vmap(write)(cache, new.astype(cache.dtype), position[:, 0] % cache.shape[2])
 
 
 @typed

@@ -17,7 +17,8 @@ from beartype.door import is_bearable
 from jgpt.contracts import typed
 
 Config = TypeVar("Config")
-Activation = Literal["relu", "gelu", "gelu_tanh"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared"]
+NormKind = Literal["layer", "rms"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
@@ -79,6 +80,8 @@ class ModelConfig:
     """Blocks on top of each other."""
     num_heads: int = 4
     """Attention heads in a block."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each read by a group of query heads; as many by default."""
     embed_dim: int = 128
     """Features of the residual stream."""
     hidden_dim: int | None = None
@@ -93,8 +96,24 @@ class ModelConfig:
     """A bias in the language-model head (untied heads only)."""
     tie_embeddings: bool = True
     """The language-model head is the token embedding transposed."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """A vector learned for each position, or queries and keys turned by it."""
+    norm: NormKind = "layer"
+    """Layer norm, or division by the root of the mean square."""
+    norm_scale: bool = True
+    """A learned scale in the norms."""
     norm_epsilon: float = 1e-5
-    """Added to the variance in layer norms."""
+    """Added to the variance, or to the mean square, in norms."""
+    qk_norm: bool = False
+    """Queries and keys divided by the root of their mean square."""
+    attention_scale: float | None = None
+    """What affinities are multiplied with; one over the root of the head's size by default."""
+    zero_init: bool = False
+    """Projections into the residual stream, and an untied head, begin at zero."""
+    embedding_shortcut: bool = False
+    """Each block also reads the embeddings, scaled by a number that it learns."""
+    logit_softcap: float | None = None
+    """Logits are bent, by a tanh, to stay below this."""
     dropout: float = 0.0
     """Dropout after the embeddings, on attention weights, and on each residual branch."""
     dtype: Dtype = "float32"
@@ -109,9 +128,17 @@ class ModelConfig:
         _check_types(self)
         _require_positive(self, "vocab_size", "block_size", "num_layers", "num_heads")
         _require_positive(self, "embed_dim", "hidden_dim", "norm_epsilon")
+        _require_positive(self, "num_kv_heads", "attention_scale", "logit_softcap")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
         _require_multiple(self, "embed_dim", "num_heads")
+        if self.num_kv_heads is not None:
+            _require_multiple(self, "num_heads", "num_kv_heads")
+        if self.positions == "rotary" and self.embed_dim // self.num_heads % 2:
+            raise ValueError(
+                f"positions=rotary turns pairs: embed_dim={self.embed_dim} over "
+                f"num_heads={self.num_heads} must be even"
+            )
         _require_fraction(self, "dropout")
         if self.head_bias and self.tie_embeddings:
             raise ValueError("head_bias=True needs tie_embeddings=False: a tied head has no bias")
@@ -119,14 +146,19 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay, a schedule, and clipping by global norm."""
+    """AdamW, or Muon for matrices, with decoupled decay, a schedule, and clipping."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all parameters, or Muon for the matrices inside the blocks."""
     learning_rate: float = 1e-3
     """The peak learning rate."""
     min_learning_rate: float = 1e-4
     """Where the cosine ends."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warmup: down a half cosine until the last step, or flat."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """After the warmup: down a half cosine until the last step, flat, or flat and then down a line
+    (warmup-stable-decay)."""
+    decay_fraction: float = 0.5
+    """The part of the steps in which wsd goes down."""
     warmup_steps: int = 100
     """Steps of linear warmup."""
     weight_decay: float = 0.1
@@ -137,6 +169,14 @@ class OptimizerConfig:
     """Decay of the mean of their squares."""
     gradient_clip: float = 1.0
     """The largest global gradient norm; 0 never clips."""
+    muon_learning_rate: float = 0.02
+    """Muon's peak learning rate; learning_rate is then that of all other parameters."""
+    muon_weight_decay: float = 0.0
+    """Muon's decoupled decay, times its learning rate."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's mean of the gradients."""
+    embedding_learning_rate: float | None = None
+    """The embeddings' peak learning rate; learning_rate by default."""
 
     def __post_init__(self) -> None:
         """Refuse what can't train."""

@@ -38,7 +38,7 @@ LEGEND: dict[str, str] = {
     "in_features": "features a projection reads",
     "out_features": "features a projection writes",
     "rows": "any leading axes that a projection or a norm leaves alone",
-    "positions": "places in a cache of keys and values",
+    "places": "positions that a cache of keys and values has room for",
     "steps": "optimizer steps in one call",
     "window": "a block and the target after it",
     "batches": "batches of evaluation windows",

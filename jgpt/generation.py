@@ -163,15 +163,26 @@ def _pieces(
         cropped[row, :length] = prompt[row, end - length : end]
     window, length = jnp.asarray(cropped), jnp.asarray(kept, jnp.int32)
     cache = _prefill(weights, window, graph=graph)
-    # a window that is full can be read from the cache once more; then it slides
-    cached = size - int(kept.max()) + 1
+    # a window that is full can be read from the cache once more; learned positions then move
+    cached = max_new_tokens if model.slides else size - int(kept.max()) + 1
+    position = length - 1
     start = 0
     while start < max_new_tokens:
         count = min(TOKENS_PER_CALL, max_new_tokens - start)
         if start < cached:
             count = min(count, cached - start)
-            window, length, cache, drawn, finite = _draw_cached(
-                weights, window, length, cache, start, count, key, rules, graph=graph, top_k=top_k
+            window, length, position, cache, drawn, finite = _draw_cached(
+                weights,
+                window,
+                length,
+                position,
+                cache,
+                start,
+                count,
+                key,
+                rules,
+                graph=graph,
+                top_k=top_k,
             )
         else:
             window, length, drawn, finite = _draw_rereading(
@@ -190,9 +201,8 @@ def _prefill(
 ) -> KeyValueCache:
     """The windows' cache; what lies beyond a length is overwritten before it is read."""
     model = nnx.merge(graph, weights)
-    batch = window.shape[0]
-    start = jnp.zeros(batch, jnp.int32)
-    return model.continued(window, start, model.empty_cache(batch))[1]
+    position = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
+    return model.continued(window, position, model.empty_cache(window.shape[0]))[1]
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "top_k"), donate_argnames="cache")
@@ -201,6 +211,7 @@ def _draw_cached(
     weights: PyTree[Float[Array, "..."]],
     window: Int[Array, "batch time"],
     length: Int[Array, " batch"],
+    position: Int[Array, " batch"],
     cache: KeyValueCache,
     start: Int[Array, ""],
     count: Int[Array, ""],
@@ -212,6 +223,7 @@ def _draw_cached(
 ) -> tuple[
     Int[Array, "batch time"],
     Int[Array, " batch"],
+    Int[Array, " batch"],
     KeyValueCache,
     Int[Array, f"batch {TOKENS_PER_CALL}"],
     Bool[Array, ""],
@@ -220,16 +232,17 @@ def _draw_cached(
     model = nnx.merge(graph, weights)
 
     def body(i, carry):
-        window, length, cache, drawn, finite = carry
+        window, length, position, cache, drawn, finite = carry
         last = jnp.take_along_axis(window, length[:, None] - 1, axis=1)
-        logits, cache = model.continued(last, length - 1, cache)
+        logits, cache = model.continued(last, position[:, None], cache)
         token = next_token(logits[:, 0], jax.random.fold_in(key, start + i), rules, top_k)
         window, length = _append(window, length, token)
         finite &= jnp.isfinite(logits).all()
-        return window, length, cache, drawn.at[:, i].set(token), finite
+        return window, length, position + 1, cache, drawn.at[:, i].set(token), finite
 
     drawn = jnp.zeros((window.shape[0], TOKENS_PER_CALL), window.dtype)
-    return jax.lax.fori_loop(0, count, body, (window, length, cache, drawn, jnp.array(True)))
+    carry = (window, length, position, cache, drawn, jnp.array(True))
+    return jax.lax.fori_loop(0, count, body, carry)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "top_k"))

@@ -97,11 +97,12 @@ class LayerNorm(nnx.Module):
         embed_dim: int,
         *,
         epsilon: float = 1e-5,
+        use_scale: bool = True,
         use_bias: bool = True,
         param_dtype: DTypeLike = jnp.float32,
     ) -> None:
         self.embed_dim, self.epsilon = embed_dim, epsilon
-        self.scale = nnx.Param(jnp.ones(embed_dim, param_dtype))
+        self.scale = nnx.Param(jnp.ones(embed_dim, param_dtype)) if use_scale else None
         self.bias = nnx.Param(jnp.zeros(embed_dim, param_dtype)) if use_bias else None
 
     @typed
@@ -110,10 +111,44 @@ class LayerNorm(nnx.Module):
     ) -> Float[Array, "*rows {self.embed_dim}"]:
         """The normed rows."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = x - x.mean(axis=-1, keepdims=True)
-        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-        y = centred * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...].astype(x.dtype)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        y = rms_normed(x - x.mean(axis=-1, keepdims=True), self.epsilon)
+        if self.scale is not None:
+            y = y * self.scale[...].astype(y.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Each position's features divided by the root of their mean square, then scaled.
+
+    Zhang and Sennrich 2019, section 4. Computed in at least float32, and returned so.
+    """
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        epsilon: float = 1e-5,
+        use_scale: bool = True,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        self.embed_dim, self.epsilon = embed_dim, epsilon
+        self.scale = nnx.Param(jnp.ones(embed_dim, param_dtype)) if use_scale else None
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "*rows {self.embed_dim}"]
+    ) -> Float[Array, "*rows {self.embed_dim}"]:
+        """The normed rows."""
+        y = rms_normed(x, self.epsilon)
+        return y if self.scale is None else y * self.scale[...].astype(y.dtype)
+
+
+@typed
+def rms_normed(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
+    """Rows divided by the root of their mean square, in at least float32."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
 
 
 def _available(dtype: DTypeLike) -> DTypeLike:

@@ -20,20 +20,22 @@ from jgpt.attention import (
     causal_mask,
     dropped,
     merge_heads,
+    rotate,
     split_heads,
     write_to_cache,
 )
-from jgpt.config import Activation, ModelConfig
+from jgpt.config import Activation, ModelConfig, NormKind
 from jgpt.contracts import check, typed
-from jgpt.layers import INIT_STD, Embedding, LayerNorm, Linear, project
+from jgpt.layers import INIT_STD, Embedding, LayerNorm, Linear, RMSNorm, project, rms_normed
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, section 4
 }
 
-KeyValueCache = PyTree[Float[Array, "batch heads positions head_dim"]]
+KeyValueCache = PyTree[Float[Array, "batch heads places head_dim"]]
 """For each layer, the keys and the values of the positions that were read already."""
 
 
@@ -42,7 +44,22 @@ class _Attention(nnx.Module):
 
     embed_dim: int
     causal: bool
+    rotary: bool
+    qk_norm: bool
     dropout: float
+
+    @typed
+    def _placed(
+        self,
+        x: Float[Array, "*batch time head_dim"],
+        position: Int[Array, "*#batch time"] | None = None,
+    ) -> Float[Array, "*batch time head_dim"]:
+        """Queries or keys as affinities take them: normed, and turned by where they stand."""
+        if self.qk_norm:
+            x = rms_normed(x, 1e-6).astype(x.dtype)
+        if self.rotary:
+            x = rotate(x, jnp.arange(x.shape[-2]) if position is None else position)
+        return x
 
     @typed
     def _source_length(
@@ -76,6 +93,9 @@ class Head(_Attention):
         *,
         causal: bool = True,
         use_bias: bool = False,
+        rotary: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
         dropout: float = 0.0,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
@@ -83,6 +103,7 @@ class Head(_Attention):
     ) -> None:
         self.embed_dim, self.head_dim = embed_dim, head_dim
         self.causal, self.dropout = causal, dropout
+        self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
         linear = functools.partial(
             Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
@@ -101,10 +122,11 @@ class Head(_Attention):
         """Each position's mean of the values it may see, weighted."""
         source = x if context is None else context
         return attend(
-            self.query(x),
-            self.key(source),
+            self._placed(self.query(x)),
+            self._placed(self.key(source)),
             self.value(source),
             self._mask(x, context),
+            scale=self.scale,
             dropout=self.dropout,
             dropout_key=_dropout_key(rngs),
         )
@@ -117,7 +139,12 @@ class Head(_Attention):
     ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
         """How much each position of `x` reads from each of the source's."""
         source = x if context is None else context
-        return attention_weights(self.query(x), self.key(source), self._mask(x, context))
+        return attention_weights(
+            self._placed(self.query(x)),
+            self._placed(self.key(source)),
+            self._mask(x, context),
+            scale=self.scale,
+        )
 
 
 class MultiHeadAttention(_Attention):
@@ -129,28 +156,38 @@ class MultiHeadAttention(_Attention):
         embed_dim: int,
         num_heads: int,
         *,
+        num_kv_heads: int | None = None,
         causal: bool = True,
         qkv_bias: bool = False,
         use_bias: bool = True,
+        rotary: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
-        self.embed_dim, self.num_heads = embed_dim, num_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}"
+            )
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.causal, self.dropout = causal, dropout
+        self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
         self.dtype, self.param_dtype = dtype, param_dtype
         linear = functools.partial(
-            Linear, embed_dim, embed_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            Linear, embed_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        self.query = linear(use_bias=qkv_bias)
-        self.key = linear(use_bias=qkv_bias)
-        self.value = linear(use_bias=qkv_bias)
-        self.projection = linear(use_bias=use_bias, init_std=projection_std)
+        self.query = linear(embed_dim, use_bias=qkv_bias)
+        self.key = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
+        self.value = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
+        self.projection = linear(embed_dim, use_bias=use_bias, init_std=projection_std)
 
     @typed
     def __call__(
@@ -164,10 +201,11 @@ class MultiHeadAttention(_Attention):
         source = x if context is None else context
         heads = check(
             attend(
-                split_heads(self.query(x), self.num_heads),
-                split_heads(self.key(source), self.num_heads),
-                split_heads(self.value(source), self.num_heads),
+                self._placed(split_heads(self.query(x), self.num_heads)),
+                self._shared(self._placed(split_heads(self.key(source), self.num_kv_heads))),
+                self._shared(split_heads(self.value(source), self.num_kv_heads)),
                 self._mask(x, context),
+                scale=self.scale,
                 dropout=self.dropout,
                 dropout_key=_dropout_key(rngs),
             ),
@@ -184,28 +222,44 @@ class MultiHeadAttention(_Attention):
         """Each head's attention weights."""
         source = x if context is None else context
         return attention_weights(
-            split_heads(self.query(x), self.num_heads),
-            split_heads(self.key(source), self.num_heads),
+            self._placed(split_heads(self.query(x), self.num_heads)),
+            self._shared(self._placed(split_heads(self.key(source), self.num_kv_heads))),
             self._mask(x, context),
+            scale=self.scale,
         )
+
+    @typed
+    def _shared(
+        self, x: Float[Array, "batch {self.num_kv_heads} key value_dim"]
+    ) -> Float[Array, "batch {self.num_heads} key value_dim"]:
+        """Keys or values for each query head: each is read by a group (Ainslie et al. 2023)."""
+        groups = self.num_heads // self.num_kv_heads
+        return x if groups == 1 else jnp.repeat(x, groups, axis=1)
 
     @typed
     def continued(
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
-        start: Int[Array, " batch"],
-        keys: Float[Array, "batch {self.num_heads} positions {self.head_dim}"],
-        values: Float[Array, "batch {self.num_heads} positions {self.head_dim}"],
+        position: Int[Array, "batch time"],
+        keys: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        values: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
     ) -> tuple[
         Float[Array, "batch time {self.embed_dim}"],
-        Float[Array, "batch {self.num_heads} positions {self.head_dim}"],
-        Float[Array, "batch {self.num_heads} positions {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
     ]:
-        """The same for new positions, from each row's `start` on, that read a cache and join it."""
-        keys = write_to_cache(keys, split_heads(self.key(x), self.num_heads), start)
-        values = write_to_cache(values, split_heads(self.value(x), self.num_heads), start)
-        mask = cache_mask(start, x.shape[1], keys.shape[2])
-        heads = attend(split_heads(self.query(x), self.num_heads), keys, values, mask)
+        """The same for new positions, one after the other, that join a cache and read it."""
+        turn = position[:, None]
+        key = self._placed(split_heads(self.key(x), self.num_kv_heads), turn)
+        keys = write_to_cache(keys, key, position)
+        values = write_to_cache(values, split_heads(self.value(x), self.num_kv_heads), position)
+        heads = attend(
+            self._placed(split_heads(self.query(x), self.num_heads), turn),
+            self._shared(keys),
+            self._shared(values),
+            cache_mask(position, keys.shape[2]),
+            scale=self.scale,
+        )
         return self.projection(merge_heads(heads)), keys, values
 
     @typed
@@ -218,14 +272,18 @@ class MultiHeadAttention(_Attention):
             self.head_dim,
             causal=self.causal,
             use_bias=self.query.bias is not None,
+            rotary=self.rotary,
+            qk_norm=self.qk_norm,
+            scale=self.scale,
             dropout=self.dropout,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             rngs=nnx.Rngs(0),
         )
-        columns = slice(index * self.head_dim, (index + 1) * self.head_dim)
-        for name in ("query", "key", "value"):
+        shared = index * self.num_kv_heads // self.num_heads
+        for name, place in (("query", index), ("key", shared), ("value", shared)):
             mine, its = getattr(self, name), getattr(head, name)
+            columns = slice(place * self.head_dim, (place + 1) * self.head_dim)
             its.kernel[...] = mine.kernel[:, columns]
             if mine.bias is not None and its.bias is not None:
                 its.bias[...] = mine.bias[columns]
@@ -287,9 +345,15 @@ class Block(nnx.Module):
         hidden_dim: int | None = None,
         *,
         activation: Activation = "gelu",
+        num_kv_heads: int | None = None,
         causal: bool = True,
         qkv_bias: bool = False,
         use_bias: bool = True,
+        rotary: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        norm: NormKind = "layer",
+        norm_scale: bool = True,
         norm_epsilon: float = 1e-5,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
@@ -298,22 +362,26 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.embed_dim = embed_dim
-        norm = functools.partial(
-            LayerNorm, embed_dim, epsilon=norm_epsilon, use_bias=use_bias, param_dtype=param_dtype
+        make_norm = functools.partial(
+            _norm, norm, embed_dim, norm_epsilon, norm_scale, use_bias, param_dtype
         )
         shared = {"dropout": dropout, "projection_std": projection_std, "dtype": dtype}
-        self.attention_norm = norm()
+        self.attention_norm = make_norm()
         self.attention = MultiHeadAttention(
             embed_dim,
             num_heads,
+            num_kv_heads=num_kv_heads,
             causal=causal,
             qkv_bias=qkv_bias,
             use_bias=use_bias,
+            rotary=rotary,
+            qk_norm=qk_norm,
+            scale=scale,
             param_dtype=param_dtype,
             rngs=rngs,
             **shared,
         )
-        self.feed_forward_norm = norm()
+        self.feed_forward_norm = make_norm()
         self.feed_forward = FeedForward(
             embed_dim,
             hidden_dim,
@@ -339,18 +407,35 @@ class Block(nnx.Module):
     def continued(
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
-        start: Int[Array, " batch"],
-        keys: Float[Array, "batch heads positions head_dim"],
-        values: Float[Array, "batch heads positions head_dim"],
+        position: Int[Array, "batch time"],
+        keys: Float[Array, "batch heads places head_dim"],
+        values: Float[Array, "batch heads places head_dim"],
     ) -> tuple[
         Float[Array, "batch time {self.embed_dim}"],
-        Float[Array, "batch heads positions head_dim"],
-        Float[Array, "batch heads positions head_dim"],
+        Float[Array, "batch heads places head_dim"],
+        Float[Array, "batch heads places head_dim"],
     ]:
-        """The same for new positions that read a cache and join it."""
-        read, keys, values = self.attention.continued(self.attention_norm(x), start, keys, values)
+        """The same for new positions that join a cache and read it."""
+        read, keys, values = self.attention.continued(
+            self.attention_norm(x), position, keys, values
+        )
         x = x + read
         return x + self.feed_forward(self.feed_forward_norm(x)), keys, values
+
+
+@typed
+def _norm(
+    kind: NormKind,
+    embed_dim: int,
+    epsilon: float,
+    use_scale: bool,
+    use_bias: bool,
+    param_dtype: DTypeLike,
+) -> LayerNorm | RMSNorm:
+    shared = {"epsilon": epsilon, "use_scale": use_scale, "param_dtype": param_dtype}
+    if kind == "rms":
+        return RMSNorm(embed_dim, **shared)
+    return LayerNorm(embed_dim, use_bias=use_bias, **shared)
 
 
 class GPT(nnx.Module):
@@ -365,11 +450,21 @@ class GPT(nnx.Module):
         self.config = config
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
+        self.slides = config.positions == "rotary"  # a cache goes on past block_size
         self.token_embedding = Embedding(
             config.vocab_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
         )
-        self.position_embedding = Embedding(
-            config.block_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
+        self.position_embedding = (
+            Embedding(
+                config.block_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
+            )
+            if config.positions == "learned"
+            else None
+        )
+        self.shortcut = (
+            nnx.Param(jnp.zeros(config.num_layers, config.param_dtype))
+            if config.embedding_shortcut
+            else None
         )
         self.blocks = nnx.List(
             Block(
@@ -377,22 +472,32 @@ class GPT(nnx.Module):
                 config.num_heads,
                 config.hidden_dim,
                 activation=config.activation,
+                num_kv_heads=config.num_kv_heads,
                 qkv_bias=config.qkv_bias,
                 use_bias=config.use_bias,
+                rotary=config.positions == "rotary",
+                qk_norm=config.qk_norm,
+                scale=config.attention_scale,
+                norm=config.norm,
+                norm_scale=config.norm_scale,
                 norm_epsilon=config.norm_epsilon,
                 dropout=config.dropout,
-                projection_std=INIT_STD / math.sqrt(2 * config.num_layers),
+                projection_std=0.0
+                if config.zero_init
+                else INIT_STD / math.sqrt(2 * config.num_layers),
                 dtype=config.dtype,
                 param_dtype=config.param_dtype,
                 rngs=rngs,
             )
             for _ in range(config.num_layers)
         )
-        self.final_norm = LayerNorm(
+        self.final_norm = _norm(
+            config.norm,
             config.embed_dim,
-            epsilon=config.norm_epsilon,
-            use_bias=config.use_bias,
-            param_dtype=config.param_dtype,
+            config.norm_epsilon,
+            config.norm_scale,
+            config.use_bias,
+            config.param_dtype,
         )
         self.head = (
             None
@@ -401,6 +506,7 @@ class GPT(nnx.Module):
                 config.embed_dim,
                 config.vocab_size,
                 use_bias=config.head_bias,
+                init_std=0.0 if config.zero_init else INIT_STD,
                 dtype=config.dtype,
                 param_dtype=config.param_dtype,
                 rngs=rngs,
@@ -417,10 +523,19 @@ class GPT(nnx.Module):
             return block(x, rngs=rngs)
 
         run = nnx.remat(through) if self.config.rematerialise else through
-        x = self.embed(tokens, rngs=rngs)
-        for block in self.blocks:
-            x = run(block, x, rngs)
+        x = embedded = self.embed(tokens, rngs=rngs)
+        for layer, block in enumerate(self.blocks):
+            x = run(block, self._with_shortcut(x, embedded, layer), rngs)
         return self.logits(self.final_norm(x))
+
+    @typed
+    def _with_shortcut(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        embedded: Float[Array, "batch time {self.embed_dim}"],
+        layer: int,
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        return x if self.shortcut is None else x + self.shortcut[layer].astype(x.dtype) * embedded
 
     @typed
     def embed(
@@ -440,30 +555,37 @@ class GPT(nnx.Module):
     def _embedded(
         self, tokens: Int[Array, "batch time"], position: Int[Array, "*#batch time"]
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        x = self.token_embedding(tokens) + self.position_embedding(position)
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(position)
         # the residual stream is never below float32
         return x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
 
     @typed
     def empty_cache(self, batch: int) -> KeyValueCache:
         """A cache for `batch` sequences of up to `block_size` positions, none of them read yet."""
-        heads = self.config.num_heads
-        shape = (batch, heads, self.block_size, self.embed_dim // heads)
+        heads = self.config.num_kv_heads or self.config.num_heads
+        shape = (batch, heads, self.block_size, self.embed_dim // self.config.num_heads)
         zeros = jnp.zeros(shape, self.config.dtype)
         return tuple((zeros, zeros) for _ in self.blocks)
 
     @typed
     def continued(
-        self, tokens: Int[Array, "batch time"], start: Int[Array, " batch"], cache: KeyValueCache
+        self,
+        tokens: Int[Array, "batch time"],
+        position: Int[Array, "batch time"],
+        cache: KeyValueCache,
     ) -> tuple[Float[Array, "batch time {self.vocab_size}"], KeyValueCache]:
-        """The logits of new tokens, from each row's position `start` on, and the cache with them.
+        """The logits of new tokens at positions one after the other, and the cache with them.
 
-        Equal to the last logits of the whole sequence. The caller keeps below `block_size`.
+        Equal to the last logits of the whole sequence. Rotary positions may pass `block_size`:
+        each token then reads the last `block_size`. For learned ones the caller keeps below it.
         """
-        x = self._embedded(tokens, start[:, None] + jnp.arange(tokens.shape[1]))
+        x = embedded = self._embedded(tokens, position)
         layers = []
-        for block, (keys, values) in zip(self.blocks, cache, strict=True):
-            x, keys, values = block.continued(x, start, keys, values)
+        for layer, (block, (keys, values)) in enumerate(zip(self.blocks, cache, strict=True)):
+            x = self._with_shortcut(x, embedded, layer)
+            x, keys, values = block.continued(x, position, keys, values)
             layers.append((keys, values))
         return self.logits(self.final_norm(x)), tuple(layers)
 
@@ -471,16 +593,20 @@ class GPT(nnx.Module):
     def logits(
         self, x: Float[Array, "batch time {self.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The language-model head."""
+        """The language-model head, its logits softly capped if the config says so."""
         if self.head is not None:
-            return self.head(x)
-        return project(x, self.token_embedding.embedding[...].T, self.config.dtype)
+            logits = self.head(x)
+        else:
+            logits = project(x, self.token_embedding.embedding[...].T, self.config.dtype)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class BigramLM(nnx.Module):
     """A table whose row of a token holds the logits of the next one, drawn from N(0, 1)."""
 
     block_size = 1  # it reads the last token alone, however many it is given
+    slides = True
 
     @typed
     def __init__(
@@ -510,7 +636,10 @@ class BigramLM(nnx.Module):
 
     @typed
     def continued(
-        self, tokens: Int[Array, "batch time"], start: Int[Array, " batch"], cache: KeyValueCache
+        self,
+        tokens: Int[Array, "batch time"],
+        position: Int[Array, "batch time"],
+        cache: KeyValueCache,
     ) -> tuple[Float[Array, "batch time {self.vocab_size}"], KeyValueCache]:
         """Each token's row, and nothing to remember."""
         return self.table(tokens), cache

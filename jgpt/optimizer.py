@@ -1,8 +1,11 @@
-"""AdamW, its schedule, what it decays, and gradient clipping: one `make_optimizer`."""
+"""AdamW and Muon, schedules, what is decayed, and clipping: one `make_optimizer`."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import Array, Float, PyTree
 
 from jgpt.config import OptimizerConfig
@@ -12,20 +15,30 @@ Weights = PyTree[Float[Array, "..."]]
 
 
 @typed
-def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate at each step: linear warmup, then flat or a half cosine to the end."""
-    first = config.learning_rate / (config.warmup_steps + 1)  # the first step is a step too
-    after = (
-        optax.constant_schedule(config.learning_rate)
-        if config.schedule == "constant"
-        else optax.cosine_decay_schedule(
-            config.learning_rate,
-            max(steps - config.warmup_steps, 1),
-            alpha=config.min_learning_rate / config.learning_rate,
-        )
-    )
-    warmup = optax.linear_schedule(first, config.learning_rate, config.warmup_steps)
-    schedule = optax.join_schedules([warmup, after], [config.warmup_steps])
+def learning_rate_schedule(
+    config: OptimizerConfig, steps: int, peak: float | None = None
+) -> optax.Schedule:
+    """The learning rate at each step, up to `peak`, the config's learning rate by default.
+
+    Linear warmup, then flat, or a half cosine to the end, or flat and then a line to zero
+    (warmup-stable-decay: Hu et al. 2024, section 4).
+    """
+    peak = config.learning_rate if peak is None else peak
+    first = peak / (config.warmup_steps + 1)  # the first step is a step too
+    pieces = [optax.linear_schedule(first, peak, config.warmup_steps)]
+    boundaries = [config.warmup_steps]
+    match config.schedule:
+        case "constant":
+            pieces.append(optax.constant_schedule(peak))
+        case "cosine":
+            lowest = config.min_learning_rate / config.learning_rate
+            span = max(steps - config.warmup_steps, 1)
+            pieces.append(optax.cosine_decay_schedule(peak, span, alpha=lowest))
+        case "wsd":
+            decay = max(round(steps * config.decay_fraction), 1)
+            pieces += [optax.constant_schedule(peak), optax.linear_schedule(peak, 0.0, decay)]
+            boundaries.append(max(steps - decay, config.warmup_steps))
+    schedule = optax.join_schedules(pieces, boundaries)
     # optax divides an integer step in float32, whatever the precision of the rest
     return lambda step: schedule(jnp.asarray(step, jnp.result_type(float)))
 
@@ -55,16 +68,55 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 @typed
+def partition(config: OptimizerConfig, weights: PyTree) -> PyTree[str]:
+    """Which rule moves each parameter: muon, embedding, or adamw.
+
+    Muon is for matrices that multiply activations inside the blocks; embeddings and the head, whose
+    rows are tokens, are Adam's (Jordan et al. 2024).
+    """
+
+    def rule(path: tuple[jax.tree_util.DictKey, ...], leaf: Array) -> str:
+        if path[-1].key == "embedding" and config.embedding_learning_rate is not None:
+            return "embedding"
+        is_muon = config.optimizer == "muon" and path[0].key == "blocks" and leaf.ndim == 2
+        return "muon" if is_muon else "adamw"
+
+    return jax.tree_util.tree_map_with_path(rule, weights)
+
+
+@typed
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) as the config has it, for a run of `steps` steps."""
-    adamw = optax.adamw(
-        learning_rate_schedule(config, steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=1e-8,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
-    )
+    """What the config says, for a run of `steps` steps.
+
+    AdamW is Loshchilov and Hutter 2019, Muon is Jordan et al. 2024 as optax has it.
+    """
+
+    def adamw(peak: float) -> optax.GradientTransformation:
+        return optax.adamw(
+            learning_rate_schedule(config, steps, peak),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=1e-8,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
+        )
+
+    if config.optimizer == "adamw" and config.embedding_learning_rate is None:
+        rules = adamw(config.learning_rate)
+    else:
+        muon = optax.contrib.muon(
+            learning_rate_schedule(config, steps, config.muon_learning_rate),
+            beta=config.muon_momentum,
+            weight_decay=config.muon_weight_decay,
+        )
+        rules = optax.partition(
+            {
+                "muon": muon,
+                "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
+                "adamw": adamw(config.learning_rate),
+            },
+            functools.partial(partition, config),
+        )
     if config.gradient_clip == 0:
-        return adamw
-    return optax.chain(clip_by_global_norm(config.gradient_clip), adamw)
+        return rules
+    return optax.chain(clip_by_global_norm(config.gradient_clip), rules)
