@@ -50,15 +50,48 @@ def project(
     kernel: Float[Array, "in_features out_features"],
     dtype: DTypeLike,
 ) -> Float[Array, "*rows out_features"]:
-    """`x @ kernel` in `dtype`, with the rows flattened.
+    """`x @ kernel` with operands in `dtype`, accumulated and returned in at least float32.
 
-    The gradient of a product with more than one leading axis leaves XLA's fast path on the CPU.
+    The rows are flattened: the gradient of a product with more than one leading axis leaves XLA's
+    fast path on the CPU.
     """
     rows, in_features = x.shape[:-1], x.shape[-1]
-    flat = x.reshape(math.prod(rows), in_features).astype(dtype)
+    flat = x.reshape(math.prod(rows), in_features)
+    narrow = jnp.finfo(dtype).bits < 32
+    product = _narrow_product(flat, kernel, dtype) if narrow else _product(flat, kernel, dtype)
+    return product.reshape(*rows, kernel.shape[-1])
+
+
+@typed
+def _product(
+    x: Float[Array, "rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+) -> Float[Array, "rows out_features"]:
     accumulate = jnp.promote_types(dtype, jnp.float32)
-    product = jnp.matmul(flat, kernel.astype(dtype), preferred_element_type=accumulate)
-    return product.astype(dtype).reshape(*rows, kernel.shape[-1])
+    return jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=accumulate)
+
+
+# What autodiff makes of a product of narrow operands multiplies by a wide gradient, and is slow.
+_narrow_product = jax.custom_vjp(_product, nondiff_argnums=(2,))
+
+
+def _narrow_forward(x: Array, kernel: Array, dtype: DTypeLike):
+    types = (jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
+    x, kernel = x.astype(dtype), kernel.astype(dtype)
+    return _product(x, kernel, dtype), (x, kernel, types)
+
+
+def _narrow_backward(dtype: DTypeLike, saved, gradient: Array):
+    x, kernel, (x_type, kernel_type) = saved
+    gradient = gradient.astype(dtype)
+    return (
+        _product(gradient, kernel.T, dtype).astype(x_type.dtype),
+        _product(x.T, gradient, dtype).astype(kernel_type.dtype),
+    )
+
+
+_narrow_product.defvjp(_narrow_forward, _narrow_backward)
 
 
 class Embedding(nnx.Module):
