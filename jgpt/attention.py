@@ -17,7 +17,7 @@ def causal_mask(time: int) -> Bool[Array, "{time} {time}"]:
 def attention_weights(
     query: Float[Array, "*batch query head_dim"],
     key: Float[Array, "*batch key head_dim"],
-    mask: Bool[Array, "*#batch query key"] | None = None,
+    mask: Bool[Array, "query key"] | None = None,
     *,
     scale: float | None = None,
 ) -> Float[Array, "*batch query key"]:
@@ -43,7 +43,7 @@ def attend(
     query: Float[Array, "*batch query head_dim"],
     key: Float[Array, "*batch key head_dim"],
     value: Float[Array, "*batch key value_dim"],
-    mask: Bool[Array, "*#batch query key"] | None = None,
+    mask: Bool[Array, "query key"] | None = None,
     *,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -59,7 +59,7 @@ def attend(
 
 @typed
 def rotate(
-    x: Float[Array, "*batch time head_dim"], position: Int[Array, "*#batch time"]
+    x: Float[Array, "*batch time head_dim"], position: Int[Array, " time"]
 ) -> Float[Array, "*batch time head_dim"]:
     """Turn pairs of features by angles that grow with the position, each pair at its own pace.
 
@@ -77,30 +77,25 @@ def rotate(
 
 
 @typed
-def cache_mask(
-    position: Int[Array, "batch time"], places: int
-) -> Bool[Array, "batch 1 time {places}"]:
+def cache_mask(position: Int[Array, " time"], places: int) -> Bool[Array, "time {places}"]:
     """Which places of a cache the queries at these positions may read.
 
     A cache is a ring: position p lies at p modulo `places`, and a place not yet written is not
     read. New positions are written before they are read.
     """
-    query = position[:, None, :, None]
+    query = position[:, None]
     return (jnp.arange(places) <= query) | (query >= places)
 
 
 @typed
 def write_to_cache(
-    cache: Float[Array, "batch heads places head_dim"],
-    new: Float[Array, "batch heads time head_dim"],
-    position: Int[Array, "batch time"],
-) -> Float[Array, "batch heads places head_dim"]:
-    """The cache with each row's new entries from their first position on, modulo its places."""
-
-    def write(row: Array, entries: Array, start: Array) -> Array:
-        return jax.lax.dynamic_update_slice(row, entries, (0, start, 0))
-
-    return jax.vmap(write)(cache, new.astype(cache.dtype), position[:, 0] % cache.shape[2])
+    cache: Float[Array, "heads places head_dim"],
+    new: Float[Array, "heads time head_dim"],
+    position: Int[Array, " time"],
+) -> Float[Array, "heads places head_dim"]:
+    """A sequence's cache with new entries from their first position on, modulo its places."""
+    start = position[0] % cache.shape[1]
+    return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (0, start, 0))
 
 
 @typed

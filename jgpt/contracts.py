@@ -32,6 +32,7 @@ LEGEND: dict[str, str] = {
     "value_dim": "features of one head's values",
     "heads": "attention heads",
     "layers": "blocks on top of each other",
+    "kv_heads": "heads of keys and values",
     "embed_dim": "features of the residual stream",
     "vocab": "tokens a model can name",
     "features": "features of all heads side by side",

@@ -52,7 +52,7 @@ class _Attention(nnx.Module):
     def _placed(
         self,
         x: Float[Array, "*batch time head_dim"],
-        position: Int[Array, "*#batch time"] | None = None,
+        position: Int[Array, " time"] | None = None,
     ) -> Float[Array, "*batch time head_dim"]:
         """Queries or keys as affinities take them: normed, and turned by where they stand."""
         if self.qk_norm:
@@ -230,11 +230,11 @@ class MultiHeadAttention(_Attention):
 
     @typed
     def _shared(
-        self, x: Float[Array, "batch {self.num_kv_heads} key value_dim"]
-    ) -> Float[Array, "batch {self.num_heads} key value_dim"]:
+        self, x: Float[Array, "*batch {self.num_kv_heads} key value_dim"]
+    ) -> Float[Array, "*batch {self.num_heads} key value_dim"]:
         """Keys or values for each query head: each is read by a group (Ainslie et al. 2023)."""
         groups = self.num_heads // self.num_kv_heads
-        return x if groups == 1 else jnp.repeat(x, groups, axis=1)
+        return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
 
     @typed
     def continued(
@@ -249,16 +249,39 @@ class MultiHeadAttention(_Attention):
         Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
     ]:
         """The same for new positions, one after the other, that join a cache and read it."""
-        turn = position[:, None]
-        key = self._placed(split_heads(self.key(x), self.num_kv_heads), turn)
-        keys = write_to_cache(keys, key, position)
-        values = write_to_cache(values, split_heads(self.value(x), self.num_kv_heads), position)
-        heads = attend(
-            self._placed(split_heads(self.query(x), self.num_heads), turn),
-            self._shared(keys),
-            self._shared(values),
-            cache_mask(position, keys.shape[2]),
-            scale=self.scale,
+
+        @jax.vmap
+        @typed
+        def row(
+            query: Float[Array, "heads time head_dim"],
+            key: Float[Array, "kv_heads time head_dim"],
+            value: Float[Array, "kv_heads time head_dim"],
+            position: Int[Array, " time"],
+            keys: Float[Array, "kv_heads places head_dim"],
+            values: Float[Array, "kv_heads places head_dim"],
+        ) -> tuple[
+            Float[Array, "heads time head_dim"],
+            Float[Array, "kv_heads places head_dim"],
+            Float[Array, "kv_heads places head_dim"],
+        ]:
+            keys = write_to_cache(keys, self._placed(key, position), position)
+            values = write_to_cache(values, value, position)
+            heads = attend(
+                self._placed(query, position),
+                self._shared(keys),
+                self._shared(values),
+                cache_mask(position, keys.shape[1]),
+                scale=self.scale,
+            )
+            return heads, keys, values
+
+        heads, keys, values = row(
+            split_heads(self.query(x), self.num_heads),
+            split_heads(self.key(x), self.num_kv_heads),
+            split_heads(self.value(x), self.num_kv_heads),
+            position,
+            keys,
+            values,
         )
         return self.projection(merge_heads(heads)), keys, values
 
@@ -548,18 +571,12 @@ class GPT(nnx.Module):
                 f"{time} tokens are more than block_size={self.block_size}: "
                 "crop the input to its last block_size tokens"
             )
-        x = self._embedded(tokens, jnp.arange(time))
-        return dropped(x, self.config.dropout, _dropout_key(rngs))
-
-    @typed
-    def _embedded(
-        self, tokens: Int[Array, "batch time"], position: Int[Array, "*#batch time"]
-    ) -> Float[Array, "batch time {self.embed_dim}"]:
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(position)
+            x = x + self.position_embedding(jnp.arange(time))
         # the residual stream is never below float32
-        return x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
+        x = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
+        return dropped(x, self.config.dropout, _dropout_key(rngs))
 
     @typed
     def empty_cache(self, batch: int) -> KeyValueCache:
@@ -581,7 +598,10 @@ class GPT(nnx.Module):
         Equal to the last logits of the whole sequence. Rotary positions may pass `block_size`:
         each token then reads the last `block_size`. For learned ones the caller keeps below it.
         """
-        x = embedded = self._embedded(tokens, position)
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(position)
+        x = embedded = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
         layers = []
         for layer, (block, (keys, values)) in enumerate(zip(self.blocks, cache, strict=True)):
             x = self._with_shortcut(x, embedded, layer)
