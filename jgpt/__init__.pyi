@@ -1,11 +1,13 @@
 from .attention import attend, attention_weights, causal_mask
 from .checkpoint import load
-from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
+from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from .contracts import LEGEND, check, record, typed
 from .generation import generate
+from .heads import Head, MultiHeadAttention
 from .interop import load_gpt2, save_gpt2
 from .loss import cross_entropy
-from .model import GPT, BigramLM, Block, FeedForward, Head, MultiHeadAttention, create_model
+from .model import GPT, BigramLM, Block, FeedForward, create_model
+from .presets import preset
 from .tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from .train import Run, fit
 

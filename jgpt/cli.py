@@ -11,15 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jgpt.config import (
-    DEFAULT_PRESET,
-    PRESETS,
-    DataConfig,
-    OptimizerConfig,
-    TrainConfig,
-    did_you_mean,
-    preset,
-)
+from jgpt.config import DataConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.contracts import typed
 from jgpt.options import (
     AttentionOptions,
@@ -34,6 +26,7 @@ from jgpt.options import (
     TrainOptions,
     parse,
 )
+from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
 Options = TypeVar("Options")
 

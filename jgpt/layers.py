@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from jgpt.contracts import typed
 
@@ -189,3 +189,9 @@ def _available(dtype: DTypeLike) -> DTypeLike:
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"dtype {jnp.dtype(dtype)} needs JAX_ENABLE_X64=1 in the environment")
     return dtype
+
+
+@typed
+def dropout_key(rngs: nnx.Rngs | None) -> Key[Array, ""] | None:
+    """The next key to drop with, or none where nothing is dropped."""
+    return None if rngs is None else rngs.dropout()

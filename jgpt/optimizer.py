@@ -1,6 +1,7 @@
 """AdamW and Muon, schedules, what is decayed, and clipping: one `make_optimizer`."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,14 +69,14 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 @typed
-def partition(config: OptimizerConfig, weights: PyTree) -> PyTree[str]:
+def partition(config: OptimizerConfig, weights: PyTree) -> Any:
     """Which rule moves each parameter: muon, embedding, or adamw.
 
     Muon is for matrices that multiply activations inside the blocks; embeddings and the head, whose
     rows are tokens, are Adam's (Jordan et al. 2024).
     """
 
-    def rule(path: tuple[jax.tree_util.DictKey, ...], leaf: Array) -> str:
+    def rule(path: tuple[Any, ...], leaf: Array) -> str:
         if path[-1].key == "embedding" and config.embedding_learning_rate is not None:
             return "embedding"
         is_muon = config.optimizer == "muon" and path[0].key == "blocks" and leaf.ndim == 2

@@ -15,11 +15,13 @@ SOURCES = [*MODULES, *sorted(REPOSITORY.glob("tests/**/*.py"))]
 ROOMS = (
     "contracts",
     "config",
+    "presets",
     "tokenizer",
     "corpus",
     "data",
     "attention",
     "layers",
+    "heads",
     "model",
     "size",
     "loss",

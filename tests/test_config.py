@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
-from jgpt.config import PRESETS, did_you_mean, from_json, to_json
+from jgpt.config import did_you_mean, from_json, to_json
 from jgpt.model import abstract_model
+from jgpt.presets import PRESETS
 
 
 @pytest.mark.parametrize(

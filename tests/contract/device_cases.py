@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jgpt import layers, model, optimizer, step
+from jgpt import heads, layers, model, optimizer, step
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.generation import TOKENS_PER_CALL
 from jgpt.tokenizer import ByteTokenizer
@@ -38,9 +38,9 @@ def dropout_rngs() -> nnx.Rngs:
     return nnx.Rngs(dropout=0)
 
 
-HEAD = zeros(model.Head, EMBED, HEAD_DIM)
-TRAINED_HEAD = zeros(model.Head, EMBED, HEAD_DIM, dropout=0.1, use_bias=True)
-MULTI = zeros(model.MultiHeadAttention, EMBED, HEADS, dropout=0.1)
+HEAD = zeros(heads.Head, EMBED, HEAD_DIM)
+TRAINED_HEAD = zeros(heads.Head, EMBED, HEAD_DIM, dropout=0.1, use_bias=True)
+MULTI = zeros(heads.MultiHeadAttention, EMBED, HEADS, dropout=0.1)
 FEED_FORWARD = zeros(model.FeedForward, EMBED, SIZES["hidden"], dropout=0.1)
 BLOCK = zeros(model.Block, EMBED, HEADS, dropout=0.1)
 GPT = zeros(model.GPT, CONFIG)
@@ -135,16 +135,21 @@ def of_model(name: str, arrays: dict[str, str], returns: Any, **options: Any) ->
     return Case(f"jgpt.model.{name}", arrays, returns, fixed="embed_dim", **options)
 
 
+def of_heads(name: str, arrays: dict[str, str], returns: Any, **options: Any) -> Case:
+    return Case(f"jgpt.heads.{name}", arrays, returns, **{"fixed": "embed_dim"} | options)
+
+
+
 STREAM = (BATCH, 7, EMBED)
 TOKENS = {"tokens": "int batch time"}
 LOGITS = (BATCH, 7, 17)
 MODEL = [
-    of_model("_Attention._source_length", CROSS_ATTENTION, None, owner=HEAD),
-    of_model("_Attention._mask", SELF_ATTENTION, (7, 7), owner=HEAD, static={"context": None}),
-    of_model("_Attention._mask", CROSS_ATTENTION, None, owner=HEAD, note="cross"),
-    of_model("Head.__call__", SELF_ATTENTION, (BATCH, 7, 11), owner=HEAD),
-    of_model("Head.__call__", CROSS_ATTENTION, (BATCH, 7, 11), owner=HEAD, note="cross"),
-    of_model(
+    of_heads("_Attention._source_length", CROSS_ATTENTION, None, owner=HEAD),
+    of_heads("_Attention._mask", SELF_ATTENTION, (7, 7), owner=HEAD, static={"context": None}),
+    of_heads("_Attention._mask", CROSS_ATTENTION, None, owner=HEAD, note="cross"),
+    of_heads("Head.__call__", SELF_ATTENTION, (BATCH, 7, 11), owner=HEAD),
+    of_heads("Head.__call__", CROSS_ATTENTION, (BATCH, 7, 11), owner=HEAD, note="cross"),
+    of_heads(
         "Head.__call__",
         SELF_ATTENTION,
         (BATCH, 7, 11),
@@ -152,10 +157,10 @@ MODEL = [
         static={"rngs": dropout_rngs},
         note="train",
     ),
-    of_model("Head.weights", SELF_ATTENTION, (BATCH, 7, 7), owner=HEAD),
-    of_model("Head.weights", CROSS_ATTENTION, (BATCH, 7, 5), owner=HEAD, note="cross"),
-    of_model("MultiHeadAttention.__call__", SELF_ATTENTION, STREAM, owner=MULTI, checks=1),
-    of_model(
+    of_heads("Head.weights", SELF_ATTENTION, (BATCH, 7, 7), owner=HEAD),
+    of_heads("Head.weights", CROSS_ATTENTION, (BATCH, 7, 5), owner=HEAD, note="cross"),
+    of_heads("MultiHeadAttention.__call__", SELF_ATTENTION, STREAM, owner=MULTI, checks=1),
+    of_heads(
         "MultiHeadAttention.__call__",
         CROSS_ATTENTION,
         STREAM,
@@ -164,8 +169,8 @@ MODEL = [
         checks=1,
         note="cross-train",
     ),
-    of_model("MultiHeadAttention.weights", SELF_ATTENTION, (BATCH, 2, 7, 7), owner=MULTI),
-    of_model(
+    of_heads("MultiHeadAttention.weights", SELF_ATTENTION, (BATCH, 2, 7, 7), owner=MULTI),
+    of_heads(
         "MultiHeadAttention.weights", CROSS_ATTENTION, (BATCH, 2, 7, 5), owner=MULTI, note="cross"
     ),
     of_model("FeedForward.__call__", SELF_ATTENTION, STREAM, owner=FEED_FORWARD, checks=1),
@@ -183,7 +188,7 @@ MODEL = [
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=UNTIED, note="untied"),
     of_model("BigramLM.__call__", TOKENS, LOGITS, owner=TABLE),
-    of_model("_dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
+    Case("jgpt.layers.dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
 ]
 
 LOSS = [

@@ -32,7 +32,7 @@ GOLDEN = {
     "wrong embed_dim": (
         lambda: HEAD(jnp.ones((2, 3, 12))),
         """
-        jgpt.model.Head.__call__() was given a wrong x.
+        jgpt.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float32[2,3,12]
         Reason: the dimension size 12 does not equal the existing value of {self.embed_dim}=10.
@@ -41,7 +41,7 @@ GOLDEN = {
     "wrong rank": (
         lambda: HEAD(jnp.ones((3, 10))),
         """
-        jgpt.model.Head.__call__() was given a wrong x.
+        jgpt.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float32[3,10]
         Reason: this array has 2 dimensions, not the 3 of the annotation.
@@ -50,7 +50,7 @@ GOLDEN = {
     "wrong dtype": (
         lambda: HEAD(jnp.ones((2, 3, 10), jnp.int32)),
         """
-        jgpt.model.Head.__call__() was given a wrong x.
+        jgpt.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: int32[2,3,10]
         Reason: this array has dtype int32, which is no Float.
@@ -86,7 +86,7 @@ GOLDEN = {
     "context of another batch": (
         lambda: HEAD(X, jnp.ones((5, 3, 10))),
         """
-        jgpt.model.Head.__call__() was given a wrong context.
+        jgpt.heads.Head.__call__() was given a wrong context.
         Expected: Float[Array, "batch key {self.embed_dim}"] | None with batch=2, \
 {self.embed_dim}=10
         Got: float32[5,3,10]
@@ -96,7 +96,7 @@ GOLDEN = {
     "a NumPy array": (
         lambda: HEAD(np.ones((2, 3, 10))),  # type: ignore[arg-type]
         """
-        jgpt.model.Head.__call__() was given a wrong x.
+        jgpt.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float64[2,3,10]
         Reason: this array is NumPy's, not JAX's.
@@ -114,7 +114,7 @@ GOLDEN = {
     "a size that is no int": (
         lambda: jgpt.Head(10, 4.5, rngs=nnx.Rngs(0)),  # type: ignore[arg-type]
         """
-        jgpt.model.Head.__init__() was given a wrong head_dim.
+        jgpt.heads.Head.__init__() was given a wrong head_dim.
         Expected: int
         Got: 4.5
         Reason: float 4.5 not instance of int.

@@ -29,8 +29,8 @@ def test_the_walk_finds_the_package():
     names = {name for module in modules(jgpt) for name, _ in callables(module)}
     assert {
         "jgpt.attention.attend",
-        "jgpt.model.Head.__init__",
-        "jgpt.model._Attention._mask",
+        "jgpt.heads.Head.__init__",
+        "jgpt.heads._Attention._mask",
         "jgpt.generation._draw",  # below jax.jit
         "jgpt.tokenizer.CharTokenizer.from_text",  # a classmethod
         "jgpt.tokenizer.BPETokenizer.vocab_size",  # a property

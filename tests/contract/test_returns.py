@@ -101,7 +101,7 @@ def test_a_wrong_result_is_blamed_on_the_return(case: Case):
         ("jgpt.layout.to_torch", {"table.weight": jnp.zeros(3)}),
         ("jgpt.layout.from_torch", {"table": jnp.zeros(3, int)}),
         ("jgpt.layout.to_gpt2", {"wte.weight": np.zeros(3, int)}),
-        ("jgpt.model._Attention._source_length", 1.5),
+        ("jgpt.heads._Attention._source_length", 1.5),
         ("jgpt.data._digest", b""),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",

@@ -1,0 +1,300 @@
+"""One attention head, and many heads in one computation, with or without a cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jgpt.attention import (
+    attend,
+    attention_weights,
+    cache_mask,
+    causal_mask,
+    dropped,
+    merge_heads,
+    rotate,
+    split_heads,
+    write_to_cache,
+)
+from jgpt.contracts import check, typed
+from jgpt.layers import INIT_STD, Linear, dropout_key, rms_normed
+
+KeyValueCache = PyTree[Float[Array, "batch heads places head_dim"]]
+"""For each layer, the keys and the values of the positions that were read already."""
+
+
+class _Attention(nnx.Module):
+    """What one head and many share: whom a query may look at."""
+
+    embed_dim: int
+    causal: bool
+    rotary: bool
+    qk_norm: bool
+    dropout: float
+
+    @typed
+    def _placed(
+        self,
+        x: Float[Array, "*batch time head_dim"],
+        position: Int[Array, " time"] | None = None,
+    ) -> Float[Array, "*batch time head_dim"]:
+        """Queries or keys as affinities take them: normed, and turned by where they stand."""
+        if self.qk_norm:
+            x = rms_normed(x, 1e-6).astype(x.dtype)
+        if self.rotary:
+            x = rotate(x, jnp.arange(x.shape[-2]) if position is None else position)
+        return x
+
+    @typed
+    def _source_length(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None,
+    ) -> int:
+        return (x if context is None else context).shape[1]
+
+    @typed
+    def _mask(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None,
+    ) -> Bool[Array, "time time"] | None:
+        # no mask where there is no order: across sequences, or when the future may be seen
+        return causal_mask(x.shape[1]) if self.causal and context is None else None
+
+
+class Head(_Attention):
+    """One attention head; over `x` itself, or from `x` to a context of another length.
+
+    "Attention Is All You Need", section 3.2.1. Kernels are (in, out).
+    """
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        head_dim: int,
+        *,
+        causal: bool = True,
+        use_bias: bool = False,
+        rotary: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.embed_dim, self.head_dim = embed_dim, head_dim
+        self.causal, self.dropout = causal, dropout
+        self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
+        linear = functools.partial(
+            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query = linear(embed_dim, head_dim)
+        self.key = linear(embed_dim, head_dim)
+        self.value = linear(embed_dim, head_dim)
+
+    @typed
+    def __call__(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.head_dim}"]:
+        """Each position's mean of the values it may see, weighted."""
+        source = x if context is None else context
+        return attend(
+            self._placed(self.query(x)),
+            self._placed(self.key(source)),
+            self.value(source),
+            self._mask(x, context),
+            scale=self.scale,
+            dropout=self.dropout,
+            dropout_key=dropout_key(rngs),
+        )
+
+    @typed
+    def weights(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+    ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
+        """How much each position of `x` reads from each of the source's."""
+        source = x if context is None else context
+        return attention_weights(
+            self._placed(self.query(x)),
+            self._placed(self.key(source)),
+            self._mask(x, context),
+            scale=self.scale,
+        )
+
+
+class MultiHeadAttention(_Attention):
+    """All heads in one computation, side by side, projected back ("Attention", section 3.2.2)."""
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        qkv_bias: bool = False,
+        use_bias: bool = True,
+        rotary: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        projection_std: float = INIT_STD,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}"
+            )
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.causal, self.dropout = causal, dropout
+        self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
+        self.dtype, self.param_dtype = dtype, param_dtype
+        linear = functools.partial(
+            Linear, embed_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query = linear(embed_dim, use_bias=qkv_bias)
+        self.key = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
+        self.value = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
+        self.projection = linear(embed_dim, use_bias=use_bias, init_std=projection_std)
+
+    @typed
+    def __call__(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """What all heads gather, projected; dropped out in training."""
+        source = x if context is None else context
+        heads = check(
+            attend(
+                self._placed(split_heads(self.query(x), self.num_heads)),
+                self._shared(self._placed(split_heads(self.key(source), self.num_kv_heads))),
+                self._shared(split_heads(self.value(source), self.num_kv_heads)),
+                self._mask(x, context),
+                scale=self.scale,
+                dropout=self.dropout,
+                dropout_key=dropout_key(rngs),
+            ),
+            Float[Array, "batch {self.num_heads} time {self.head_dim}"],
+        )
+        return dropped(self.projection(merge_heads(heads)), self.dropout, dropout_key(rngs))
+
+    @typed
+    def weights(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+    ) -> Float[Array, "batch {self.num_heads} time {self._source_length(x,context)}"]:
+        """Each head's attention weights."""
+        source = x if context is None else context
+        return attention_weights(
+            self._placed(split_heads(self.query(x), self.num_heads)),
+            self._shared(self._placed(split_heads(self.key(source), self.num_kv_heads))),
+            self._mask(x, context),
+            scale=self.scale,
+        )
+
+    @typed
+    def _shared(
+        self, x: Float[Array, "*batch {self.num_kv_heads} key value_dim"]
+    ) -> Float[Array, "*batch {self.num_heads} key value_dim"]:
+        """Keys or values for each query head: each is read by a group (Ainslie et al. 2023)."""
+        groups = self.num_heads // self.num_kv_heads
+        return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
+
+    @typed
+    def continued(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        position: Int[Array, "batch time"],
+        keys: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        values: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+    ) -> tuple[
+        Float[Array, "batch time {self.embed_dim}"],
+        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+    ]:
+        """The same for new positions, one after the other, that join a cache and read it."""
+
+        @jax.vmap
+        @typed
+        def row(
+            query: Float[Array, "heads time head_dim"],
+            key: Float[Array, "kv_heads time head_dim"],
+            value: Float[Array, "kv_heads time head_dim"],
+            position: Int[Array, " time"],
+            keys: Float[Array, "kv_heads places head_dim"],
+            values: Float[Array, "kv_heads places head_dim"],
+        ) -> tuple[
+            Float[Array, "heads time head_dim"],
+            Float[Array, "kv_heads places head_dim"],
+            Float[Array, "kv_heads places head_dim"],
+        ]:
+            keys = write_to_cache(keys, self._placed(key, position), position)
+            values = write_to_cache(values, value, position)
+            heads = attend(
+                self._placed(query, position),
+                self._shared(keys),
+                self._shared(values),
+                cache_mask(position, keys.shape[1]),
+                scale=self.scale,
+            )
+            return heads, keys, values
+
+        heads, keys, values = row(
+            split_heads(self.query(x), self.num_heads),
+            split_heads(self.key(x), self.num_kv_heads),
+            split_heads(self.value(x), self.num_kv_heads),
+            position,
+            keys,
+            values,
+        )
+        return self.projection(merge_heads(heads)), keys, values
+
+    @typed
+    def head(self, index: int) -> Head:
+        """The `Head` that computes what this module's head `index` computes, parameters copied."""
+        if not 0 <= index < self.num_heads:
+            raise ValueError(f"head {index} is not one of the {self.num_heads} heads, from 0 on")
+        head = Head(
+            self.embed_dim,
+            self.head_dim,
+            causal=self.causal,
+            use_bias=self.query.bias is not None,
+            rotary=self.rotary,
+            qk_norm=self.qk_norm,
+            scale=self.scale,
+            dropout=self.dropout,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            rngs=nnx.Rngs(0),
+        )
+        shared = index * self.num_kv_heads // self.num_heads
+        for name, place in (("query", index), ("key", shared), ("value", shared)):
+            mine, its = getattr(self, name), getattr(head, name)
+            columns = slice(place * self.head_dim, (place + 1) * self.head_dim)
+            its.kernel[...] = mine.kernel[:, columns]
+            if mine.bias is not None and its.bias is not None:
+                its.bias[...] = mine.bias[columns]
+        return head
