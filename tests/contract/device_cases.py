@@ -139,7 +139,6 @@ def of_heads(name: str, arrays: dict[str, str], returns: Any, **options: Any) ->
     return Case(f"jgpt.heads.{name}", arrays, returns, **{"fixed": "embed_dim"} | options)
 
 
-
 STREAM = (BATCH, 7, EMBED)
 TOKENS = {"tokens": "int batch time"}
 LOGITS = (BATCH, 7, 17)
