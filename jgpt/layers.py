@@ -50,48 +50,31 @@ def project(
     kernel: Float[Array, "in_features out_features"],
     dtype: DTypeLike,
 ) -> Float[Array, "*rows out_features"]:
-    """`x @ kernel` with operands in `dtype`, accumulated and returned in at least float32.
+    """`x @ kernel` in `dtype`, with the rows flattened.
 
-    The rows are flattened: the gradient of a product with more than one leading axis leaves XLA's
-    fast path on the CPU.
+    The gradient of a product with more than one leading axis leaves XLA's fast path on the CPU.
     """
     rows, in_features = x.shape[:-1], x.shape[-1]
-    flat = x.reshape(math.prod(rows), in_features)
-    narrow = jnp.finfo(dtype).bits < 32
-    product = _narrow_product(flat, kernel, dtype) if narrow else _product(flat, kernel, dtype)
-    return product.reshape(*rows, kernel.shape[-1])
+    flat = x.reshape(math.prod(rows), in_features).astype(dtype)
+    product = _narrow_product if jnp.finfo(dtype).bits < 32 else _product
+    return product(flat, kernel.astype(dtype)).reshape(*rows, kernel.shape[-1])
 
 
 @typed
 def _product(
-    x: Float[Array, "rows in_features"],
-    kernel: Float[Array, "in_features out_features"],
-    dtype: DTypeLike,
+    x: Float[Array, "rows in_features"], kernel: Float[Array, "in_features out_features"]
 ) -> Float[Array, "rows out_features"]:
-    accumulate = jnp.promote_types(dtype, jnp.float32)
-    return jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=accumulate)
+    """`x @ kernel`, accumulated in at least float32."""
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.matmul(x, kernel, preferred_element_type=accumulate).astype(x.dtype)
 
 
-# What autodiff makes of a product of narrow operands multiplies by a wide gradient, and is slow.
-_narrow_product = jax.custom_vjp(_product, nondiff_argnums=(2,))
-
-
-def _narrow_forward(x: Array, kernel: Array, dtype: DTypeLike):
-    types = (jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
-    x, kernel = x.astype(dtype), kernel.astype(dtype)
-    return _product(x, kernel, dtype), (x, kernel, types)
-
-
-def _narrow_backward(dtype: DTypeLike, saved, gradient: Array):
-    x, kernel, (x_type, kernel_type) = saved
-    gradient = gradient.astype(dtype)
-    return (
-        _product(gradient, kernel.T, dtype).astype(x_type.dtype),
-        _product(x.T, gradient, dtype).astype(kernel_type.dtype),
-    )
-
-
-_narrow_product.defvjp(_narrow_forward, _narrow_backward)
+# What autodiff makes of narrow operands multiplies them by a wide gradient: no fast path takes it.
+_narrow_product = jax.custom_vjp(_product)
+_narrow_product.defvjp(
+    lambda x, kernel: (_product(x, kernel), (x, kernel)),
+    lambda saved, gradient: (_product(gradient, saved[1].T), _product(saved[0].T, gradient)),
+)
 
 
 class Embedding(nnx.Module):
