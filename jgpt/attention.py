@@ -64,9 +64,11 @@ def rotate(
     """Turn pairs of features by angles that grow with the position, each pair at its own pace.
 
     Affinities then depend on distances alone (Su et al. 2021, section 3.2.2). Feature i is paired
-    with feature i + head_dim / 2.
+    with feature i + head_dim / 2. Raises ValueError where one would be left over.
     """
     half = x.shape[-1] // 2
+    if x.shape[-1] % 2:
+        raise ValueError(f"rotary positions turn pairs: head_dim={x.shape[-1]} must be even")
     pace = 10_000.0 ** -(jnp.arange(half) / half)
     angle = position[..., None] * pace
     cosine, sine = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
@@ -83,7 +85,7 @@ def cache_mask(position: Int[Array, " time"], places: int) -> Bool[Array, "time 
     A cache is a ring: position p lies at p modulo `places`, and a place not yet written is not
     read. New positions are written before they are read.
     """
-    query = position[:, None]
+    query = position[:, None].astype(jnp.int32)
     return (jnp.arange(places) <= query) | (query >= places)
 
 
@@ -93,9 +95,16 @@ def write_to_cache(
     new: Float[Array, "heads time head_dim"],
     position: Int[Array, " time"],
 ) -> Float[Array, "heads places head_dim"]:
-    """A sequence's cache with new entries from their first position on, modulo its places."""
-    start = position[0] % cache.shape[1]
-    return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (0, start, 0))
+    """A sequence's cache with new entries from their first position on, modulo its places.
+
+    They don't run past its last place. Raises ValueError for more of them than places.
+    """
+    time, places = new.shape[1], cache.shape[1]
+    if time > places:
+        raise ValueError(f"{time} new positions don't fit into a cache of {places} places")
+    start = position[0].astype(jnp.int32) % places
+    zero = jnp.zeros_like(start)
+    return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (zero, start, zero))
 
 
 @typed

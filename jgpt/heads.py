@@ -22,14 +22,18 @@ from jgpt.attention import (
 from jgpt.contracts import check, typed
 from jgpt.layers import INIT_STD, Linear, dropout_key, rms_normed
 
-KeyValueCache = PyTree[Float[Array, "batch heads places head_dim"]]
-"""For each layer, the keys and the values of the positions that were read already."""
+KeyValueCache = PyTree[Float[Array, "batch kv_heads places head_dim"], "KeyValueCache"]
+"""For each layer, the keys and the values of the positions that were read already.
+
+What a function takes and what it returns are of the same layers.
+"""
 
 
 class _Attention(nnx.Module):
     """What one head and many share: whom a query may look at."""
 
     embed_dim: int
+    head_dim: int
     causal: bool
     rotary: bool
     qk_norm: bool
@@ -38,9 +42,9 @@ class _Attention(nnx.Module):
     @typed
     def _placed(
         self,
-        x: Float[Array, "*batch time head_dim"],
+        x: Float[Array, "*batch time {self.head_dim}"],
         position: Int[Array, " time"] | None = None,
-    ) -> Float[Array, "*batch time head_dim"]:
+    ) -> Float[Array, "*batch time {self.head_dim}"]:
         """Queries or keys as affinities take them: normed, and turned by where they stand."""
         if self.qk_norm:
             x = rms_normed(x, 1e-6).astype(x.dtype)
@@ -217,8 +221,8 @@ class MultiHeadAttention(_Attention):
 
     @typed
     def _shared(
-        self, x: Float[Array, "*batch {self.num_kv_heads} key value_dim"]
-    ) -> Float[Array, "*batch {self.num_heads} key value_dim"]:
+        self, x: Float[Array, "*batch {self.num_kv_heads} key {self.head_dim}"]
+    ) -> Float[Array, "*batch {self.num_heads} key {self.head_dim}"]:
         """Keys or values for each query head: each is read by a group (Ainslie et al. 2023)."""
         groups = self.num_heads // self.num_kv_heads
         return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
@@ -236,33 +240,7 @@ class MultiHeadAttention(_Attention):
         Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
     ]:
         """The same for new positions, one after the other, that join a cache and read it."""
-
-        @jax.vmap
-        @typed
-        def row(
-            query: Float[Array, "heads time head_dim"],
-            key: Float[Array, "kv_heads time head_dim"],
-            value: Float[Array, "kv_heads time head_dim"],
-            position: Int[Array, " time"],
-            keys: Float[Array, "kv_heads places head_dim"],
-            values: Float[Array, "kv_heads places head_dim"],
-        ) -> tuple[
-            Float[Array, "heads time head_dim"],
-            Float[Array, "kv_heads places head_dim"],
-            Float[Array, "kv_heads places head_dim"],
-        ]:
-            keys = write_to_cache(keys, self._placed(key, position), position)
-            values = write_to_cache(values, value, position)
-            heads = attend(
-                self._placed(query, position),
-                self._shared(keys),
-                self._shared(values),
-                cache_mask(position, keys.shape[1]),
-                scale=self.scale,
-            )
-            return heads, keys, values
-
-        heads, keys, values = row(
+        heads, keys, values = jax.vmap(self._row_continued)(
             split_heads(self.query(x), self.num_heads),
             split_heads(self.key(x), self.num_kv_heads),
             split_heads(self.value(x), self.num_kv_heads),
@@ -271,6 +249,32 @@ class MultiHeadAttention(_Attention):
             values,
         )
         return self.projection(merge_heads(heads)), keys, values
+
+    @typed
+    def _row_continued(
+        self,
+        query: Float[Array, "{self.num_heads} time {self.head_dim}"],
+        key: Float[Array, "{self.num_kv_heads} time {self.head_dim}"],
+        value: Float[Array, "{self.num_kv_heads} time {self.head_dim}"],
+        position: Int[Array, " time"],
+        keys: Float[Array, "{self.num_kv_heads} places {self.head_dim}"],
+        values: Float[Array, "{self.num_kv_heads} places {self.head_dim}"],
+    ) -> tuple[
+        Float[Array, "{self.num_heads} time {self.head_dim}"],
+        Float[Array, "{self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "{self.num_kv_heads} places {self.head_dim}"],
+    ]:
+        """One sequence's heads, before the projection, and its cache."""
+        keys = write_to_cache(keys, self._placed(key, position), position)
+        values = write_to_cache(values, value, position)
+        heads = attend(
+            self._placed(query, position),
+            self._shared(keys),
+            self._shared(values),
+            cache_mask(position, keys.shape[1]),
+            scale=self.scale,
+        )
+        return heads, keys, values
 
     @typed
     def head(self, index: int) -> Head:

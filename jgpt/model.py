@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jgpt.attention import dropped
 from jgpt.config import Activation, ModelConfig, NormKind
@@ -126,6 +126,7 @@ class Block(nnx.Module):
             rngs=rngs,
             **shared,
         )
+        self.num_kv_heads, self.head_dim = self.attention.num_kv_heads, self.attention.head_dim
         self.feed_forward_norm = make_norm()
         self.feed_forward = FeedForward(
             embed_dim,
@@ -153,12 +154,12 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         position: Int[Array, "batch time"],
-        keys: Float[Array, "batch heads places head_dim"],
-        values: Float[Array, "batch heads places head_dim"],
+        keys: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        values: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
     ) -> tuple[
         Float[Array, "batch time {self.embed_dim}"],
-        Float[Array, "batch heads places head_dim"],
-        Float[Array, "batch heads places head_dim"],
+        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
     ]:
         """The same for new positions that join a cache and read it."""
         read, keys, values = self.attention.continued(
@@ -195,6 +196,8 @@ class GPT(nnx.Module):
         self.config = config
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.head_dim = config.embed_dim // config.num_heads
         self.slides = config.positions == "rotary"  # a cache goes on past block_size
         self.token_embedding = Embedding(
             config.vocab_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
@@ -301,10 +304,14 @@ class GPT(nnx.Module):
         return dropped(x, self.config.dropout, dropout_key(rngs))
 
     @typed
-    def empty_cache(self, batch: int) -> KeyValueCache:
+    def empty_cache(
+        self, batch: int
+    ) -> PyTree[
+        Float[Array, "{batch} {self.num_kv_heads} {self.block_size} {self.head_dim}"],
+        "KeyValueCache",
+    ]:
         """A cache for `batch` sequences of up to `block_size` positions, none of them read yet."""
-        heads = self.config.num_kv_heads or self.config.num_heads
-        shape = (batch, heads, self.block_size, self.embed_dim // self.config.num_heads)
+        shape = (batch, self.num_kv_heads, self.block_size, self.head_dim)
         zeros = jnp.zeros(shape, self.config.dtype)
         return tuple((zeros, zeros) for _ in self.blocks)
 
@@ -313,13 +320,24 @@ class GPT(nnx.Module):
         self,
         tokens: Int[Array, "batch time"],
         position: Int[Array, "batch time"],
-        cache: KeyValueCache,
-    ) -> tuple[Float[Array, "batch time {self.vocab_size}"], KeyValueCache]:
+        cache: PyTree[
+            Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"], "KeyValueCache"
+        ],
+    ) -> tuple[
+        Float[Array, "batch time {self.vocab_size}"],
+        PyTree[Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"], "KeyValueCache"],
+    ]:
         """The logits of new tokens at positions one after the other, and the cache with them.
 
         Equal to the last logits of the whole sequence. Rotary positions may pass `block_size`:
         each token then reads the last `block_size`. For learned ones the caller keeps below it.
+        Raises ValueError for a cache of another number of layers.
         """
+        if len(cache) != len(self.blocks):
+            raise ValueError(
+                f"the cache has {len(cache)} layers and the model {len(self.blocks)}: "
+                "begin with empty_cache"
+            )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(position)
@@ -372,7 +390,7 @@ class BigramLM(nnx.Module):
         return self.table(tokens)
 
     @typed
-    def empty_cache(self, batch: int) -> KeyValueCache:
+    def empty_cache(self, batch: int) -> tuple[()]:
         """Nothing: a bigram remembers nothing."""
         return ()
 
@@ -381,8 +399,8 @@ class BigramLM(nnx.Module):
         self,
         tokens: Int[Array, "batch time"],
         position: Int[Array, "batch time"],
-        cache: KeyValueCache,
-    ) -> tuple[Float[Array, "batch time {self.vocab_size}"], KeyValueCache]:
+        cache: tuple[()],
+    ) -> tuple[Float[Array, "batch time {self.vocab_size}"], tuple[()]]:
         """Each token's row, and nothing to remember."""
         return self.table(tokens), cache
 

@@ -1,7 +1,7 @@
 """AdamW and Muon, schedules, what is decayed, and clipping: one `make_optimizer`."""
 
 import functools
-from typing import Any
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jgpt.config import OptimizerConfig
 from jgpt.contracts import typed
 
 Weights = PyTree[Float[Array, "..."]]
+Rule = Literal["muon", "embedding", "adamw"]
 
 
 @typed
@@ -69,14 +70,16 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 @typed
-def partition(config: OptimizerConfig, weights: PyTree) -> Any:
+def partition(
+    config: OptimizerConfig, weights: PyTree[Float[Array, "..."], "Weights"]
+) -> PyTree[Rule, "Weights"]:
     """Which rule moves each parameter: muon, embedding, or adamw.
 
     Muon is for matrices that multiply activations inside the blocks; embeddings and the head, whose
     rows are tokens, are Adam's (Jordan et al. 2024).
     """
 
-    def rule(path: tuple[Any, ...], leaf: Array) -> str:
+    def rule(path, leaf):
         if path[-1].key == "embedding" and config.embedding_learning_rate is not None:
             return "embedding"
         is_muon = config.optimizer == "muon" and path[0].key == "blocks" and leaf.ndim == 2

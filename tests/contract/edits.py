@@ -9,7 +9,17 @@ from typing import Any
 from tests.contract.inspection import dimension_strings, is_array_annotation, unbraced
 
 LAZY = {"Callable", "Iterator", "Iterable"}
-VALUE_FILES = ("attention", "layers", "model", "loss", "optimizer", "step", "generation", "data")
+VALUE_FILES = (
+    "attention",
+    "layers",
+    "heads",
+    "model",
+    "loss",
+    "optimizer",
+    "step",
+    "generation",
+    "data",
+)
 
 
 @dataclass(frozen=True)

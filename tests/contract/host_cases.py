@@ -10,7 +10,8 @@ from jgpt import data, layout
 from jgpt.checkpoint import Checkpoints
 from jgpt.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from tests.contract.contract import SIZES, Case
-from tests.contract.device_cases import GPT, TRAIN, WEIGHTS
+from tests.contract.device_cases import TRAIN, WEIGHTS
+from tests.contract.model_cases import GPT
 
 BATCH = SIZES["batch"]
 HOST = functools.partial(Case, takes="numpy")

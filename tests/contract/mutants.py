@@ -31,7 +31,18 @@ COPIED = ("jgpt", "tests", "pyproject.toml")
 # the proof's tests that a change of the contract can fail, without those that start processes
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
 # what computes, rather than reads files and starts commands
-COMPUTING = ("attention", "model", "loss", "optimizer", "step", "generation", "data", "dropout")
+COMPUTING = (
+    "attention",
+    "layers",
+    "heads",
+    "model",
+    "loss",
+    "optimizer",
+    "step",
+    "generation",
+    "data",
+    "dropout",
+)
 VALUES = [
     "tests/contract/test_values.py",
     *(f"tests/test_{name}.py" for name in COMPUTING),

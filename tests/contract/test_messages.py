@@ -123,7 +123,7 @@ GOLDEN = {
     "a host function": (
         lambda: jgpt.preset(3),  # type: ignore[arg-type]
         """
-        jgpt.config.preset() was given a wrong name.
+        jgpt.presets.preset() was given a wrong name.
         Expected: str
         Got: 3
         Reason: int 3 not instance of str.

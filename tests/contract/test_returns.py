@@ -13,7 +13,7 @@ from jgpt.contracts import typed
 from tests.contract.cases import CASES, WEIGHTS
 from tests.contract.contract import DTYPES, KEY, Case, Value, shape_mutations
 
-TREES = {"weights", "gradients", "tensors", "like"}
+TREES = {"weights", "gradients", "tensors", "like", "cache"}
 RETURNING = [case for case in CASES if case.returns is not None]
 
 
@@ -95,6 +95,10 @@ def test_a_wrong_result_is_blamed_on_the_return(case: Case):
     [
         ("jgpt.optimizer.decay_mask", {"table": {"embedding": 1.0}}),
         ("jgpt.optimizer.decay_mask", {"table": True}),
+        ("jgpt.optimizer.partition", {"table": {"embedding": "sgd"}}),
+        ("jgpt.optimizer.partition", {"table": "adamw"}),
+        ("jgpt.model.GPT.continued", (jnp.zeros((3, 7, 17)), ())),
+        ("jgpt.model.BigramLM.continued", (jnp.zeros((3, 7, 17)), (1,))),
         ("jgpt.optimizer.clip_by_global_norm.<locals>.clip", {"table": jnp.zeros((17, 17))}),
         ("jgpt.checkpoint.Checkpoints.restore_weights", {"table": jnp.zeros(3, int)}),
         ("jgpt.layout.to_torch", {"table.weight": np.zeros(3, int)}),
@@ -114,7 +118,7 @@ def test_a_wrong_tree_or_value_is_blamed_on_the_return(target: str, answer: Any)
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if TREES & set(case.static)],
+    [case for case in CASES if jax.tree.leaves([case.static.get(name) for name in TREES])],
     ids=str,
 )
 def test_a_tree_with_a_leaf_of_another_dtype_is_refused(case: Case):

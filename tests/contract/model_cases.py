@@ -1,0 +1,387 @@
+"""Cases of the transformer: attention, layers, heads, blocks and models, modern or not."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jgpt import heads, layers, model
+from jgpt.config import ModelConfig
+from tests.contract.contract import SIZES, Case
+
+BATCH, HEADS, HEAD_DIM, EMBED = (SIZES[n] for n in ("batch", "heads", "head_dim", "embed_dim"))
+MODERN_DIM, QUERY_HEADS = SIZES["modern_dim"], SIZES["query_heads"]
+CONFIG = ModelConfig(
+    vocab_size=SIZES["vocab"],
+    block_size=SIZES["block_size"],
+    num_layers=1,
+    num_heads=HEADS,
+    embed_dim=EMBED,
+    hidden_dim=SIZES["hidden"],
+    dropout=0.1,
+)
+MODERN = dataclasses.replace(
+    CONFIG,
+    num_heads=QUERY_HEADS,
+    num_kv_heads=SIZES["kv_heads"],
+    embed_dim=MODERN_DIM,
+    activation="relu_squared",
+    tie_embeddings=False,
+    positions="rotary",
+    norm="rms",
+    norm_scale=False,
+    qk_norm=True,
+    attention_scale=0.1,
+    zero_init=True,
+    embedding_shortcut=True,
+    logit_softcap=15.0,
+)
+
+
+def zeros(make: Any, *args: Any, **options: Any) -> Any:
+    """A module with zeros for parameters, which is quicker to make than a random one."""
+    abstract = nnx.eval_shape(lambda: make(*args, rngs=nnx.Rngs(0), **options))
+    graph, state = nnx.split(abstract)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state))
+
+
+def dropout_rngs() -> nnx.Rngs:
+    return nnx.Rngs(dropout=0)
+
+
+HEAD = zeros(heads.Head, EMBED, HEAD_DIM)
+TRAINED_HEAD = zeros(heads.Head, EMBED, HEAD_DIM, dropout=0.1, use_bias=True)
+MULTI = zeros(heads.MultiHeadAttention, EMBED, HEADS, dropout=0.1)
+FEED_FORWARD = zeros(model.FeedForward, EMBED, SIZES["hidden"], dropout=0.1)
+BLOCK = zeros(model.Block, EMBED, HEADS, dropout=0.1)
+GPT = zeros(model.GPT, CONFIG)
+UNTIED = zeros(model.GPT, dataclasses.replace(CONFIG, tie_embeddings=False, head_bias=True))
+ROTARY = {"rotary": True, "qk_norm": True, "scale": 0.1, "dropout": 0.1}
+ROTARY_HEAD = zeros(heads.Head, MODERN_DIM, SIZES["rotary_dim"], **ROTARY)
+GROUPED = zeros(
+    heads.MultiHeadAttention, MODERN_DIM, QUERY_HEADS, num_kv_heads=SIZES["kv_heads"], **ROTARY
+)
+MODERN_BLOCK = zeros(
+    model.Block,
+    MODERN_DIM,
+    QUERY_HEADS,
+    num_kv_heads=SIZES["kv_heads"],
+    norm="rms",
+    norm_scale=False,
+    activation="relu_squared",
+    **ROTARY,
+)
+MODERN_GPT = zeros(model.GPT, MODERN)
+TABLE = zeros(model.BigramLM, SIZES["vocab"])
+NORM = layers.LayerNorm(EMBED)
+RMS_NORM = layers.RMSNorm(EMBED)
+LINEAR = zeros(layers.Linear, SIZES["in_features"], SIZES["out_features"])
+EMBEDDING = zeros(layers.Embedding, SIZES["vocab"], EMBED)
+
+SELF_ATTENTION = {"x": "float batch time embed_dim"}
+CROSS_ATTENTION = {**SELF_ATTENTION, "context": "float batch key embed_dim"}
+QKV = {
+    "query": "float *batch query head_dim",
+    "key": "float *batch key head_dim",
+    "value": "float *batch key value_dim",
+    "mask": "bool query key",
+}
+SCALAR = ()
+
+ATTENTION = [
+    Case("jgpt.attention.causal_mask", {}, (5, 5), static={"time": 5}),
+    Case(
+        "jgpt.attention.attention_weights",
+        {name: QKV[name] for name in ("query", "key", "mask")},
+        (BATCH, 2, 4, 5),
+        checks=1,
+    ),
+    Case("jgpt.attention.attend", QKV, (BATCH, 2, 4, 13)),
+    Case(
+        "jgpt.attention.attend",
+        {**QKV, "dropout_key": "key"},
+        (BATCH, 2, 4, 13),
+        static={"dropout": 0.1},
+        note="dropout",
+    ),
+    Case(
+        "jgpt.attention.dropped",
+        {"x": "float *batch time", "key": "key"},
+        (BATCH, 2, 7),
+        static={"rate": 0.1},
+    ),
+    Case(
+        "jgpt.attention.rotate",
+        {"x": "float *batch time features", "position": "int time"},
+        (BATCH, 2, 7, 26),
+    ),
+    Case(
+        "jgpt.attention.cache_mask",
+        {"position": "int time"},
+        (7, 15),
+        static={"places": SIZES["places"]},
+    ),
+    Case(
+        "jgpt.attention.write_to_cache",
+        {
+            "cache": "float heads places head_dim",
+            "new": "float heads time head_dim",
+            "position": "int time",
+        },
+        (2, 15, 11),
+    ),
+    Case(
+        "jgpt.attention.split_heads",
+        {"x": "float batch time features"},
+        (BATCH, 2, 7, 13),
+        static={"heads": 2},
+    ),
+    Case(
+        "jgpt.attention.merge_heads",
+        {"x": "float batch heads time value_dim"},
+        (BATCH, 7, 26),
+    ),
+]
+LAYERS = [
+    Case(
+        "jgpt.layers.Linear.__call__",
+        {"x": "float *batch in_features"},
+        (BATCH, 2, 29),
+        fixed="in_features",
+        owner=LINEAR,
+    ),
+    Case(
+        "jgpt.layers.project",
+        {"x": "float *batch in_features", "kernel": "float in_features out_features"},
+        (BATCH, 2, 29),
+        static={"dtype": "float32"},
+    ),
+    Case(
+        "jgpt.layers.project",
+        {"x": "float *batch in_features", "kernel": "float in_features out_features"},
+        (BATCH, 2, 29),
+        static={"dtype": "bfloat16"},
+        note="narrow",
+    ),
+    Case(
+        "jgpt.layers._product",
+        {"x": "float batch in_features", "kernel": "float in_features out_features"},
+        (BATCH, 29),
+    ),
+    Case(
+        "jgpt.layers.Embedding.__call__", {"index": "int *batch"}, (BATCH, 2, 22), owner=EMBEDDING
+    ),
+    Case(
+        "jgpt.layers.LayerNorm.__call__",
+        {"x": "float *batch embed_dim"},
+        (BATCH, 2, 22),
+        fixed="embed_dim",
+        owner=NORM,
+    ),
+    Case(
+        "jgpt.layers.RMSNorm.__call__",
+        {"x": "float *batch embed_dim"},
+        (BATCH, 2, 22),
+        fixed="embed_dim",
+        owner=RMS_NORM,
+    ),
+    Case(
+        "jgpt.layers.rms_normed",
+        {"x": "float *batch features"},
+        (BATCH, 2, 26),
+        static={"epsilon": 1e-5},
+    ),
+]
+
+
+def of_model(name: str, arrays: dict[str, str], returns: Any, **options: Any) -> Case:
+    return Case(f"jgpt.model.{name}", arrays, returns, fixed="embed_dim", **options)
+
+
+def of_heads(
+    name: str, arrays: dict[str, str], returns: Any, fixed: str = "embed_dim", **options: Any
+) -> Case:
+    return Case(f"jgpt.heads.{name}", arrays, returns, fixed=fixed, **options)
+
+
+def of_modern(
+    name: str,
+    arrays: dict[str, str],
+    returns: Any,
+    fixed: str = "modern_dim query_heads kv_heads rotary_dim",
+    note: str = "modern",
+    **options: Any,
+) -> Case:
+    return Case(f"jgpt.{name}", arrays, returns, fixed=fixed, note=note, **options)
+
+
+STREAM = (BATCH, 7, EMBED)
+TOKENS = {"tokens": "int batch time"}
+LOGITS = (BATCH, 7, 17)
+MODEL = [
+    of_heads("_Attention._source_length", CROSS_ATTENTION, None, owner=HEAD),
+    of_heads("_Attention._mask", SELF_ATTENTION, (7, 7), owner=HEAD, static={"context": None}),
+    of_heads("_Attention._mask", CROSS_ATTENTION, None, owner=HEAD, note="cross"),
+    of_heads("Head.__call__", SELF_ATTENTION, (BATCH, 7, 11), owner=HEAD),
+    of_heads("Head.__call__", CROSS_ATTENTION, (BATCH, 7, 11), owner=HEAD, note="cross"),
+    of_heads(
+        "Head.__call__",
+        SELF_ATTENTION,
+        (BATCH, 7, 11),
+        owner=TRAINED_HEAD,
+        static={"rngs": dropout_rngs},
+        note="train",
+    ),
+    of_heads("Head.weights", SELF_ATTENTION, (BATCH, 7, 7), owner=HEAD),
+    of_heads("Head.weights", CROSS_ATTENTION, (BATCH, 7, 5), owner=HEAD, note="cross"),
+    of_heads("MultiHeadAttention.__call__", SELF_ATTENTION, STREAM, owner=MULTI, checks=1),
+    of_heads(
+        "MultiHeadAttention.__call__",
+        CROSS_ATTENTION,
+        STREAM,
+        owner=MULTI,
+        static={"rngs": dropout_rngs},
+        checks=1,
+        note="cross-train",
+    ),
+    of_heads("MultiHeadAttention.weights", SELF_ATTENTION, (BATCH, 2, 7, 7), owner=MULTI),
+    of_heads(
+        "MultiHeadAttention.weights", CROSS_ATTENTION, (BATCH, 2, 7, 5), owner=MULTI, note="cross"
+    ),
+    of_model("FeedForward.__call__", SELF_ATTENTION, STREAM, owner=FEED_FORWARD, checks=1),
+    of_model("Block.__call__", SELF_ATTENTION, STREAM, owner=BLOCK),
+    of_model("GPT.__call__", TOKENS, LOGITS, owner=GPT),
+    of_model(
+        "GPT.__call__",
+        TOKENS,
+        LOGITS,
+        owner=UNTIED,
+        static={"rngs": dropout_rngs},
+        note="untied-train",
+    ),
+    of_model("GPT.embed", TOKENS, STREAM, owner=GPT),
+    of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=GPT),
+    of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=UNTIED, note="untied"),
+    of_model("BigramLM.__call__", TOKENS, LOGITS, owner=TABLE),
+    of_model(
+        "GPT._with_shortcut",
+        {"x": "float batch time embed_dim", "embedded": "float batch time embed_dim"},
+        STREAM,
+        owner=GPT,
+        static={"layer": 0},
+    ),
+    Case("jgpt.layers.dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
+]
+MODERN_X = {"x": "float batch time modern_dim"}
+MODERN_CROSS = {**MODERN_X, "context": "float batch key modern_dim"}
+MODERN_STREAM = (BATCH, 7, MODERN_DIM)
+NEW = {**MODERN_X, "position": "int batch time"}
+KEPT = {name: "float batch kv_heads places rotary_dim" for name in ("keys", "values")}
+KEPT_SHAPE = (BATCH, 10, 15, 12)
+MODERN_FAMILY = [
+    of_heads(
+        "_Attention._placed",
+        {"x": "float *batch time head_dim"},
+        (BATCH, 2, 7, 11),
+        owner=HEAD,
+        fixed="head_dim",
+    ),
+    of_modern(
+        "heads._Attention._placed",
+        {"x": "float *batch time rotary_dim"},
+        (BATCH, 2, 7, 12),
+        owner=ROTARY_HEAD,
+    ),
+    of_modern(
+        "heads._Attention._placed",
+        {"x": "float *batch time rotary_dim", "position": "int time"},
+        (BATCH, 2, 7, 12),
+        owner=GROUPED,
+        note="elsewhere",
+    ),
+    of_modern("heads.Head.__call__", MODERN_CROSS, (BATCH, 7, 12), owner=ROTARY_HEAD),
+    of_modern("heads.Head.weights", MODERN_X, (BATCH, 7, 7), owner=ROTARY_HEAD),
+    of_modern(
+        "heads.MultiHeadAttention.__call__", MODERN_CROSS, MODERN_STREAM, owner=GROUPED, checks=1
+    ),
+    of_modern("heads.MultiHeadAttention.weights", MODERN_X, (BATCH, 30, 7, 7), owner=GROUPED),
+    of_modern(
+        "heads.MultiHeadAttention._shared",
+        {"x": "float *batch kv_heads key rotary_dim"},
+        (BATCH, 2, 30, 5, 12),
+        owner=GROUPED,
+    ),
+    of_modern(
+        "heads.MultiHeadAttention.continued",
+        {**NEW, **KEPT},
+        (MODERN_STREAM, KEPT_SHAPE, KEPT_SHAPE),
+        owner=GROUPED,
+    ),
+    of_modern(
+        "heads.MultiHeadAttention._row_continued",
+        {
+            "query": "float query_heads time rotary_dim",
+            "key": "float kv_heads time rotary_dim",
+            "value": "float kv_heads time rotary_dim",
+            "position": "int time",
+            "keys": "float kv_heads places rotary_dim",
+            "values": "float kv_heads places rotary_dim",
+        },
+        ((30, 7, 12), KEPT_SHAPE[1:], KEPT_SHAPE[1:]),
+        owner=GROUPED,
+    ),
+    of_modern("model.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),
+    of_modern(
+        "model.Block.continued",
+        {**NEW, **KEPT},
+        (MODERN_STREAM, KEPT_SHAPE, KEPT_SHAPE),
+        owner=MODERN_BLOCK,
+    ),
+    of_modern(
+        "model.GPT.__call__", TOKENS, LOGITS, owner=MODERN_GPT, static={"rngs": dropout_rngs}
+    ),
+    of_modern("model.GPT.embed", TOKENS, MODERN_STREAM, owner=MODERN_GPT),
+    of_modern("model.GPT.logits", MODERN_X, LOGITS, owner=MODERN_GPT),
+    of_modern(
+        "model.GPT._with_shortcut",
+        {**MODERN_X, "embedded": "float batch time modern_dim"},
+        MODERN_STREAM,
+        owner=MODERN_GPT,
+        static={"layer": 0},
+    ),
+    of_modern(
+        "model.GPT.empty_cache",
+        {},
+        ((BATCH, 10, 64, 12),) * 2,
+        owner=MODERN_GPT,
+        static={"batch": BATCH},
+    ),
+    of_modern(
+        "model.GPT.continued",
+        {**TOKENS, "position": "int batch time"},
+        (LOGITS, (BATCH, 10, 64, 12), (BATCH, 10, 64, 12)),
+        owner=MODERN_GPT,
+        fixed="batch",
+        static={"cache": MODERN_GPT.empty_cache(BATCH)},
+    ),
+    of_modern(
+        "model.GPT.continued",
+        {**TOKENS, "position": "int batch time"},
+        (LOGITS, (BATCH, 2, 64, 11), (BATCH, 2, 64, 11)),
+        owner=GPT,
+        fixed="batch",
+        static={"cache": GPT.empty_cache(BATCH)},
+        note="learned positions",
+    ),
+    of_modern(
+        "model.BigramLM.continued",
+        {**TOKENS, "position": "int batch time"},
+        (LOGITS,),
+        owner=TABLE,
+        static={"cache": ()},
+        note="",
+    ),
+]
+TRANSFORMER = [*ATTENTION, *LAYERS, *MODEL, *MODERN_FAMILY]
