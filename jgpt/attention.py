@@ -1,7 +1,10 @@
 """Attention as pure functions: masks, weights, weighted means, and moving heads about."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jgpt.contracts import check, typed
@@ -55,6 +58,59 @@ def attend(
     """
     weights = dropped(attention_weights(query, key, mask, scale=scale), dropout, dropout_key)
     return jnp.einsum("...qk,...kv->...qv", weights, value)
+
+
+@typed
+def fused_attend(
+    query: Float[Array, "batch heads query head_dim"],
+    key: Float[Array, "batch kv_heads key head_dim"],
+    value: Float[Array, "batch kv_heads key head_dim"],
+    *,
+    causal: bool,
+    scale: float | None = None,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "batch heads query head_dim"]:
+    """What `attend` computes, in one kernel that never holds the weights (Dao et al. 2022).
+
+    A head of keys and values is read by as many heads of queries as there are for it. Raises
+    ValueError if that is no whole number. `can_fuse` says where cuDNN does it.
+    """
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads can't share {kv_heads} heads of keys and values")
+    # heads go behind time, as dot_product_attention has them
+    query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
+    return jax.nn.dot_product_attention(
+        query, key, value, scale=scale, is_causal=causal, implementation=implementation
+    ).swapaxes(1, 2)
+
+
+@typed
+def can_fuse(
+    dtype: DTypeLike, head_dim: int, *, drops: bool, cuda_capability: float | None
+) -> bool:
+    """Whether cuDNN's kernel computes attention of such queries on such a device.
+
+    It takes 16-bit numbers and drops no weights; a CUDA GPU before Ampere (8.0) doesn't have it,
+    and before Hopper (9.0) it takes heads of at most 128 features. Elsewhere than on a CUDA GPU
+    the capability is None.
+    """
+    return (
+        cuda_capability is not None
+        and cuda_capability >= 8.0
+        and jnp.finfo(dtype).bits == 16
+        and head_dim % 8 == 0
+        and head_dim <= (256 if cuda_capability >= 9.0 else 128)
+        and not drops
+    )
+
+
+@typed
+def cuda_capability() -> float | None:
+    """The compute capability of the GPU that JAX computes on, or None where it is no CUDA GPU."""
+    device = jax.devices()[0]
+    is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version
+    return float(device.compute_capability) if is_cuda else None
 
 
 @typed

@@ -12,8 +12,11 @@ from jgpt.attention import (
     attend,
     attention_weights,
     cache_mask,
+    can_fuse,
     causal_mask,
+    cuda_capability,
     dropped,
+    fused_attend,
     merge_heads,
     rotate,
     split_heads,
@@ -190,18 +193,24 @@ class MultiHeadAttention(_Attention):
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """What all heads gather, projected; dropped out in training."""
         source = x if context is None else context
-        heads = check(
-            attend(
-                self._placed(split_heads(self.query(x), self.num_heads)),
-                self._shared(self._placed(split_heads(self.key(source), self.num_kv_heads))),
-                self._shared(split_heads(self.value(source), self.num_kv_heads)),
-                self._mask(x, context),
+        query = self._placed(split_heads(self.query(x), self.num_heads))
+        key = self._placed(split_heads(self.key(source), self.num_kv_heads))
+        value = split_heads(self.value(source), self.num_kv_heads)
+        mask, drop_with = self._mask(x, context), dropout_key(rngs)
+        drops = drop_with is not None and self.dropout > 0
+        if can_fuse(query.dtype, self.head_dim, drops=drops, cuda_capability=cuda_capability()):
+            heads = fused_attend(query, key, value, causal=mask is not None, scale=self.scale)
+        else:
+            heads = attend(
+                query,
+                self._shared(key),
+                self._shared(value),
+                mask,
                 scale=self.scale,
                 dropout=self.dropout,
-                dropout_key=dropout_key(rngs),
-            ),
-            Float[Array, "batch {self.num_heads} time {self.head_dim}"],
-        )
+                dropout_key=drop_with,
+            )
+        check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
         return dropped(self.projection(merge_heads(heads)), self.dropout, dropout_key(rngs))
 
     @typed

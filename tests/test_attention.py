@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask
-from jgpt.attention import dropped, merge_heads, split_heads
+from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask, heads
+from jgpt.attention import (
+    can_fuse,
+    cuda_capability,
+    dropped,
+    fused_attend,
+    merge_heads,
+    split_heads,
+)
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
 
@@ -218,3 +225,81 @@ def test_weights_are_dropped_after_the_softmax():
     training = attend(query, key, value, dropout=0.5, dropout_key=jax.random.key(5))
     assert float(jnp.std(training)) > 0.05
     assert abs(float(training.mean()) - 1) < 0.1  # not normed again, but the mean is kept
+
+
+def plain_attend(query, key, value, *, causal, scale):
+    groups = query.shape[1] // key.shape[1]
+    key, value = jnp.repeat(key, groups, axis=1), jnp.repeat(value, groups, axis=1)
+    mask = causal_mask(query.shape[2]) if causal else None
+    return attend(query, key, value, mask, scale=scale)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_attention_is_attention_forward_and_backward(causal, kv_heads, scale):
+    length = TIME if causal else CONTEXT
+    query, key = normal(0, BATCH, 6, TIME, 4), normal(1, BATCH, kv_heads, length, 4)
+    value, reads = normal(2, BATCH, kv_heads, length, 4), normal(3, BATCH, 6, TIME, 4)
+
+    def both(function, **options):
+        out, back = jax.vjp(lambda *inputs: function(*inputs, **options), query, key, value)
+        return out, *back(reads)
+
+    plain = both(plain_attend, causal=causal, scale=scale)
+    fused = both(fused_attend, causal=causal, scale=scale, implementation="xla")
+    for expected, got in zip(plain, fused, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    other = fused_attend(query, key, value, causal=causal, scale=0.2, implementation="xla")
+    assert float(jnp.abs(other - plain[0]).max()) > 1e-2
+
+
+def test_heads_that_can_t_be_shared_are_refused():
+    query, key = normal(0, BATCH, 5, TIME, 4), normal(1, BATCH, 2, TIME, 4)
+    with pytest.raises(ValueError, match="5 heads can't share 2 heads of keys and values"):
+        fused_attend(query, key, key, causal=True, implementation="xla")
+
+
+@pytest.mark.parametrize(
+    ("fuses", "dtype", "head_dim", "drops", "capability"),
+    [
+        (True, "bfloat16", 64, False, 9.0),
+        (True, "float16", 128, False, 8.0),
+        (True, "bfloat16", 256, False, 12.0),
+        (False, "float32", 64, False, 9.0),
+        (False, "bfloat16", 64, True, 9.0),
+        (False, "bfloat16", 64, False, None),  # a CPU, a TPU
+        (False, "bfloat16", 64, False, 7.5),
+        (False, "bfloat16", 256, False, 8.9),
+        (False, "bfloat16", 20, False, 9.0),
+    ],
+)
+def test_attention_is_fused_where_cudnn_can(fuses, dtype, head_dim, drops, capability):
+    assert can_fuse(dtype, head_dim, drops=drops, cuda_capability=capability) == fuses
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU does")
+def test_a_cpu_has_no_cuda_capability():
+    assert cuda_capability() is None
+
+
+def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
+    """The kernel's place is taken by XLA's own, which computes the same anywhere."""
+    options = {"dtype": jnp.bfloat16, "num_kv_heads": 1, "scale": 0.3}
+    module = MultiHeadAttention(16, 2, rngs=nnx.Rngs(0), dropout=0.5, **options)
+    x, context = normal(1, BATCH, TIME, 16), normal(2, BATCH, CONTEXT, 16)
+    plain, plain_cross = module(x), module(x, context)
+    dropped_out = module(x, rngs=nnx.Rngs(dropout=1))
+    calls = []
+
+    def kernel(query, key, value, *, causal, scale):
+        calls.append((causal, key.shape[1:3]))
+        return fused_attend(query, key, value, causal=causal, scale=scale, implementation="xla")
+
+    monkeypatch.setattr(heads, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(heads, "fused_attend", kernel)
+    np.testing.assert_allclose(module(x), plain, rtol=2**-6, atol=2**-10)
+    np.testing.assert_allclose(module(x, context), plain_cross, rtol=2**-6, atol=2**-10)
+    assert calls == [(True, (1, TIME)), (False, (1, CONTEXT))]
+    assert jnp.array_equal(module(x, rngs=nnx.Rngs(dropout=1)), dropped_out)
+    assert len(calls) == 2

@@ -107,6 +107,16 @@ ATTENTION = [
         note="dropout",
     ),
     Case(
+        "jgpt.attention.fused_attend",
+        {
+            "query": "float batch heads query head_dim",
+            "key": "float batch kv_heads key head_dim",
+            "value": "float batch kv_heads key head_dim",
+        },
+        (BATCH, HEADS, 4, HEAD_DIM),
+        static={"causal": True, "implementation": "xla"},
+    ),
+    Case(
         "jgpt.attention.dropped",
         {"x": "float *batch time", "key": "key"},
         (BATCH, 2, 7),
