@@ -11,9 +11,13 @@ from jgpt.contracts import check, typed
 
 
 @typed
-def causal_mask(time: int) -> Bool[Array, "{time} {time}"]:
-    """True where the query of a row may look at the key of a column: itself and its past."""
-    return jnp.tril(jnp.ones((time, time), dtype=bool))
+def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {time}"]:
+    """True where the query of a row may look at the key of a column: itself and its past.
+
+    With a `window`, only the last so many positions of that, itself included.
+    """
+    mask = jnp.tril(jnp.ones((time, time), dtype=bool))
+    return mask if window is None else mask & ~jnp.tril(mask, -window)
 
 
 @typed
@@ -61,19 +65,71 @@ def attend(
 
 
 @typed
+def attend_locally(
+    query: Float[Array, "*batch time head_dim"],
+    key: Float[Array, "*batch time head_dim"],
+    value: Float[Array, "*batch time value_dim"],
+    window: int,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+) -> Float[Array, "*batch time value_dim"]:
+    """What `attend` computes under `causal_mask(time, window)`, in time that grows with the window.
+
+    Sequences are cut into windows; each reads itself and the one before (Beltagy et al. 2020,
+    section 3.1, in blocks).
+    """
+    time = query.shape[-2]
+    windows = -(-time // window)
+
+    def cut(x):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, windows * window - time), (0, 0)])
+        return x.reshape(*x.shape[:-2], windows, window, x.shape[-1])
+
+    def with_the_one_before(x):
+        return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
+
+    query, key, value = cut(query), cut(key), cut(value)
+    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    first = attend(
+        query[..., :1, :, :],
+        key[..., :1, :, :],
+        value[..., :1, :, :],
+        causal_mask(window),
+        scale=scale,
+        dropout=dropout,
+        dropout_key=keys[0],
+    )
+    others = attend(
+        query[..., 1:, :, :],
+        with_the_one_before(key),
+        with_the_one_before(value),
+        causal_mask(2 * window, window)[window:],
+        scale=scale,
+        dropout=dropout,
+        dropout_key=keys[1],
+    )
+    heads = jnp.concatenate([first, others], axis=-3)
+    return heads.reshape(*heads.shape[:-3], windows * window, heads.shape[-1])[..., :time, :]
+
+
+@typed
 def fused_attend(
     query: Float[Array, "batch heads query head_dim"],
     key: Float[Array, "batch kv_heads key head_dim"],
     value: Float[Array, "batch kv_heads key head_dim"],
     *,
     causal: bool,
+    window: int | None = None,
     scale: float | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "batch heads query head_dim"]:
     """What `attend` computes, in one kernel that never holds the weights (Dao et al. 2022).
 
-    A head of keys and values is read by as many heads of queries as there are for it. Raises
-    ValueError if that is no whole number. `can_fuse` says where cuDNN does it.
+    The mask is `causal_mask`'s or none. A head of keys and values is read by as many heads of
+    queries as there are for it. Raises ValueError if that is no whole number. `can_fuse` says where
+    cuDNN does it.
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % kv_heads:
@@ -81,7 +137,13 @@ def fused_attend(
     # heads go behind time, as dot_product_attention has them
     query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
     return jax.nn.dot_product_attention(
-        query, key, value, scale=scale, is_causal=causal, implementation=implementation
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=causal,
+        local_window_size=(window - 1, 0) if causal and window is not None else None,
+        implementation=implementation,
     ).swapaxes(1, 2)
 
 

@@ -44,9 +44,11 @@ def train(args: list[str]) -> None:
     from rich.console import Console
 
     from jgpt.console import ConsoleProgress, describe
+    from jgpt.device import keep_compilations
     from jgpt.signals import stop_requested
     from jgpt.train import TrainingStopped, fit, plan
 
+    keep_compilations()
     how = {"resume": options.resume, "overwrite": options.overwrite}
     console = Console()
     with ConsoleProgress(console) as progress:
@@ -109,8 +111,10 @@ def sample(args: list[str]) -> None:
     import numpy as np
 
     from jgpt.checkpoint import load
+    from jgpt.device import keep_compilations
     from jgpt.generation import decode_stream, opening, stream
 
+    keep_compilations()
     model, tokenizer, _ = load(options.run, which=options.checkpoint)
     prompt = _prompt(options)
     tokens = opening(tokenizer) if prompt is None else tokenizer.encode(prompt)
@@ -142,7 +146,9 @@ def evaluate(args: list[str]) -> None:
 
     from jgpt import train
     from jgpt.console import ConsoleProgress
+    from jgpt.device import keep_compilations
 
+    keep_compilations()
     with ConsoleProgress(Console(stderr=True)) as progress:
         result = train.evaluate(options.run, which=options.checkpoint, progress=progress)
     if options.json:

@@ -108,6 +108,14 @@ class ModelConfig:
     """Queries and keys divided by the root of their mean square."""
     attention_scale: float | None = None
     """What affinities are multiplied with; one over the root of the head's size by default."""
+    attention_window: int | None = None
+    """The last positions that a query reads, its own included; all of the block by default."""
+    ngram_sizes: tuple[int, ...] = ()
+    """Lengths of n-grams whose embeddings are added to the tokens', such as (2, 3)."""
+    ngram_rows: int = 8192
+    """Rows of embeddings for the n-grams of each length, which a hash finds."""
+    ngram_dropout: float = 0.0
+    """How often, in training, a position goes without the embeddings of its n-grams."""
     zero_init: bool = False
     """Projections into the residual stream, and an untied head, begin at zero."""
     embedding_shortcut: bool = False
@@ -129,6 +137,7 @@ class ModelConfig:
         _require_positive(self, "vocab_size", "block_size", "num_layers", "num_heads")
         _require_positive(self, "embed_dim", "hidden_dim", "norm_epsilon")
         _require_positive(self, "num_kv_heads", "attention_scale", "logit_softcap")
+        _require_positive(self, "attention_window", "ngram_rows")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
         _require_multiple(self, "embed_dim", "num_heads")
@@ -139,7 +148,9 @@ class ModelConfig:
                 f"positions=rotary turns pairs: embed_dim={self.embed_dim} over "
                 f"num_heads={self.num_heads} must be even"
             )
-        _require_fraction(self, "dropout")
+        _require_fraction(self, "dropout", "ngram_dropout")
+        if list(self.ngram_sizes) != sorted({n for n in self.ngram_sizes if n > 1}):
+            raise ValueError(f"ngram_sizes={self.ngram_sizes} must be above 1, and ascend")
         if self.head_bias and self.tie_embeddings:
             raise ValueError("head_bias=True needs tie_embeddings=False: a tied head has no bias")
 

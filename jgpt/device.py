@@ -1,12 +1,14 @@
 """What the device can do and does: peak speed, memory in use, and unwanted compilations."""
 
 import logging
+import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 import jax
+import platformdirs
 from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.contracts import typed
@@ -26,6 +28,7 @@ _PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA GH200": 989e12,
 }
+_MAX_COMPILED_BYTES = 1 << 30
 
 
 @typed
@@ -57,6 +60,20 @@ def memory_limit() -> int | None:
     """The bytes that a device has for arrays, or None where it doesn't say."""
     statistics = jax.local_devices()[0].memory_stats()
     return statistics.get("bytes_limit") if statistics else None
+
+
+@typed
+def keep_compilations() -> None:
+    """Read compiled programs from the user's cache, and put new ones there.
+
+    Nothing changes where JAX was told already what to do (`JAX_COMPILATION_CACHE_DIR`). A machine
+    has a folder of its own: what is compiled for one processor may not run on another.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = Path(platformdirs.user_cache_dir("jgpt")) / "compiled" / platform.node()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+        jax.config.update("jax_compilation_cache_max_size", _MAX_COMPILED_BYTES)
 
 
 class CompilationWatch(logging.Handler):

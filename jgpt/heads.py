@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.attention import (
     attend,
+    attend_locally,
     attention_weights,
     cache_mask,
     can_fuse,
@@ -38,8 +39,10 @@ class _Attention(nnx.Module):
     embed_dim: int
     head_dim: int
     causal: bool
+    window: int | None
     rotary: bool
     qk_norm: bool
+    scale: float | None
     dropout: float
 
     @typed
@@ -70,7 +73,22 @@ class _Attention(nnx.Module):
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
         # no mask where there is no order: across sequences, or when the future may be seen
-        return causal_mask(x.shape[1]) if self.causal and context is None else None
+        return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
+
+    @typed
+    def _attended(
+        self,
+        query: Float[Array, "*batch query {self.head_dim}"],
+        key: Float[Array, "*batch key {self.head_dim}"],
+        value: Float[Array, "*batch key {self.head_dim}"],
+        mask: Bool[Array, "query key"] | None,
+        drop_with: Key[Array, ""] | None,
+    ) -> Float[Array, "*batch query {self.head_dim}"]:
+        """What the queries read under this module's mask, in the cheapest way."""
+        how = {"scale": self.scale, "dropout": self.dropout, "dropout_key": drop_with}
+        if mask is not None and self.window is not None and self.window < key.shape[-2]:
+            return attend_locally(query, key, value, self.window, **how)
+        return attend(query, key, value, mask, **how)
 
 
 class Head(_Attention):
@@ -86,6 +104,7 @@ class Head(_Attention):
         head_dim: int,
         *,
         causal: bool = True,
+        window: int | None = None,
         use_bias: bool = False,
         rotary: bool = False,
         qk_norm: bool = False,
@@ -96,7 +115,7 @@ class Head(_Attention):
         rngs: nnx.Rngs,
     ) -> None:
         self.embed_dim, self.head_dim = embed_dim, head_dim
-        self.causal, self.dropout = causal, dropout
+        self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
         linear = functools.partial(
             Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
@@ -115,14 +134,12 @@ class Head(_Attention):
     ) -> Float[Array, "batch time {self.head_dim}"]:
         """Each position's mean of the values it may see, weighted."""
         source = x if context is None else context
-        return attend(
+        return self._attended(
             self._placed(self.query(x)),
             self._placed(self.key(source)),
             self.value(source),
             self._mask(x, context),
-            scale=self.scale,
-            dropout=self.dropout,
-            dropout_key=dropout_key(rngs),
+            dropout_key(rngs),
         )
 
     @typed
@@ -152,6 +169,7 @@ class MultiHeadAttention(_Attention):
         *,
         num_kv_heads: int | None = None,
         causal: bool = True,
+        window: int | None = None,
         qkv_bias: bool = False,
         use_bias: bool = True,
         rotary: bool = False,
@@ -172,7 +190,7 @@ class MultiHeadAttention(_Attention):
             )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.causal, self.dropout = causal, dropout
+        self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
         self.dtype, self.param_dtype = dtype, param_dtype
         linear = functools.partial(
@@ -199,17 +217,16 @@ class MultiHeadAttention(_Attention):
         mask, drop_with = self._mask(x, context), dropout_key(rngs)
         drops = drop_with is not None and self.dropout > 0
         if can_fuse(query.dtype, self.head_dim, drops=drops, cuda_capability=cuda_capability()):
-            heads = fused_attend(query, key, value, causal=mask is not None, scale=self.scale)
-        else:
-            heads = attend(
+            heads = fused_attend(
                 query,
-                self._shared(key),
-                self._shared(value),
-                mask,
+                key,
+                value,
+                causal=mask is not None,
+                window=self.window,
                 scale=self.scale,
-                dropout=self.dropout,
-                dropout_key=drop_with,
             )
+        else:
+            heads = self._attended(query, self._shared(key), self._shared(value), mask, drop_with)
         check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
         return dropped(self.projection(merge_heads(heads)), self.dropout, dropout_key(rngs))
 
@@ -294,6 +311,7 @@ class MultiHeadAttention(_Attention):
             self.embed_dim,
             self.head_dim,
             causal=self.causal,
+            window=self.window,
             use_bias=self.query.bias is not None,
             rotary=self.rotary,
             qk_norm=self.qk_norm,

@@ -101,6 +101,54 @@ class Embedding(nnx.Module):
         return jnp.take(self.embedding[...], index, axis=0)
 
 
+class NGramEmbedding(nnx.Module):
+    """At each position, the sum of a row for each of the n-grams that end there.
+
+    A hash finds the rows, so that n-grams may share one; those that begin before the text count
+    what is missing as a token of its own (Pagnoni et al. 2024, section 3.2.1).
+    """
+
+    @typed
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        num_rows: int,
+        embed_dim: int,
+        *,
+        init_std: float = INIT_STD,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.sizes, self.num_rows, self.embed_dim = sizes, num_rows, embed_dim
+        self.table = Embedding(
+            len(sizes) * num_rows, embed_dim, init_std=init_std, param_dtype=param_dtype, rngs=rngs
+        )
+
+    @typed
+    def __call__(
+        self, tokens: Int[Array, "batch time"]
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """The rows' sums. A token of -1 is one that is missing."""
+        return self.table(self.rows(tokens)).sum(axis=-2)
+
+    @typed
+    def rows(self, tokens: Int[Array, "batch time"]) -> Int[Array, "batch time {len(self.sizes)}"]:
+        """Which row of the table stands for the n-gram of each size."""
+        longest = max(self.sizes)
+        padded = jnp.pad(tokens, ((0, 0), (longest - 1, 0)), constant_values=-1)
+        mixed = jnp.zeros(tokens.shape, jnp.uint32)
+        rows = []
+        for size in range(1, longest + 1):
+            ago = padded[:, longest - size : padded.shape[1] - size + 1]
+            # multiplied by 2**32 over the golden ratio, whose high bits then go to the low ones
+            mixed = (mixed + (ago + 1).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+            mixed = mixed ^ (mixed >> 15)
+            if size in self.sizes:
+                row = (mixed % jnp.uint32(self.num_rows)).astype(jnp.int32)
+                rows.append(len(rows) * self.num_rows + row)
+        return jnp.stack(rows, axis=-1)
+
+
 class LayerNorm(nnx.Module):
     """Each position's features to mean 0 and variance 1, then scaled (Ba et al. 2016).
 

@@ -22,6 +22,7 @@ from jgpt.layers import (
     Embedding,
     LayerNorm,
     Linear,
+    NGramEmbedding,
     RMSNorm,
     dropout_key,
     project,
@@ -92,6 +93,7 @@ class Block(nnx.Module):
         activation: Activation = "gelu",
         num_kv_heads: int | None = None,
         causal: bool = True,
+        window: int | None = None,
         qkv_bias: bool = False,
         use_bias: bool = True,
         rotary: bool = False,
@@ -117,6 +119,7 @@ class Block(nnx.Module):
             num_heads,
             num_kv_heads=num_kv_heads,
             causal=causal,
+            window=window,
             qkv_bias=qkv_bias,
             use_bias=use_bias,
             rotary=rotary,
@@ -209,6 +212,17 @@ class GPT(nnx.Module):
             if config.positions == "learned"
             else None
         )
+        self.ngram_embedding = (
+            NGramEmbedding(
+                config.ngram_sizes,
+                config.ngram_rows,
+                config.embed_dim,
+                param_dtype=config.param_dtype,
+                rngs=rngs,
+            )
+            if config.ngram_sizes
+            else None
+        )
         self.shortcut = (
             nnx.Param(jnp.zeros(config.num_layers, config.param_dtype))
             if config.embedding_shortcut
@@ -221,6 +235,7 @@ class GPT(nnx.Module):
                 config.hidden_dim,
                 activation=config.activation,
                 num_kv_heads=config.num_kv_heads,
+                window=config.attention_window,
                 qkv_bias=config.qkv_bias,
                 use_bias=config.use_bias,
                 rotary=config.positions == "rotary",
@@ -299,6 +314,10 @@ class GPT(nnx.Module):
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(jnp.arange(time))
+        if self.ngram_embedding is not None:
+            whole = jnp.ones((*tokens.shape, 1), x.dtype)
+            kept = dropped(whole, self.config.ngram_dropout, dropout_key(rngs))
+            x = x + kept * self.ngram_embedding(tokens)
         # the residual stream is never below float32
         x = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
         return dropped(x, self.config.dropout, dropout_key(rngs))

@@ -19,7 +19,44 @@ _lecture_model = ModelConfig(
     head_bias=True,
     tie_embeddings=False,
 )
-_nanogpt_cpu = TrainConfig(name="nanogpt-cpu")
+_modern_cpu = TrainConfig(
+    name="modern-cpu",
+    model=ModelConfig(
+        block_size=256,
+        num_layers=4,
+        num_heads=3,
+        embed_dim=96,
+        activation="relu_squared",
+        tie_embeddings=False,
+        positions="rotary",
+        norm="rms",
+        norm_scale=False,
+        qk_norm=True,
+        attention_scale=0.12,
+        attention_window=32,
+        ngram_sizes=(2, 3, 4),
+        ngram_dropout=0.35,
+        zero_init=True,
+        embedding_shortcut=True,
+        logit_softcap=15.0,
+    ),
+    optimizer=OptimizerConfig(
+        optimizer="muon",
+        muon_learning_rate=0.02,
+        muon_weight_decay=0.1,
+        learning_rate=4e-3,
+        embedding_learning_rate=0.04,
+        min_learning_rate=0.0,
+        schedule="wsd",
+        warmup_steps=0,
+        beta1=0.8,
+        beta2=0.95,
+        gradient_clip=0.0,
+    ),
+    steps=1800,
+    batch_size=8,
+    eval_interval=450,
+)
 
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "bigram": (
@@ -57,7 +94,14 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             eval_interval=500,
         ),
     ),
-    "nanogpt-cpu": ("nanoGPT's laptop setting: 4 layers, 128 features, block 64", _nanogpt_cpu),
+    "modern-cpu": (
+        "what learns fastest on two CPU cores: rotary, windows, n-grams, Muon (2.8M parameters)",
+        _modern_cpu,
+    ),
+    "nanogpt-cpu": (
+        "nanoGPT's laptop setting: 4 layers, 128 features, block 64",
+        TrainConfig(name="nanogpt-cpu"),
+    ),
     "nanogpt-char": (
         "nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256",
         TrainConfig(
@@ -108,7 +152,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 }
 """Each preset's one-line promise and its run."""
 
-DEFAULT_PRESET = "nanogpt-cpu"
+DEFAULT_PRESET = "modern-cpu"
 
 
 @typed

@@ -21,7 +21,6 @@ SIZES = {
     "query": 4,
     "key": 5,
     "heads": 2,
-    "kv_heads": 1,
     "head_dim": 11,
     "value_dim": 13,
     "embed_dim": 22,

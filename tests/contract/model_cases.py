@@ -109,11 +109,11 @@ ATTENTION = [
     Case(
         "jgpt.attention.fused_attend",
         {
-            "query": "float batch heads query head_dim",
+            "query": "float batch query_heads query head_dim",
             "key": "float batch kv_heads key head_dim",
             "value": "float batch kv_heads key head_dim",
         },
-        (BATCH, HEADS, 4, HEAD_DIM),
+        (BATCH, SIZES["query_heads"], 4, HEAD_DIM),
         static={"causal": True, "implementation": "xla"},
     ),
     Case(
