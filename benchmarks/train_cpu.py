@@ -45,12 +45,8 @@ class Options:
 
 
 def main(options: Options) -> None:
-    from jgpt.corpus import shakespeare_file
-
     with tempfile.TemporaryDirectory() as directory:
-        checkout = Path(directory) / "nanoGPT"
-        shutil.copytree(options.nanogpt, checkout, ignore=shutil.ignore_patterns(".git"))
-        prepare_nanogpt(checkout, shakespeare_file())
+        checkout = check_out(options.nanogpt, Path(directory))
         runs = {"nanoGPT": [], "jgpt": []}
         for repeat in range(options.repeats):
             seed = 1337 + repeat
@@ -68,6 +64,16 @@ def main(options: Options) -> None:
     print(f"\njgpt's command takes {ratio:.2f} of nanoGPT's")
     note = "nanoGPT's loss is its own estimate over 20 random batches; jgpt's is exact"
     print(record.write("train_cpu", {"runs": runs, "ratio": ratio, "note": note}))
+
+
+def check_out(nanogpt: Path, directory: Path) -> Path:
+    """A copy of nanoGPT's checkout that has prepared tiny Shakespeare."""
+    from jgpt.corpus import shakespeare_file
+
+    checkout = directory / "nanoGPT"
+    shutil.copytree(nanogpt, checkout, ignore=shutil.ignore_patterns(".git"))
+    prepare_nanogpt(checkout, shakespeare_file())
+    return checkout
 
 
 def prepare_nanogpt(checkout: Path, text: Path) -> None:

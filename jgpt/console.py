@@ -10,10 +10,10 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from jgpt import train
-from jgpt.config import TrainConfig
+from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data import Dataset
-from jgpt.optimizer import decay_mask
+from jgpt.optimizer import Weights, decay_mask, partition
 from jgpt.plan import Plan
 from jgpt.step import TrainState
 
@@ -66,21 +66,14 @@ class ConsoleProgress(train.Progress):
         """Say what will be trained on what, and start the bar."""
         if self.download is not None:
             self.bar.remove_task(self.download)
-        leaves = jax.tree.leaves(state.weights)
-        decayed = [
-            leaf.size
-            for leaf, decays in zip(leaves, jax.tree.leaves(decay_mask(state.weights)), strict=True)
-            if decays
-        ]
-        total = sum(leaf.size for leaf in leaves)
+        total = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         step = int(state.step)
         self.say(
             f"{config.name}: {total:,} parameters, vocabulary {dataset.tokenizer.vocab_size}, on "
             f"{jax.devices()[0].device_kind}",
             f"data: {' '.join(config.dataset.data)}: {len(dataset.train):,} tokens to learn from, "
             f"{len(dataset.validation):,} held out",
-            f"weight decay: {len(decayed)} matrices with {sum(decayed):,} parameters; none on "
-            f"{len(leaves) - len(decayed)} vectors with {total - sum(decayed):,}",
+            *who_moves_what(config.optimizer, state.weights),
             f"resumed at step {step} of {config.steps}: {out}"
             if step
             else f"{config.steps} steps of {config.batch_size} x {config.model.block_size} tokens "
@@ -129,6 +122,31 @@ class ConsoleProgress(train.Progress):
         """Plain text: nothing in it is markup."""
         for line in lines:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@typed
+def who_moves_what(config: OptimizerConfig, weights: Weights) -> list[str]:
+    """Which rule moves how many parameters, and which of them decay: a line for each rule."""
+    rules = jax.tree.leaves(partition(config, weights))
+    decays = jax.tree.leaves(decay_mask(weights))
+    leaves = list(zip(rules, decays, jax.tree.leaves(weights), strict=True))
+    lines = []
+    for rule in dict.fromkeys(rules):
+        decay = config.muon_weight_decay if rule == "muon" else config.weight_decay
+        counts = {
+            decayed: [leaf.size for its, decays, leaf in leaves if (its, decays) == (rule, decayed)]
+            for decayed in (True, False)
+        }
+        parts = [
+            f"{len(sizes)} {kind} with {sum(sizes):,} parameters"
+            for sizes, kind in (
+                (counts[True], f"matrices (decay {decay:g})"),
+                (counts[False], "vectors"),
+            )
+            if sizes
+        ]
+        lines.append(f"{rule}: {', '.join(parts)}")
+    return lines
 
 
 @typed
