@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int, Key
 from jgpt.contracts import typed
 
 INIT_STD = 0.02
+MANY_FEATURES, TILE = 1024, 128
+"""Products with more features than that are padded to whole tiles of an accelerator."""
 
 
 class Linear(nnx.Module):
@@ -58,6 +60,22 @@ def project(
     flat = x.reshape(math.prod(rows), in_features).astype(dtype)
     product = _narrow_product if jnp.finfo(dtype).bits < 32 else _product
     return product(flat, kernel.astype(dtype)).reshape(*rows, kernel.shape[-1])
+
+
+@typed
+def project_to_many(
+    x: Float[Array, "*rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+) -> Float[Array, "*rows out_features"]:
+    """`project`, with very many features padded inside: GPT-2's 50,257 would be slow to multiply.
+
+    A product with few is left as it is: there the padding would cost more.
+    """
+    features = kernel.shape[1]
+    padding = -features % TILE if features > MANY_FEATURES else 0
+    padded = jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding)))
+    return project(x, padded, dtype)[..., :features]
 
 
 @typed

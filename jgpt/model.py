@@ -24,7 +24,7 @@ from jgpt.layers import (
     Linear,
     RMSNorm,
     dropout_key,
-    project,
+    project_to_many,
 )
 
 ACTIVATIONS = {
@@ -263,6 +263,13 @@ class GPT(nnx.Module):
         self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The logits of each position's next token. Raises ValueError past `block_size`."""
+        return self.logits(self.hidden(tokens, rngs=rngs))
+
+    @typed
+    def hidden(
+        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """What the head makes `logits` of. Raises ValueError past `block_size`."""
 
         def through(block, x, rngs):  # a subclass has a call of its own
             return block(x, rngs=rngs)
@@ -271,7 +278,7 @@ class GPT(nnx.Module):
         x = embedded = self.embed(tokens, rngs=rngs)
         for layer, block in enumerate(self.blocks):
             x = run(block, self._with_shortcut(x, embedded, layer), rngs)
-        return self.logits(self.final_norm(x))
+        return self.final_norm(x)
 
     @typed
     def _with_shortcut(
@@ -336,10 +343,11 @@ class GPT(nnx.Module):
         self, x: Float[Array, "batch time {self.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The language-model head, its logits softly capped if the config says so."""
-        if self.head is not None:
-            logits = self.head(x)
-        else:
-            logits = project(x, self.token_embedding.embedding[...].T, self.config.dtype)
+        head = self.head
+        kernel = self.token_embedding.embedding[...].T if head is None else head.kernel[...]
+        logits = project_to_many(x, kernel, self.config.dtype)
+        if head is not None and head.bias is not None:
+            logits = logits + head.bias[...].astype(logits.dtype)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -370,6 +378,20 @@ class BigramLM(nnx.Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """Each token's row; `rngs` is there for the interface alone."""
         return self.table(tokens)
+
+    @typed
+    def hidden(
+        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """Each token's row, which its logits are already."""
+        return self.table(tokens)
+
+    @typed
+    def logits(
+        self, x: Float[Array, "batch time {self.vocab_size}"]
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """The same: there is no head on top of the table."""
+        return x
 
     @typed
     def empty_cache(self, batch: int) -> KeyValueCache:

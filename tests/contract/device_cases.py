@@ -129,6 +129,12 @@ LAYERS = [
         static={"dtype": "float32"},
     ),
     Case(
+        "jgpt.layers.project_to_many",
+        {"x": "float *batch in_features", "kernel": "float in_features out_features"},
+        (BATCH, 2, 29),
+        static={"dtype": "float32"},
+    ),
+    Case(
         "jgpt.layers.Embedding.__call__", {"index": "int *batch"}, (BATCH, 2, 22), owner=EMBEDDING
     ),
     Case(
@@ -193,10 +199,19 @@ MODEL = [
         static={"rngs": dropout_rngs},
         note="untied-train",
     ),
+    of_model("GPT.hidden", TOKENS, STREAM, owner=GPT),
     of_model("GPT.embed", TOKENS, STREAM, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=UNTIED, note="untied"),
     of_model("BigramLM.__call__", TOKENS, LOGITS, owner=TABLE),
+    of_model("BigramLM.hidden", TOKENS, LOGITS, owner=TABLE),
+    Case(
+        "jgpt.model.BigramLM.logits",
+        {"x": "float batch time vocab"},
+        LOGITS,
+        fixed="vocab",
+        owner=TABLE,
+    ),
     Case("jgpt.layers.dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
 ]
 
@@ -212,6 +227,35 @@ LOSS = [
         SCALAR,
     ),
 ]
+
+FEATURES = {"x": "float batch time embed_dim", "targets": "int batch time"}
+
+
+def any_head() -> Any:
+    """A head that takes whatever features there are."""
+    return lambda x: jnp.zeros((*x.shape[:2], SIZES["vocab"]), x.dtype)
+
+
+LOSS += [
+    Case(
+        f"jgpt.loss.{name}",
+        FEATURES,
+        returns,
+        static={"head": any_head, "at_once": at_once},
+        note=note,
+    )
+    for name, returns in (("token_losses_from", (BATCH, 7)), ("cross_entropy_from", SCALAR))
+    for note, at_once in (("whole", 1 << 20), ("chunks", 6))
+]
+LOSS.append(
+    Case(
+        "jgpt.loss._chunked",
+        FEATURES,
+        ((4, BATCH, 2, EMBED), (4, BATCH, 2), (4, BATCH, 2)),
+        static={"at_once": 6},
+        loose=True,
+    )
+)
 
 METRICS = {name: "float steps" for name in ("loss", "gradient_norm", "learning_rate")}
 LOCAL = "jgpt.step.make_train_steps.<locals>"
