@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jgpt.attention import dropped
 from jgpt.config import Activation, ModelConfig, NormKind
 from jgpt.contracts import check, typed
+from jgpt.device import with_dtype
 from jgpt.heads import KeyValueCache, MultiHeadAttention
 from jgpt.layers import (
     INIT_STD,
@@ -192,7 +193,7 @@ class GPT(nnx.Module):
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
+        self.config = config = with_dtype(config)
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
         self.slides = config.positions == "rotary"  # a cache goes on past block_size

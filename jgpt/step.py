@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
+from jgpt.device import with_dtype
 from jgpt.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.model import abstract_model, create_model
 from jgpt.optimizer import Weights, learning_rate_schedule, make_optimizer
@@ -202,6 +203,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 @typed
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:
     """The widest of what parameters, logits and their loss may be."""
+    config = with_dtype(config)
     return jnp.promote_types(jnp.promote_types(config.dtype, config.param_dtype), jnp.float32)
 
 
