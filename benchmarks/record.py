@@ -30,7 +30,11 @@ def provenance() -> dict[str, Any]:
 
 def write(name: str, results: dict[str, Any]) -> Path:
     """Write a result with its provenance to `results/NAME.json`."""
-    path = RESULTS / f"{name}.json"
+    return write_to(RESULTS / f"{name}.json", results)
+
+
+def write_to(path: Path, results: dict[str, Any]) -> Path:
+    """The same, to a file."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(provenance() | results, indent=2) + "\n")
     return path

@@ -168,14 +168,6 @@ def can_fuse(
 
 
 @typed
-def cuda_capability() -> float | None:
-    """The compute capability of the GPU that JAX computes on, or None where it is no CUDA GPU."""
-    device = jax.devices()[0]
-    is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version
-    return float(device.compute_capability) if is_cuda else None
-
-
-@typed
 def rotate(
     x: Float[Array, "*batch time head_dim"], position: Int[Array, " time"]
 ) -> Float[Array, "*batch time head_dim"]:

@@ -20,6 +20,7 @@ Config = TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared"]
 NormKind = Literal["layer", "rms"]
 Dtype = Literal["bfloat16", "float32", "float64"]
+ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
 MAX_LAYERS = 1024  # a config from anywhere must not take hours to look at
@@ -124,8 +125,9 @@ class ModelConfig:
     """Logits are bent, by a tanh, to stay below this."""
     dropout: float = 0.0
     """Dropout after the embeddings, on attention weights, and on each residual branch."""
-    dtype: Dtype = "float32"
-    """What products are computed in. Softmax, norms and loss are never below float32."""
+    dtype: ComputeDtype = "float32"
+    """What products are computed in. Softmax, norms and loss are never below float32. auto is
+    bfloat16 on a TPU and on GPUs since Ampere, else float32."""
     param_dtype: Dtype = "float32"
     """What parameters are stored in."""
     rematerialise: bool = False

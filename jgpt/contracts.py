@@ -39,6 +39,8 @@ LEGEND: dict[str, str] = {
     "in_features": "features a projection reads",
     "out_features": "features a projection writes",
     "rows": "any leading axes that a projection or a norm leaves alone",
+    "chunks": "parts of a batch whose logits are computed one after the other",
+    "chunk": "positions in each of them",
     "places": "positions that a cache of keys and values has room for",
     "steps": "optimizer steps in one call",
     "window": "a block and the target after it",

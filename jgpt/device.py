@@ -1,5 +1,6 @@
-"""What the device can do and does: peak speed, memory in use, and unwanted compilations."""
+"""What the device can do and does: types, peak speed, memory in use, unwanted compilations."""
 
+import dataclasses
 import logging
 import platform
 import sys
@@ -11,6 +12,7 @@ import jax
 import platformdirs
 from jaxtyping import Array, PyTree, Shaped
 
+from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 
 _PEAK_FLOPS = {
@@ -39,6 +41,32 @@ def peak_flops() -> float | None:
     known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
     known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
     return _PEAK_FLOPS[max(known, key=len)] * jax.device_count() if known else None
+
+
+@typed
+def cuda_capability() -> float | None:
+    """The compute capability of the GPU that JAX computes on, or None where it is no CUDA GPU."""
+    device = jax.devices()[0]
+    is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version
+    return float(device.compute_capability) if is_cuda else None
+
+
+@typed
+def with_dtype(config: ModelConfig) -> ModelConfig:
+    """The config with what `auto` stands for on this device in its place."""
+    if config.dtype != "auto":
+        return config
+    is_narrow = computes_narrow(jax.default_backend(), cuda_capability())
+    return dataclasses.replace(config, dtype="bfloat16" if is_narrow else "float32")
+
+
+@typed
+def computes_narrow(platform: str, cuda_capability: float | None) -> bool:
+    """Whether a device multiplies in bfloat16 faster than in float32: TPUs, and GPUs since Ampere.
+
+    A CPU may, too, but then it depends on which one it is.
+    """
+    return platform == "tpu" or (cuda_capability is not None and cuda_capability >= 8.0)
 
 
 @typed

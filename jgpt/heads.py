@@ -15,7 +15,6 @@ from jgpt.attention import (
     cache_mask,
     can_fuse,
     causal_mask,
-    cuda_capability,
     dropped,
     fused_attend,
     merge_heads,
@@ -24,6 +23,7 @@ from jgpt.attention import (
     write_to_cache,
 )
 from jgpt.contracts import check, typed
+from jgpt.device import cuda_capability
 from jgpt.layers import INIT_STD, Linear, dropout_key, rms_normed
 
 KeyValueCache = PyTree[Float[Array, "batch kv_heads places head_dim"], "KeyValueCache"]

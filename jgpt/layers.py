@@ -8,9 +8,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from jgpt.config import NormKind
 from jgpt.contracts import typed
 
 INIT_STD = 0.02
+MANY_FEATURES, TILE = 1024, 128
+"""Products with more features than that are padded to whole tiles of an accelerator."""
 
 
 class Linear(nnx.Module):
@@ -58,6 +61,22 @@ def project(
     flat = x.reshape(math.prod(rows), in_features).astype(dtype)
     product = _narrow_product if jnp.finfo(dtype).bits < 32 else _product
     return product(flat, kernel.astype(dtype)).reshape(*rows, kernel.shape[-1])
+
+
+@typed
+def project_to_many(
+    x: Float[Array, "*rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+) -> Float[Array, "*rows out_features"]:
+    """`project`, with very many features padded inside: GPT-2's 50,257 would be slow to multiply.
+
+    A product with few is left as it is: there the padding would cost more.
+    """
+    features = kernel.shape[1]
+    padding = -features % TILE if features > MANY_FEATURES else 0
+    padded = jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding)))
+    return project(x, padded, dtype)[..., :features]
 
 
 @typed
@@ -206,6 +225,22 @@ class RMSNorm(nnx.Module):
         """The normed rows."""
         y = rms_normed(x, self.epsilon)
         return y if self.scale is None else y * self.scale[...].astype(y.dtype)
+
+
+@typed
+def make_norm(
+    kind: NormKind,
+    embed_dim: int,
+    epsilon: float,
+    use_scale: bool,
+    use_bias: bool,
+    param_dtype: DTypeLike,
+) -> LayerNorm | RMSNorm:
+    """The norm of a kind; without a scale or a bias where they are not wanted."""
+    shared = {"epsilon": epsilon, "use_scale": use_scale, "param_dtype": param_dtype}
+    if kind == "rms":
+        return RMSNorm(embed_dim, **shared)
+    return LayerNorm(embed_dim, use_bias=use_bias, **shared)
 
 
 @typed

@@ -1,12 +1,21 @@
 """The loss: cross entropy per token, and what that is per character."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.contracts import typed
+
+LOGITS_BYTES = 1 << 30
+"""Logits, as float32, that a loss holds at once; those of more rows are computed in chunks."""
+
+LanguageModelHead = Callable[
+    [Float[Array, "batch time embed_dim"]], Float[Array, "batch time vocab"]
+]
+"""Features to logits, as a model's `logits`."""
 
 
 @typed
@@ -25,6 +34,99 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The mean negative log likelihood of the targets in nats, in at least float32."""
     return token_losses(logits, targets).mean()
+
+
+@typed
+def rows_at_once(vocab_size: int) -> int:
+    """How many rows of logits a loss holds at once."""
+    return max(1, LOGITS_BYTES // (4 * vocab_size))
+
+
+@typed
+def token_losses_from(
+    x: Float[Array, "batch time embed_dim"],
+    targets: Int[Array, "batch time"],
+    head: LanguageModelHead,
+    at_once: int,
+) -> Float[Array, "batch time"]:
+    """`token_losses(head(x), targets)`, without holding the logits of more rows than so many."""
+    if targets.size <= at_once:
+        return token_losses(head(x), targets)
+    xs, parts, _ = _chunked(x, targets, at_once)
+    losses = jax.lax.map(lambda chunk: token_losses(head(chunk[0]), chunk[1]), (xs, parts))
+    return jnp.moveaxis(losses, 0, 1).reshape(len(x), -1)[:, : targets.shape[1]]
+
+
+@typed
+def cross_entropy_from(
+    x: Float[Array, "batch time embed_dim"],
+    targets: Int[Array, "batch time"],
+    head: LanguageModelHead,
+    at_once: int,
+) -> Float[Array, ""]:
+    """`cross_entropy(head(x), targets)`, without holding the logits of more rows than so many.
+
+    A chunk's gradient is computed together with its loss, so that its logits needn't be kept, or
+    computed once more, for the backward pass (fused linear cross entropy, Hsu et al. 2024).
+    """
+    if targets.size <= at_once:
+        return cross_entropy(head(x), targets)
+    rows = targets.size
+    xs, parts, counts = _chunked(x, targets, at_once)
+    # what the head closes over has a gradient only as an argument
+    head, weights = jax.closure_convert(head, xs[0])
+
+    def loss_of(x, weights, targets, counts):
+        losses = token_losses(head(x, *weights), targets)
+        return jnp.where(counts, losses, 0).sum() / rows
+
+    def loss(xs, weights, parts, counts):
+        chunks = xs, parts, counts
+        return jax.lax.map(lambda chunk: loss_of(chunk[0], weights, *chunk[1:]), chunks).sum()
+
+    def loss_and_gradients(xs, weights, parts, counts):
+        def add(total, chunk):
+            value, (of_x, of_weights) = jax.value_and_grad(loss_of, argnums=(0, 1))(
+                chunk[0], weights, *chunk[1:]
+            )
+            return jax.tree.map(jnp.add, total, of_weights), (value, of_x)
+
+        nothing = jax.tree.map(jnp.zeros_like, weights)
+        of_weights, (values, of_xs) = jax.lax.scan(add, nothing, (xs, parts, counts))
+        return values.sum(), (of_xs, of_weights)
+
+    def gradients(saved, cotangent):
+        scaled = jax.tree.map(lambda leaf: (leaf * cotangent).astype(leaf.dtype), saved)
+        return *scaled, None, None
+
+    differentiable = jax.custom_vjp(loss)
+    differentiable.defvjp(loss_and_gradients, gradients)
+    return differentiable(xs, weights, parts, counts)
+
+
+@typed
+def _chunked(
+    x: Float[Array, "batch time embed_dim"], targets: Int[Array, "batch time"], at_once: int
+) -> tuple[
+    Float[Array, "chunks batch chunk embed_dim"],
+    Int[Array, "chunks batch chunk"],
+    Bool[Array, "chunks batch chunk"],
+]:
+    """A batch cut along time into chunks of at most so many rows, and which of these count.
+
+    Along time, so that a batch that is spread over devices stays so.
+    """
+    batch, time = targets.shape
+    size = max(1, at_once // batch)
+    chunks = -(-time // size)
+    size = -(-time // chunks)  # no longer than they need be
+    padding = chunks * size - time
+
+    def cut(array):
+        padded = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2))
+        return jnp.moveaxis(padded.reshape(batch, chunks, size, *array.shape[2:]), 1, 0)
+
+    return cut(x), cut(targets), cut(jnp.ones(targets.shape, bool))
 
 
 @typed

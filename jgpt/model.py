@@ -16,16 +16,16 @@ from jaxtyping import Array, Float, Int, PyTree
 from jgpt.attention import dropped
 from jgpt.config import Activation, ModelConfig, NormKind
 from jgpt.contracts import check, typed
+from jgpt.device import with_dtype
 from jgpt.heads import KeyValueCache, MultiHeadAttention
 from jgpt.layers import (
     INIT_STD,
     Embedding,
-    LayerNorm,
     Linear,
     NGramEmbedding,
-    RMSNorm,
     dropout_key,
-    project,
+    make_norm,
+    project_to_many,
 )
 
 ACTIVATIONS = {
@@ -109,11 +109,11 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.embed_dim = embed_dim
-        make_norm = functools.partial(
-            _norm, norm, embed_dim, norm_epsilon, norm_scale, use_bias, param_dtype
+        new_norm = functools.partial(
+            make_norm, norm, embed_dim, norm_epsilon, norm_scale, use_bias, param_dtype
         )
         shared = {"dropout": dropout, "projection_std": projection_std, "dtype": dtype}
-        self.attention_norm = make_norm()
+        self.attention_norm = new_norm()
         self.attention = MultiHeadAttention(
             embed_dim,
             num_heads,
@@ -130,7 +130,7 @@ class Block(nnx.Module):
             **shared,
         )
         self.num_kv_heads, self.head_dim = self.attention.num_kv_heads, self.attention.head_dim
-        self.feed_forward_norm = make_norm()
+        self.feed_forward_norm = new_norm()
         self.feed_forward = FeedForward(
             embed_dim,
             hidden_dim,
@@ -172,21 +172,6 @@ class Block(nnx.Module):
         return x + self.feed_forward(self.feed_forward_norm(x)), keys, values
 
 
-@typed
-def _norm(
-    kind: NormKind,
-    embed_dim: int,
-    epsilon: float,
-    use_scale: bool,
-    use_bias: bool,
-    param_dtype: DTypeLike,
-) -> LayerNorm | RMSNorm:
-    shared = {"epsilon": epsilon, "use_scale": use_scale, "param_dtype": param_dtype}
-    if kind == "rms":
-        return RMSNorm(embed_dim, **shared)
-    return LayerNorm(embed_dim, use_bias=use_bias, **shared)
-
-
 class GPT(nnx.Module):
     """Tokens to the logits of each next token.
 
@@ -196,7 +181,7 @@ class GPT(nnx.Module):
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
+        self.config = config = with_dtype(config)
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
         self.num_kv_heads = config.num_kv_heads or config.num_heads
@@ -254,7 +239,7 @@ class GPT(nnx.Module):
             )
             for _ in range(config.num_layers)
         )
-        self.final_norm = _norm(
+        self.final_norm = make_norm(
             config.norm,
             config.embed_dim,
             config.norm_epsilon,
@@ -281,6 +266,13 @@ class GPT(nnx.Module):
         self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The logits of each position's next token. Raises ValueError past `block_size`."""
+        return self.logits(self.hidden(tokens, rngs=rngs))
+
+    @typed
+    def hidden(
+        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """What the head makes `logits` of. Raises ValueError past `block_size`."""
 
         def through(block, x, rngs):  # a subclass has a call of its own
             return block(x, rngs=rngs)
@@ -289,7 +281,7 @@ class GPT(nnx.Module):
         x = embedded = self.embed(tokens, rngs=rngs)
         for layer, block in enumerate(self.blocks):
             x = run(block, self._with_shortcut(x, embedded, layer), rngs)
-        return self.logits(self.final_norm(x))
+        return self.final_norm(x)
 
     @typed
     def _with_shortcut(
@@ -373,10 +365,11 @@ class GPT(nnx.Module):
         self, x: Float[Array, "batch time {self.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The language-model head, its logits softly capped if the config says so."""
-        if self.head is not None:
-            logits = self.head(x)
-        else:
-            logits = project(x, self.token_embedding.embedding[...].T, self.config.dtype)
+        head = self.head
+        kernel = self.token_embedding.embedding[...].T if head is None else head.kernel[...]
+        logits = project_to_many(x, kernel, self.config.dtype)
+        if head is not None and head.bias is not None:
+            logits = logits + head.bias[...].astype(logits.dtype)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -407,6 +400,20 @@ class BigramLM(nnx.Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """Each token's row; `rngs` is there for the interface alone."""
         return self.table(tokens)
+
+    @typed
+    def hidden(
+        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """Each token's row, which its logits are already."""
+        return self.table(tokens)
+
+    @typed
+    def logits(
+        self, x: Float[Array, "batch time {self.vocab_size}"]
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """The same: there is no head on top of the table."""
+        return x
 
     @typed
     def empty_cache(self, batch: int) -> tuple[()]:

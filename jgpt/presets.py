@@ -107,7 +107,12 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         TrainConfig(
             name="nanogpt-char",
             model=ModelConfig(
-                block_size=256, num_layers=6, num_heads=6, embed_dim=384, dropout=0.2
+                block_size=256,
+                num_layers=6,
+                num_heads=6,
+                embed_dim=384,
+                dropout=0.2,
+                dtype="auto",
             ),
             steps=5000,
             batch_size=64,
@@ -126,6 +131,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
                 activation="gelu_tanh",
                 qkv_bias=True,
                 use_bias=True,
+                dtype="auto",
             ),
             optimizer=OptimizerConfig(
                 learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=2000, beta2=0.95

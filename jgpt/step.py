@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
-from jgpt.loss import cross_entropy, token_losses
+from jgpt.device import with_dtype
+from jgpt.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.model import abstract_model, create_model
 from jgpt.optimizer import Weights, learning_rate_schedule, make_optimizer
 
@@ -99,14 +100,15 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
     dropout_key = _stream(config.seed, _DROPOUT_STREAM)
+    at_once = rows_at_once(config.model.vocab_size)
 
     @typed
     def loss_of(
         weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> Float[Array, ""]:
         model = nnx.merge(graph, weights)
-        logits = model(window[:, :-1], rngs=nnx.Rngs(dropout=key))
-        return cross_entropy(logits, window[:, 1:])
+        x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
+        return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
 
     @typed
     def gradients_of(
@@ -176,6 +178,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
     """A function that sums the losses of the targets that count, over batches of windows."""
     graph = nnx.graphdef(abstract_model(config))
     loss_dtype = _loss_dtype(config)
+    at_once = rows_at_once(config.vocab_size)
 
     @jax.jit
     @typed
@@ -188,7 +191,8 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 
         def add(total, batch):
             window, counted = batch
-            losses = token_losses(model(window[:, :-1]), window[:, 1:])
+            x = model.hidden(window[:, :-1])
+            losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
             return total + jnp.where(counted, losses, 0).sum(), None
 
         return jax.lax.scan(add, jnp.zeros((), loss_dtype), (windows, counts))[0]
@@ -199,6 +203,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 @typed
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:
     """The widest of what parameters, logits and their loss may be."""
+    config = with_dtype(config)
     return jnp.promote_types(jnp.promote_types(config.dtype, config.param_dtype), jnp.float32)
 
 

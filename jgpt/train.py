@@ -18,7 +18,7 @@ from jgpt.checkpoint import Checkpoints, Which, load, require_same_run
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data import Dataset, batches, evaluation_windows, load_dataset, resident
-from jgpt.device import CompilationWatch, Profiler
+from jgpt.device import CompilationWatch, Profiler, with_dtype
 from jgpt.generation import generate, opening
 from jgpt.loss import bits_per_character
 from jgpt.metrics import Recorder
@@ -166,7 +166,7 @@ def _prepare(
         on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
-    config = dataclasses.replace(config, model=model)
+    config = dataclasses.replace(config, model=with_dtype(model))  # a run says what it was
     if goes_on:
         run = RunDirectory.open(out)
         require_same_run(run.config(), config)

@@ -11,12 +11,12 @@ from flax import nnx
 from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask, heads
 from jgpt.attention import (
     can_fuse,
-    cuda_capability,
     dropped,
     fused_attend,
     merge_heads,
     split_heads,
 )
+from jgpt.device import cuda_capability
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
 

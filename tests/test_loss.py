@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from jgpt import cross_entropy
-from jgpt.loss import bits_per_character, token_losses
+from jgpt.loss import (
+    LOGITS_BYTES,
+    bits_per_character,
+    cross_entropy_from,
+    rows_at_once,
+    token_losses,
+    token_losses_from,
+)
 
 
 def test_losses_by_hand():
@@ -48,3 +55,69 @@ def test_the_loss_of_bfloat16_logits_is_float32():
 def test_bits_per_character():
     assert bits_per_character(math.log(2), 1.0) == pytest.approx(1)
     assert bits_per_character(3 * math.log(2), 4.0) == pytest.approx(0.75)
+
+
+BATCH, TIME, EMBED_DIM, VOCAB = 3, 7, 5, 11
+
+
+def features(time=TIME, embed_dim=EMBED_DIM, vocab=VOCAB, batch=BATCH):
+    """Features, targets, and the kernel and the bias of a head."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    return (
+        jax.random.normal(keys[0], (batch, time, embed_dim)),
+        jax.random.randint(keys[1], (batch, time), 0, vocab),
+        jax.random.normal(keys[2], (embed_dim, vocab)),
+        jax.random.normal(keys[3], (vocab,)),
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 6, 9, 20, 21, 22])
+def test_in_chunks_the_loss_and_its_gradients_are_the_same(at_once):
+    """Chunks of one position, of some with a rest, and all at once."""
+    x, targets, kernel, bias = features()
+
+    def plain(x, kernel, bias):
+        return 3 * cross_entropy(x @ kernel + bias, targets)
+
+    def chunked(x, kernel, bias):
+        return 3 * cross_entropy_from(x, targets, lambda x: x @ kernel + bias, at_once)
+
+    argnums = (0, 1, 2)
+    expected, gradients = jax.value_and_grad(plain, argnums)(x, kernel, bias)
+    for how in (lambda f: f, jax.jit):
+        loss, chunked_gradients = how(jax.value_and_grad(chunked, argnums))(x, kernel, bias)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        np.testing.assert_allclose(how(chunked)(x, kernel, bias), expected, rtol=1e-6)
+        for got, wanted in zip(chunked_gradients, gradients, strict=True):
+            assert np.abs(got - wanted).max() < 1e-6 * np.abs(wanted).max()
+    losses = token_losses_from(x, targets, lambda x: x @ kernel + bias, at_once)
+    np.testing.assert_allclose(losses, token_losses(x @ kernel + bias, targets), rtol=1e-5)
+
+
+def test_in_chunks_each_target_counts():
+    x, targets, kernel, _ = features()
+    one = cross_entropy_from(x, targets, lambda x: x @ kernel, 6)
+    other = cross_entropy_from(x, targets.at[2, 6].add(1) % VOCAB, lambda x: x @ kernel, 6)
+    assert abs(float(one - other)) > 1e-3
+
+
+def test_in_chunks_the_logits_are_never_held_together():
+    """Features and logits of sizes that tell them apart in the compiler's sum."""
+    x, targets, kernel, _ = features(time=64, embed_dim=8, vocab=4096, batch=4)
+    logits = 4 * 64 * 4096 * 4
+
+    def temporary(at_once):
+        def loss(x, kernel):
+            return cross_entropy_from(x, targets, lambda x: x @ kernel, at_once)
+
+        compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, kernel).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(4 * 64) > logits
+    assert temporary(16) < logits / 4
+
+
+def test_few_logits_are_held_at_once():
+    assert rows_at_once(65) * 65 * 4 > LOGITS_BYTES - 65 * 4
+    assert rows_at_once(50257) * 50257 * 4 <= LOGITS_BYTES
+    assert rows_at_once(1 << 40) == 1

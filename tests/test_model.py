@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, BigramLM, Block, FeedForward, ModelConfig, create_model, cross_entropy, preset
-from jgpt.layers import LayerNorm, Linear
+from jgpt.layers import LayerNorm, Linear, project_to_many
 from jgpt.model import abstract_model
 
 FAMILIES = {
@@ -296,3 +296,35 @@ def test_an_abstract_model_has_the_shapes_and_no_numbers():
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.state(real)
         )
         assert jax.tree.leaves(nnx.state(abstract)) == jax.tree.leaves(described)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
+    """1030 tokens, padded to 1152 inside the product."""
+    config = config_of("lecture", vocab_size=1030, tie_embeddings=tied, head_bias=not tied)
+    model, x = loud(config), jax.random.normal(jax.random.key(1), (2, 5, EMBED_DIM))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    assert 1152 not in sum(shapes, ())
+
+    def plain(x, kernel, bias):
+        return x @ kernel + bias
+
+    kernel = (
+        model.token_embedding.embedding[...].T if model.head is None else model.head.kernel[...]
+    )
+    bias = 0.0 if model.head is None else model.head.bias[...]
+    expected, back = jax.vjp(lambda x: plain(x, kernel, bias), x)
+    logits, padded_back = jax.vjp(model.logits, x)
+    assert logits.shape == (2, 5, 1030)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    reads = jax.random.normal(jax.random.key(2), logits.shape)
+    np.testing.assert_allclose(padded_back(reads)[0], back(reads)[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("features", "multiplied"), [(65, 65), (1024, 1024), (1030, 1152)])
+def test_only_many_features_are_padded(features, multiplied):
+    kernel = jnp.ones((3, features))
+    jaxpr = jax.make_jaxpr(lambda x: project_to_many(x, kernel, jnp.float32))(jnp.ones((2, 3)))
+    (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
+    assert product.outvars[0].aval.shape == (2, multiplied)
+    assert jaxpr.out_avals[0].shape == (2, features)

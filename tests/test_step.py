@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
+from jgpt import ModelConfig, OptimizerConfig, TrainConfig, cross_entropy, loss
 from jgpt.data import batches, evaluation_windows
 from jgpt.model import abstract_model, create_model
 from jgpt.step import abstract_state, init_state, make_eval_step, make_train_steps
@@ -86,11 +86,11 @@ def test_a_step_is_gradient_descent_on_the_batch_s_loss():
     def loss_of(weights):
         return cross_entropy(nnx.merge(graph, weights)(window[:, :-1]), window[:, 1:])
 
-    loss, gradients = jax.jit(jax.value_and_grad(loss_of))(state.weights)
+    value, gradients = jax.jit(jax.value_and_grad(loss_of))(state.weights)
     norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradients)))
     before = jax.tree.map(np.asarray, state.weights)
     after, metrics = run(make_train_steps(config), state, [1], config)
-    np.testing.assert_allclose(metrics[:, 0], [loss, norm, 1e-2 / 4], rtol=1e-5)
+    np.testing.assert_allclose(metrics[:, 0], [value, norm, 1e-2 / 4], rtol=1e-5)
     # Adam's first update is the learning rate times the gradient's sign, and matrices decay
     moved = after.weights["token_embedding"]["embedding"] - before["token_embedding"]["embedding"]
     sign = np.sign(gradients["token_embedding"]["embedding"])
@@ -130,6 +130,25 @@ def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
         expected += (log_sum - logits[np.arange(6), piece[1:]]).sum()
     assert float(total) == pytest.approx(expected, rel=1e-5)
     assert counts.sum() == 210
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bigram"])
+def test_in_chunks_training_and_evaluation_are_the_same(architecture, monkeypatch):
+    """A batch of 30 rows of 11 logits, of which at most 8 are held at once."""
+    model_config = dataclasses.replace(CONFIG.model, architecture=architecture, dropout=0.0)
+    config = dataclasses.replace(CONFIG, model=model_config)
+
+    def measured():
+        state, metrics = run(make_train_steps(config), init_state(config), [2], config, slots=2)
+        windows, counts = evaluation_windows(TOKENS, 6, 4)
+        evaluate = make_eval_step(model_config)
+        return metrics, float(evaluate(state.weights, jnp.asarray(windows), jnp.asarray(counts)))
+
+    whole, whole_total = measured()
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 8 * 11 * 4)
+    chunked, chunked_total = measured()
+    np.testing.assert_allclose(chunked, whole, rtol=1e-5)
+    assert chunked_total == pytest.approx(whole_total, rel=1e-5)
 
 
 def test_one_batch_is_learned_by_heart():

@@ -34,6 +34,35 @@ LOSS = [
     ),
 ]
 
+FEATURES = {"x": "float batch time embed_dim", "targets": "int batch time"}
+
+
+def any_head() -> Any:
+    """A head that takes whatever features there are."""
+    return lambda x: jnp.zeros((*x.shape[:2], SIZES["vocab"]), x.dtype)
+
+
+LOSS += [
+    Case(
+        f"jgpt.loss.{name}",
+        FEATURES,
+        returns,
+        static={"head": any_head, "at_once": at_once},
+        note=note,
+    )
+    for name, returns in (("token_losses_from", (BATCH, 7)), ("cross_entropy_from", SCALAR))
+    for note, at_once in (("whole", 1 << 20), ("chunks", 6))
+]
+LOSS.append(
+    Case(
+        "jgpt.loss._chunked",
+        FEATURES,
+        ((4, BATCH, 2, EMBED), (4, BATCH, 2), (4, BATCH, 2)),
+        static={"at_once": 6},
+        loose=True,
+    )
+)
+
 METRICS = {name: "float steps" for name in ("loss", "gradient_norm", "learning_rate")}
 LOCAL = "jgpt.step.make_train_steps.<locals>"
 STEP_CASES = [

@@ -163,6 +163,12 @@ LAYERS = [
         owner=LINEAR,
     ),
     Case(
+        "jgpt.layers.project_to_many",
+        {"x": "float *batch in_features", "kernel": "float in_features out_features"},
+        (BATCH, 2, 29),
+        static={"dtype": "float32"},
+    ),
+    Case(
         "jgpt.layers.project",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 2, 29),
@@ -271,10 +277,19 @@ MODEL = [
         static={"rngs": dropout_rngs},
         note="untied-train",
     ),
+    of_model("GPT.hidden", TOKENS, STREAM, owner=GPT),
     of_model("GPT.embed", TOKENS, STREAM, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=UNTIED, note="untied"),
     of_model("BigramLM.__call__", TOKENS, LOGITS, owner=TABLE),
+    of_model("BigramLM.hidden", TOKENS, LOGITS, owner=TABLE),
+    Case(
+        "jgpt.model.BigramLM.logits",
+        {"x": "float batch time vocab"},
+        LOGITS,
+        fixed="vocab",
+        owner=TABLE,
+    ),
     of_model(
         "GPT._with_shortcut",
         {"x": "float batch time embed_dim", "embedded": "float batch time embed_dim"},
