@@ -1,5 +1,8 @@
 """Cases of what computes around the transformer: loss, steps and sampling."""
 
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -8,7 +11,7 @@ from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.generation import TOKENS_PER_CALL
 from jgpt.tokenizer import ByteTokenizer
 from tests.contract.contract import SIZES, Case, closure
-from tests.contract.model_cases import BATCH, GPT, HEADS, SCALAR, TABLE, TRANSFORMER
+from tests.contract.model_cases import BATCH, EMBED, GPT, HEADS, SCALAR, TABLE, TRANSFORMER
 
 BIGRAM = ModelConfig(architecture="bigram", vocab_size=SIZES["vocab"], block_size=8)
 TRAIN = TrainConfig(model=BIGRAM, optimizer=OptimizerConfig(schedule="constant"), steps=3)

@@ -76,6 +76,7 @@ MODERN_BLOCK = zeros(
 MODERN_GPT = zeros(model.GPT, MODERN)
 TABLE = zeros(model.BigramLM, SIZES["vocab"])
 NORM = layers.LayerNorm(EMBED)
+NGRAMS = zeros(layers.NGramEmbedding, (2, 3), SIZES["vocab"], EMBED)
 RMS_NORM = layers.RMSNorm(EMBED)
 LINEAR = zeros(layers.Linear, SIZES["in_features"], SIZES["out_features"])
 EMBEDDING = zeros(layers.Embedding, SIZES["vocab"], EMBED)
@@ -90,6 +91,11 @@ QKV = {
 }
 SCALAR = ()
 
+LOCAL_QKV = {
+    "query": "float *batch time head_dim",
+    "key": "float *batch time head_dim",
+    "value": "float *batch time value_dim",
+}
 ATTENTION = [
     Case("jgpt.attention.causal_mask", {}, (5, 5), static={"time": 5}),
     Case(
@@ -104,6 +110,19 @@ ATTENTION = [
         {**QKV, "dropout_key": "key"},
         (BATCH, 2, 4, 13),
         static={"dropout": 0.1},
+        note="dropout",
+    ),
+    Case(
+        "jgpt.attention.attend_locally",
+        LOCAL_QKV,
+        (BATCH, 2, 7, 13),
+        static={"window": 3},
+    ),
+    Case(
+        "jgpt.attention.attend_locally",
+        {**LOCAL_QKV, "dropout_key": "key"},
+        (BATCH, 2, 7, 13),
+        static={"window": 3, "dropout": 0.1},
         note="dropout",
     ),
     Case(
@@ -188,6 +207,18 @@ LAYERS = [
     ),
     Case(
         "jgpt.layers.Embedding.__call__", {"index": "int *batch"}, (BATCH, 2, 22), owner=EMBEDDING
+    ),
+    Case(
+        "jgpt.layers.NGramEmbedding.__call__",
+        {"tokens": "int batch time"},
+        (BATCH, 7, EMBED),
+        owner=NGRAMS,
+    ),
+    Case(
+        "jgpt.layers.NGramEmbedding.rows",
+        {"tokens": "int batch time"},
+        (BATCH, 7, 2),
+        owner=NGRAMS,
     ),
     Case(
         "jgpt.layers.LayerNorm.__call__",
