@@ -182,7 +182,7 @@ class Checkpoints:
             manifest = Manifest.read(directory)
         except ValueError as error:
             raise ValueError(f"{error}{self._instead_of(step)}") from None
-        given = dataclasses.asdict(config.model)
+        given = json.loads(json.dumps(dataclasses.asdict(config.model)))  # as the manifest has it
         for name, saved in manifest.model.items():
             if name in given and given[name] != saved:
                 raise ValueError(
