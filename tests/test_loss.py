@@ -111,7 +111,9 @@ def test_in_chunks_the_logits_are_never_held_together():
             return cross_entropy_from(x, targets, lambda x: x @ kernel, at_once)
 
         compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, kernel).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     assert temporary(4 * 64) > logits
     assert temporary(16) < logits / 4

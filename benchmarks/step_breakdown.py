@@ -1,0 +1,169 @@
+"""Where a train step's time goes, by kind of operation: a trace beside the compiled program.
+
+    python benchmarks/step_breakdown.py [--preset nanogpt-cpu] [--dtype float32]
+
+The profiler names each operation as the compiled program does; what is inside it, and which line
+of the model it comes from, is in the program's text. Times are summed over the device's threads
+or streams, which work side by side: shares are what to read.
+"""
+
+import collections
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import record
+import tyro
+from stepping import some_tokens
+
+from jgpt.config import ComputeDtype, TrainConfig
+from jgpt.data import batches, resident
+from jgpt.presets import preset
+from jgpt.step import init_state, make_train_steps
+
+DENSE, ATTENTION = "dense products", "attention's small products"
+REDUCTIONS, ELEMENTWISE = "softmax, norms and loss", "elementwise and moves"
+OPTIMIZER, OTHER = "optimizer, clipping and checks", "not in the program's text"
+KINDS = (DENSE, ATTENTION, REDUCTIONS, ELEMENTWISE, OPTIMIZER, OTHER)
+REDUCING = {"reduce_max", "reduce_sum", "rsqrt", "exp", "log", "logsumexp", "take_along_axis"}
+HOLDING_OTHERS = {"while", "call", "conditional"}
+
+
+@dataclass(frozen=True)
+class Options:
+    preset: str = "nanogpt-cpu"
+    """Whose step."""
+    dtype: ComputeDtype | None = None
+    """What to compute in; the preset's by default."""
+    steps: int = 20
+    """Steps in a trace."""
+    rounds: int = 3
+    """Traces; the shares of each are told."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operation of a compiled program, and what its line says."""
+
+    opcode: str
+    calls: tuple[str, ...]
+    op_name: str
+    line: str
+
+
+def computations(program: str) -> dict[str, dict[str, Instruction]]:
+    """Each computation of a program's text, and in it each instruction by its name."""
+    found: dict[str, dict[str, Instruction]] = {}
+    current: dict[str, Instruction] = {}
+    for line in program.splitlines():
+        if begins := re.match(r"(?:ENTRY )?%([\w.\-]+) .*\{$", line):
+            current = found.setdefault(begins[1], {})
+        elif made := re.match(r"\s+(?:ROOT )?%([\w.\-]+) = .*? ([\w\-]+)\(", line):
+            op_name = re.search(r'op_name="([^"]*)"', line)
+            calls = re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", line)
+            current[made[1]] = Instruction(
+                made[2], tuple(calls), op_name[1] if op_name else "", line
+            )
+    return found
+
+
+def kinds(program: str) -> dict[str, str]:
+    """What kind each instruction is that a device takes as one operation."""
+    bodies = computations(program)
+
+    def inside(instruction: Instruction) -> Iterator[Instruction]:
+        yield instruction
+        for name in instruction.calls:
+            for each in bodies.get(name, {}).values():
+                yield from inside(each)
+
+    return {
+        name: kind_of(list(inside(instruction)))
+        for body in bodies.values()
+        for name, instruction in body.items()
+        if instruction.opcode not in HOLDING_OTHERS
+    }
+
+
+def kind_of(parts: Iterable[Instruction]) -> str:
+    parts = list(parts)
+    products = [part for part in parts if part.opcode in ("dot", "convolution")]
+    names = [part.op_name for part in parts if part.op_name.startswith("jit(")]
+    # what belongs to the loss is below jvp() in its name, forward and backward; an update may have
+    # taken the last operation of its gradient in
+    of_loss = sum("jvp(" in name for name in names)
+    is_optimizer = 2 * of_loss < len(names)
+    if any("custom-call" in part.opcode and "fmha" in part.line for part in parts):
+        return ATTENTION
+    if products and not is_optimizer:
+        batched = any("batch_dims={0" in part.line for part in products)
+        return ATTENTION if batched else DENSE
+    if any(part.opcode == "custom-call" and "gemm" in part.line for part in parts):
+        return DENSE
+    if is_optimizer:
+        return OPTIMIZER
+    primitives = {name.rpartition("/")[2] for name in names}
+    return REDUCTIONS if primitives & REDUCING else ELEMENTWISE
+
+
+def traced_milliseconds(directory: Path, kind: dict[str, str]) -> dict[str, float]:
+    """The time of each kind in a trace's operations."""
+    file = next(directory.rglob("*.xplane.pb"))
+    total: dict[str, float] = collections.defaultdict(float)
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            # a GPU's streams, a TPU's operations, a CPU's threads
+            if not line.name.startswith(("Stream", "XLA Ops", "tf_XLA")):
+                continue
+            for event in line.events:
+                operation = dict(event.stats).get("hlo_op")
+                name = str(operation or event.name)
+                if name in kind:
+                    total[kind[name]] += event.duration_ns / 1e6
+                elif plane.name.startswith("/device:") and operation:
+                    total[OTHER] += event.duration_ns / 1e6
+    return dict(total)
+
+
+def configured(options: Options) -> TrainConfig:
+    config = preset(options.preset)
+    dtype = options.dtype or config.model.dtype
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+
+
+def main(options: Options) -> None:
+    config = configured(options)
+    state, tokens = init_state(config), resident(some_tokens(config))
+    windows = batches(
+        tokens, config.seed, 0, options.steps, config.batch_size, config.model.block_size
+    )
+    step = make_train_steps(config).lower(state, windows, 0, 0).compile()
+    kind = kinds(step.as_text())
+    state, metrics = step(state, windows, options.steps, 0)
+    rounds: list[dict[str, float]] = []
+    for index in range(options.rounds):
+        jax.block_until_ready(metrics)
+        with tempfile.TemporaryDirectory() as directory:
+            with jax.profiler.trace(directory):
+                first = (index + 1) * options.steps
+                state, metrics = step(state, windows, options.steps, first)
+                jax.block_until_ready(metrics)
+            taken = traced_milliseconds(Path(directory), kind)
+        rounds.append({name: taken.get(name, 0.0) / options.steps for name in KINDS})
+    print("| kind | milliseconds a step, median (range) | share |\n|---|---|---|")
+    whole = sum(sum(taken.values()) for taken in rounds)
+    shares = {name: sum(taken[name] for taken in rounds) / whole for name in KINDS}
+    for name in KINDS:
+        spread = record.spread([taken[name] for taken in rounds])
+        print(f"| {name} | {spread} | {shares[name]:.1%} |")
+    setting = {"preset": options.preset, "dtype": config.model.dtype}
+    result = setting | {"milliseconds": rounds, "share": shares}
+    print(record.write(f"step_breakdown_{config.model.dtype}", result))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
