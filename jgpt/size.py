@@ -44,7 +44,7 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
         )
         for name, its in leaves.items()
     )
-    order = ("token", "position", "blocks", "final", "head", "table")
+    order = ("token", "position", "shortcut", "blocks", "final", "head", "table")
     return tuple(sorted(parts, key=lambda part: order.index(part.name.split("_")[0].split(".")[0])))
 
 
