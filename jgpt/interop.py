@@ -33,6 +33,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "relu2": "relu_squared",
 }
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -237,14 +238,29 @@ def _config_from_gpt2(values: dict[str, Any]) -> ModelConfig:
 
 
 def _config_to_gpt2(config: ModelConfig, zero_biases: bool) -> dict[str, Any]:
+    its_own = {
+        "positions": ["learned"],
+        "norm": ["layer"],
+        "norm_scale": [True],
+        "qk_norm": [False],
+        "num_kv_heads": [None, config.num_heads],
+        "attention_scale": [None, (config.embed_dim // config.num_heads) ** -0.5],
+        "embedding_shortcut": [False],
+        "logit_softcap": [None],
+        "head_bias": [False],
+    }
+    for name, values in its_own.items():
+        if getattr(config, name) not in values:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no place in GPT-2's format, "
+                f"whose models have {name}={values[0]!r}"
+            )
     for name in ("qkv_bias", "use_bias"):
         if not getattr(config, name) and not zero_biases:
             raise ValueError(
                 f"{name}=False has no place in GPT-2's format, whose projections and norms have "
                 "biases: zero_biases=True writes zeros for them"
             )
-    if config.head_bias:
-        raise ValueError("head_bias=True has no place in GPT-2's format, whose head has no bias")
     activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     return {
         "architectures": ["GPT2LMHeadModel"],

@@ -53,10 +53,11 @@ def flops_per_token(config: ModelConfig) -> int:
     """Floating-point operations of a forward pass per token, at a full block.
 
     Two for each multiplication and addition in matrix products, attention's included as if it were
-    not causal (Chowdhery et al. 2022, appendix B). Training takes three times that.
+    not causal (Chowdhery et al. 2022, appendix B), but within its window. Training takes three times that.
     """
     if config.architecture == "bigram":
         return 0
     products = sum(part.product_parameters for part in parts_of(config))
-    attention = 2 * config.num_layers * config.block_size * config.embed_dim
+    reach = min(config.block_size, config.attention_window or config.block_size)
+    attention = 2 * config.num_layers * reach * config.embed_dim
     return 2 * (products + attention)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jgpt
 from jgpt.layout import from_torch, to_torch
-from tests.parity.ladder import GPT2, SIZES, randomised, weights_of
+from tests.parity.ladder import GPT2, MODERN, SIZES, randomised, weights_of
 
 CONFIG = jgpt.ModelConfig(**SIZES, **GPT2)
 
@@ -49,16 +49,43 @@ def change(path, **fields):
 # PyTorch's names
 
 
-@pytest.mark.parametrize("family", [GPT2, {"tie_embeddings": False, "head_bias": True}])
+@pytest.mark.parametrize("family", [GPT2, {"tie_embeddings": False, "head_bias": True}, MODERN])
 def test_to_torch_and_back_is_exact(family):
-    weights = weights_of(random_model(jgpt.ModelConfig(**SIZES, **family)))
+    config = jgpt.ModelConfig(**{**SIZES, **family})
+    weights = weights_of(random_model(config))
     tensors = to_torch(weights)
-    assert tensors["blocks.1.feed_forward.expansion.weight"].shape == (29, 21)
-    assert tensors["token_embedding.weight"].shape == (17, 21)
+    assert tensors["blocks.1.feed_forward.expansion.weight"].shape == (29, config.embed_dim)
+    assert tensors["token_embedding.weight"].shape == (17, config.embed_dim)
     assert all(tensor.flags.c_contiguous for tensor in tensors.values())
     again = to_torch(from_torch(tensors, weights))
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_the_modern_family_has_tensors_of_its_own():
+    model = random_model(jgpt.ModelConfig(**{**SIZES, **MODERN}))
+    weights, tensors = weights_of(model), to_torch(weights_of(model))
+    block = ["query", "key", "value", "projection"]
+    names = {f"attention.{name}.weight" for name in block}
+    names |= {f"feed_forward.{name}.weight" for name in ("expansion", "projection")}
+    assert tensors.keys() == {f"blocks.{layer}.{name}" for layer in (0, 1) for name in names} | {
+        "token_embedding.weight",
+        "shortcut",
+        "head.weight",
+    }
+    assert tensors["blocks.0.attention.query.weight"].shape == (24, 24)
+    assert tensors["blocks.0.attention.key.weight"].shape == (12, 24)
+    assert tensors["shortcut"].shape == (2,)
+    model = random_model(jgpt.ModelConfig(**{**SIZES, **MODERN, "embedding_shortcut": False}))
+    with pytest.raises(ValueError, match=r"tensors are left over \(1\): shortcut"):
+        from_torch(tensors, weights_of(model))
+    with pytest.raises(ValueError, match=r"tensors are missing \(1\): shortcut"):
+        from_torch(to_torch(weights_of(model)), weights)
+    model = random_model(jgpt.ModelConfig(**{**SIZES, **MODERN, "num_kv_heads": 2}))
+    with pytest.raises(
+        ValueError, match=r"attention\.key\.weight has shape \[24, 12\], not \[24, 8\]"
+    ):
+        from_torch(tensors, weights_of(model))
 
 
 def test_every_leaf_has_one_tensor_and_every_tensor_a_leaf(model):
@@ -83,6 +110,7 @@ def test_every_leaf_has_one_tensor_and_every_tensor_a_leaf(model):
         {"activation": "gelu", "norm_epsilon": 1e-3, "dropout": 0.2},
         {"tie_embeddings": False, "activation": "relu", "hidden_dim": None},
         {"param_dtype": "bfloat16"},
+        {"activation": "relu_squared"},
     ],
 )
 def test_a_saved_model_loads_as_itself(change, tmp_path):
@@ -126,13 +154,34 @@ def test_biases_that_are_not_there_are_written_as_zeros_when_asked(tmp_path):
         ({**GPT2, "qkv_bias": False}, "qkv_bias=False has no place .* zero_biases=True writes"),
         ({**GPT2, "use_bias": False}, "use_bias=False has no place"),
         ({**GPT2, "tie_embeddings": False, "head_bias": True}, "head_bias=True has no place"),
+        (MODERN, "positions='rotary' has no place in GPT-2's format, .* positions='learned'"),
+        (
+            {**GPT2, "num_heads": 6, "embed_dim": 24, "num_kv_heads": 3},
+            "num_kv_heads=3 has no place",
+        ),
+        ({**GPT2, "norm": "rms"}, "norm='rms' has no place in GPT-2's format, .* norm='layer'"),
+        ({**GPT2, "norm_scale": False}, "norm_scale=False has no place"),
+        ({**GPT2, "qk_norm": True}, "qk_norm=True has no place"),
+        ({**GPT2, "attention_scale": 0.7}, "attention_scale=0.7 has no place"),
+        ({**GPT2, "embedding_shortcut": True}, "embedding_shortcut=True has no place"),
+        ({**GPT2, "logit_softcap": 15.0}, "logit_softcap=15.0 has no place"),
     ],
 )
 def test_what_the_format_cannot_say_is_refused(config, complaint, tmp_path):
-    model = jgpt.GPT(jgpt.ModelConfig(**SIZES, **config), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=complaint):
-        jgpt.save_gpt2(model, tmp_path / "gpt2")
+    model = jgpt.GPT(jgpt.ModelConfig(**{**SIZES, **config}), rngs=nnx.Rngs(0))
+    for zero_biases in (False, "qkv_bias" not in complaint and "use_bias" not in complaint):
+        with pytest.raises(ValueError, match=complaint):
+            jgpt.save_gpt2(model, tmp_path / "gpt2", zero_biases=zero_biases)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_the_modern_fields_can_say_of_gpt2_is_written(tmp_path):
+    spelled_out = {"num_kv_heads": 3, "attention_scale": 7**-0.5, "zero_init": True}
+    model = random_model(jgpt.ModelConfig(**SIZES, **GPT2, **spelled_out))
+    jgpt.save_gpt2(model, tmp_path / "gpt2")
+    again = jgpt.load_gpt2(tmp_path / "gpt2")
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_array_equal(np.asarray(again(tokens)), np.asarray(model(tokens)))
 
 
 def test_a_bigram_is_refused(tmp_path):

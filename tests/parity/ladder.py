@@ -45,6 +45,32 @@ SIZES: dict[str, Any] = {
 }
 LECTURE = {"activation": "relu", "use_bias": True, "head_bias": True, "tie_embeddings": False}
 GPT2 = {"activation": "gelu_tanh", "qkv_bias": True, "use_bias": True}
+GROUPS = {"num_heads": 6, "embed_dim": 24, "num_kv_heads": 3}  # heads of an even size, in pairs
+MODERN = {
+    **GROUPS,
+    "activation": "relu_squared",
+    "tie_embeddings": False,
+    "positions": "rotary",
+    "norm": "rms",
+    "norm_scale": False,
+    "qk_norm": True,
+    "attention_scale": 0.7,
+    "zero_init": True,  # of no consequence where all weights are given
+    "embedding_shortcut": True,
+    "logit_softcap": 2.0,
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "nanogpt, rotary": {"num_heads": 6, "embed_dim": 24, "positions": "rotary"},
+    "nanogpt, RMS norms": {"norm": "rms"},
+    "nanogpt, no norm scales": {"norm_scale": False},
+    "nanogpt, normed queries and keys": {"qk_norm": True},
+    "nanogpt, another scale": {"attention_scale": 0.7},
+    "nanogpt, grouped heads": GROUPS,
+    "nanogpt, shortcut": {"embedding_shortcut": True},
+    "nanogpt, softcap": {"logit_softcap": 2.0},
+    "nanogpt, squared ReLU": {"activation": "relu_squared"},
+}
+"""Each of the modern family's fields that is no matter of initial values, by itself."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "bigram": {"architecture": "bigram"},
     "lecture": LECTURE,
@@ -53,6 +79,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lecture, tied": {**LECTURE, "tie_embeddings": True, "head_bias": False},
     "nanogpt, biases": {"activation": "gelu", "qkv_bias": True, "use_bias": True},
     "nanogpt, untied": {"activation": "gelu", "tie_embeddings": False},
+    "modern": MODERN,
+    "modern, tied": {**MODERN, "tie_embeddings": True},
+    **ALONE,
 }
 OPTIMIZER = OptimizerConfig(
     learning_rate=0.001,
@@ -70,7 +99,7 @@ GIVEN_GRADIENTS = ((2, 1.0), (3, 1e-4))
 @functools.cache
 def config_of(family: str, dtype: Any) -> TrainConfig:
     """The run of a family in a precision."""
-    model = ModelConfig(**SIZES, **FAMILIES[family], dtype=dtype, param_dtype=dtype)
+    model = ModelConfig(**{**SIZES, **FAMILIES[family]}, dtype=dtype, param_dtype=dtype)
     return TrainConfig(model=model, optimizer=OPTIMIZER, steps=STEPS, batch_size=BATCH)
 
 

@@ -29,6 +29,7 @@ MODELS = {
     "many heads": {**SMALL, "n_embd": 24, "n_head": 8, "activation_function": "gelu"},
     "odd vocabulary": {**SMALL, "vocab_size": 1009, "n_positions": 37},
     "untied, relu": {**SMALL, "tie_word_embeddings": False, "activation_function": "relu"},
+    "squared relu": {**SMALL, "activation_function": "relu2"},
     "epsilon": {**SMALL, "layer_norm_epsilon": 1e-3, "n_layer": 3, "n_positions": 7},
 }
 

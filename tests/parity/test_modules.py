@@ -11,7 +11,7 @@ from flax import nnx
 from torch.nn import functional as F
 
 import jgpt
-from jgpt.layers import LayerNorm
+from jgpt.layers import LayerNorm, RMSNorm
 from jgpt.layout import from_torch, to_torch
 from jgpt.optimizer import clip_by_global_norm
 from tests.parity import torch_gpt
@@ -26,8 +26,8 @@ def dtype(request):
         yield request.param
 
 
-def inputs(dtype, time=TIME, seed=3, size=0.3):
-    values = size * np.random.default_rng(seed).standard_normal((BATCH, time, EMBED))
+def inputs(dtype, time=TIME, seed=3, size=0.3, embed=EMBED):
+    values = size * np.random.default_rng(seed).standard_normal((BATCH, time, embed))
     return values.astype(dtype)
 
 
@@ -41,8 +41,9 @@ def close(mine, its, dtype):
 def pair(name, dtype, *sizes, **options) -> tuple[Any, Any]:
     """A module of jgpt with random weights, and the port's with the same."""
     precision = {"param_dtype": dtype}
-    if name == "LayerNorm":
-        module = LayerNorm(*sizes, **options, **precision)
+    if name in ("LayerNorm", "RMSNorm"):
+        kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[name]
+        module = kind(*sizes, **options, **precision)
     else:
         precision |= {"dtype": dtype, "rngs": nnx.Rngs(0)}
         module = getattr(jgpt, name)(*sizes, **options, **precision)
@@ -85,14 +86,65 @@ def test_attention_sees_a_future_leak(name, sizes, dtype):
     assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh"])
+PLACED = {"rotary": True, "qk_norm": True, "scale": 0.7}
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    ("name", "sizes", "groups"),
+    [
+        ("Head", (EMBED, 8), {}),
+        ("MultiHeadAttention", (24, 6), {"num_kv_heads": 3}),
+        ("MultiHeadAttention", (24, 6), {"num_kv_heads": 1}),
+    ],
+)
+def test_attention_with_rotary_positions_norms_and_groups(name, sizes, groups, biases, dtype):
+    options = {**PLACED, **groups, "use_bias": biases}
+    if name == "MultiHeadAttention":
+        options["qkv_bias"] = biases
+    module, port = pair(name, dtype, *sizes, **options)
+    x, context = (inputs(dtype, time, time, embed=sizes[0]) for time in (TIME, KEYS))
+
+    def agrees():
+        mine = module(jnp.asarray(x)), module(jnp.asarray(x), jnp.asarray(context))
+        its = port(torch.tensor(x)), port(torch.tensor(x), torch.tensor(context))
+        same = [close(*outputs, dtype) for outputs in zip(mine, its, strict=True)]
+        assert same[0] == same[1]
+        return same[0]
+
+    assert agrees()
+    weights = np.asarray(module.weights(jnp.asarray(x)))
+    if name == "Head":
+        weights = weights[:, None]
+    assert close(weights, port.weights(torch.tensor(x)), dtype)
+    for attribute, broken in (("base", 100.0), ("epsilon", 1e-4), ("scale", 0.6)):
+        right = getattr(port, attribute)
+        setattr(port, attribute, broken)
+        assert not agrees(), attribute
+        setattr(port, attribute, right)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+def test_grouped_heads_are_torchs(num_kv_heads, dtype):
+    module, port = pair("MultiHeadAttention", dtype, 24, 6, num_kv_heads=num_kv_heads)
+    x = torch.tensor(inputs(dtype, embed=24))
+    query = port.split(port.query(x), 6)
+    key, value = (port.split(part(x), num_kv_heads) for part in (port.key, port.value))
+    for causal in (True, False):
+        heads = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+        its = port.projection(heads.transpose(1, 2).flatten(-2))
+        assert close(module(jnp.asarray(x)), its, dtype) == causal
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "relu_squared"])
 @pytest.mark.parametrize("biases", [False, True])
 def test_feed_forward(activation, biases, dtype):
     options = {"activation": activation, "use_bias": biases}
     module, port = pair("FeedForward", dtype, EMBED, HIDDEN, **options)
     x = inputs(dtype)
     assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-    port.activation = {"relu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "gelu"}[activation]
+    wrong = {"relu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "gelu", "relu_squared": "relu"}
+    port.activation = wrong[activation]
     assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
 
 
@@ -115,6 +167,30 @@ def test_layer_norm_is_torchs(dtype):
     assert close(y, port(x), dtype)
     assert close(y, norm(x), dtype)
     norm.eps = 1e-6
+    assert not close(y, norm(x), dtype)
+
+
+@pytest.mark.parametrize("norm_scale", [False, True])
+def test_a_block_of_the_modern_family(norm_scale, dtype):
+    options = {**PLACED, "num_kv_heads": 3, "activation": "relu_squared", "use_bias": False}
+    options |= {"norm": "rms", "norm_scale": norm_scale}
+    module, port = pair("Block", dtype, 24, 6, HIDDEN, **options)
+    x = inputs(dtype, embed=24)
+    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+    port.feed_forward_norm.epsilon = 1e-6
+    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+
+
+@pytest.mark.parametrize("use_scale", [False, True])
+def test_rms_norm_is_torchs(use_scale, dtype):
+    module, port = pair("RMSNorm", dtype, EMBED, epsilon=1e-3, use_scale=use_scale)
+    x = torch.tensor(inputs(dtype))
+    norm = torch.nn.RMSNorm(EMBED, eps=1e-3, elementwise_affine=use_scale).to(x.dtype)
+    norm.load_state_dict(port.state_dict())
+    y = module(jnp.asarray(x))
+    assert close(y, port(x), dtype)
+    assert close(y, norm(x), dtype)
+    norm.eps = 1e-4
     assert not close(y, norm(x), dtype)
 
 

@@ -13,47 +13,122 @@ ACTIVATIONS = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu_squared": lambda x: F.relu(x).pow(2),
 }
+
+
+def over_its_root_mean_square(x: Tensor, epsilon: float) -> Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
 
 
 class Attention(nn.Module):
     """Head's and MultiHeadAttention's common part."""
 
-    def __init__(self, embed_dim, num_heads, width, *, causal, qkv_bias):
-        super().__init__()
-        self.num_heads, self.causal = num_heads, causal
-        self.scale = 1 / math.sqrt(width // num_heads)
-        self.query = nn.Linear(embed_dim, width, bias=qkv_bias)
-        self.key = nn.Linear(embed_dim, width, bias=qkv_bias)
-        self.value = nn.Linear(embed_dim, width, bias=qkv_bias)
+    base = 10_000.0
+    epsilon = 1e-6
 
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+    def __init__(
+        self,
+        embed_dim,
+        num_heads,
+        head_dim,
+        *,
+        num_kv_heads=None,
+        causal,
+        qkv_bias,
+        rotary,
+        qk_norm,
+        scale,
+    ):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.causal, self.rotary, self.qk_norm = causal, rotary, qk_norm
+        self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
+        self.query = nn.Linear(embed_dim, self.num_heads * head_dim, bias=qkv_bias)
+        self.key = nn.Linear(embed_dim, self.num_kv_heads * head_dim, bias=qkv_bias)
+        self.value = nn.Linear(embed_dim, self.num_kv_heads * head_dim, bias=qkv_bias)
+
+    @staticmethod
+    def split(x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def for_each_query_head(self, x: Tensor) -> Tensor:
+        """Query heads 0, 1, ... of a group stand side by side."""
+        return x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+
+    def placed(self, x: Tensor) -> Tensor:
+        if self.qk_norm:
+            x = over_its_root_mean_square(x, self.epsilon)
+        return self.turned(x) if self.rotary else x
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Feature i and the one half the features further on, as one complex number."""
+        time, half = x.shape[-2], x.shape[-1] // 2
+        pace = self.base ** (-2 * torch.arange(half, dtype=x.dtype) / x.shape[-1])
+        angle = torch.outer(torch.arange(time, dtype=x.dtype), pace)
+        z = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angle)
+        return torch.cat([z.real, z.imag], dim=-1)
 
     def weights(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         source = x if context is None else context
-        affinity = self.split(self.query(x)) @ self.split(self.key(source)).mT * self.scale
+        query = self.placed(self.split(self.query(x), self.num_heads))
+        key = self.placed(self.split(self.key(source), self.num_kv_heads))
+        affinity = query @ self.for_each_query_head(key).mT * self.scale
         if self.causal and context is None:
             future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
             affinity = affinity.masked_fill(future, -torch.inf)
         return affinity.softmax(-1)
 
     def heads(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        value = self.split(self.value(x if context is None else context))
-        return (self.weights(x, context) @ value).transpose(1, 2).flatten(-2)
+        value = self.split(self.value(x if context is None else context), self.num_kv_heads)
+        read = self.weights(x, context) @ self.for_each_query_head(value)
+        return read.transpose(1, 2).flatten(-2)
 
 
 class Head(Attention):
-    def __init__(self, embed_dim, head_dim, *, causal=True, use_bias=False):
-        super().__init__(embed_dim, 1, head_dim, causal=causal, qkv_bias=use_bias)
+    def __init__(
+        self,
+        embed_dim,
+        head_dim,
+        *,
+        causal=True,
+        use_bias=False,
+        rotary=False,
+        qk_norm=False,
+        scale=None,
+    ):
+        options = {"rotary": rotary, "qk_norm": qk_norm, "scale": scale}
+        super().__init__(embed_dim, 1, head_dim, causal=causal, qkv_bias=use_bias, **options)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self.heads(x, context)
 
 
 class MultiHeadAttention(Attention):
-    def __init__(self, embed_dim, num_heads, *, causal=True, qkv_bias=False, use_bias=True):
-        super().__init__(embed_dim, num_heads, embed_dim, causal=causal, qkv_bias=qkv_bias)
+    def __init__(
+        self,
+        embed_dim,
+        num_heads,
+        *,
+        num_kv_heads=None,
+        causal=True,
+        qkv_bias=False,
+        use_bias=True,
+        rotary=False,
+        qk_norm=False,
+        scale=None,
+    ):
+        super().__init__(
+            embed_dim,
+            num_heads,
+            embed_dim // num_heads,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            qkv_bias=qkv_bias,
+            rotary=rotary,
+            qk_norm=qk_norm,
+            scale=scale,
+        )
         self.projection = nn.Linear(embed_dim, embed_dim, bias=use_bias)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -73,16 +148,34 @@ class FeedForward(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, embed_dim, *, epsilon=1e-5, use_bias=True):
+    def __init__(self, embed_dim, *, epsilon=1e-5, use_scale=True, use_bias=True):
         super().__init__()
         self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.ones(embed_dim))
+        self.weight = nn.Parameter(torch.ones(embed_dim)) if use_scale else None
         self.bias = nn.Parameter(torch.zeros(embed_dim)) if use_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-        y = (x - mean) / torch.sqrt(variance + self.epsilon) * self.weight
+        y = (x - mean) / torch.sqrt(variance + self.epsilon)
+        y = y if self.weight is None else y * self.weight
         return y if self.bias is None else y + self.bias
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, embed_dim, *, epsilon=1e-5, use_scale=True):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(embed_dim)) if use_scale else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = over_its_root_mean_square(x, self.epsilon)
+        return y if self.weight is None else y * self.weight
+
+
+def norm_of(kind, embed_dim, epsilon, use_scale, use_bias):
+    if kind == "rms":
+        return RMSNorm(embed_dim, epsilon=epsilon, use_scale=use_scale)
+    return LayerNorm(embed_dim, epsilon=epsilon, use_scale=use_scale, use_bias=use_bias)
 
 
 class Block(nn.Module):
@@ -93,17 +186,31 @@ class Block(nn.Module):
         hidden_dim=None,
         *,
         activation="gelu",
+        num_kv_heads=None,
         causal=True,
         qkv_bias=False,
         use_bias=True,
+        rotary=False,
+        qk_norm=False,
+        scale=None,
+        norm="layer",
+        norm_scale=True,
         norm_epsilon=1e-5,
     ):
         super().__init__()
-        self.attention_norm = LayerNorm(embed_dim, epsilon=norm_epsilon, use_bias=use_bias)
+        self.attention_norm = norm_of(norm, embed_dim, norm_epsilon, norm_scale, use_bias)
         self.attention = MultiHeadAttention(
-            embed_dim, num_heads, causal=causal, qkv_bias=qkv_bias, use_bias=use_bias
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            qkv_bias=qkv_bias,
+            use_bias=use_bias,
+            rotary=rotary,
+            qk_norm=qk_norm,
+            scale=scale,
         )
-        self.feed_forward_norm = LayerNorm(embed_dim, epsilon=norm_epsilon, use_bias=use_bias)
+        self.feed_forward_norm = norm_of(norm, embed_dim, norm_epsilon, norm_scale, use_bias)
         self.feed_forward = FeedForward(
             embed_dim, hidden_dim, activation=activation, use_bias=use_bias
         )
@@ -116,22 +223,36 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.softcap = config.logit_softcap
         self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.position_embedding = nn.Embedding(config.block_size, config.embed_dim)
+        self.position_embedding = (
+            nn.Embedding(config.block_size, config.embed_dim)
+            if config.positions == "learned"
+            else None
+        )
+        self.shortcut = (
+            nn.Parameter(torch.zeros(config.num_layers)) if config.embedding_shortcut else None
+        )
         self.blocks = nn.ModuleList(
             Block(
                 config.embed_dim,
                 config.num_heads,
                 config.hidden_dim,
                 activation=config.activation,
+                num_kv_heads=config.num_kv_heads,
                 qkv_bias=config.qkv_bias,
                 use_bias=config.use_bias,
+                rotary=config.positions == "rotary",
+                qk_norm=config.qk_norm,
+                scale=config.attention_scale,
+                norm=config.norm,
+                norm_scale=config.norm_scale,
                 norm_epsilon=config.norm_epsilon,
             )
             for _ in range(config.num_layers)
         )
-        self.final_norm = LayerNorm(
-            config.embed_dim, epsilon=config.norm_epsilon, use_bias=config.use_bias
+        self.final_norm = norm_of(
+            config.norm, config.embed_dim, config.norm_epsilon, config.norm_scale, config.use_bias
         )
         self.head = (
             None
@@ -140,11 +261,17 @@ class GPT(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token_embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]
-        for block in self.blocks:
+        embedded = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            embedded = embedded + self.position_embedding.weight[: tokens.shape[1]]
+        x = embedded
+        for layer, block in enumerate(self.blocks):
+            if self.shortcut is not None:
+                x = x + self.shortcut[layer] * embedded
             x = block(x)
         x = self.final_norm(x)
-        return F.linear(x, self.token_embedding.weight) if self.head is None else self.head(x)
+        logits = F.linear(x, self.token_embedding.weight) if self.head is None else self.head(x)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 class BigramLM(nn.Module):

@@ -1,0 +1,112 @@
+"""How big a model is: counted by hand, and counted in the model itself."""
+
+import jax
+import pytest
+from flax import nnx
+
+from jgpt import ModelConfig, create_model
+from jgpt.size import flops_per_token, parts_of
+from tests.parity.ladder import FAMILIES, SIZES
+
+MODERN = ModelConfig(
+    vocab_size=17,
+    block_size=11,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=3,
+    embed_dim=24,
+    hidden_dim=29,
+    activation="relu_squared",
+    tie_embeddings=False,
+    positions="rotary",
+    norm="rms",
+    norm_scale=False,
+    qk_norm=True,
+    embedding_shortcut=True,
+)
+# the query's and the projection's kernels are square, the key's and the value's half as wide
+ATTENTION = 2 * (24 * 24 + 2 * 24 * 12 + 24 * 24)
+FEED_FORWARD = 2 * (2 * 24 * 29)
+
+
+def test_the_parts_by_hand():
+    assert {part.name: part.parameters for part in parts_of(MODERN)} == {
+        "token_embedding": 17 * 24,
+        "shortcut": 2,
+        "blocks.attention": ATTENTION,
+        "blocks.feed_forward": FEED_FORWARD,
+        "head": 24 * 17,
+    }
+    gpt2 = ModelConfig(**{**SIZES, **FAMILIES["gpt2"]})
+    assert {part.name: part.parameters for part in parts_of(gpt2)} == {
+        "token_embedding": 17 * 21,
+        "position_embedding": 11 * 21,
+        "blocks.attention_norm": 2 * 2 * 21,
+        "blocks.attention": 2 * 4 * (21 * 21 + 21),
+        "blocks.feed_forward_norm": 2 * 2 * 21,
+        "blocks.feed_forward": 2 * (2 * 21 * 29 + 29 + 21),
+        "final_norm": 2 * 21,
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_parts_are_the_model(family, dtype):
+    config = ModelConfig(**{**SIZES, **FAMILIES[family]}, param_dtype=dtype)
+    leaves = jax.tree.leaves(nnx.state(create_model(config, rngs=nnx.Rngs(0)), nnx.Param))
+    parts = parts_of(config)
+    assert sum(part.parameters for part in parts) == sum(leaf.size for leaf in leaves)
+    assert sum(part.size for part in parts) == sum(leaf.nbytes for leaf in leaves)
+
+
+def test_the_parts_come_in_the_order_of_a_forward_pass():
+    names = [part.name for part in parts_of(MODERN)]
+    assert names[:2] == ["token_embedding", "shortcut"]
+    assert names[-1] == "head"
+
+
+# each query meets 11 keys in its 24 features, and gathers 24 features of 11 values
+MEETINGS = 2 * (2 * 11 * 24)
+
+
+def test_flops_by_hand():
+    products = ATTENTION + FEED_FORWARD + 24 * 17
+    assert flops_per_token(MODERN) == 2 * (products + MEETINGS)
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        ({"tie_embeddings": True}, 0),  # a tied head multiplies as much
+        ({"num_kv_heads": None}, 2 * (2 * 2 * 24 * 12)),
+        ({"num_kv_heads": 1}, -2 * (2 * 2 * 24 * 8)),
+        # what isn't a product costs nothing: positions, norms, scales, shortcuts, caps
+        ({"positions": "learned"}, 0),
+        ({"norm": "layer", "norm_scale": True, "use_bias": True}, 0),
+        ({"embedding_shortcut": False, "logit_softcap": 15.0, "qk_norm": False}, 0),
+        ({"block_size": 13}, 2 * (2 * 2 * 2 * 24)),
+    ],
+    ids=str,
+)
+def test_what_changes_the_flops(change, more):
+    config = ModelConfig(**{**vars(MODERN), **change})
+    assert flops_per_token(config) - flops_per_token(MODERN) == more
+
+
+def test_a_compiled_forward_pass_has_about_as_many():
+    """XLA counts the rest too, and products over the whole block as ours are."""
+    config = ModelConfig(**{**vars(MODERN), "embed_dim": 240, "hidden_dim": 960})
+    model = create_model(config, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(model)
+    tokens = jax.ShapeDtypeStruct((3, config.block_size), "int32")
+    forward = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+    analysis = forward.lower(weights, tokens).cost_analysis()
+    assert analysis is not None
+    counted = analysis["flops"] / (3 * config.block_size)
+    assert flops_per_token(config) < counted < 1.03 * flops_per_token(config)
+
+
+def test_a_bigram_looks_up_alone():
+    config = ModelConfig(architecture="bigram", vocab_size=17)
+    assert flops_per_token(config) == 0
+    assert [(part.name, part.parameters) for part in parts_of(config)] == [("table", 289)]
