@@ -8,6 +8,7 @@ from .interop import load_gpt2, save_gpt2
 from .loss import cross_entropy
 from .model import GPT, BigramLM, Block, FeedForward, create_model
 from .presets import preset
+from .text import generate_text
 from .tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from .train import Run, fit
 
@@ -35,6 +36,7 @@ __all__ = [
     "cross_entropy",
     "fit",
     "generate",
+    "generate_text",
     "load",
     "load_gpt2",
     "preset",

@@ -109,7 +109,8 @@ def sample(args: list[str]) -> None:
     import numpy as np
 
     from jgpt.checkpoint import load
-    from jgpt.generation import decode_stream, opening, stream
+    from jgpt.generation import stream
+    from jgpt.text import decode_stream, opening
 
     model, tokenizer, _ = load(options.run, which=options.checkpoint)
     prompt = _prompt(options)

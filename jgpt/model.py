@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jgpt.attention import dropped
 from jgpt.config import Activation, ModelConfig, NormKind
@@ -126,6 +126,7 @@ class Block(nnx.Module):
             rngs=rngs,
             **shared,
         )
+        self.num_kv_heads, self.head_dim = self.attention.num_kv_heads, self.attention.head_dim
         self.feed_forward_norm = make_norm()
         self.feed_forward = FeedForward(
             embed_dim,
@@ -152,18 +153,16 @@ class Block(nnx.Module):
     def continued(
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
-        position: Int[Array, "batch time"],
-        keys: Float[Array, "batch heads places head_dim"],
-        values: Float[Array, "batch heads places head_dim"],
+        length: Int[Array, " batch"],
+        keys: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
+        values: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
     ) -> tuple[
         Float[Array, "batch time {self.embed_dim}"],
-        Float[Array, "batch heads places head_dim"],
-        Float[Array, "batch heads places head_dim"],
+        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
     ]:
-        """The same for new positions that join a cache and read it."""
-        read, keys, values = self.attention.continued(
-            self.attention_norm(x), position, keys, values
-        )
+        """The same for each sequence's newest positions, which join a cache and read it."""
+        read, keys, values = self.attention.continued(self.attention_norm(x), length, keys, values)
         x = x + read
         return x + self.feed_forward(self.feed_forward_norm(x)), keys, values
 
@@ -195,6 +194,8 @@ class GPT(nnx.Module):
         self.config = config
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.head_dim = config.embed_dim // config.num_heads
         self.slides = config.positions == "rotary"  # a cache goes on past block_size
         self.token_embedding = Embedding(
             config.vocab_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
@@ -301,35 +302,58 @@ class GPT(nnx.Module):
         return dropped(x, self.config.dropout, dropout_key(rngs))
 
     @typed
-    def empty_cache(self, batch: int) -> KeyValueCache:
-        """A cache for `batch` sequences of up to `block_size` positions, none of them read yet."""
-        heads = self.config.num_kv_heads or self.config.num_heads
-        shape = (batch, heads, self.block_size, self.embed_dim // self.config.num_heads)
-        zeros = jnp.zeros(shape, self.config.dtype)
-        return tuple((zeros, zeros) for _ in self.blocks)
+    def empty_cache(
+        self, batch: int
+    ) -> PyTree[
+        Float[Array, "{batch}*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
+        "KeyValueCache",
+    ]:
+        """A cache for `batch` sequences of `block_size` positions, none of them read yet."""
+        shape = (batch * self.num_kv_heads, self.block_size, self.head_dim)
+        dtype = self.config.dtype
+        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.blocks)
 
     @typed
     def continued(
         self,
         tokens: Int[Array, "batch time"],
-        position: Int[Array, "batch time"],
-        cache: KeyValueCache,
-    ) -> tuple[Float[Array, "batch time {self.vocab_size}"], KeyValueCache]:
-        """The logits of new tokens at positions one after the other, and the cache with them.
+        length: Int[Array, " batch"],
+        cache: PyTree[
+            Float[Array, "batch*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
+            "KeyValueCache",
+        ],
+    ) -> tuple[
+        Float[Array, "batch {self.vocab_size}"],
+        PyTree[
+            Float[Array, "batch*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
+            "KeyValueCache",
+        ],
+    ]:
+        """What comes after each sequence's newest tokens, and a cache that holds them too.
 
-        Equal to the last logits of the whole sequence. Rotary positions may pass `block_size`:
-        each token then reads the last `block_size`. For learned ones the caller keeps below it.
+        With them the sequences have `length` tokens, and they end at one slot of the cache,
+        `max(length) - 1`: a shorter one begins later, and what is in `tokens` before it is not
+        read. The logits equal the last of the whole sequence. Rotary positions may pass
+        `block_size`, one token at a time: each layer then reads the last `block_size` positions.
+        For learned ones the caller stays below it. Raises ValueError for another number of layers.
         """
+        if len(cache) != len(self.blocks):
+            raise ValueError(
+                f"the cache has {len(cache)} layers and the model {len(self.blocks)}: "
+                "begin with empty_cache"
+            )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
+            time = tokens.shape[1]
+            position = jnp.maximum(length[:, None] - time + jnp.arange(time), 0)
             x = x + self.position_embedding(position)
         x = embedded = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
         layers = []
         for layer, (block, (keys, values)) in enumerate(zip(self.blocks, cache, strict=True)):
             x = self._with_shortcut(x, embedded, layer)
-            x, keys, values = block.continued(x, position, keys, values)
+            x, keys, values = block.continued(x, length, keys, values)
             layers.append((keys, values))
-        return self.logits(self.final_norm(x)), tuple(layers)
+        return self.logits(self.final_norm(x[:, -1:]))[:, 0], tuple(layers)
 
     @typed
     def logits(
@@ -372,19 +396,16 @@ class BigramLM(nnx.Module):
         return self.table(tokens)
 
     @typed
-    def empty_cache(self, batch: int) -> KeyValueCache:
+    def empty_cache(self, batch: int) -> tuple[()]:
         """Nothing: a bigram remembers nothing."""
         return ()
 
     @typed
     def continued(
-        self,
-        tokens: Int[Array, "batch time"],
-        position: Int[Array, "batch time"],
-        cache: KeyValueCache,
-    ) -> tuple[Float[Array, "batch time {self.vocab_size}"], KeyValueCache]:
-        """Each token's row, and nothing to remember."""
-        return self.table(tokens), cache
+        self, tokens: Int[Array, "batch time"], length: Int[Array, " batch"], cache: tuple[()]
+    ) -> tuple[Float[Array, "batch {self.vocab_size}"], tuple[()]]:
+        """The last token's row, and nothing to remember."""
+        return self.table(tokens[:, -1]), cache
 
 
 LanguageModel = GPT | BigramLM

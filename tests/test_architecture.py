@@ -28,6 +28,7 @@ ROOMS = (
     "optimizer",
     "step",
     "generation",
+    "text",
     "layout",
     "interop",
     "run_directory",

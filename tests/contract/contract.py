@@ -35,6 +35,11 @@ SIZES = {
     "tokens": 31,
     "held_out": 37,
     "block_size": 64,
+    "places": 15,
+    "kv_heads": 10,
+    "query_heads": 30,
+    "rotary_dim": 12,
+    "modern_dim": 360,
 }
 assert len(set(SIZES.values())) == len(SIZES), "equal sizes hide swapped axes"
 

@@ -1,16 +1,13 @@
-"""Cases of what computes: attention, layers, models, loss, steps and sampling."""
+"""Cases of what computes: attention, layers, models, loss and steps."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jgpt import heads, layers, model, optimizer, step
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
-from jgpt.generation import TOKENS_PER_CALL
-from jgpt.tokenizer import ByteTokenizer
 from tests.contract.contract import SIZES, Case, closure
 
 BATCH, HEADS, HEAD_DIM, EMBED = (SIZES[n] for n in ("batch", "heads", "head_dim", "embed_dim"))
@@ -58,7 +55,6 @@ STEP = closure(STEPS, "step")
 GRADIENTS = closure(STEP, "gradients_of")
 STATE = step.init_state(TRAIN)
 CLIP = closure(optimizer.clip_by_global_norm(1.0).update, "f")
-GRAPH, GRAPH_STATE = nnx.split(TABLE)
 
 SELF_ATTENTION = {"x": "float batch time embed_dim"}
 CROSS_ATTENTION = {**SELF_ATTENTION, "context": "float batch key embed_dim"}
@@ -257,74 +253,6 @@ STEP_CASES = [
     Case("jgpt.step._stream", {}, SCALAR, static={"seed": 1, "stream": 2}),
 ]
 
-PROMPT = {"prompt": "int batch time", "key": "key"}
-GENERATION = [
-    Case(
-        "jgpt.generation.next_token",
-        {
-            "logits": "float batch vocab",
-            "key": "key",
-            "temperature": "float",
-            "top_p": "float",
-        },
-        (BATCH,),
-        static={"top_k": 3},
-    ),
-    Case(
-        "jgpt.generation._draw",
-        {
-            "window": "int batch time",
-            "length": "int",
-            "start": "int",
-            "count": "int",
-            "key": "key",
-            "temperature": "float",
-            "top_p": "float",
-        },
-        ((BATCH, 7), (BATCH, TOKENS_PER_CALL), ()),
-        static={"weights": GRAPH_STATE, "graph": GRAPH, "top_k": None},
-    ),
-    # with no token to draw nothing is compiled
-    Case(
-        "jgpt.generation.generate",
-        PROMPT,
-        (BATCH, 7),
-        static={"model": TABLE, "max_new_tokens": 0},
-        takes="values",
-    ),
-    Case(
-        "jgpt.generation.stream",
-        PROMPT,
-        static={"model": TABLE, "max_new_tokens": 0},
-        takes="values",
-    ),
-    Case(
-        "jgpt.generation._pieces",
-        PROMPT,
-        static={
-            "model": TABLE,
-            "max_new_tokens": 0,
-            "temperature": 1.0,
-            "top_k": None,
-            "top_p": None,
-        },
-        takes="values",
-    ),
-    Case(
-        "jgpt.generation.opening",
-        {},
-        (1,),
-        static={"tokenizer": ByteTokenizer()},
-        takes="numpy",
-        loose=True,
-    ),
-    Case(
-        "jgpt.generation.decode_stream",
-        {},
-        takes="numpy",
-        static={"tokenizer": ByteTokenizer(), "pieces": [np.zeros(3, np.int32)]},
-    ),
-]
 REPORT = [
     Case(
         "jgpt.report.attention_maps",
@@ -333,4 +261,4 @@ REPORT = [
         static={"model": GPT},
     ),
 ]
-COMPUTING = [*ATTENTION, *LAYERS, *MODEL, *LOSS, *STEP_CASES, *GENERATION, *REPORT]
+COMPUTING = [*ATTENTION, *LAYERS, *MODEL, *LOSS, *STEP_CASES, *REPORT]
