@@ -1,4 +1,5 @@
 from .attention import attend, attention_weights, causal_mask
+from .bigram import BigramLM
 from .checkpoint import load
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from .contracts import LEGEND, check, record, typed
@@ -6,8 +7,9 @@ from .generation import generate
 from .heads import Head, MultiHeadAttention
 from .interop import load_gpt2, save_gpt2
 from .loss import cross_entropy
-from .model import GPT, BigramLM, Block, FeedForward, create_model
+from .model import GPT, Block, FeedForward, create_model
 from .presets import preset
+from .text import generate_text
 from .tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from .train import Run, fit
 
@@ -35,6 +37,7 @@ __all__ = [
     "cross_entropy",
     "fit",
     "generate",
+    "generate_text",
     "load",
     "load_gpt2",
     "preset",

@@ -189,32 +189,40 @@ def rotate(
 
 
 @typed
-def cache_mask(position: Int[Array, " time"], places: int) -> Bool[Array, "time {places}"]:
-    """Which places of a cache the queries at these positions may read.
+def cache_mask(
+    length: Int[Array, ""],
+    slot: Int[Array, ""],
+    time: int,
+    places: int,
+    window: int | None = None,
+) -> Bool[Array, "{time} {places}"]:
+    """Which places of a cache may be read by a sequence's `time` newest of `length` positions.
 
-    A cache is a ring: position p lies at p modulo `places`, and a place not yet written is not
-    read. New positions are written before they are read.
+    A cache is a ring: what is written at slot s lies at place s modulo `places`, and the newest
+    positions are at the slots from `slot` on. They read themselves and the past, as far back as the
+    cache, the sequence and the window go.
     """
-    query = position[:, None].astype(jnp.int32)
-    return (jnp.arange(places) <= query) | (query >= places)
+    newest = slot + time - 1
+    held = newest - (newest - jnp.arange(places)) % places  # the slot that each place was last for
+    query = slot + jnp.arange(time)[:, None]
+    seen = (held <= query) & (held > newest - length)
+    return seen if window is None else seen & (held > query - window)
 
 
 @typed
 def write_to_cache(
-    cache: Float[Array, "heads places head_dim"],
-    new: Float[Array, "heads time head_dim"],
-    position: Int[Array, " time"],
-) -> Float[Array, "heads places head_dim"]:
-    """A sequence's cache with new entries from their first position on, modulo its places.
+    cache: Float[Array, "*batch places head_dim"],
+    new: Float[Array, "*batch time head_dim"],
+    slot: Int[Array, ""],
+) -> Float[Array, "*batch places head_dim"]:
+    """A cache with new entries at the slots from `slot` on, which must not pass its last place.
 
-    They don't run past its last place. Raises ValueError for more of them than places.
+    Raises ValueError for more of them than places.
     """
-    time, places = new.shape[1], cache.shape[1]
+    time, places = new.shape[-2], cache.shape[-2]
     if time > places:
         raise ValueError(f"{time} new positions don't fit into a cache of {places} places")
-    start = position[0].astype(jnp.int32) % places
-    zero = jnp.zeros_like(start)
-    return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (zero, start, zero))
+    return jax.lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), slot % places, -2)
 
 
 @typed

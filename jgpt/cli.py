@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,8 @@ from jgpt.options import (
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
 Options = TypeVar("Options")
+SIDE_BY_SIDE = 16
+BETWEEN_TEXTS = "---------------"
 
 
 @typed
@@ -107,34 +109,45 @@ def sample(args: list[str]) -> None:
         raise ValueError(f"seed={options.seed} must be at least 0 and below 2**32")
 
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     from jgpt.checkpoint import load
     from jgpt.device import keep_compilations
-    from jgpt.generation import decode_stream, opening, stream
+    from jgpt.text import stream_text
 
     keep_compilations()
     model, tokenizer, _ = load(options.run, which=options.checkpoint)
-    prompt = _prompt(options)
-    tokens = opening(tokenizer) if prompt is None else tokenizer.encode(prompt)
+    prompts = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
     key = jax.random.key(np.uint32(options.seed))
-    for index in range(options.num_samples):
-        pieces = stream(
+    for first in range(0, len(prompts), SIDE_BY_SIDE):
+        rows = tuple(prompts[first : first + SIDE_BY_SIDE])
+        pieces = stream_text(
             model,
-            jnp.asarray(tokens)[None],
+            tokenizer,
+            rows,
             options.max_new_tokens,
-            key=jax.random.fold_in(key, index),
+            key=jax.random.fold_in(key, first),
+            stop=options.stop,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
+            min_p=options.min_p,
         )
-        if index:
-            print("\n---------------")
-        print(prompt or "", end="", flush=True)
-        for text in decode_stream(tokenizer, (piece[0] for piece in pieces)):
-            print(text, end="", flush=True)
-        print()
+        if first:
+            print(BETWEEN_TEXTS)
+        _print_texts(rows, pieces)
+
+
+def _print_texts(prompts: tuple[str, ...], pieces: Iterator[tuple[str, ...]]) -> None:
+    """The first text as it comes, and then the others."""
+    print(prompts[0], end="", flush=True)
+    others = list(prompts[1:])
+    for first, *more in pieces:
+        print(first, end="", flush=True)
+        others = [text + new for text, new in zip(others, more, strict=True)]
+    print()
+    for text in others:
+        print(f"{BETWEEN_TEXTS}\n{text}")
 
 
 @typed
@@ -362,20 +375,21 @@ def _tokenizer(options: ImportOptions) -> Any:
     return CharTokenizer.from_text(read_text((options.tokenizer,)))
 
 
-def _prompt(options: SampleOptions) -> str | None:
-    if options.prompt is not None and options.prompt_file is not None:
+def _prompts(options: SampleOptions) -> tuple[str, ...]:
+    """The texts to continue; an empty one stands for a line's beginning."""
+    if options.prompt and options.prompt_file is not None:
         raise ValueError("prompt and prompt_file are two prompts: give one")
     if options.prompt_file == "-":
-        prompt = sys.stdin.buffer.read().decode("utf-8")
+        prompts = (sys.stdin.buffer.read().decode("utf-8"),)
     elif options.prompt_file is not None:
         from jgpt.corpus import read_text
 
-        prompt = read_text((options.prompt_file,))
+        prompts = (read_text((options.prompt_file,)),)
     else:
-        prompt = options.prompt
-    if prompt == "":
+        prompts = options.prompt
+    if "" in prompts:
         raise ValueError("the prompt is empty: give at least one character, or no --prompt at all")
-    return prompt
+    return prompts or ("",)
 
 
 if __name__ == "__main__":

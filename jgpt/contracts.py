@@ -13,6 +13,7 @@ import reprlib
 import sys
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from beartype import BeartypeConf, beartype
@@ -110,6 +111,24 @@ def check(value: Result, annotation: Any) -> Result:
 def record(kind: type[Record]) -> type[Record]:
     """Check a dataclass's fields against their annotations when it is made."""
     kind.__init__ = typed(kind.__init__)
+    return kind
+
+
+def pytree(kind: type[Record]) -> type[Record]:
+    """Let JAX take a record apart, and rebuild it unchecked: in a tree, leaves may be anything."""
+    import jax
+
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+
+    def flatten(made):
+        return [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names], None
+
+    def unflatten(_, values):
+        made = object.__new__(kind)
+        vars(made).update(zip(names, values, strict=True))
+        return made
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
     return kind
 
 

@@ -1,23 +1,24 @@
-"""Sampling: the next token, many of them, and their text as it comes."""
+"""Sampling: the next token, and many of them, with a cache of keys and values."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from jgpt.contracts import typed
-from jgpt.model import KeyValueCache, LanguageModel
-from jgpt.tokenizer import Tokenizer
+from jgpt.contracts import pytree, record, typed
+from jgpt.heads import KeyValueCache
+from jgpt.model import LanguageModel
 
 TOKENS_PER_CALL = 32
 
 
-@jax.tree_util.register_dataclass
+@pytree
+@record
 @dataclass(frozen=True)
 class Rules:
     """How to draw: what may change from call to call without another compilation."""
@@ -34,7 +35,7 @@ def next_token(
     rules: Rules,
     top_k: int | None = None,
 ) -> Int[Array, " batch"]:
-    """Draw a token for each row, row i with the key folded with i.
+    """Draw a token for each row. What a row draws doesn't depend on the others.
 
     `top_k` keeps the likeliest tokens, then `top_p` the fewest that hold it (Holtzman et al. 2020,
     section 3.1), then `min_p` those at least that fraction as likely as the likeliest (Nguyen et
@@ -46,8 +47,8 @@ def next_token(
     # the likeliest becomes 0 and the others less: no temperature makes them overflow
     logits = logits - logits.max(axis=-1, keepdims=True)
     logits = logits / jnp.where(warm, rules.temperature, 1)
-    if top_k is not None:
-        smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     if rules.top_p is not None:
         descending = jnp.sort(logits, axis=-1)[:, ::-1]
@@ -58,8 +59,7 @@ def next_token(
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     if rules.min_p is not None:
         logits = jnp.where(logits < jnp.log(rules.min_p), -jnp.inf, logits)  # the likeliest is 0
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(logits.shape[0]))
-    sampled = jax.vmap(jax.random.categorical)(keys, logits)
+    sampled = jax.random.categorical(key, logits)
     return jnp.where(warm, sampled, greedy).astype(jnp.int32)
 
 
@@ -79,9 +79,12 @@ def generate(
     """The prompts, each continued by `max_new_tokens` tokens.
 
     Prompts of different `lengths` are filled up at their ends; a continuation begins where its
-    prompt ends, and what is beyond it is 0. Past `block_size` the window slides: the model reads
-    the last `block_size` tokens. A row depends on its own prompt, the key and its index alone.
-    Raises ValueError for an empty prompt or a bad sampling parameter.
+    prompt ends, and what is beyond it is 0. A row depends on its own prompt, the key and its index
+    alone, to rounding. Raises ValueError for an empty prompt or a bad sampling parameter.
+
+    A model reads the last `block_size` tokens. Past them, rotary positions go on from the cache,
+    each layer reading the last `block_size` of the layer below; learned positions move, so that
+    every new token reads the whole window again, all rows as soon as the longest one must.
     """
     pieces = stream(
         model,
@@ -97,11 +100,11 @@ def generate(
     batch, time = prompt.shape
     ends = np.full(batch, time) if lengths is None else lengths
     new = np.concatenate([np.zeros((batch, 0), np.int32), *pieces], axis=1)
-    whole = np.zeros((batch, time + max_new_tokens), np.int32)
+    whole = np.pad(np.asarray(prompt), ((0, 0), (0, max_new_tokens)))
     for row, end in enumerate(ends):
-        whole[row, :end] = prompt[row, :end]
+        whole[row, end:] = 0
         whole[row, end : end + max_new_tokens] = new[row]
-    return jnp.asarray(whole, prompt.dtype)
+    return jax.device_put(whole)
 
 
 @typed
@@ -132,7 +135,8 @@ def stream(
         raise ValueError("the prompt is empty: give at least one token to continue from")
     if ends.max() > prompt.shape[1]:
         raise ValueError(f"lengths reach {ends.max()}, beyond the prompt's {prompt.shape[1]}")
-    outside = np.asarray(prompt)[np.asarray((prompt < 0) | (prompt >= model.vocab_size))]
+    tokens = np.asarray(prompt)
+    outside = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
     if outside.size:
         raise ValueError(
             f"the prompt holds token {outside[0]}, outside the vocabulary of {model.vocab_size}"
@@ -142,13 +146,13 @@ def stream(
         None if top_p is None else jnp.float32(top_p),
         None if min_p is None else jnp.float32(min_p),
     )
-    return _pieces(model, prompt, ends, max_new_tokens, key, rules, top_k)
+    return _pieces(model, tokens, ends, max_new_tokens, key, rules, top_k)
 
 
 @typed
 def _pieces(
     model: LanguageModel,
-    prompt: Int[Array, "batch time"],
+    prompt: Int[np.ndarray, "batch time"],
     ends: Int[np.ndarray, " batch"],
     max_new_tokens: int,
     key: Key[Array, ""],
@@ -157,61 +161,60 @@ def _pieces(
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     graph, weights = nnx.split(model)
     size = model.block_size
-    kept = np.minimum(ends, size)
-    cropped = np.zeros((len(ends), size), np.int32)
-    for row, (end, length) in enumerate(zip(ends, kept, strict=True)):
-        cropped[row, :length] = prompt[row, end - length : end]
-    window, length = jnp.asarray(cropped), jnp.asarray(kept, jnp.int32)
-    cache = _prefill(weights, window, graph=graph)
-    # a window that is full can be read from the cache once more; learned positions then move
-    cached = max_new_tokens if model.slides else size - int(kept.max()) + 1
-    position = length - 1
-    start = 0
-    while start < max_new_tokens:
+    length = np.minimum(ends, size).astype(np.int32)
+    rows = [
+        row[end - size if end > size else 0 : end] for row, end in zip(prompt, ends, strict=True)
+    ]
+    window = np.stack([np.pad(row.astype(np.int32), (size - len(row), 0)) for row in rows])
+    context = int(length.max()) - 1  # the last token is read when the next one is drawn
+    # widths are powers of two, so that prompts of other lengths find a program that fits
+    width = min(size, 1 << (context - 1).bit_length()) if context else 0
+    tokens = np.pad(window[:, size - 1 - context : -1], ((0, 0), (0, width - context)))
+    cache = _prefill(weights, tokens, length - 1 - context + width, graph=graph)
+    rereads = not model.slides and prompt.shape[1] + max_new_tokens > size + 1
+    for start in range(0, max_new_tokens, TOKENS_PER_CALL):
         count = min(TOKENS_PER_CALL, max_new_tokens - start)
-        if start < cached:
-            count = min(count, cached - start)
-            window, length, position, cache, drawn, finite = _draw_cached(
-                weights,
-                window,
-                length,
-                position,
-                cache,
-                start,
-                count,
-                key,
-                rules,
-                graph=graph,
-                top_k=top_k,
-            )
-        else:
-            window, length, drawn, finite = _draw_rereading(
-                weights, window, length, start, count, key, rules, graph=graph, top_k=top_k
-            )
+        window, length, cache, drawn, finite = _draw(
+            weights,
+            window,
+            length,
+            cache,
+            start,
+            count,
+            key,
+            rules,
+            graph=graph,
+            top_k=top_k,
+            rereads=rereads,
+        )
         if not finite:
             raise FloatingPointError("the model's logits are not finite: its weights are broken")
-        yield np.asarray(drawn[:, :count])
-        start += count
+        yield np.asarray(drawn)[:, :count]
 
 
 @functools.partial(jax.jit, static_argnames="graph")
 @typed
 def _prefill(
-    weights: PyTree[Float[Array, "..."]], window: Int[Array, "batch time"], *, graph: nnx.GraphDef
+    weights: PyTree[Float[Array, "..."]],
+    tokens: Int[Array, "batch time"],
+    length: Int[Array, " batch"],
+    *,
+    graph: nnx.GraphDef,
 ) -> KeyValueCache:
-    """The windows' cache; what lies beyond a length is overwritten before it is read."""
+    """The cache of the prompts but for their last tokens; what is behind them is not read."""
     model = nnx.merge(graph, weights)
-    position = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
-    return model.continued(window, position, model.empty_cache(window.shape[0]))[1]
+    cache = model.empty_cache(tokens.shape[0])
+    return model.continued(tokens, length, cache)[1] if tokens.size else cache
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "top_k"), donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames=("graph", "top_k", "rereads"), donate_argnames=("window", "cache")
+)
 @typed
-def _draw_cached(
+def _draw(
     weights: PyTree[Float[Array, "..."]],
     window: Int[Array, "batch time"],
     length: Int[Array, " batch"],
-    position: Int[Array, " batch"],
     cache: KeyValueCache,
     start: Int[Array, ""],
     count: Int[Array, ""],
@@ -220,100 +223,41 @@ def _draw_cached(
     *,
     graph: nnx.GraphDef,
     top_k: int | None,
+    rereads: bool,
 ) -> tuple[
     Int[Array, "batch time"],
-    Int[Array, " batch"],
     Int[Array, " batch"],
     KeyValueCache,
     Int[Array, f"batch {TOKENS_PER_CALL}"],
     Bool[Array, ""],
 ]:
-    """Draw `count` tokens, each from its predecessor and the cache alone."""
+    """Draw `count` tokens; each row's tokens end at the end of its window."""
     model = nnx.merge(graph, weights)
+    batch, size = window.shape
+    first_length = length
 
-    def body(i, carry):
-        window, length, position, cache, drawn, finite = carry
-        last = jnp.take_along_axis(window, length[:, None] - 1, axis=1)
-        logits, cache = model.continued(last, position[:, None], cache)
-        token = next_token(logits[:, 0], jax.random.fold_in(key, start + i), rules, top_k)
-        window, length = _append(window, length, token)
-        finite &= jnp.isfinite(logits).all()
-        return window, length, position + 1, cache, drawn.at[:, i].set(token), finite
+    def read_last(window, length, cache):
+        before = window[:, -1 - model.lookback : -1]
+        return model.continued(window[:, -1:], length, cache, before)
 
-    drawn = jnp.zeros((window.shape[0], TOKENS_PER_CALL), window.dtype)
-    carry = (window, length, position, cache, drawn, jnp.array(True))
-    return jax.lax.fori_loop(0, count, body, carry)
+    def read_window(window, length, cache):
+        logits, _ = model.continued(window, jnp.minimum(length, size), model.empty_cache(batch))
+        return logits, cache
 
-
-@functools.partial(jax.jit, static_argnames=("graph", "top_k"))
-@typed
-def _draw_rereading(
-    weights: PyTree[Float[Array, "..."]],
-    window: Int[Array, "batch time"],
-    length: Int[Array, " batch"],
-    start: Int[Array, ""],
-    count: Int[Array, ""],
-    key: Key[Array, ""],
-    rules: Rules,
-    *,
-    graph: nnx.GraphDef,
-    top_k: int | None,
-) -> tuple[
-    Int[Array, "batch time"],
-    Int[Array, " batch"],
-    Int[Array, f"batch {TOKENS_PER_CALL}"],
-    Bool[Array, ""],
-]:
-    """Draw `count` tokens, each by reading the whole window: its positions move as it slides."""
-    model = nnx.merge(graph, weights)
-
-    def body(i, carry):
-        window, length, drawn, finite = carry
-        logits = jnp.take_along_axis(model(window), length[:, None, None] - 1, axis=1)[:, 0]
+    def step(read, i, carry):
+        window, cache, drawn, finite = carry
+        logits, cache = read(window, first_length + i, cache)
         token = next_token(logits, jax.random.fold_in(key, start + i), rules, top_k)
-        window, length = _append(window, length, token)
-        finite &= jnp.isfinite(logits).all()
-        return window, length, drawn.at[:, i].set(token), finite
+        window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
+        return window, cache, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()
 
-    drawn = jnp.zeros((window.shape[0], TOKENS_PER_CALL), window.dtype)
-    return jax.lax.fori_loop(0, count, body, (window, length, drawn, jnp.array(True)))
-
-
-@typed
-def _append(
-    window: Int[Array, "batch time"], length: Int[Array, " batch"], token: Int[Array, " batch"]
-) -> tuple[Int[Array, "batch time"], Int[Array, " batch"]]:
-    """Put a token behind each row's last; a full row first drops its oldest."""
-    full = length == window.shape[1]
-    window = jnp.where(full[:, None], jnp.roll(window, -1, axis=1), window)
-    length = jnp.where(full, length, length + 1)
-    here = jnp.arange(window.shape[1]) == length[:, None] - 1
-    return jnp.where(here, token[:, None].astype(window.dtype), window), length
-
-
-@typed
-def opening(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
-    """Where a sample without a prompt begins: a new line, or the first token if there is none."""
-    try:
-        return tokenizer.encode("\n")
-    except ValueError:
-        return np.zeros(1, np.int32)
-
-
-@typed
-def decode_stream(
-    tokenizer: Tokenizer, pieces: Iterable[Integer[np.ndarray, " _"]]
-) -> Iterator[str]:
-    """The text of one sequence's pieces, as soon as its characters are whole."""
-    tokens: list[int] = []
-    said = 0
-    for piece in pieces:
-        tokens.extend(piece.tolist())
-        text = tokenizer.decode(tokens)
-        # bytes of an unfinished character decode to the replacement character: wait for the rest
-        whole = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        if whole > said:
-            yield text[said:whole]
-            said = whole
-    if tokens:
-        yield tokenizer.decode(tokens)[said:]
+    drawn = jnp.zeros((batch, TOKENS_PER_CALL), jnp.int32)
+    carry = (window, cache, drawn, jnp.array(True))
+    # a window that is full can be read from the cache once more; then learned positions move
+    count = count.astype(jnp.int32)
+    cached = jnp.clip(size + 1 - length.max(), 0, count) if rereads else count
+    carry = jax.lax.fori_loop(0, cached, functools.partial(step, read_last), carry)
+    if rereads:
+        carry = jax.lax.fori_loop(cached, count, functools.partial(step, read_window), carry)
+    window, cache, drawn, finite = carry
+    return window, length + count, cache, drawn, finite

@@ -26,8 +26,9 @@ from jgpt.contracts import check, typed
 from jgpt.device import cuda_capability
 from jgpt.layers import INIT_STD, Linear, dropout_key, rms_normed
 
-KeyValueCache = PyTree[Float[Array, "batch kv_heads places head_dim"], "KeyValueCache"]
-"""For each layer, the keys and the values of the positions that were read already.
+KeyValueCache = PyTree[Float[Array, "heads places head_dim"], "KeyValueCache"]
+"""For each layer, the keys and the values of what was read already, with the heads of all sequences
+in one axis: XLA copies a cache with an axis of size 1 whenever it writes to it.
 
 What a function takes and what it returns are of the same layers.
 """
@@ -257,50 +258,39 @@ class MultiHeadAttention(_Attention):
     def continued(
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
-        position: Int[Array, "batch time"],
-        keys: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
-        values: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        length: Int[Array, " batch"],
+        keys: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
+        values: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
     ) -> tuple[
         Float[Array, "batch time {self.embed_dim}"],
-        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
-        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
     ]:
-        """The same for new positions, one after the other, that join a cache and read it."""
-        heads, keys, values = jax.vmap(self._row_continued)(
-            split_heads(self.query(x), self.num_heads),
-            split_heads(self.key(x), self.num_kv_heads),
-            split_heads(self.value(x), self.num_kv_heads),
-            position,
+        """The same for each sequence's newest positions, which join a cache and read it.
+
+        With them the sequences have `length` positions. They end at one slot, `max(length) - 1`.
+        """
+        time = x.shape[1]
+        slot = length.max() - time
+        position = jnp.maximum(length[:, None] - time + jnp.arange(time), 0)
+        placed = jax.vmap(self._placed)
+        query = placed(split_heads(self.query(x), self.num_heads), position)
+        key = placed(split_heads(self.key(x), self.num_kv_heads), position)
+        value = split_heads(self.value(x), self.num_kv_heads)
+        new_shape = (keys.shape[0], time, self.head_dim)
+        keys = write_to_cache(keys, key.reshape(new_shape), slot)
+        values = write_to_cache(values, value.reshape(new_shape), slot)
+        places, window = keys.shape[1], self.window
+        mask = jax.vmap(lambda length: cache_mask(length, slot, time, places, window))(length)
+        # each head of keys and values is read by a group of query heads
+        groups = self.num_heads // self.num_kv_heads
+        heads = jax.vmap(functools.partial(attend, scale=self.scale))(
+            query.reshape(keys.shape[0], groups * time, self.head_dim),
             keys,
             values,
+            jnp.repeat(jnp.tile(mask, (1, groups, 1)), self.num_kv_heads, axis=0),
         )
-        return self.projection(merge_heads(heads)), keys, values
-
-    @typed
-    def _row_continued(
-        self,
-        query: Float[Array, "{self.num_heads} time {self.head_dim}"],
-        key: Float[Array, "{self.num_kv_heads} time {self.head_dim}"],
-        value: Float[Array, "{self.num_kv_heads} time {self.head_dim}"],
-        position: Int[Array, " time"],
-        keys: Float[Array, "{self.num_kv_heads} places {self.head_dim}"],
-        values: Float[Array, "{self.num_kv_heads} places {self.head_dim}"],
-    ) -> tuple[
-        Float[Array, "{self.num_heads} time {self.head_dim}"],
-        Float[Array, "{self.num_kv_heads} places {self.head_dim}"],
-        Float[Array, "{self.num_kv_heads} places {self.head_dim}"],
-    ]:
-        """One sequence's heads, before the projection, and its cache."""
-        keys = write_to_cache(keys, self._placed(key, position), position)
-        values = write_to_cache(values, value, position)
-        heads = attend(
-            self._placed(query, position),
-            self._shared(keys),
-            self._shared(values),
-            cache_mask(position, keys.shape[1]),
-            scale=self.scale,
-        )
-        return heads, keys, values
+        return self.projection(merge_heads(heads.reshape(query.shape))), keys, values
 
     @typed
     def head(self, index: int) -> Head:

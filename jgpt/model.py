@@ -1,4 +1,4 @@
-"""The transformer on top of its heads: FeedForward, Block, GPT, and a bigram.
+"""The transformer on top of its heads: FeedForward, Block and GPT.
 
 Modules hold parameters only. `module(x)` is evaluation; `module(x, rngs=nnx.Rngs(dropout=key))`
 is training. Models map tokens to logits; the loss is a function beside them.
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jgpt.attention import dropped
+from jgpt.bigram import BigramLM
 from jgpt.config import Activation, ModelConfig, NormKind
 from jgpt.contracts import check, typed
 from jgpt.device import with_dtype
@@ -156,18 +157,16 @@ class Block(nnx.Module):
     def continued(
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
-        position: Int[Array, "batch time"],
-        keys: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
-        values: Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        length: Int[Array, " batch"],
+        keys: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
+        values: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
     ) -> tuple[
         Float[Array, "batch time {self.embed_dim}"],
-        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
-        Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
+        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
     ]:
-        """The same for new positions that join a cache and read it."""
-        read, keys, values = self.attention.continued(
-            self.attention_norm(x), position, keys, values
-        )
+        """The same for each sequence's newest positions, which join a cache and read it."""
+        read, keys, values = self.attention.continued(self.attention_norm(x), length, keys, values)
         x = x + read
         return x + self.feed_forward(self.feed_forward_norm(x)), keys, values
 
@@ -187,6 +186,7 @@ class GPT(nnx.Module):
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_dim = config.embed_dim // config.num_heads
         self.slides = config.positions == "rotary"  # a cache goes on past block_size
+        self.lookback = max(config.ngram_sizes, default=1) - 1
         self.token_embedding = Embedding(
             config.vocab_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
         )
@@ -318,31 +318,39 @@ class GPT(nnx.Module):
     def empty_cache(
         self, batch: int
     ) -> PyTree[
-        Float[Array, "{batch} {self.num_kv_heads} {self.block_size} {self.head_dim}"],
+        Float[Array, "{batch}*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
         "KeyValueCache",
     ]:
-        """A cache for `batch` sequences of up to `block_size` positions, none of them read yet."""
-        shape = (batch, self.num_kv_heads, self.block_size, self.head_dim)
-        zeros = jnp.zeros(shape, self.config.dtype)
-        return tuple((zeros, zeros) for _ in self.blocks)
+        """A cache for `batch` sequences of `block_size` positions, none of them read yet."""
+        shape = (batch * self.num_kv_heads, self.block_size, self.head_dim)
+        dtype = self.config.dtype
+        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.blocks)
 
     @typed
     def continued(
         self,
         tokens: Int[Array, "batch time"],
-        position: Int[Array, "batch time"],
+        length: Int[Array, " batch"],
         cache: PyTree[
-            Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"], "KeyValueCache"
+            Float[Array, "batch*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
+            "KeyValueCache",
         ],
+        before: Int[Array, "batch {self.lookback}"] | None = None,
     ) -> tuple[
-        Float[Array, "batch time {self.vocab_size}"],
-        PyTree[Float[Array, "batch {self.num_kv_heads} places {self.head_dim}"], "KeyValueCache"],
+        Float[Array, "batch {self.vocab_size}"],
+        PyTree[
+            Float[Array, "batch*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
+            "KeyValueCache",
+        ],
     ]:
-        """The logits of new tokens at positions one after the other, and the cache with them.
+        """What comes after each sequence's newest tokens, and a cache that holds them too.
 
-        Equal to the last logits of the whole sequence. Rotary positions may pass `block_size`:
-        each token then reads the last `block_size`. For learned ones the caller keeps below it.
-        Raises ValueError for a cache of another number of layers.
+        With them the sequences have `length` tokens, and they end at one slot of the cache,
+        `max(length) - 1`: a shorter one begins later, and what is in `tokens` before it is not
+        read. `before` are the `lookback` tokens in front of the newest, if there are any. The
+        logits equal the last of the whole sequence. Rotary positions may pass `block_size`, one
+        token at a time: each layer then reads the last `block_size` positions. For learned ones the
+        caller stays below it. Raises ValueError for another number of layers.
         """
         if len(cache) != len(self.blocks):
             raise ValueError(
@@ -351,14 +359,21 @@ class GPT(nnx.Module):
             )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
+            time = tokens.shape[1]
+            position = jnp.maximum(length[:, None] - time + jnp.arange(time), 0)
             x = x + self.position_embedding(position)
+        if self.ngram_embedding is not None:
+            missing = jnp.full((tokens.shape[0], self.lookback), -1, tokens.dtype)
+            known = jnp.concatenate([missing if before is None else before, tokens], axis=1)
+            begun = jnp.arange(known.shape[1]) >= known.shape[1] - length[:, None]
+            x = x + self.ngram_embedding(jnp.where(begun, known, -1))[:, self.lookback :]
         x = embedded = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
         layers = []
         for layer, (block, (keys, values)) in enumerate(zip(self.blocks, cache, strict=True)):
             x = self._with_shortcut(x, embedded, layer)
-            x, keys, values = block.continued(x, position, keys, values)
+            x, keys, values = block.continued(x, length, keys, values)
             layers.append((keys, values))
-        return self.logits(self.final_norm(x)), tuple(layers)
+        return self.logits(self.final_norm(x[:, -1:]))[:, 0], tuple(layers)
 
     @typed
     def logits(
@@ -372,63 +387,6 @@ class GPT(nnx.Module):
             logits = logits + head.bias[...].astype(logits.dtype)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-class BigramLM(nnx.Module):
-    """A table whose row of a token holds the logits of the next one, drawn from N(0, 1)."""
-
-    block_size = 1  # it reads the last token alone, however many it is given
-    slides = True
-
-    @typed
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        init_std: float = 1.0,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.table = Embedding(
-            vocab_size, vocab_size, init_std=init_std, param_dtype=param_dtype, rngs=rngs
-        )
-
-    @typed
-    def __call__(
-        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
-    ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Each token's row; `rngs` is there for the interface alone."""
-        return self.table(tokens)
-
-    @typed
-    def hidden(
-        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
-    ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Each token's row, which its logits are already."""
-        return self.table(tokens)
-
-    @typed
-    def logits(
-        self, x: Float[Array, "batch time {self.vocab_size}"]
-    ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The same: there is no head on top of the table."""
-        return x
-
-    @typed
-    def empty_cache(self, batch: int) -> tuple[()]:
-        """Nothing: a bigram remembers nothing."""
-        return ()
-
-    @typed
-    def continued(
-        self,
-        tokens: Int[Array, "batch time"],
-        position: Int[Array, "batch time"],
-        cache: tuple[()],
-    ) -> tuple[Float[Array, "batch time {self.vocab_size}"], tuple[()]]:
-        """Each token's row, and nothing to remember."""
-        return self.table(tokens), cache
 
 
 LanguageModel = GPT | BigramLM

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from jgpt.config import DataConfig, TokenizerName, TrainConfig
 from jgpt.contracts import typed
@@ -41,8 +41,9 @@ class SampleOptions:
 
     run: Positional[str]
     """The run directory."""
-    prompt: str | None = None
-    """The text to continue; a line's beginning by default."""
+    prompt: UseAppendAction[tuple[str, ...]] = ()
+    """The text to continue, a line's beginning by default; give it again for more texts, which are
+    continued side by side."""
     prompt_file: str | None = None
     """A UTF-8 file with the text to continue; - is standard input."""
     max_new_tokens: int = 500
@@ -53,8 +54,12 @@ class SampleOptions:
     """Draw from this many of the likeliest tokens only."""
     top_p: float | None = None
     """Draw from the fewest tokens that hold this probability only."""
+    min_p: float | None = None
+    """Draw from the tokens at least this fraction as likely as the likeliest only."""
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    """End a text before this string; may be given again, the first to appear counts."""
     num_samples: int = 1
-    """How many texts to write."""
+    """How many texts to write for each prompt."""
     seed: int = 1337
     """The same seed writes the same text."""
     checkpoint: Literal["best", "last"] | int = "best"

@@ -53,7 +53,8 @@ def flops_per_token(config: ModelConfig) -> int:
     """Floating-point operations of a forward pass per token, at a full block.
 
     Two for each multiplication and addition in matrix products, attention's included as if it were
-    not causal (Chowdhery et al. 2022, appendix B), but within its window. Training takes three times that.
+    not causal (Chowdhery et al. 2022, appendix B), but within its window. Training takes three
+    times that.
     """
     if config.architecture == "bigram":
         return 0

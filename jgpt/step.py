@@ -1,8 +1,7 @@
 """The train and evaluation steps: training's only jit, and its only donation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +11,16 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
-from jgpt.contracts import record, typed
+from jgpt.contracts import pytree, record, typed
 from jgpt.device import with_dtype
 from jgpt.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.model import abstract_model, create_model
 from jgpt.optimizer import Weights, learning_rate_schedule, make_optimizer
 
-Record = TypeVar("Record")
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches use the seed's key itself, folded with the step
 
 
-def _pytree(kind: type[Record]) -> type[Record]:
-    """Let JAX take a record apart, and rebuild it unchecked: in a tree, leaves may be anything."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-
-    def flatten(made):
-        return [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names], None
-
-    def unflatten(_, values):
-        made = object.__new__(kind)
-        vars(made).update(zip(names, values, strict=True))
-        return made
-
-    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
-    return kind
-
-
-@_pytree
+@pytree
 @record
 @dataclass(frozen=True)
 class TrainState:
@@ -49,7 +31,7 @@ class TrainState:
     step: Int[Array, ""]
 
 
-@_pytree
+@pytree
 @record
 @dataclass(frozen=True)
 class Metrics:

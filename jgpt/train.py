@@ -19,7 +19,7 @@ from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data import Dataset, batches, evaluation_windows, load_dataset, resident
 from jgpt.device import CompilationWatch, Profiler, with_dtype
-from jgpt.generation import generate, opening
+from jgpt.generation import generate
 from jgpt.loss import bits_per_character
 from jgpt.metrics import Recorder
 from jgpt.model import LanguageModel
@@ -28,6 +28,7 @@ from jgpt.provenance import provenance, require_same_corpus
 from jgpt.report import plot_losses
 from jgpt.run_directory import LOSS_PICTURE, PROFILE, RunDirectory
 from jgpt.step import TrainState, Weights, init_state, make_eval_step, make_train_steps
+from jgpt.text import opening
 from jgpt.tokenizer import Tokenizer
 from jgpt.tracker import open_tracker
 

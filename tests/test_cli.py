@@ -125,6 +125,30 @@ def test_sample_slides_past_the_block_size(trained):
     assert first != second.removesuffix("\n")
 
 
+def test_sample_continues_several_prompts_side_by_side(trained):
+    ask = ("sample", trained, "--max-new-tokens", 12, "--temperature", 0)
+    both = worked(*ask, "--prompt", "the quick", "--prompt", "lazy", "--num-samples", 2)
+    the, lazy = (worked(*ask, "--prompt", prompt) for prompt in ("the quick", "lazy"))
+    assert both == "---------------\n".join([the, the, lazy, lazy])
+
+
+def test_sample_writes_more_texts_than_go_side_by_side(trained):
+    said = worked("sample", trained, "--prompt", "the", "--max-new-tokens", 9, "--num-samples", 18)
+    texts = said.removesuffix("\n").split("\n---------------\n")
+    assert len(texts) == 18
+    assert all(text.startswith("the") and len(text) == 12 for text in texts)
+    assert len(set(texts)) > 9
+
+
+def test_sample_ends_at_the_first_stop_string(trained):
+    ask = ("sample", trained, "--prompt", "the", "--max-new-tokens", 40, "--temperature", 0)
+    whole = worked(*ask).removesuffix("\n")
+    stop = whole[20:23]
+    assert stop not in whole[3:20]
+    said = worked(*ask, "--stop", "no such text", "--stop", stop)
+    assert said == whole[: whole.index(stop, 3)] + "\n"
+
+
 def test_eval_agrees_with_the_metrics(trained):
     measured = json.loads(worked("eval", trained, "--json"))
     lines = [line for line in metrics(trained) if "validation_loss" in line]
@@ -244,6 +268,8 @@ def test_bad_text_gets_one_line(content, because, tmp_path):
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--top-k", "0"], "top_k=0"),
         (["--top-p", "0"], "top_p=0.0"),
+        (["--min-p", "2"], "min_p=2.0"),
+        (["--stop", ""], "a stop string is empty"),
         (["--max-new-tokens", "-1"], "max_new_tokens=-1"),
         (["--num-samples", "0"], "num_samples=0"),
         (["--seed", "-1"], "seed=-1"),

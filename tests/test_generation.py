@@ -1,5 +1,7 @@
-"""Sampling: what is drawn, from what, and how it reads as it comes."""
+"""Sampling: what is drawn, from what, and that a cache changes nothing."""
 
+import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -7,57 +9,205 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-from jgpt import GPT, BigramLM, ByteTokenizer, CharTokenizer, ModelConfig, generate
-from jgpt.generation import TOKENS_PER_CALL, _draw, decode_stream, next_token, opening, stream
+from jgpt import ModelConfig, attend, create_model, generate
+from jgpt.attention import merge_heads, split_heads
+from jgpt.generation import TOKENS_PER_CALL, Rules, next_token, stream
 
 VOCAB, BLOCK_SIZE = 17, 6
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
 KEY = jax.random.key(8)
+SMALL = ModelConfig(
+    vocab_size=VOCAB, block_size=BLOCK_SIZE, num_layers=2, num_heads=4, embed_dim=16, hidden_dim=20
+)
+MODERN = {
+    "positions": "rotary",
+    "num_kv_heads": 2,
+    "norm": "rms",
+    "norm_scale": False,
+    "qk_norm": True,
+    "attention_scale": 0.5,
+    "zero_init": True,
+    "embedding_shortcut": True,
+    "logit_softcap": 15.0,
+    "activation": "relu_squared",
+    "tie_embeddings": False,
+}
+FAMILIES = {
+    "lecture": {
+        "activation": "relu",
+        "use_bias": True,
+        "head_bias": True,
+        "tie_embeddings": False,
+    },
+    "nanogpt": {},
+    "gpt2": {"activation": "gelu_tanh", "qkv_bias": True, "use_bias": True},
+    "modern": MODERN,
+    "bigram": {"architecture": "bigram"},
+}
+
+
+def random_model(**fields):
+    """A model whose choices vary: all of its parameters are large, those that begin at 0 too."""
+    model = create_model(dataclasses.replace(SMALL, **fields), rngs=nnx.Rngs(0))
+    leaves, structure = jax.tree.flatten(nnx.state(model, nnx.Param))
+    keys = jax.random.split(jax.random.key(3), len(leaves))
+    drawn = [
+        leaf + 0.6 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    nnx.update(model, jax.tree.unflatten(structure, drawn))
+    return model
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A GPT with parameters so large that its choices vary."""
-    config = ModelConfig(
-        vocab_size=VOCAB, block_size=BLOCK_SIZE, num_layers=1, num_heads=2, embed_dim=8
-    )
-    model = GPT(config, rngs=nnx.Rngs(0))
-    weights = nnx.state(model, nnx.Param)
-    nnx.update(model, jax.tree.map(lambda leaf: leaf * 25 if leaf.ndim > 1 else leaf, weights))
-    return model
+    return random_model()
 
 
-def by_hand(model, prompt, count, choose):
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param, random_model(**FAMILIES[request.param])
+
+
+def by_hand(model, prompt, count, choose, read=None):
     """The loop as the lecture writes it: crop, read, choose, append."""
-    run = nnx.jit(lambda model, tokens: model(tokens)[:, -1])
-    tokens = prompt
+    crop = BLOCK_SIZE if read is None else 0
+    run = nnx.jit(read or (lambda model, tokens: model(tokens)[:, -1]))
+    tokens = np.asarray(prompt)
     for index in range(count):
-        logits = run(model, tokens[:, -model.block_size :])
-        token = choose(logits, jax.random.fold_in(KEY, index))
-        tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
+        token = choose(run(model, tokens[:, -crop:]), jax.random.fold_in(KEY, index))
+        tokens = np.concatenate([tokens, token[:, None]], axis=1)
     return tokens
 
 
-def test_greedy_takes_the_likeliest_and_slides_past_the_block(model):
-    greedy = by_hand(model, PROMPT, 11, lambda logits, _: logits.argmax(-1))
-    assert len(set(np.asarray(greedy[:, 3:]).flat)) > 3
-    assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY, temperature=0.0), greedy)
-    assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY, top_k=1), greedy)
-    assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY, top_p=1e-6), greedy)
-    assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY, temperature=1e-37), greedy)
-    assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY, temperature=1e-44), greedy)
+def likeliest(logits, _):
+    return logits.argmax(-1)
 
 
-def test_sampling_draws_from_the_cropped_window_s_distribution(model):
+def read_through_a_band(model, tokens):
+    """The last logits without any cache: each layer reads the block_size positions before it."""
+    age = jnp.arange(tokens.shape[1])[:, None] - jnp.arange(tokens.shape[1])
+    band = (age >= 0) & (age < model.block_size)
+    x = embedded = model.token_embedding(tokens)
+    for share, block in zip(model.shortcut, model.blocks, strict=True):
+        its = block.attention
+        x = x + share * embedded
+        y = block.attention_norm(x)
+        query = its._placed(split_heads(its.query(y), its.num_heads))
+        key = its._placed(split_heads(its.key(y), its.num_kv_heads))
+        value = split_heads(its.value(y), its.num_kv_heads)
+        key, value = (jnp.repeat(each, 2, axis=1) for each in (key, value))
+        heads = attend(query, key, value, band, scale=its.scale)
+        x = x + its.projection(merge_heads(heads))
+        x = x + block.feed_forward(block.feed_forward_norm(x))
+    return model.logits(model.final_norm(x))[:, -1]
+
+
+def test_greedy_with_a_cache_is_greedy_without_one(family):
+    name, model = family
+    read = read_through_a_band if name == "modern" else None
+    greedy = by_hand(model, PROMPT, 3 * BLOCK_SIZE, likeliest, read)
+    assert len(set(np.asarray(greedy[:, 3:]).flat)) > 3 or name == "bigram"
+    drawn = generate(model, PROMPT, 3 * BLOCK_SIZE, key=KEY, temperature=0.0)
+    assert jnp.array_equal(drawn, greedy)
+
+
+def test_a_model_with_rotary_positions_sees_beyond_its_window():
+    """Else the band in the test above could be any other way to slide."""
+    model = random_model(**MODERN)
+    cropped = by_hand(model, PROMPT, 3 * BLOCK_SIZE, likeliest)
+    drawn = generate(model, PROMPT, 3 * BLOCK_SIZE, key=KEY, temperature=0.0)
+    assert jnp.array_equal(drawn[:, : BLOCK_SIZE + 1], cropped[:, : BLOCK_SIZE + 1])
+    assert not jnp.array_equal(drawn, cropped)
+
+
+def continued(model, rows, steps, error=0):
+    """The logits of each row's last `steps` tokens, read one by one after the rest at once."""
+    lengths = jnp.array([len(row) - steps for row in rows])
+    width = int(lengths.max())
+    # what stands before a shorter row is not read
+    first = [[VOCAB - 1] * (width - len(row) + steps) + row[: len(row) - steps] for row in rows]
+    _, cache = model.continued(jnp.array(first), lengths, model.empty_cache(len(rows)))
+    found = []
+    for i in range(steps):
+        last = jnp.array([[row[len(row) - steps + i]] for row in rows])
+        logits, cache = model.continued(last, lengths + i + 1 + error, cache)
+        found.append(logits)
+    return jnp.stack(found, axis=1)
+
+
+ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [8, 9, 7, 9]]
+
+
+def test_logits_with_a_cache_are_those_without(family):
+    _, model = family
+    found = continued(model, ROWS, 2)
+    for i, row in enumerate(ROWS):
+        expected = model(jnp.array([row]))[0, -2:]
+        np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "modern"])
+def test_a_length_that_is_one_too_short_is_noticed(name):
+    model = random_model(**FAMILIES[name])
+    found, wrong = continued(model, ROWS, 2), continued(model, ROWS, 2, error=-1)
+    assert all(abs(found - wrong).max(axis=(1, 2)) > 1e-3)
+
+
+def test_a_row_of_a_batch_is_what_it_is_alone(family):
+    _, model = family
+    lengths = np.array([6, 3, 4])
+    prompts = jnp.array([row + [16] * (6 - len(row)) for row in ROWS])
+    for count in (3, 15):  # within the block, and past it
+        together = generate(model, prompts, count, key=KEY, lengths=lengths, temperature=0.0)
+        for row, tokens in zip(ROWS, together, strict=True):
+            alone = generate(model, jnp.array([row]), count, key=KEY, temperature=0.0)[0]
+            assert tokens[: len(row) + count].tolist() == alone.tolist()
+            assert not tokens[len(row) + count :].any()
+
+
+def test_learned_positions_are_read_again_in_every_row_at_its_own_length(model):
+    """As soon as the longest row is full; the others' windows are not, and grow."""
+    lengths = np.array([6, 2])
+    prompts = jnp.array([[3, 1, 4, 1, 5, 9], [2, 6, 0, 0, 0, 0]])
+    drawn = generate(model, prompts, 13, key=KEY, lengths=lengths, temperature=0.0)
+    for row, length in zip(drawn, lengths, strict=True):
+        prompt = row[None, :length]
+        assert row[None, : length + 13].tolist() == by_hand(model, prompt, 13, likeliest).tolist()
+
+
+def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
+    alone = generate(model, PROMPT[:1], 9, key=KEY)
+    together = generate(model, PROMPT, 9, key=KEY)
+    twice = generate(model, PROMPT[jnp.array([0, 0])], 9, key=KEY)
+    assert jnp.array_equal(together[0], alone[0])
+    assert jnp.array_equal(together[0], twice[0])
+    assert not jnp.array_equal(twice[0], twice[1])
+
+
+def test_one_choice_left_is_greedy(model):
+    greedy = generate(model, PROMPT, 11, key=KEY, temperature=0.0)
+    narrow: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"min_p": 1.0},
+        {"temperature": 1e-37},
+        {"temperature": 1e-44},
+    ]
+    for options in narrow:
+        assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY, **options), greedy), options
+
+
+def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
     drawn = by_hand(model, PROMPT, 11, lambda logits, key: jax.random.categorical(key, logits))
+    assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert not jnp.array_equal(generate(model, PROMPT, 11, key=jax.random.key(9)), drawn)
 
 
-def test_a_long_prompt_is_kept_whole_and_read_by_its_end(model):
+def test_a_long_prompt_is_kept_whole_and_read_by_its_end(family):
+    _, model = family
     long = jnp.tile(PROMPT, (1, 3))
     whole = generate(model, long, 4, key=KEY, temperature=0.0)
     cropped = generate(model, long[:, -BLOCK_SIZE:], 4, key=KEY, temperature=0.0)
@@ -80,32 +230,25 @@ def test_the_pieces_of_a_stream_are_what_generate_appends(model):
     assert np.array_equal(np.concatenate(pieces, axis=1), whole[:, 3:])
 
 
-def test_many_calls_of_one_shape_compile_once(model):
-    program: Any = _draw
-    program.clear_cache()
-    for count, length, temperature in ((1, 3, 1.0), (40, 3, 0.5), (7, 1, 0.0), (9, 6, 2.0)):
-        prompt = jnp.ones((2, length), jnp.int32)
-        generate(model, prompt, count, key=jax.random.key(count), temperature=temperature)
-    assert program._cache_size() == 1
+@pytest.mark.parametrize("name", ["nanogpt", "modern"])
+@pytest.mark.parametrize("count", [2, 3 * BLOCK_SIZE])
+def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
+    model = random_model(**FAMILIES[name], vocab_size=VOCAB + count)  # compiled by no other test
+    keys = list(jax.random.split(KEY, 3))
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        for i, key in enumerate(keys):
+            how = {"temperature": 0.5 * i, "min_p": 0.1 * i, "lengths": np.array([3 - i, 3])}
+            generate(model, PROMPT, count, key=key, top_k=5, **how)
+    compiled = [line for line in caplog.messages if line.startswith("Finished XLA compilation")]
+    assert ["jit(_prefill)" in compiled[0], "jit(_draw)" in compiled[1]] == [True, True]
+    assert len(compiled) == 2
 
 
-def test_a_bigram_generates_from_the_last_token_alone():
-    model = BigramLM(VOCAB, rngs=nnx.Rngs(0))
-    table = np.asarray(model.table.embedding[...])
-    expected = [5]
-    for _ in range(8):
-        expected.append(int(table[expected[-1]].argmax()))
-    tokens = generate(model, jnp.array([[2, 5]]), 8, key=KEY, temperature=0.0)
-    assert tokens[0, 1:].tolist() == expected
-
-
-def probabilities(logits, count=20_000, **options):
+def probabilities(logits, count=20_000, temperature=1.0, top_k=None, **nucleus):
     """How often each token is drawn."""
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
-    temperature = jnp.float32(options.get("temperature", 1.0))
-    top_p = options.get("top_p")
-    top_p = None if top_p is None else jnp.float32(top_p)
-    drawn = next_token(rows, KEY, temperature, options.get("top_k"), top_p)
+    arrays = {name: jnp.float32(value) for name, value in nucleus.items()}
+    drawn = next_token(rows, KEY, Rules(jnp.float32(temperature), **arrays), top_k)
     return np.bincount(np.asarray(drawn), minlength=len(logits)) / count
 
 
@@ -115,14 +258,23 @@ def probabilities(logits, count=20_000, **options):
         ({}, [0.1, 0.4, 0.2, 0.3]),
         ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
         ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_k": 3}, [0, 4 / 9, 2 / 9, 3 / 9]),
         ({"top_k": 99}, [0.1, 0.4, 0.2, 0.3]),
         ({"top_p": 0.39}, [0, 1, 0, 0]),
         ({"top_p": 0.5}, [0, 4 / 7, 0, 3 / 7]),
         ({"top_p": 0.8}, [0, 4 / 9, 2 / 9, 3 / 9]),
         ({"top_p": 1.0}, [0.1, 0.4, 0.2, 0.3]),
+        ({"min_p": 0.0}, [0.1, 0.4, 0.2, 0.3]),
+        ({"min_p": 0.26}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ({"min_p": 0.7}, [0, 4 / 7, 0, 3 / 7]),
+        ({"min_p": 1.0}, [0, 1, 0, 0]),
         # the nucleus is taken of what temperature and top_k have left
         ({"top_k": 3, "top_p": 0.75}, [0, 4 / 7, 0, 3 / 7]),
         ({"temperature": 0.5, "top_p": 0.5}, [0, 1, 0, 0]),
+        # and so is the fraction of the likeliest: 1/16, 1, 1/4 and 9/16
+        ({"temperature": 0.5, "min_p": 0.26}, [0, 16 / 25, 0, 9 / 25]),
+        ({"temperature": 0.5, "min_p": 0.24}, [0, 16 / 29, 4 / 29, 9 / 29]),
+        ({"top_k": 2, "min_p": 0.01}, [0, 4 / 7, 0, 3 / 7]),
     ],
 )
 def test_tokens_are_drawn_as_often_as_they_should(options, expected):
@@ -141,8 +293,13 @@ def test_tokens_are_drawn_as_often_as_they_should(options, expected):
         ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
         ({"top_p": 1.1}, r"top_p=1.1 must be in \(0, 1\]"),
         ({"top_p": float("nan")}, r"top_p=nan must be in \(0, 1\]"),
+        ({"min_p": -0.1}, r"min_p=-0.1 must be in \[0, 1\]"),
+        ({"min_p": 1.5}, r"min_p=1.5 must be in \[0, 1\]"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 must be 0 or more"),
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "the prompt is empty"),
+        ({"prompt": jnp.zeros((0, 2), jnp.int32)}, "the prompt is empty"),
+        ({"lengths": np.array([3, 0])}, "the prompt is empty"),
+        ({"lengths": np.array([3, 4])}, "lengths reach 4, beyond the prompt's 3"),
         ({"prompt": jnp.array([[3, VOCAB]])}, "holds token 17, outside the vocabulary of 17"),
         ({"prompt": jnp.array([[-1, 3]])}, "holds token -1, outside the vocabulary of 17"),
     ],
@@ -155,28 +312,11 @@ def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, messa
 
 def test_broken_weights_are_reported(model):
     broken = nnx.clone(model)
-    broken.final_norm.scale[...] = jnp.full(8, jnp.nan)
+    broken.final_norm.scale[...] = jnp.full(16, jnp.nan)
     with pytest.raises(FloatingPointError, match="logits are not finite"):
         generate(broken, PROMPT, 3, key=KEY)
 
 
-def test_a_sample_opens_with_a_new_line_if_there_is_one():
-    assert opening(CharTokenizer("\n a")).tolist() == [0]
-    assert opening(ByteTokenizer()).tolist() == [10]
-    assert opening(CharTokenizer("bcd")).tolist() == [0]
-
-
-@given(st.binary(max_size=30), st.integers(1, 4))
-@example("a🙂é".encode(), 1)
-@example(b"\xed\xa0\x80\xff", 3)
-def test_a_stream_of_any_bytes_reads_as_the_whole(data, size):
-    pieces = [np.array(list(data[i : i + size])) for i in range(0, len(data), size)]
-    said = list(decode_stream(ByteTokenizer(), pieces))
-    assert "".join(said) == ByteTokenizer().decode(list(data))
-
-
-def test_characters_are_streamed_as_soon_as_they_are_whole():
-    pieces = [np.array([byte]) for byte in "né🙂".encode()]
-    assert list(decode_stream(ByteTokenizer(), pieces)) == ["n", "é", "🙂", ""]
-    assert list(decode_stream(ByteTokenizer(), [np.array([0xF0, 0x9F])])) == ["\ufffd"]
-    assert list(decode_stream(ByteTokenizer(), [])) == []
+def test_a_cache_of_another_model_is_refused(model):
+    with pytest.raises(ValueError, match="the cache has 1 layers and the model 2"):
+        model.continued(PROMPT, jnp.array([3, 3]), model.empty_cache(2)[:1])

@@ -2,7 +2,8 @@
 
 from tests.contract.device_cases import COMPUTING, WEIGHTS
 from tests.contract.host_cases import ON_THE_HOST
+from tests.contract.sampling_cases import SAMPLING
 
 __all__ = ["CASES", "WEIGHTS"]
 
-CASES = [*COMPUTING, *ON_THE_HOST]
+CASES = [*COMPUTING, *SAMPLING, *ON_THE_HOST]

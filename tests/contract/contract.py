@@ -39,6 +39,7 @@ SIZES = {
     "kv_heads": 10,
     "query_heads": 30,
     "rotary_dim": 12,
+    "lookback": 14,
     "modern_dim": 360,
 }
 assert len(set(SIZES.values())) == len(SIZES), "equal sizes hide swapped axes"

@@ -1,15 +1,12 @@
-"""Cases of what computes around the transformer: loss, steps and sampling."""
+"""Cases of what computes around the transformer: loss and steps."""
 
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jgpt import optimizer, step
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
-from jgpt.generation import TOKENS_PER_CALL
-from jgpt.tokenizer import ByteTokenizer
 from tests.contract.contract import SIZES, Case, closure
 from tests.contract.model_cases import BATCH, EMBED, GPT, HEADS, SCALAR, TABLE, TRANSFORMER
 
@@ -22,7 +19,6 @@ STEP = closure(STEPS, "step")
 GRADIENTS = closure(STEP, "gradients_of")
 STATE = step.init_state(TRAIN)
 CLIP = closure(optimizer.clip_by_global_norm(1.0).update, "f")
-GRAPH, GRAPH_STATE = nnx.split(TABLE)
 
 LOSS = [
     Case(
@@ -126,74 +122,6 @@ STEP_CASES = [
     Case("jgpt.step._stream", {}, SCALAR, static={"seed": 1, "stream": 2}),
 ]
 
-PROMPT = {"prompt": "int batch time", "key": "key"}
-GENERATION = [
-    Case(
-        "jgpt.generation.next_token",
-        {
-            "logits": "float batch vocab",
-            "key": "key",
-            "temperature": "float",
-            "top_p": "float",
-        },
-        (BATCH,),
-        static={"top_k": 3},
-    ),
-    Case(
-        "jgpt.generation._draw",
-        {
-            "window": "int batch time",
-            "length": "int",
-            "start": "int",
-            "count": "int",
-            "key": "key",
-            "temperature": "float",
-            "top_p": "float",
-        },
-        ((BATCH, 7), (BATCH, TOKENS_PER_CALL), ()),
-        static={"weights": GRAPH_STATE, "graph": GRAPH, "top_k": None},
-    ),
-    # with no token to draw nothing is compiled
-    Case(
-        "jgpt.generation.generate",
-        PROMPT,
-        (BATCH, 7),
-        static={"model": TABLE, "max_new_tokens": 0},
-        takes="values",
-    ),
-    Case(
-        "jgpt.generation.stream",
-        PROMPT,
-        static={"model": TABLE, "max_new_tokens": 0},
-        takes="values",
-    ),
-    Case(
-        "jgpt.generation._pieces",
-        PROMPT,
-        static={
-            "model": TABLE,
-            "max_new_tokens": 0,
-            "temperature": 1.0,
-            "top_k": None,
-            "top_p": None,
-        },
-        takes="values",
-    ),
-    Case(
-        "jgpt.generation.opening",
-        {},
-        (1,),
-        static={"tokenizer": ByteTokenizer()},
-        takes="numpy",
-        loose=True,
-    ),
-    Case(
-        "jgpt.generation.decode_stream",
-        {},
-        takes="numpy",
-        static={"tokenizer": ByteTokenizer(), "pieces": [np.zeros(3, np.int32)]},
-    ),
-]
 REPORT = [
     Case(
         "jgpt.report.attention_maps",
@@ -202,4 +130,4 @@ REPORT = [
         static={"model": GPT},
     ),
 ]
-COMPUTING = [*TRANSFORMER, *LOSS, *STEP_CASES, *GENERATION, *REPORT]
+COMPUTING = [*TRANSFORMER, *LOSS, *STEP_CASES, *REPORT]

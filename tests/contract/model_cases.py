@@ -147,21 +147,6 @@ ATTENTION = [
         (BATCH, 2, 7, 26),
     ),
     Case(
-        "jgpt.attention.cache_mask",
-        {"position": "int time"},
-        (7, 15),
-        static={"places": SIZES["places"]},
-    ),
-    Case(
-        "jgpt.attention.write_to_cache",
-        {
-            "cache": "float heads places head_dim",
-            "new": "float heads time head_dim",
-            "position": "int time",
-        },
-        (2, 15, 11),
-    ),
-    Case(
         "jgpt.attention.split_heads",
         {"x": "float batch time features"},
         (BATCH, 2, 7, 13),
@@ -247,6 +232,10 @@ def of_model(name: str, arrays: dict[str, str], returns: Any, **options: Any) ->
     return Case(f"jgpt.model.{name}", arrays, returns, fixed="embed_dim", **options)
 
 
+def of_bigram(name: str, arrays: dict[str, str], returns: Any, **options: Any) -> Case:
+    return Case(f"jgpt.bigram.{name}", arrays, returns, **options)
+
+
 def of_heads(
     name: str, arrays: dict[str, str], returns: Any, fixed: str = "embed_dim", **options: Any
 ) -> Case:
@@ -312,10 +301,10 @@ MODEL = [
     of_model("GPT.embed", TOKENS, STREAM, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=UNTIED, note="untied"),
-    of_model("BigramLM.__call__", TOKENS, LOGITS, owner=TABLE),
-    of_model("BigramLM.hidden", TOKENS, LOGITS, owner=TABLE),
+    of_bigram("BigramLM.__call__", TOKENS, LOGITS, owner=TABLE),
+    of_bigram("BigramLM.hidden", TOKENS, LOGITS, owner=TABLE),
     Case(
-        "jgpt.model.BigramLM.logits",
+        "jgpt.bigram.BigramLM.logits",
         {"x": "float batch time vocab"},
         LOGITS,
         fixed="vocab",
@@ -369,32 +358,7 @@ MODERN_FAMILY = [
         (BATCH, 2, 30, 5, 12),
         owner=GROUPED,
     ),
-    of_modern(
-        "heads.MultiHeadAttention.continued",
-        {**NEW, **KEPT},
-        (MODERN_STREAM, KEPT_SHAPE, KEPT_SHAPE),
-        owner=GROUPED,
-    ),
-    of_modern(
-        "heads.MultiHeadAttention._row_continued",
-        {
-            "query": "float query_heads time rotary_dim",
-            "key": "float kv_heads time rotary_dim",
-            "value": "float kv_heads time rotary_dim",
-            "position": "int time",
-            "keys": "float kv_heads places rotary_dim",
-            "values": "float kv_heads places rotary_dim",
-        },
-        ((30, 7, 12), KEPT_SHAPE[1:], KEPT_SHAPE[1:]),
-        owner=GROUPED,
-    ),
     of_modern("model.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),
-    of_modern(
-        "model.Block.continued",
-        {**NEW, **KEPT},
-        (MODERN_STREAM, KEPT_SHAPE, KEPT_SHAPE),
-        owner=MODERN_BLOCK,
-    ),
     of_modern(
         "model.GPT.__call__", TOKENS, LOGITS, owner=MODERN_GPT, static={"rngs": dropout_rngs}
     ),
@@ -406,38 +370,6 @@ MODERN_FAMILY = [
         MODERN_STREAM,
         owner=MODERN_GPT,
         static={"layer": 0},
-    ),
-    of_modern(
-        "model.GPT.empty_cache",
-        {},
-        ((BATCH, 10, 64, 12),) * 2,
-        owner=MODERN_GPT,
-        static={"batch": BATCH},
-    ),
-    of_modern(
-        "model.GPT.continued",
-        {**TOKENS, "position": "int batch time"},
-        (LOGITS, (BATCH, 10, 64, 12), (BATCH, 10, 64, 12)),
-        owner=MODERN_GPT,
-        fixed="batch",
-        static={"cache": MODERN_GPT.empty_cache(BATCH)},
-    ),
-    of_modern(
-        "model.GPT.continued",
-        {**TOKENS, "position": "int batch time"},
-        (LOGITS, (BATCH, 2, 64, 11), (BATCH, 2, 64, 11)),
-        owner=GPT,
-        fixed="batch",
-        static={"cache": GPT.empty_cache(BATCH)},
-        note="learned positions",
-    ),
-    of_modern(
-        "model.BigramLM.continued",
-        {**TOKENS, "position": "int batch time"},
-        (LOGITS,),
-        owner=TABLE,
-        static={"cache": ()},
-        note="",
     ),
 ]
 TRANSFORMER = [*ATTENTION, *LAYERS, *MODEL, *MODERN_FAMILY]

@@ -59,7 +59,7 @@ GOLDEN = {
     "float tokens": (
         lambda: MODEL(jnp.ones((2, 3))),
         """
-        jgpt.model.BigramLM.__call__() was given a wrong tokens.
+        jgpt.bigram.BigramLM.__call__() was given a wrong tokens.
         Expected: Int[Array, "batch time"]
         Got: float32[2,3]
         Reason: this array has dtype float32, which is no Int.
@@ -105,7 +105,7 @@ GOLDEN = {
     "a list": (
         lambda: MODEL([[1, 2, 3]]),  # type: ignore[arg-type]
         """
-        jgpt.model.BigramLM.__call__() was given a wrong tokens.
+        jgpt.bigram.BigramLM.__call__() was given a wrong tokens.
         Expected: Int[Array, "batch time"]
         Got: [[1, 2, 3]]
         Reason: list is not an array.

@@ -98,7 +98,7 @@ def test_a_wrong_result_is_blamed_on_the_return(case: Case):
         ("jgpt.optimizer.partition", {"table": {"embedding": "sgd"}}),
         ("jgpt.optimizer.partition", {"table": "adamw"}),
         ("jgpt.model.GPT.continued", (jnp.zeros((3, 7, 17)), ())),
-        ("jgpt.model.BigramLM.continued", (jnp.zeros((3, 7, 17)), (1,))),
+        ("jgpt.bigram.BigramLM.continued", (jnp.zeros((3, 7, 17)), (1,))),
         ("jgpt.optimizer.clip_by_global_norm.<locals>.clip", {"table": jnp.zeros((17, 17))}),
         ("jgpt.checkpoint.Checkpoints.restore_weights", {"table": jnp.zeros(3, int)}),
         ("jgpt.layout.to_torch", {"table.weight": np.zeros(3, int)}),

@@ -1,0 +1,125 @@
+"""Text as it comes: whole characters, and nothing of a stop string."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jgpt import BigramLM, ByteTokenizer, CharTokenizer, generate_text
+from jgpt.generation import TOKENS_PER_CALL
+from jgpt.text import decode_stream, opening, stream_text
+
+KEY = jax.random.key(3)
+LETTERS = CharTokenizer("\nabcdef")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Says the alphabet over and over: after each character the next one, after f a new line."""
+    model = BigramLM(7, rngs=nnx.Rngs(0))
+    model.table.embedding[...] = 50 * np.roll(np.eye(7, dtype=np.float32), 1, axis=1)
+    return model
+
+
+def test_a_sample_opens_with_a_new_line_if_there_is_one():
+    assert opening(CharTokenizer("\n a")).tolist() == [0]
+    assert opening(ByteTokenizer()).tolist() == [10]
+    assert opening(CharTokenizer("bcd")).tolist() == [0]
+
+
+@given(st.binary(max_size=30), st.integers(1, 4))
+@example("a🙂é".encode(), 1)
+@example(b"\xed\xa0\x80\xff", 3)
+def test_a_stream_of_any_bytes_reads_as_the_whole(data, size):
+    said = list(decode_stream(ByteTokenizer(), cut(data, size)))
+    assert "".join(said) == ByteTokenizer().decode(list(data))
+
+
+def cut(data, size):
+    return [np.array(list(data[i : i + size])) for i in range(0, len(data), size)]
+
+
+def test_characters_are_streamed_as_soon_as_they_are_whole():
+    assert list(decode_stream(ByteTokenizer(), cut("né🙂".encode(), 1))) == ["n", "é", "🙂"]
+    assert list(decode_stream(ByteTokenizer(), [np.array([0xF0, 0x9F])])) == ["\ufffd"]
+    assert list(decode_stream(ByteTokenizer(), [])) == []
+
+
+@given(
+    st.text("ab\n", max_size=20),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3).map(tuple),
+    st.integers(1, 5),
+)
+@example("aab", ("ab",), 1)
+@example("aaab", ("aab", "b"), 2)
+@example("ab", ("abb", "b"), 1)
+def test_a_text_ends_before_its_first_stop_string(text, stop, size):
+    expected = text[: min([text.find(each) for each in stop if each in text], default=len(text))]
+    said = []
+    for piece in decode_stream(ByteTokenizer(), cut(text.encode(), size), stop):
+        said.append(piece)
+        assert expected.startswith("".join(said))  # nothing is ever taken back
+    assert "".join(said) == expected
+
+
+def test_only_what_may_become_a_stop_string_is_held_back():
+    pieces = cut(b"xabxabc", 1)
+    assert list(decode_stream(ByteTokenizer(), pieces, ("abc",))) == ["x", "abx"]
+    assert list(decode_stream(ByteTokenizer(), pieces[:-1], ("abc",))) == ["x", "abx", "ab"]
+    assert list(decode_stream(ByteTokenizer(), cut("né🙂".encode(), 1), ("é!",))) == ["n", "é🙂"]
+
+
+def test_nothing_is_read_beyond_a_stop_string():
+    pieces = iter(cut(b"one. two", 2))
+    assert list(decode_stream(ByteTokenizer(), pieces, (".",))) == ["on", "e"]
+    assert len(list(pieces)) == 2
+
+
+def test_prompts_are_continued_side_by_side(model):
+    prompts = ("a", "\nabcd", "")
+    said = generate_text(model, LETTERS, prompts, 9, key=KEY, temperature=0.0)
+    assert said == ("bcdef\nabc", "ef\nabcdef", "abcdef\nab")
+    assert said == generate_text(model, LETTERS, prompts, 9, key=KEY)
+
+
+def test_each_text_ends_at_a_stop_string_of_its_own(model):
+    said = generate_text(model, LETTERS, ("a", "d"), 99, key=KEY, stop=("e", "\na"))
+    assert said == ("bcd", "")
+    said = generate_text(model, LETTERS, ("a", "d"), 4, key=KEY, stop=("ef\na", "x"))
+    assert said == ("bcde", "")
+
+
+def test_a_stop_string_that_begins_in_the_prompt_is_none(model):
+    assert generate_text(model, LETTERS, ("ab",), 9, key=KEY, stop=("bc",)) == ("cdef\na",)
+
+
+def test_drawing_ends_with_the_last_text(model):
+    def calls(*stop):
+        return len(list(stream_text(model, LETTERS, ("a", "d"), 10_000, key=KEY, stop=stop)))
+
+    assert calls("e") == 1
+    assert len(list(stream_text(model, LETTERS, ("a",), 2 * TOKENS_PER_CALL, key=KEY))) == 3
+
+
+def test_a_stream_says_what_the_whole_says(model):
+    pieces = list(stream_text(model, LETTERS, ("a", "d"), 70, key=KEY, stop=("f\nabcdef\nb",)))
+    whole = generate_text(model, LETTERS, ("a", "d"), 70, key=KEY, stop=("f\nabcdef\nb",))
+    assert tuple("".join(texts) for texts in zip(*pieces, strict=True)) == whole
+    assert [len(text) for text in whole] == [70, 70]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": ()}, "prompts is empty: give at least one"),
+        ({"stop": ("a", "")}, "a stop string is empty: it would end every text at once"),
+        ({"prompts": ("a", "x")}, "unknown character 'x'"),
+        ({"min_p": 2.0}, "min_p=2.0 must be in"),
+    ],
+)
+def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, message):
+    arguments = {"prompts": ("a",), "max_new_tokens": 5, "key": KEY} | options
+    with pytest.raises(ValueError, match=message):
+        stream_text(model, LETTERS, **arguments)
