@@ -9,7 +9,14 @@ import pytest
 from flax import nnx
 
 from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask
-from jgpt.attention import dropped, merge_heads, split_heads
+from jgpt.attention import (
+    cache_mask,
+    dropped,
+    merge_heads,
+    rotate,
+    split_heads,
+    write_to_cache,
+)
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
 
@@ -218,3 +225,80 @@ def test_weights_are_dropped_after_the_softmax():
     training = attend(query, key, value, dropout=0.5, dropout_key=jax.random.key(5))
     assert float(jnp.std(training)) > 0.05
     assert abs(float(training.mean()) - 1) < 0.1  # not normed again, but the mean is kept
+
+
+def test_a_pair_is_turned_by_its_position():
+    x = jnp.tile(jnp.array([1.0, 0.0]), (3, 1))
+    angles = np.array([0.0, 1.0, -40.0])
+    turned = rotate(x, jnp.array([0, 1, -40]))
+    np.testing.assert_allclose(turned, np.stack([np.cos(angles), np.sin(angles)], -1), atol=1e-6)
+
+
+def test_each_pair_turns_at_its_own_pace():
+    # features 0 and 2 are a pair that turns by 1 a position, 1 and 3 one that turns by 1/100
+    turned = rotate(jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([3]))
+    by_hand = [math.cos(3), 2 * math.cos(0.03), math.sin(3), 2 * math.sin(0.03)]
+    np.testing.assert_allclose(turned, [by_hand], rtol=1e-5)
+
+
+def test_turning_keeps_lengths_and_makes_products_depend_on_distances():
+    query, key = normal(0, BATCH, TIME, 6), normal(1, BATCH, CONTEXT, 6)
+
+    def affinities(at, of):
+        return rotate(query, at + jnp.arange(TIME)) @ rotate(key, of + jnp.arange(CONTEXT)).mT
+
+    np.testing.assert_allclose(affinities(0, 0), affinities(19, 19), rtol=1e-3, atol=1e-4)
+    assert float(jnp.abs(affinities(0, 0) - affinities(19, 20)).max()) > 0.1
+    np.testing.assert_allclose(
+        jnp.linalg.norm(rotate(query, 100 + jnp.arange(TIME)), axis=-1),
+        jnp.linalg.norm(query, axis=-1),
+        rtol=1e-5,
+    )
+
+
+def test_only_pairs_are_turned():
+    with pytest.raises(ValueError, match="head_dim=5 must be even"):
+        rotate(normal(0, TIME, 5), jnp.arange(TIME))
+
+
+def test_turning_is_as_narrow_as_what_it_turns():
+    x = normal(0, TIME, 6, dtype=jnp.bfloat16)
+    turned = rotate(x, 1000 + jnp.arange(TIME))
+    assert turned.dtype == jnp.bfloat16
+    wide = rotate(x.astype(jnp.float32), 1000 + jnp.arange(TIME))
+    # the angles are not narrow: 1001 and 1002 are one number in bfloat16
+    np.testing.assert_allclose(turned.astype(jnp.float32), wide, atol=0.05)
+
+
+def test_what_a_cache_s_reader_may_read():
+    """Four places: a position and those before it, then whatever lies there."""
+    assert cache_mask(jnp.array([0, 2, 3, 4, 9]), 4).tolist() == [
+        [True, False, False, False],
+        [True, True, True, False],
+        [True, True, True, True],
+        [True, True, True, True],
+        [True, True, True, True],
+    ]
+
+
+def test_what_is_written_lies_at_its_position_modulo_the_places():
+    cache, new = -jnp.ones((2, 5, 3)), normal(0, 2, 2, 3)
+    for first, place in ((0, 0), (3, 3), (6, 1), (10, 0)):
+        written = write_to_cache(cache, new, first + jnp.arange(2))
+        assert jnp.array_equal(written[:, place : place + 2], new)
+        assert int((written == -1).sum()) == 2 * 3 * 3
+    assert write_to_cache(cache.astype(jnp.bfloat16), new, jnp.arange(2)).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="6 new positions don't fit into a cache of 5 places"):
+        write_to_cache(cache, normal(0, 2, 6, 3), jnp.arange(6))
+    with jax.enable_x64(True):
+        written = write_to_cache(cache, new, 3 + jnp.arange(2, dtype="int32"))
+    assert jnp.array_equal(written[:, 3:], new)
+
+
+def test_affinities_are_scaled_as_asked():
+    # affinities 4 times ln 1, ln 2, ln 5: a quarter of them gives weights 1/8, 2/8, 5/8
+    query, key = jnp.array([[4.0]]), jnp.array([[0.0], [math.log(2)], [math.log(5)]])
+    weights = attention_weights(query, key, scale=0.25)
+    np.testing.assert_allclose(weights, [[1 / 8, 2 / 8, 5 / 8]], rtol=1e-6)
+    value = jnp.array([[8.0], [16.0], [24.0]])
+    np.testing.assert_allclose(attend(query, key, value, scale=0.25), [[20.0]], rtol=1e-6)
