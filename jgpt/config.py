@@ -92,7 +92,7 @@ class ModelConfig:
     qkv_bias: bool = False
     """Biases in the query, key and value projections."""
     use_bias: bool = False
-    """Biases in the output projections, the feed-forward and the norms."""
+    """Biases in the output projections, the feed-forward and layer norms."""
     head_bias: bool = False
     """A bias in the language-model head (untied heads only)."""
     tie_embeddings: bool = True
@@ -166,7 +166,7 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """The peak learning rate."""
     min_learning_rate: float = 1e-4
-    """Where the cosine ends."""
+    """Where the cosine, or wsd's line, ends; peaks of their own end at the same part of theirs."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """After the warmup: down a half cosine until the last step, flat, or flat and then down a line
     (warmup-stable-decay)."""
@@ -194,12 +194,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         """Refuse what can't train."""
         _check_types(self)
-        _require_positive(self, "learning_rate")
+        _require_positive(self, "learning_rate", "muon_learning_rate", "embedding_learning_rate")
         _require_not_negative(
             self, "min_learning_rate", "warmup_steps", "weight_decay", "gradient_clip"
         )
-        _require_fraction(self, "beta1", "beta2")
-        if self.schedule == "cosine" and self.min_learning_rate > self.learning_rate:
+        _require_not_negative(self, "muon_weight_decay")
+        _require_fraction(self, "beta1", "beta2", "muon_momentum", "decay_fraction")
+        if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate={self.min_learning_rate} is above "
                 f"learning_rate={self.learning_rate}; lower it"

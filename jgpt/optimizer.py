@@ -22,23 +22,24 @@ def learning_rate_schedule(
 ) -> optax.Schedule:
     """The learning rate at each step, up to `peak`, the config's learning rate by default.
 
-    Linear warmup, then flat, or a half cosine to the end, or flat and then a line to zero
+    Linear warmup, then flat, or a half cosine to the end, or flat and then a line to the end
     (warmup-stable-decay: Hu et al. 2024, section 4).
     """
     peak = config.learning_rate if peak is None else peak
     first = peak / (config.warmup_steps + 1)  # the first step is a step too
+    lowest = config.min_learning_rate / config.learning_rate
     pieces = [optax.linear_schedule(first, peak, config.warmup_steps)]
     boundaries = [config.warmup_steps]
     match config.schedule:
         case "constant":
             pieces.append(optax.constant_schedule(peak))
         case "cosine":
-            lowest = config.min_learning_rate / config.learning_rate
             span = max(steps - config.warmup_steps, 1)
             pieces.append(optax.cosine_decay_schedule(peak, span, alpha=lowest))
         case "wsd":
             decay = max(round(steps * config.decay_fraction), 1)
-            pieces += [optax.constant_schedule(peak), optax.linear_schedule(peak, 0.0, decay)]
+            line = optax.linear_schedule(peak, peak * lowest, decay)
+            pieces += [optax.constant_schedule(peak), line]
             boundaries.append(max(steps - decay, config.warmup_steps))
     schedule = optax.join_schedules(pieces, boundaries)
     # optax divides an integer step in float32, whatever the precision of the rest

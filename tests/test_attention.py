@@ -10,11 +10,14 @@ from flax import nnx
 
 from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask, heads
 from jgpt.attention import (
+    cache_mask,
     can_fuse,
     dropped,
     fused_attend,
     merge_heads,
+    rotate,
     split_heads,
+    write_to_cache,
 )
 from jgpt.device import cuda_capability
 
@@ -303,3 +306,80 @@ def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
     assert calls == [(True, (1, TIME)), (False, (1, CONTEXT))]
     assert jnp.array_equal(module(x, rngs=nnx.Rngs(dropout=1)), dropped_out)
     assert len(calls) == 2
+
+
+def test_a_pair_is_turned_by_its_position():
+    x = jnp.tile(jnp.array([1.0, 0.0]), (3, 1))
+    angles = np.array([0.0, 1.0, -40.0])
+    turned = rotate(x, jnp.array([0, 1, -40]))
+    np.testing.assert_allclose(turned, np.stack([np.cos(angles), np.sin(angles)], -1), atol=1e-6)
+
+
+def test_each_pair_turns_at_its_own_pace():
+    # features 0 and 2 are a pair that turns by 1 a position, 1 and 3 one that turns by 1/100
+    turned = rotate(jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([3]))
+    by_hand = [math.cos(3), 2 * math.cos(0.03), math.sin(3), 2 * math.sin(0.03)]
+    np.testing.assert_allclose(turned, [by_hand], rtol=1e-5)
+
+
+def test_turning_keeps_lengths_and_makes_products_depend_on_distances():
+    query, key = normal(0, BATCH, TIME, 6), normal(1, BATCH, CONTEXT, 6)
+
+    def affinities(at, of):
+        return rotate(query, at + jnp.arange(TIME)) @ rotate(key, of + jnp.arange(CONTEXT)).mT
+
+    np.testing.assert_allclose(affinities(0, 0), affinities(19, 19), rtol=1e-3, atol=1e-4)
+    assert float(jnp.abs(affinities(0, 0) - affinities(19, 20)).max()) > 0.1
+    np.testing.assert_allclose(
+        jnp.linalg.norm(rotate(query, 100 + jnp.arange(TIME)), axis=-1),
+        jnp.linalg.norm(query, axis=-1),
+        rtol=1e-5,
+    )
+
+
+def test_only_pairs_are_turned():
+    with pytest.raises(ValueError, match="head_dim=5 must be even"):
+        rotate(normal(0, TIME, 5), jnp.arange(TIME))
+
+
+def test_turning_is_as_narrow_as_what_it_turns():
+    x = normal(0, TIME, 6, dtype=jnp.bfloat16)
+    turned = rotate(x, 1000 + jnp.arange(TIME))
+    assert turned.dtype == jnp.bfloat16
+    wide = rotate(x.astype(jnp.float32), 1000 + jnp.arange(TIME))
+    # the angles are not narrow: 1001 and 1002 are one number in bfloat16
+    np.testing.assert_allclose(turned.astype(jnp.float32), wide, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("length", "slot", "time", "window", "seen"),
+    [
+        (3, 2, 1, None, ["xxx."]),
+        (2, 2, 1, None, [".xx."]),  # a shorter sequence begins later
+        (3, 1, 2, None, ["xx..", "xxx."]),
+        (10, 9, 1, None, ["xxxx"]),  # the ring holds the last four
+        (10, 9, 1, 2, ["xx.."]),  # at slots 8, 9, 6 and 7
+        (3, 1, 2, 1, [".x..", "..x."]),
+    ],
+)
+def test_a_cache_s_mask(length, slot, time, window, seen):
+    mask = cache_mask(jnp.array(length), jnp.array(slot), time, 4, window)
+    assert ["".join(".x"[bool(place)] for place in query) for query in mask] == seen
+
+
+def test_a_cache_is_a_ring():
+    cache, new = normal(0, 2, 5, 3), normal(1, 2, 1, 3)
+    written = write_to_cache(cache, new, jnp.array(7))
+    np.testing.assert_array_equal(written, cache.at[:, 2:3].set(new))
+    assert write_to_cache(cache.astype(jnp.bfloat16), new, jnp.array(0)).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="6 new positions don't fit into a cache of 5 places"):
+        write_to_cache(cache, normal(0, 2, 6, 3), jnp.array(0))
+
+
+def test_affinities_are_scaled_as_asked():
+    # affinities 4 times ln 1, ln 2, ln 5: a quarter of them gives weights 1/8, 2/8, 5/8
+    query, key = jnp.array([[4.0]]), jnp.array([[0.0], [math.log(2)], [math.log(5)]])
+    weights = attention_weights(query, key, scale=0.25)
+    np.testing.assert_allclose(weights, [[1 / 8, 2 / 8, 5 / 8]], rtol=1e-6)
+    value = jnp.array([[8.0], [16.0], [24.0]])
+    np.testing.assert_allclose(attend(query, key, value, scale=0.25), [[20.0]], rtol=1e-6)

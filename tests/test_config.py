@@ -35,6 +35,20 @@ from jgpt.presets import PRESETS
         (ModelConfig, {"activation": "swish"}, "activation='swish' must be Literal"),
         (ModelConfig, {"dtype": "float16"}, "dtype='float16' must be Literal"),
         (ModelConfig, {"head_bias": True}, "head_bias=True needs tie_embeddings=False"),
+        (ModelConfig, {"num_kv_heads": 3}, "num_heads=4 must be divisible by num_kv_heads=3"),
+        (ModelConfig, {"num_kv_heads": 8}, "num_heads=4 must be divisible by num_kv_heads=8"),
+        (ModelConfig, {"num_kv_heads": 0}, "num_kv_heads=0 must be positive"),
+        (
+            ModelConfig,
+            {"positions": "rotary", "embed_dim": 20},
+            "positions=rotary turns pairs: embed_dim=20 over num_heads=4 must be even",
+        ),
+        (ModelConfig, {"positions": "sinusoidal"}, "positions='sinusoidal' must be Literal"),
+        (ModelConfig, {"norm": "batch"}, "norm='batch' must be Literal"),
+        (ModelConfig, {"norm_scale": 1}, "norm_scale=1 must be bool"),
+        (ModelConfig, {"attention_scale": 0.0}, "attention_scale=0.0 must be positive"),
+        (ModelConfig, {"attention_scale": math.inf}, "attention_scale=inf must be finite"),
+        (ModelConfig, {"logit_softcap": -15.0}, "logit_softcap=-15.0 must be positive"),
         (OptimizerConfig, {"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
         (OptimizerConfig, {"learning_rate": math.inf}, "learning_rate=inf must be finite"),
         (OptimizerConfig, {"min_learning_rate": 0.5}, "min_learning_rate=0.5 is above"),
@@ -42,6 +56,22 @@ from jgpt.presets import PRESETS
         (OptimizerConfig, {"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
         (OptimizerConfig, {"gradient_clip": -1.0}, "gradient_clip=-1.0 must not be negative"),
         (OptimizerConfig, {"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
+        (
+            OptimizerConfig,
+            {"schedule": "wsd", "min_learning_rate": 0.5},
+            "min_learning_rate=0.5 is above learning_rate=0.001",
+        ),
+        (OptimizerConfig, {"optimizer": "sgd"}, "optimizer='sgd' must be Literal"),
+        (OptimizerConfig, {"decay_fraction": 1.5}, "decay_fraction=1.5 must be at least 0"),
+        (OptimizerConfig, {"decay_fraction": -0.1}, "decay_fraction=-0.1 must be at least 0"),
+        (OptimizerConfig, {"muon_learning_rate": 0.0}, "muon_learning_rate=0.0 must be positive"),
+        (OptimizerConfig, {"muon_weight_decay": -0.1}, "muon_weight_decay=-0.1 must not be neg"),
+        (OptimizerConfig, {"muon_momentum": 1.0}, "muon_momentum=1.0 must be at least 0 and bel"),
+        (
+            OptimizerConfig,
+            {"embedding_learning_rate": 0.0},
+            "embedding_learning_rate=0.0 must be positive",
+        ),
         (DataConfig, {"data": ()}, "data is empty"),
         (DataConfig, {"data": ("",)}, "data is empty"),
         (DataConfig, {"data": "pydocs"}, "data='pydocs' must be tuple"),
@@ -65,6 +95,14 @@ from jgpt.presets import PRESETS
 def test_a_bad_value_is_refused_by_name(kind, fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         kind(**fields)
+
+
+def test_what_is_odd_and_fine():
+    ModelConfig(embed_dim=20)  # heads of an odd size, where nothing turns them
+    ModelConfig(num_kv_heads=4)
+    ModelConfig(num_kv_heads=1, positions="rotary")
+    OptimizerConfig(schedule="constant", min_learning_rate=0.5)
+    OptimizerConfig(decay_fraction=0.0, muon_momentum=0.0)
 
 
 def test_a_config_cannot_change():

@@ -1,7 +1,9 @@
-"""The schedule, the decay and the clipping are those of nanoGPT, number by number."""
+"""Schedules, decay, clipping, AdamW and Muon, number by number."""
 
+import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from jgpt.optimizer import (
     decay_mask,
     learning_rate_schedule,
     make_optimizer,
+    partition,
 )
 
 CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps=10)
@@ -28,9 +31,9 @@ def nanogpt(step, warmup=10, steps=110, peak=0.6, least=0.06):
     return least + 0.5 * (1 + math.cos(math.pi * ratio)) * (peak - least)
 
 
-def rates(config, steps, at):
+def rates(config, steps, at, peak=None):
     """The learning rates of a run of `steps` steps at some of them."""
-    schedule = learning_rate_schedule(config, steps)
+    schedule = learning_rate_schedule(config, steps, peak)
     return [float(jnp.asarray(schedule(step))) for step in at]
 
 
@@ -46,6 +49,41 @@ def test_a_constant_schedule_stays_and_may_have_no_warmup():
     assert rates(flat, 9, (0, 5, 99)) == [0.5] * 3
     cosine = OptimizerConfig(learning_rate=0.5, min_learning_rate=0.0, warmup_steps=0)
     np.testing.assert_allclose(rates(cosine, 4, (0, 2, 4)), [0.5, 0.25, 0], atol=1e-7)
+
+
+WSD = OptimizerConfig(
+    learning_rate=0.4,
+    min_learning_rate=0.0,
+    schedule="wsd",
+    warmup_steps=3,
+    decay_fraction=0.4,
+)
+
+
+def test_warmup_stable_decay_by_hand():
+    # 3 of 10 steps up, 3 stay, 4 go down: the tenth is above zero, and the eleventh would be zero
+    up, flat, down = [0.1, 0.2, 0.3], [0.4] * 4, [0.3, 0.2, 0.1]
+    np.testing.assert_allclose(rates(WSD, 10, range(10)), up + flat + down, rtol=1e-5)
+    np.testing.assert_allclose(rates(WSD, 10, (10, 11, 99)), [0, 0, 0], atol=1e-7)
+
+
+def test_warmup_stable_decay_ends_at_the_least_rate():
+    least = dataclasses.replace(WSD, min_learning_rate=0.2)
+    np.testing.assert_allclose(rates(least, 10, (6, 8, 10, 99)), [0.4, 0.3, 0.2, 0.2], rtol=1e-5)
+
+
+def test_a_decay_that_begins_before_the_warmup_ends_waits_for_it():
+    late = dataclasses.replace(WSD, warmup_steps=7)
+    np.testing.assert_allclose(rates(late, 10, (6, 7, 8, 9)), [0.35, 0.4, 0.3, 0.2], rtol=1e-5)
+    sudden = dataclasses.replace(WSD, decay_fraction=0.0)
+    np.testing.assert_allclose(rates(sudden, 10, (3, 9, 10)), [0.4, 0.4, 0.0], atol=1e-7)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "wsd"])
+def test_another_peak_has_the_same_shape(schedule):
+    config = dataclasses.replace(WSD, schedule=schedule, min_learning_rate=0.1)
+    expected = [10 * rate for rate in rates(config, 10, range(12))]
+    np.testing.assert_allclose(rates(config, 10, range(12), peak=4.0), expected, rtol=1e-5)
 
 
 def test_a_warmup_longer_than_the_run_only_warms_up():
@@ -112,3 +150,156 @@ def test_two_steps_of_adamw_by_hand(clip):
             expected[name] = expected[name] - 0.5 * (step + decay)
     for name, value in expected.items():
         np.testing.assert_allclose(weights[name], value, rtol=1e-5)
+
+
+MODERN = ModelConfig(
+    vocab_size=5, embed_dim=4, num_heads=2, num_layers=2, block_size=3, use_bias=True,
+    qkv_bias=True, tie_embeddings=False, head_bias=True, embedding_shortcut=True,
+)  # fmt: skip
+MUON = OptimizerConfig(
+    optimizer="muon",
+    schedule="constant",
+    warmup_steps=0,
+    gradient_clip=0.0,
+    muon_learning_rate=0.5,
+    muon_momentum=0.9,
+    muon_weight_decay=0.2,
+)
+
+
+def names_of(labels) -> dict[str, set[str]]:
+    """The leaves that each rule moves."""
+    found: dict[str, set[str]] = {}
+    for path, label in jax.tree_util.tree_leaves_with_path(labels):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found.setdefault(label, set()).add(name)
+    return found
+
+
+def test_muon_moves_the_matrices_inside_the_blocks_alone():
+    weights = nnx.to_pure_dict(nnx.state(GPT(MODERN, rngs=nnx.Rngs(0)), nnx.Param))
+    matrices = {
+        f"blocks.{layer}.{part}.kernel"
+        for layer in (0, 1)
+        for part in (
+            "attention.query",
+            "attention.key",
+            "attention.value",
+            "attention.projection",
+            "feed_forward.expansion",
+            "feed_forward.projection",
+        )
+    }
+    everything = names_of(partition(OptimizerConfig(), weights))["adamw"]
+    assert len(everything) == 2 * 16 + 2 + 2 + 2 + 1
+    assert names_of(partition(MUON, weights)) == {
+        "muon": matrices,
+        "adamw": everything - matrices,
+    }
+    tables = {"token_embedding.embedding", "position_embedding.embedding"}
+    apart = dataclasses.replace(MUON, embedding_learning_rate=0.1)
+    assert names_of(partition(apart, weights)) == {
+        "muon": matrices,
+        "embedding": tables,
+        "adamw": everything - matrices - tables,
+    }
+    adamw = OptimizerConfig(embedding_learning_rate=0.1)
+    assert names_of(partition(adamw, weights)) == {
+        "embedding": tables,
+        "adamw": everything - tables,
+    }
+
+
+def orthogonalised(x):
+    """Five steps of the quintic iteration that Jordan et al. 2024 give, in float64."""
+    x = np.asarray(x, np.float64)
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+def in_a_block(kernel):
+    return {"blocks": {"0": {"attention": {"query": {"kernel": jnp.asarray(kernel, "float32")}}}}}
+
+
+def kernel_of(tree):
+    (kernel,) = jax.tree.leaves(tree)
+    return np.asarray(kernel)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)], ids=str)
+def test_muon_s_first_step_is_an_orthogonal_one(shape):
+    random = np.random.default_rng(0)
+    kernel, gradient = random.standard_normal(shape), random.standard_normal(shape)
+    optimizer = make_optimizer(MUON, 2)
+    weights = in_a_block(kernel)
+    updates, _ = optimizer.update(in_a_block(gradient), optimizer.init(weights), weights)
+    step = math.sqrt(max(1, shape[1] / shape[0])) * orthogonalised(gradient)
+    np.testing.assert_allclose(
+        kernel_of(updates), -0.5 * (step + 0.2 * kernel), rtol=1e-3, atol=1e-4
+    )
+    # that's nearly the nearest orthogonal matrix: the iteration stops at singular values around 1
+    u, _, vh = np.linalg.svd(gradient, full_matrices=False)
+    singular = np.linalg.svd(orthogonalised(gradient), compute_uv=False)
+    assert ((singular > 0.5) & (singular < 1.3)).all()
+    assert np.abs(orthogonalised(gradient) - u @ vh).max() < 0.4
+    # and the size of a gradient says nothing
+    small = jax.tree.map(lambda leaf: leaf / 1000, in_a_block(gradient))
+    updates_of_small, _ = optimizer.update(small, optimizer.init(weights), weights)
+    np.testing.assert_allclose(
+        kernel_of(updates_of_small), kernel_of(updates), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_muon_s_momentum_looks_ahead():
+    """Nesterov's, with both means corrected for having begun at zero, as optax has it."""
+    random = np.random.default_rng(1)
+    gradients = random.standard_normal((2, 3, 5))
+    optimizer = make_optimizer(dataclasses.replace(MUON, muon_weight_decay=0.0), 2)
+    weights = in_a_block(np.zeros((3, 5)))
+    state = optimizer.init(weights)
+    updates = {}
+    for gradient in gradients:
+        updates, state = optimizer.update(in_a_block(gradient), state, weights)
+    mean = 0.9 * 0.1 * gradients[0] + 0.1 * gradients[1]
+    ahead = 0.9 * mean / (1 - 0.9**3) + 0.1 * gradients[1] / (1 - 0.9**2)
+    step = math.sqrt(5 / 3) * orthogonalised(ahead)
+    np.testing.assert_allclose(kernel_of(updates), -0.5 * step, rtol=1e-3, atol=1e-4)
+    without = math.sqrt(5 / 3) * orthogonalised(gradients[1])
+    assert np.abs(kernel_of(updates) + 0.5 * without).max() > 0.05
+
+
+def updates_of(config, weights, gradients):
+    optimizer = make_optimizer(config, 2)
+    return optimizer.update(gradients, optimizer.init(weights), weights)[0]
+
+
+def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
+    weights = nnx.to_pure_dict(nnx.state(GPT(MODERN, rngs=nnx.Rngs(0)), nnx.Param))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    gradients = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), weights)
+    plain = dataclasses.replace(MUON, optimizer="adamw", learning_rate=0.01)
+    apart = dataclasses.replace(MUON, learning_rate=0.01, embedding_learning_rate=0.03)
+    adamw, muon = updates_of(plain, weights, gradients), updates_of(apart, weights, gradients)
+    labels = partition(apart, weights)
+    for label, mine, its in zip(*map(jax.tree.leaves, (labels, muon, adamw)), strict=True):
+        if label == "muon":
+            assert float(jnp.abs(mine - its).max()) > 0.1
+        else:
+            times = 3 if label == "embedding" else 1
+            np.testing.assert_allclose(mine, times * its, rtol=1e-5)
+
+
+def test_muon_s_rate_has_the_schedule_s_shape():
+    random = np.random.default_rng(2)
+    weights, gradient = in_a_block(np.zeros((3, 5))), in_a_block(random.standard_normal((3, 5)))
+    config = dataclasses.replace(WSD, optimizer="muon", muon_learning_rate=0.8, gradient_clip=0.0)
+    optimizer = make_optimizer(config, 10)
+    state, sizes = optimizer.init(weights), []
+    for _ in range(10):
+        updates, state = optimizer.update(gradient, state, weights)
+        sizes.append(np.linalg.norm(kernel_of(updates)))
+    expected = np.array(rates(config, 10, range(10))) / 0.4
+    np.testing.assert_allclose(np.array(sizes) / sizes[3], expected, rtol=1e-3)

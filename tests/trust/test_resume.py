@@ -14,6 +14,7 @@ import pytest
 from jgpt import fit
 from jgpt.run_directory import RunDirectory, read_config
 from jgpt.train import Progress, TrainingStopped
+from tests.test_model import FAMILIES
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -43,6 +44,24 @@ def test_a_stop_that_is_asked_for_saves_and_goes_on(trained, small_run, tmp_path
     resumed = fit(config, resume=True)
     assert kill_resume.fingerprint(resumed.directory) == kill_resume.fingerprint(trained.directory)
     assert [line["step"] for line in resumed_sessions(resumed.directory)] == [0, 4]
+
+
+def test_muon_s_state_goes_on_too(small_run, tmp_path):
+    sizes = ("vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "dropout")
+    small = {name: getattr(small_run.model, name) for name in sizes}
+    model = dataclasses.replace(FAMILIES["modern"], **small)
+    muon = dataclasses.replace(
+        small_run.optimizer, optimizer="muon", schedule="wsd", embedding_learning_rate=0.02
+    )
+    config = dataclasses.replace(small_run, model=model, optimizer=muon)
+    whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    config = dataclasses.replace(config, out=str(tmp_path / "stopped"))
+    calls = iter([False, True])
+    with pytest.raises(TrainingStopped):
+        fit(config, should_stop=lambda: next(calls))
+    resumed = fit(config, resume=True)
+    assert kill_resume.fingerprint(resumed.directory) == kill_resume.fingerprint(whole.directory)
+    assert resumed.validation_loss < 2.9  # of ln 21 = 3.04 at the start
 
 
 def resumed_sessions(directory):

@@ -1,0 +1,202 @@
+"""Heads whose queries and keys are normed and turned, heads in groups, and heads with a cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import Head, MultiHeadAttention
+from jgpt.attention import rotate
+from tests.test_attention import BATCH, CONTEXT, TIME, loud, normal
+
+EMBED_DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 6, 2, 4
+
+
+def make_head(**options):
+    return loud(Head(EMBED_DIM, HEAD_DIM, rngs=nnx.Rngs(0), **options))
+
+
+def make_heads(num_kv_heads: int | None = KV_HEADS, **options):
+    return loud(
+        MultiHeadAttention(EMBED_DIM, HEADS, num_kv_heads=num_kv_heads, rngs=nnx.Rngs(0), **options)
+    )
+
+
+def softmax(affinity):
+    weights = np.exp(affinity - affinity.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.25},
+        {"qk_norm": True, "scale": 1.5},
+        {"rotary": True},
+        {"rotary": True, "qk_norm": True, "scale": 2.0},
+    ],
+    ids=str,
+)
+def test_what_a_head_weighs_by(options):
+    head = make_head(causal=False, **options)
+    x, context = normal(1, BATCH, TIME, EMBED_DIM), normal(2, BATCH, CONTEXT, EMBED_DIM)
+    placed = []
+    for layer, y in ((head.query, x), (head.key, context)):
+        z = np.asarray(y @ layer.kernel[...])
+        if head.qk_norm:
+            z = z / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-6)
+        if head.rotary:
+            z = rotate(jnp.asarray(z), jnp.arange(y.shape[1]))
+        placed.append(np.asarray(z))
+    scale = options.get("scale", HEAD_DIM**-0.5)
+    weights = softmax(placed[0] @ placed[1].swapaxes(-1, -2) * scale)
+    np.testing.assert_allclose(head.weights(x, context), weights, rtol=1e-3, atol=1e-5)
+    read = weights @ np.asarray(context @ head.value.kernel[...])
+    np.testing.assert_allclose(head(x, context), read, rtol=1e-3, atol=1e-3)
+    assert np.abs(weights - make_head(causal=False).weights(x, context)).max() > 0.1
+
+
+def test_normed_queries_and_keys_forget_their_size():
+    head, x = make_head(qk_norm=True), normal(1, BATCH, TIME, EMBED_DIM)
+    before = head.weights(x)
+    head.query.kernel[...] = 7 * head.query.kernel[...]
+    head.key.kernel[...] = head.key.kernel[...] / 3
+    np.testing.assert_allclose(head.weights(x), before, rtol=1e-4, atol=1e-6)
+    # no entry of a normed vector's product with another is above their length
+    assert float(jnp.log(before[:, -1].max() / before[:, -1].min())) < 2 * HEAD_DIM**0.5
+
+
+def test_rotary_heads_know_distances_and_not_places():
+    """Where everything is the same word, a weight depends on how far away it is alone."""
+    head = make_head(rotary=True, causal=False)
+    x = jnp.broadcast_to(normal(1, 1, 1, EMBED_DIM), (1, TIME, EMBED_DIM))
+    affinity = np.log(head.weights(x)[0])
+    affinity = affinity - np.diagonal(affinity)[:, None]  # the softmax shifts each row
+    for distance in range(1 - TIME, TIME):
+        diagonal = np.diagonal(affinity, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
+    assert np.ptp(affinity[0]) > 1
+    plain = make_head(causal=False).weights(x)
+    np.testing.assert_allclose(plain, np.full_like(plain, 1 / TIME), rtol=1e-5)
+
+
+def test_rotary_heads_have_an_even_size():
+    head = Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="head_dim=5 must be even"):
+        head(normal(1, BATCH, TIME, EMBED_DIM))
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_a_group_reads_the_same_keys_and_values(cross):
+    """Equal to as many heads of keys and values as of queries, each group's all alike."""
+    grouped, whole = make_heads(qkv_bias=True), make_heads(None, qkv_bias=True)
+    assert grouped.key.kernel.shape == grouped.value.kernel.shape == (24, 8)
+    assert (grouped.num_kv_heads, whole.num_kv_heads) == (KV_HEADS, HEADS)
+    x = normal(1, BATCH, TIME, EMBED_DIM)
+    context = normal(2, BATCH, CONTEXT, EMBED_DIM) if cross else None
+
+    def share(spread):
+        for name in ("query", "projection", "key", "value"):
+            its, mine = getattr(whole, name), getattr(grouped, name)
+            same = name in ("query", "projection")
+            for parameter in ("kernel", "bias"):
+                columns = getattr(mine, parameter)[...]
+                getattr(its, parameter)[...] = columns if same else spread(columns)
+
+    def each_three_times(columns):
+        heads = columns.reshape(*columns.shape[:-1], KV_HEADS, HEAD_DIM)
+        return jnp.repeat(heads, 3, axis=-2).reshape(*columns.shape[:-1], EMBED_DIM)
+
+    share(each_three_times)
+    np.testing.assert_allclose(grouped(x, context), whole(x, context), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        grouped.weights(x, context), whole.weights(x, context), rtol=1e-4, atol=1e-6
+    )
+    share(lambda columns: jnp.tile(columns, 3))
+    assert float(jnp.abs(grouped(x, context) - whole(x, context)).max()) > 0.1
+
+
+@pytest.mark.parametrize("num_kv_heads", [0, 4, 12, -2])
+def test_query_heads_divide_into_groups(num_kv_heads):
+    with pytest.raises(
+        ValueError, match=f"num_heads=6 must be divisible by num_kv_heads={num_kv_heads}"
+    ):
+        make_heads(num_kv_heads)
+
+
+MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
+
+
+def test_each_head_of_a_group_is_a_head():
+    module = make_heads(**MODERN, qkv_bias=True, use_bias=False)
+    x = normal(1, BATCH, TIME, EMBED_DIM)
+    heads = [module.head(index) for index in range(HEADS)]
+    beside = np.concatenate([head(x) for head in heads], axis=-1)
+    projected = beside @ np.asarray(module.projection.kernel[...])
+    np.testing.assert_allclose(module(x), projected, rtol=1e-3, atol=1e-3)
+    weights = np.stack([head.weights(x) for head in heads], axis=1)
+    np.testing.assert_allclose(module.weights(x), weights, rtol=1e-4, atol=1e-5)
+    keys = [np.asarray(head.key.kernel[...]).tobytes() for head in heads]
+    assert keys == [keys[0]] * 3 + [keys[3]] * 3
+    assert keys[0] != keys[3]
+
+
+PLACES = 8
+
+
+def read_in_parts(module, x, parts, first=0):
+    """The outputs of a sequence that joins an empty cache bit by bit."""
+    shape = (BATCH, module.num_kv_heads, PLACES, module.head_dim)
+    keys = values = jnp.zeros(shape)
+    outputs, start = [], 0
+    for length in parts:
+        position = jnp.broadcast_to(first + start + jnp.arange(length), (BATCH, length))
+        new = x[:, start : start + length]
+        output, keys, values = module.continued(new, position, keys, values)
+        outputs.append(output)
+        start += length
+    assert start == x.shape[1]
+    return np.concatenate(outputs, axis=1)
+
+
+@pytest.mark.parametrize("options", [{"num_kv_heads": None}, MODERN], ids=["plain", "modern"])
+@pytest.mark.parametrize("parts", [(5,), (1, 1, 1, 1, 1), (3, 2)], ids=str)
+def test_a_cache_changes_nothing(options, parts):
+    module, x = make_heads(**options), normal(1, BATCH, TIME, EMBED_DIM)
+    np.testing.assert_allclose(read_in_parts(module, x, parts), module(x), rtol=1e-3, atol=1e-3)
+
+
+def test_a_full_cache_forgets_the_oldest():
+    """Each new position takes the place of the one that is `PLACES` before it."""
+    module, x = make_heads(**MODERN), normal(1, BATCH, 2 * PLACES + 3, EMBED_DIM)
+    read = read_in_parts(module, x, [5] + [1] * (2 * PLACES - 2))
+    for time in range(x.shape[1]):
+        window = x[:, max(0, time + 1 - PLACES) : time + 1]
+        np.testing.assert_allclose(read[:, time], module(window)[:, -1], rtol=1e-3, atol=1e-3)
+    longer = module(x)[:, -1]
+    assert float(jnp.abs(longer - read[:, -1]).max()) > 0.1
+
+
+def test_rows_of_a_cache_stand_where_they_stand():
+    """Sequences of different lengths, side by side."""
+    module, x = make_heads(**MODERN), normal(1, 2, 3, EMBED_DIM)
+    keys = values = jnp.zeros((2, KV_HEADS, PLACES, HEAD_DIM))
+    position = jnp.array([[0, 1], [0, 1]])
+    _, keys, values = module.continued(x[:, :2], position, keys, values)
+    # the second row takes back its second word
+    position = jnp.array([[2], [1]])
+    read, _, _ = module.continued(x[:, 2:], position, keys, values)
+    np.testing.assert_allclose(read[0, 0], module(x[:1])[0, 2], rtol=1e-3, atol=1e-3)
+    shorter = x[1:, jnp.array([0, 2])]
+    np.testing.assert_allclose(read[1, 0], module(shorter)[0, 1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_cache_of_a_narrow_module_is_narrow():
+    module = make_heads(**MODERN, dtype="bfloat16")
+    keys = values = jnp.zeros((BATCH, KV_HEADS, PLACES, HEAD_DIM), "bfloat16")
+    position = jnp.broadcast_to(jnp.arange(TIME), (BATCH, TIME))
+    x = normal(1, BATCH, TIME, EMBED_DIM)
+    read, keys, values = module.continued(x, position, keys, values)
+    assert {read.dtype, keys.dtype, values.dtype} == {jnp.dtype("bfloat16")}
+    assert jax.tree.map(jnp.shape, (keys, values)) == ((BATCH, KV_HEADS, PLACES, HEAD_DIM),) * 2
