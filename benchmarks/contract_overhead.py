@@ -1,96 +1,150 @@
-"""What the shape contract costs: trace, compile, step, eager and import time, on against off.
+"""What the shape contract costs: import, trace, compile, step and eager time, on against off.
 
-    python benchmarks/contract_overhead.py [--rounds 5]
+    python benchmarks/contract_overhead.py [--preset nanogpt-cpu] [--rounds 9]
 
-Each measurement is a process of its own, alternately with the checks and without them.
+What happens once in a process (import, the first trace of the train step, its compilation, and the
+steps of that program) is measured in a process of its own, one with the checks and one without in
+turn. Tracing again and an eager forward pass are measured in one process, with the checks switched
+on and off in turn, twice as many rounds: `trace` after clearing JAX's caches, as in a new process,
+`retrace` with what they hold. Garbage is collected before each. Ratios are of medians.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from record import spread, write
 
 SWITCH = "JAXTYPING_DISABLE"
-REPEATS = 7
+STEPS = 10
+Times = dict[str, list[float]]  # milliseconds, "on" and "off"
 
 
-def measure() -> dict[str, float]:
-    """In this process, in milliseconds: the median of a few, but for what happens only once."""
-    began = time.perf_counter()
-    import jgpt
-    from jgpt.step import init_state, make_train_steps
-
-    jgpt.fit  # noqa: B018  # names are imported when they are first used
-    times = {"import": time.perf_counter() - began}
-
+def traced(config: Any) -> Any:
+    """The train step as JAX traces it, for several steps in a call."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
-    config = jgpt.TrainConfig(model=jgpt.ModelConfig(num_layers=6, num_heads=4, embed_dim=64))
-    state = init_state(config)
-    windows = jnp.zeros((10, 4, config.model.block_size + 1), jnp.int32)
+    from jgpt.step import abstract_state, make_train_steps
 
-    def traced(_):
-        return make_train_steps(config).trace(state, windows, 10)  # type: ignore[attr-defined]
+    shape = STEPS, config.batch_size, config.model.block_size + 1
+    windows = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return make_train_steps(config).trace(abstract_state(config), windows, STEPS)  # type: ignore[attr-defined]
 
-    def median(function, count=REPEATS):
-        taken = []
-        for _ in range(count):
-            start = time.perf_counter()
-            jax.block_until_ready(function(None))
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
 
-    times["trace"] = median(lambda _: bool(traced(None)))
-    lowered = traced(None).lower()
+def milliseconds(function: Callable[[], Any]) -> tuple[float, Any]:
+    import jax
+
+    gc.collect()
     start = time.perf_counter()
-    compiled = lowered.compile()
-    times["compile"] = time.perf_counter() - start
-
-    def step(_):
-        nonlocal state
-        state, metrics = compiled(state, windows, jnp.int32(10))
-        return metrics
-
-    step(None)
-    times["step"] = median(step) / 10
-    model = jgpt.create_model(config.model, rngs=nnx.Rngs(0))
-    tokens = jnp.zeros((4, config.model.block_size), jnp.int32)
-    model(tokens)
-    times["eager forward"] = median(lambda _: model(tokens))
-    return {name: 1e3 * seconds for name, seconds in times.items()}
+    result = jax.block_until_ready(function())
+    return 1e3 * (time.perf_counter() - start), result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(measure()))
-        return
-    rounds: dict[str, list[dict[str, float]]] = {"on": [], "off": []}
-    for _ in range(options.rounds):
+def once(preset: str) -> dict[str, float]:
+    """What one process measures."""
+    start = time.perf_counter()
+    import jgpt
+
+    jgpt.fit  # noqa: B018  # names are imported when they are first used
+    times = {"import": 1e3 * (time.perf_counter() - start)}
+
+    import jax.numpy as jnp
+
+    from jgpt.step import init_state
+
+    config = jgpt.preset(preset)
+    times["first trace"], tracing = milliseconds(lambda: traced(config))
+    lowered = tracing.lower()
+    times["compile"], compiled = milliseconds(lowered.compile)
+    state = init_state(config)
+    windows = jnp.zeros((STEPS, config.batch_size, config.model.block_size + 1), jnp.int32)
+    taken = []
+    for _ in range(7):
+        call, (state, _) = milliseconds(lambda state=state: compiled(state, windows, STEPS))
+        taken.append(call / STEPS)
+    return times | {"step": statistics.median(taken)}
+
+
+def in_processes(preset: str, rounds: int) -> dict[str, Times]:
+    """What one process measures, in some with the checks and in some without."""
+    times: dict[str, Times] = {}
+    for _ in range(rounds):
         for name, disable in (("on", "0"), ("off", "1")):
             run = subprocess.run(
-                [sys.executable, __file__, "--measure"],
+                [sys.executable, __file__, "--preset", preset, "--once"],
                 env={**os.environ, SWITCH: disable},
                 capture_output=True,
                 text=True,
                 check=True,
             )
-            rounds[name].append(json.loads(run.stdout.splitlines()[-1]))
+            for what, taken in json.loads(run.stdout.splitlines()[-1]).items():
+                times.setdefault(what, {"on": [], "off": []})[name].append(taken)
+    return times
+
+
+def in_turn(
+    function: Callable[[], Any], rounds: int, before: Callable[[], None] = lambda: None
+) -> Times:
+    """What a function takes with the checks switched on and off."""
+    from jaxtyping import config
+
+    times: Times = {"on": [], "off": []}
+    for i in range(rounds + 1):
+        for name, taken in times.items():
+            config.update("jaxtyping_disable", name == "off")
+            before()
+            call, _ = milliseconds(function)
+            if i:  # the first round warms up
+                taken.append(call)
+    config.update("jaxtyping_disable", False)
+    return times
+
+
+def in_this_process(preset: str, rounds: int) -> dict[str, Times]:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    import jgpt
+
+    config = jgpt.preset(preset)
+    model = jgpt.create_model(config.model, rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((config.batch_size, config.model.block_size), jnp.int32)
+
+    def trace() -> None:
+        traced(config)
+
+    return {
+        "eager forward": in_turn(lambda: model(tokens), 2 * rounds),
+        "retrace": in_turn(trace, 2 * rounds),
+        "trace": in_turn(trace, 2 * rounds, before=jax.clear_caches),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="nanogpt-cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        print(json.dumps(once(options.preset)))
+        return
+    times = in_processes(options.preset, options.rounds)
+    times |= in_this_process(options.preset, options.rounds)
     results = {}
     print(f"{'milliseconds':<16}{'checks on':<32}{'off':<32}on/off")
-    for what in rounds["on"][0]:
-        on, off = ([each[what] for each in rounds[name]] for name in ("on", "off"))
+    for what, measured in times.items():
+        on, off = measured["on"], measured["off"]
         ratio = statistics.median(on) / statistics.median(off)
         results[what] = {"on": on, "off": off, "ratio": ratio}
         print(f"{what:<16}{spread(on):<32}{spread(off):<32}{ratio:.2f}")

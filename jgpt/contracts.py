@@ -7,18 +7,37 @@ Shapes are checked when a function is traced or called eagerly, never inside a c
 import contextlib
 import functools
 import inspect
-import io
 import re
 import reprlib
 import sys
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping
+from typing import (
+    Any,
+    ForwardRef,
+    ParamSpec,
+    ParamSpecArgs,
+    ParamSpecKwargs,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from beartype import BeartypeConf, beartype
+from beartype import BeartypeConf
+from beartype.door import die_if_unbearable, is_bearable
 from beartype.roar import BeartypeCallHintViolation
-from jaxtyping import AbstractArray, TypeCheckError, config, jaxtyped, print_bindings
+from jaxtyping import AbstractArray, AnnotationError, TypeCheckError, config
+
+# jaxtyping's own decorator checks the arguments twice and puts three frames under each call
+from jaxtyping._storage import (
+    clear_treepath_memo,
+    get_shape_memo,
+    pop_shape_memo,
+    push_shape_memo,
+    set_treepath_memo,
+)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -52,7 +71,7 @@ LEGEND: dict[str, str] = {
 }
 """Every dimension name that an annotation here may use; a module's own sizes are `{self.name}`."""
 
-_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True, is_color=False))  # 0 is a valid float
+_BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 
 
 def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -61,30 +80,25 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     Use it on functions and methods, never on classes, and as the innermost decorator.
     A mismatch raises `jaxtyping.TypeCheckError`, a `TypeError` whose last line is the reason.
     """
-    signature = inspect.signature(function)
-    explained = functools.partial(_explained, f"{function.__module__}.{function.__qualname__}()")
-    hints = [signature.return_annotation, *(p.annotation for p in signature.parameters.values())]
-    # without arrays there are no sizes to bind, and no reason to import jax
-    checked: Callable[..., Result] = (
-        jaxtyped(function, typechecker=explained)
-        if any(map(_holds_arrays, hints))
-        else explained(function)
-    )
+    contract = _Contract(function)
 
     @functools.wraps(function)
     def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         __tracebackhide__ = True
-        if config.jaxtyping_disable:
+        if config.jaxtyping_disable or not __debug__:
             return function(*args, **kwargs)
+        arguments = contract.bind(args, kwargs)
+        push_shape_memo(arguments)
         try:
-            return checked(*args, **kwargs)
-        except (TypeCheckError, BeartypeCallHintViolation) as error:
-            if complaint := _complaint_of(error):
-                raise TypeCheckError(complaint) from None
-            raise
-        except TypeError:
-            _require_binding(function, signature, args, kwargs)
-            raise
+            if complaint := contract.complaint_about_arguments(arguments):
+                raise TypeCheckError(complaint)
+            # no frame between this one and the function's: JAX walks the stack at each operation
+            result = function(*args, **kwargs)
+            if complaint := contract.complaint_about_result(result, arguments):
+                raise TypeCheckError(complaint)
+            return result
+        finally:
+            pop_shape_memo()
 
     wrapper.__shape_checked__ = True  # type: ignore[attr-defined]
     return wrapper
@@ -97,7 +111,7 @@ def check(value: Result, annotation: Any) -> Result:
     """
     if config.jaxtyping_disable or not __debug__:
         return value
-    if reason := annotation.__instancecheck_str__(value):
+    if reason := _mismatch(annotation, value):
         frame = sys._getframe(1)
         subject = (
             f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}() computed a wrong "
@@ -114,22 +128,80 @@ def record(kind: type[Record]) -> type[Record]:
     return kind
 
 
-def pytree(kind: type[Record]) -> type[Record]:
-    """Let JAX take a record apart, and rebuild it unchecked: in a tree, leaves may be anything."""
-    import jax
+_UNIONS = (Union, types.UnionType)
+_Accepts = Callable[[Any], bool]
 
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
 
-    def flatten(made):
-        return [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names], None
+class _Contract:
+    """What a function's annotations ask for, read when it is first called: imports stay cheap."""
 
-    def unflatten(_, values):
-        made = object.__new__(kind)
-        vars(made).update(zip(names, values, strict=True))
-        return made
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
 
-    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
-    return kind
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+    @functools.cached_property
+    def hints(self) -> dict[str, Any]:
+        hints = get_type_hints(self.function, include_extras=True)
+        return {name: _resolved(hint) for name, hint in hints.items()}
+
+    @functools.cached_property
+    def parameters(self) -> list[tuple[str, Any, _Accepts]]:
+        """In the signature's order, which is the order in which sizes are bound."""
+        return [
+            (name, parameter.kind, _acceptor(self.hints[name]))
+            for name, parameter in self.signature.parameters.items()
+            if name in self.hints
+        ]
+
+    @functools.cached_property
+    def accepts_result(self) -> _Accepts:
+        return _acceptor(self.hints.get("return", Any))
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name. Raises TypeError, naming the function, where they don't fit."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.function.__qualname__}() {error}") from None
+        bound.apply_defaults()
+        return bound.arguments
+
+    def complaint_about_arguments(self, arguments: dict[str, Any]) -> str:
+        """What is wrong with the first argument that is wrong, or nothing."""
+        for name, kind, accepts in self.parameters:
+            for value in _values(kind, arguments[name]):
+                if not accepts(value):
+                    return self._complaint(f"was given a wrong {name}", name, value, arguments)
+        return ""
+
+    def complaint_about_result(self, result: Any, arguments: dict[str, Any]) -> str:
+        """What is wrong with the result, or nothing."""
+        if self.accepts_result(result):
+            return ""
+        return self._complaint("returned a wrong result", "return", result, arguments)
+
+    def _complaint(self, what: str, name: str, value: Any, arguments: dict[str, Any]) -> str:
+        subject = f"{self.function.__module__}.{self.function.__qualname__}() {what}"
+        hint = self.hints[name]
+        return _complaint(subject, hint, value, arguments, _reason(hint, value))
+
+
+def _values(kind: Any, argument: Any) -> Iterable[Any]:
+    """What a parameter's annotation is about: of `*args` and `**kwargs` it is each of them."""
+    if kind is inspect.Parameter.VAR_POSITIONAL:
+        return argument
+    return argument.values() if kind is inspect.Parameter.VAR_KEYWORD else (argument,)
+
+
+def _resolved(hint: Any) -> Any:
+    """An annotation with the class itself for a type variable that names its bound."""
+    if isinstance(hint, TypeVar) and isinstance(hint.__bound__, ForwardRef):
+        return getattr(sys.modules[hint.__module__], hint.__bound__.__forward_arg__, hint)
+    variables = () if isinstance(hint, type) else getattr(hint, "__parameters__", ())
+    return hint[tuple(map(_resolved, variables))] if variables else hint
 
 
 def _holds_arrays(hint: Any) -> bool:
@@ -139,44 +211,88 @@ def _holds_arrays(hint: Any) -> bool:
     )
 
 
-def _explained(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Beartype, with a complaint for people noted on its errors while the sizes are bound."""
-    checked, signature = _beartype(function), inspect.signature(function)
+def _is_array(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
-    @functools.wraps(function)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
+
+def _is_fixed_tuple(hint: Any) -> bool:
+    return get_origin(hint) is tuple and Ellipsis not in get_args(hint)
+
+
+def _acceptor(hint: Any) -> _Accepts:
+    """A function that says whether a value is of an annotation, and binds the sizes it names."""
+    if hint is Any or isinstance(hint, (ParamSpecArgs, ParamSpecKwargs)):
+        return lambda value: True
+    if _is_array(hint):
+        return lambda value: not _mismatch(hint, value)
+    if get_origin(hint) in _UNIONS:
+        some = [part for part in get_args(hint) if part is not types.NoneType]
+        if len(some) == 1:
+            accepts = _acceptor(some[0])
+            return lambda value: value is None or accepts(value)
+    if _is_fixed_tuple(hint):
+        parts = [_acceptor(part) for part in get_args(hint)]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(parts)
+            and all(accepts(item) for accepts, item in zip(parts, value, strict=True))
+        )
+    if leaf_types := _leaf_types(hint):
+        return functools.partial(_accepts_tree, hint, leaf_types, _acceptor(hint.leaftype))
+    return lambda value: is_bearable(value, hint, conf=_BEARTYPE)
+
+
+def _leaf_types(hint: Any) -> tuple[type, ...]:
+    """The classes of a tree's leaves, where `_accepts_tree` can judge the tree; else none."""
+    leaf = getattr(hint, "leaftype", Any)
+    leaves = get_args(leaf) if get_origin(leaf) in _UNIONS else (leaf,)
+    classes = tuple(each.array_type if _is_array(each) else each for each in leaves)
+    plain = all(_is_array(each) or each in (bool, int, float, str) for each in leaves)
+    whole = plain and (hint.structure is None or hint.structure.isidentifier())
+    return classes if whole and Any not in classes else ()
+
+
+def _accepts_tree(
+    hint: Any, leaf_types: tuple[type, ...], accepts_leaf: _Accepts, value: Any
+) -> bool:
+    """What jaxtyping says of a tree, without the type checker that it starts twice for a leaf."""
+    import jax
+
+    if value is None:
+        return True
+    leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: isinstance(node, leaf_types))
+    if hint.structure is None:
+        return all(map(accepts_leaf, _distinct(leaves, leaf_types)))
+    if get_shape_memo()[2].get(hint.structure, structure) != structure:
+        return False
+    for i, leaf in enumerate(leaves):
+        set_treepath_memo(i, hint.structure)
         try:
-            return checked(*args, **kwargs)
-        except BeartypeCallHintViolation as violation:
-            message = str(violation)
-            reason = re.sub(r'<\w+ "([^"]*)">', r"\1", message.partition(", as ")[2].strip())
-            blamed = re.search(r" parameter (\w+)=", message.partition(" violates ")[0])
-            try:
-                arguments = signature.bind(*args, **kwargs).arguments
-                if blamed:
-                    subject = f"{where} was given a wrong {blamed[1]}"
-                    hint, value = signature.parameters[blamed[1]].annotation, arguments[blamed[1]]
-                else:
-                    subject = f"{where} returned a wrong result"
-                    hint = signature.return_annotation
-                    # where jaxtyping hands its typechecker the result
-                    value = arguments.get("ret0", violation.culprits[0])
-            except (KeyError, TypeError):
-                raise violation from None
-            reason = _reason(hint, value) or reason
-            violation.add_note(_complaint(subject, hint, value, arguments, reason))
-            raise
-
-    return explained
+            if not accepts_leaf(leaf):
+                return False
+        finally:
+            clear_treepath_memo()
+    get_shape_memo()[2][hint.structure] = structure
+    return True
 
 
-def _complaint_of(error: BaseException) -> str | None:
-    """The complaint about this very call, below what jaxtyping chains on top of it."""
-    below: BaseException | None = error
-    while below is not None and not isinstance(below, BeartypeCallHintViolation):
-        below = below.__cause__ or (None if below.__suppress_context__ else below.__context__)
-    return None if below is None else below.__notes__[0]
+def _distinct(leaves: list[Any], leaf_types: tuple[type, ...]) -> Iterable[Any]:
+    """One leaf of each kind that an annotation tells apart: what it says of one, it says of all."""
+    kinds = {}
+    for leaf in leaves:
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        kinds[type(leaf), isinstance(leaf, leaf_types), shape, dtype] = leaf
+    return kinds.values()
+
+
+def _mismatch(hint: Any, value: Any) -> str:
+    """jaxtyping's reason why a value is not of an array annotation, or nothing."""
+    try:
+        return hint.__instancecheck_str__(value)
+    except AnnotationError:
+        raise
+    except Exception as error:  # out of the annotation's braces
+        return f"{type(error).__name__}: {error}"
 
 
 def _complaint(
@@ -193,22 +309,36 @@ def _complaint(
 
 
 def _reason(hint: Any, value: Any) -> str:
+    """Why a value is not of an annotation that doesn't accept it."""
+    return _reason_in_arrays(hint, value) or _reason_of_beartype(hint, value)
+
+
+def _reason_of_beartype(hint: Any, value: Any) -> str:
+    try:
+        die_if_unbearable(value, hint, conf=_BEARTYPE)
+    except BeartypeCallHintViolation as violation:
+        reason = str(violation).partition(", as ")[2].strip()
+        return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
+    return "it was not, when it was looked at"  # of a long list beartype looks at one item
+
+
+def _reason_in_arrays(hint: Any, value: Any) -> str:
     """Why a value is not of an annotation that holds arrays, or nothing."""
-    if isinstance(hint, type) and issubclass(hint, AbstractArray):
-        return _in_plain_words(hint.__instancecheck_str__(value), hint, value)
-    if get_origin(hint) in (Union, types.UnionType):
-        reasons = [_reason(each, value) for each in get_args(hint) if _holds_arrays(each)]
+    if _is_array(hint):
+        return _in_plain_words(_mismatch(hint, value), hint, value)
+    if get_origin(hint) in _UNIONS:
+        reasons = [_reason_in_arrays(each, value) for each in get_args(hint) if _holds_arrays(each)]
         return reasons[0] if len(reasons) == 1 else ""
-    if get_origin(hint) is tuple and len(get_args(hint)) == len(value):
-        for i, (each, item) in enumerate(zip(get_args(hint), value, strict=True)):
-            if reason := _reason(each, item):
+    if _is_fixed_tuple(hint) and isinstance(value, tuple):
+        for i, (each, item) in enumerate(zip(get_args(hint), value, strict=False)):
+            if not _acceptor(each)(item) and (reason := _reason_in_arrays(each, item)):
                 return f"item {i} is {_described(item)}: {reason}"
     leaf_hint = getattr(hint, "leaftype", None)
     if leaf_hint is not None and "?" not in str(leaf_hint):
         import jax
 
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            if reason := _reason(leaf_hint, leaf):
+            if reason := _reason_in_arrays(leaf_hint, leaf):
                 where = jax.tree_util.keystr(path, simple=True, separator=".")
                 return f"its leaf {where} is {_described(leaf)}: {reason}" if path else reason
     if leaf_hint is not None:
@@ -231,6 +361,8 @@ def _in_plain_words(reason: str, hint: Any, value: Any) -> str:
 
 def _spelled(hint: Any) -> str:
     """An annotation as one writes it: without modules, except in what the quotes hold."""
+    if hint is types.NoneType:
+        return "None"
     text = hint.__name__ if isinstance(hint, type) else str(hint)
     text = re.sub(r"('[^']*')|\b(?:\w+\.)+(?=\w)", lambda match: match[1] or "", text)
     return text.replace("'", '"')
@@ -252,9 +384,8 @@ _described = _Shapes().repr
 
 def _sizes(expected: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that are bound already, of the names and braces that an annotation uses."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        print_bindings()
-    bound = dict(re.findall(r"^(\w+)=(.*)$", printed.getvalue(), re.MULTILINE))
+    single, variadic, trees, _ = get_shape_memo()
+    bound = {**single, **{name: shape for name, (_, shape) in variadic.items()}, **trees}
     sizes = {}
     for dimension in re.findall(r"\{[^}]*\}|\w+", " ".join(re.findall(r'"([^"]*)"', expected))):
         if dimension.startswith("{"):
@@ -263,16 +394,3 @@ def _sizes(expected: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif dimension in bound:
             sizes[dimension] = bound[dimension]
     return sizes
-
-
-def _require_binding(
-    function: Callable[..., Any],
-    signature: inspect.Signature,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Name the function when its arguments don't fit its signature: jaxtyping doesn't."""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{function.__qualname__}() {error}") from None

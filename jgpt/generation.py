@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from jgpt.contracts import pytree, record, typed
+from jgpt.contracts import record, typed
 from jgpt.heads import KeyValueCache
 from jgpt.model import LanguageModel
 

@@ -11,11 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
-from jgpt.contracts import pytree, record, typed
+from jgpt.contracts import record, typed
 from jgpt.device import with_dtype
 from jgpt.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.model import abstract_model, create_model
 from jgpt.optimizer import Weights, learning_rate_schedule, make_optimizer
+from jgpt.pytree import pytree
 
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches use the seed's key itself, folded with the step
 

@@ -14,6 +14,7 @@ MODULES = sorted(PACKAGE.glob("*.py"))
 SOURCES = [*MODULES, *sorted(REPOSITORY.glob("tests/**/*.py"))]
 ROOMS = (
     "contracts",
+    "pytree",
     "config",
     "presets",
     "tokenizer",

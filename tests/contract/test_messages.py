@@ -28,6 +28,17 @@ def halves(x: Float[Array, "batch time"]) -> tuple[Float[Array, " batch"], Float
     return x[:, 0], x[:, 0]
 
 
+@typed
+def concatenated(parts: tuple[Float[Array, "batch time"], ...]) -> Float[Array, "batch time"]:
+    return jnp.concatenate(parts)
+
+
+class Misspelt:
+    @typed
+    def __call__(self, x: Float[Array, "batch {self.widht}"]) -> Float[Array, " batch"]:
+        return x[:, 0]
+
+
 GOLDEN = {
     "wrong embed_dim": (
         lambda: HEAD(jnp.ones((2, 3, 12))),
@@ -136,6 +147,24 @@ GOLDEN = {
         Expected: PyTree[Float[Array, "..."]]
         Got: {'bias': float32[3], 'head': {'kernel': int32[2,3]}}
         Reason: its leaf head.kernel is int32[2,3]: this array has dtype int32, which is no Float.
+        """,
+    ),
+    "one of any number": (
+        lambda: concatenated((jnp.ones(3),)),
+        """
+        HERE.concatenated() was given a wrong parts.
+        Expected: tuple[Float[Array, "batch time"], ...]
+        Got: (float32[3],)
+        Reason: tuple index 0 item this array has 1 dimensions, not the 2 expected by the type hint.
+        """,
+    ),
+    "a size that can't be read": (
+        lambda: Misspelt()(jnp.ones((2, 3))),
+        """
+        HERE.Misspelt.__call__() was given a wrong x.
+        Expected: Float[Array, "batch {self.widht}"]
+        Got: float32[2,3]
+        Reason: AttributeError: 'Misspelt' object has no attribute 'widht'.
         """,
     ),
     "one of two results": (

@@ -1,0 +1,141 @@
+"""`typed` drives jaxtyping and beartype itself: it says what jaxtyping's own decorator says."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from beartype import BeartypeConf, beartype
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree, Shaped, TypeCheckError, jaxtyped
+
+from jgpt.contracts import typed
+
+A = jnp.ones(3)
+VALUES: dict[str, Any] = {
+    "array": A,
+    "other size": jnp.ones(4),
+    "other rank": jnp.ones((3, 2)),
+    "other dtype": jnp.ones(3, int),
+    "numpy": np.ones(3, np.float32),
+    "numpy ints": np.ones(3, np.int32),
+    "key": jax.random.key(0),
+    "param": nnx.Param(A),
+    "none": None,
+    "int": 2,
+    "bool": True,
+    "float": 1.5,
+    "string": "a",
+    "pair": (A, A),
+    "pair of two sizes": (A, jnp.ones(4)),
+    "one": (A,),
+    "triple": (A, A, A),
+    "list": [A, A],
+    "ints": [1, 2],
+    "tree": {"a": A, "b": {"c": jnp.ones((3, 2))}},
+    "tree, swapped": {"a": jnp.ones((3, 2)), "b": {"c": A}},
+    "tree, one leaf resized": {"a": A, "b": {"c": jnp.ones((3, 4))}},
+    "tree, the last leaf of another dtype": {"a": A, "b": {"c": jnp.ones((3, 2), int)}},
+    "tree, like the first but one": {"a": A, "b": {"c": A, "d": A, "e": jnp.ones(3, int)}},
+    "tree with another name": {"a": A, "x": {"c": jnp.ones((3, 2))}},
+    "tree with a leaf gone": {"a": A, "b": {"c": None}},
+    "tree with an int": {"a": A, "b": 1},
+    "tree with a NumPy leaf": {"a": A, "b": np.ones(3, np.float32)},
+    "tree of ints": {"a": 1, "b": [2, 3]},
+    "tree with a float": {"a": 1, "b": 1.5},
+    "tree of bools": {"a": True, "b": {"c": False}},
+    "tree of params": {"a": nnx.Param(A), "b": nnx.Param(A)},
+    "empty": {},
+}
+HINTS: dict[str, Any] = {
+    "array": Float[Array, "size"],
+    "any": Any,
+    "optional": Float[Array, "size"] | None,
+    "optional the other way round": None | Float[Array, "size"],
+    "one or the other": Float[Array, "size"] | Int[Array, "size"],
+    "array or number": Float[Array, "size"] | float,
+    "pair": tuple[Float[Array, "size"], Float[Array, "size"]],
+    "pair in a pair": tuple[tuple[Float[Array, "size"], Float[Array, "other"]], Any] | None,
+    "pair with a tree": tuple[Float[Array, "size"], PyTree[Float[Array, "size"], "Tree"]],
+    "tree": PyTree[Float[Array, "..."]],
+    "tree of one size": PyTree[Float[Array, "size ..."]],
+    "named tree": PyTree[Float[Array, "..."], "Tree"],
+    "named tree of its leaves' shapes": PyTree[Float[Array, "?*shape"], "Tree"],
+    "optional tree": PyTree[Float[Array, "?*shape"], "Tree"] | None,
+    "tree or number": PyTree[Float[Array, "..."], "Tree"] | int,
+    "tree of two kinds": PyTree[Float[Array, "..."] | Int[np.ndarray, "size"]],
+    "tree of anything shaped": PyTree[Shaped[Any, "size ..."]],
+    "tree of params": PyTree[Float[nnx.Param, "size"]],
+    "tree of bools": PyTree[bool, "Tree"],
+    "tree of ints": PyTree[int],
+    "tree of floats": PyTree[float],
+    "tree of lists": PyTree[list[int]],
+    "tree of tuples": PyTree[tuple[int, int]],
+    "tree of trees": PyTree[PyTree[int]],
+    "any tree": PyTree,
+}
+Judge = Callable[[Any, Any], list[bool]]
+
+
+def judge(decorator: Callable[..., Any], hint: Any) -> Judge:
+    """Whether it takes two values, and whether it gives the second for the first."""
+
+    @decorator
+    def take(first: hint, second: hint) -> None: ...
+
+    @decorator
+    def give(first: hint, give_back: list) -> hint:
+        return give_back[0]
+
+    def says(call: Callable[[], Any]) -> bool:
+        try:
+            call()
+        except TypeCheckError:
+            return False
+        except AttributeError:  # jaxtyping's own, of a tree whose leaves are tuples
+            return False
+        return True
+
+    return lambda first, second: [
+        says(lambda: take(first, second)),
+        says(lambda: give(first, [second])),
+    ]
+
+
+REFERENCE = jaxtyped(typechecker=beartype(conf=BeartypeConf(is_pep484_tower=True)))
+
+
+def accepted(says: Judge) -> set[str]:
+    return {name for name, value in VALUES.items() if all(says(value, value))}
+
+
+@pytest.mark.parametrize("hint", HINTS.values(), ids=HINTS)
+def test_it_accepts_what_jaxtyping_accepts(hint: Any):
+    ours, theirs = judge(typed, hint), judge(REFERENCE, hint)
+    good = accepted(theirs)
+    assert accepted(ours) == good
+    for first, second in itertools.product(good, VALUES):
+        verdict = ours(VALUES[first], VALUES[second])
+        # jaxtyping takes its time to refuse: it needn't say again what it said of each alone
+        if second in good or any(verdict):
+            assert verdict == theirs(VALUES[first], VALUES[second]), (first, second)
+
+
+def test_the_agreement_is_about_something():
+    """Every annotation but two refuses some value, and many refuse one only after another."""
+    refusing, comparing = set(), set()
+    for name, hint in HINTS.items():
+        says = judge(typed, hint)
+        good = accepted(says)
+        if len(good) < len(VALUES):
+            refusing.add(name)
+        if not all(
+            any(says(VALUES[first], VALUES[second]))
+            for first, second in itertools.product(good, repeat=2)
+        ):
+            comparing.add(name)
+    assert set(HINTS) - refusing == {"any", "any tree"}
+    assert len(comparing) > 10

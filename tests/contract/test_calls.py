@@ -1,0 +1,183 @@
+"""What holds from call to call: nothing said of one counts for the next, and scopes end."""
+
+import sys
+import threading
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jaxtyping import Array, Float, PyTree, TypeCheckError, config
+
+import jgpt
+from jgpt.contracts import check, typed
+
+_Grower = TypeVar("_Grower", bound="Grower")
+
+
+class Grower:
+    def __init__(self, size: int):
+        self.size = size
+
+    @typed
+    def same(self, x: Float[Array, "{self.size}"], grow: int = 0) -> Float[Array, "{self.size}"]:
+        self.size += grow
+        return x
+
+    @typed
+    def merged(self: _Grower, other: _Grower) -> _Grower:
+        return other
+
+
+@typed
+def paired(x: Float[Array, "size"], y: Float[Array, "size"]) -> Float[Array, "size"]:
+    return y
+
+
+@pytest.mark.parametrize("wrong", [jnp.ones(4), jnp.ones(3, int), jnp.ones((3, 1)), 1.0])
+def test_a_wrong_call_after_a_right_one_is_refused(wrong):
+    right = jnp.ones(3)
+    for _ in range(2):
+        assert paired(right, right) is right
+        with pytest.raises(TypeCheckError, match="was given a wrong y"):
+            paired(right, wrong)
+    other = jnp.ones(4)
+    assert paired(other, other) is other  # the size is each call's own
+
+
+def test_a_size_that_has_changed_is_read_again():
+    grower, x = Grower(3), jnp.ones(3)
+    assert grower.same(x) is x
+    with pytest.raises(TypeCheckError, match="returned a wrong result"):
+        grower.same(x, grow=1)
+    with pytest.raises(TypeCheckError, match="given a wrong x"):
+        grower.same(x)
+    assert grower.same(jnp.ones(4)).shape == (4,)
+    with pytest.raises(TypeCheckError, match="given a wrong x"):
+        Grower(5).same(jnp.ones(4))
+
+
+def test_a_tree_that_has_changed_is_looked_at_again():
+    @typed
+    def summed(weights: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
+        return sum(leaf.sum() for leaf in jax.tree.leaves(weights))
+
+    weights = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    assert summed(weights) == 6
+    weights["b"] = jnp.ones(3, int)
+    with pytest.raises(TypeCheckError, match="its leaf b is int32"):
+        summed(weights)
+
+
+def test_a_refused_call_leaves_the_sizes_of_the_one_around_it():
+    @typed
+    def broken(x: Float[Array, "size"]) -> Float[Array, "size"]:
+        raise ValueError("the body's own")
+
+    @typed
+    def outer(x: Float[Array, "size"]) -> Float[Array, "size"]:
+        five = jnp.ones(5)
+        for wrong in (lambda: paired(five, x), lambda: paired(five), lambda: broken(five)):
+            with pytest.raises((TypeError, ValueError)):
+                wrong()
+        # jaxtyping's own way to ask, in the same scope
+        assert isinstance(x, Float[Array, "size"])
+        assert not isinstance(jnp.ones(5), Float[Array, "size"])
+        return check(x, Float[Array, "size"])
+
+    assert outer(jnp.ones(3)).shape == (3,)
+    assert isinstance(jnp.ones(5), Float[Array, "size"])  # out here no call decides it
+
+
+def test_each_thread_has_its_own_sizes():
+    met = threading.Barrier(2, timeout=20)
+
+    @typed
+    def waiting(x: Float[Array, "size"]) -> Float[Array, "size"]:
+        met.wait()
+        return x
+
+    results = []
+    threads = [
+        threading.Thread(target=lambda size=size: results.append(waiting(jnp.ones(size)).shape))
+        for size in (3, 4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [(3,), (4,)]
+
+
+def test_a_type_variable_stands_for_the_class_it_names():
+    grower = Grower(3)
+    assert grower.merged(grower) is grower
+    with pytest.raises(TypeCheckError, match="given a wrong other"):
+        grower.merged(3)  # type: ignore[arg-type]
+
+
+def test_a_default_is_checked_too():
+    @typed
+    def scaled(x: Float[Array, "size"], factor: float = "2") -> Float[Array, "size"]:  # type: ignore[assignment]
+        return x * factor
+
+    assert scaled(jnp.ones(3), 2).shape == (3,)
+    with pytest.raises(TypeCheckError, match="given a wrong factor"):
+        scaled(jnp.ones(3))
+
+
+def test_all_of_many_arguments_are_checked():
+    @typed
+    def total(*parts: Float[Array, "size"], **named: Float[Array, "size"]) -> Float[Array, "size"]:
+        return sum([*parts, *named.values()], start=jnp.zeros(3))
+
+    x = jnp.ones(3)
+    assert total(x, x, y=x).sum() == 9
+    for i in range(10):
+        parts = [x] * 10
+        parts[i] = jnp.ones(3, int)
+        with pytest.raises(TypeCheckError, match="given a wrong parts"):
+            total(*parts)
+    with pytest.raises(TypeCheckError, match=r"given a wrong named.*\n.*\nGot: float32\[4\]"):
+        total(x, y=x, z=jnp.ones(4))
+
+
+def test_the_checks_put_no_frame_between_a_call_and_its_body():
+    """JAX walks the stack at each operation that it traces: frames cost more than checks."""
+
+    def depth() -> int:
+        frame, frames = sys._getframe(), 0
+        while frame:
+            frame, frames = frame.f_back, frames + 1
+        return frames
+
+    @typed
+    def inside(x: Float[Array, "size"]) -> int:
+        return depth()
+
+    checked = inside(jnp.ones(3))
+    config.update("jaxtyping_disable", True)
+    try:
+        assert inside(jnp.ones(3)) == checked
+    finally:
+        config.update("jaxtyping_disable", False)
+
+
+def test_importing_reads_no_annotation():
+    """A wrong annotation is found by the first call: until then `typed` has not looked."""
+
+    @typed
+    def strange(x: 3) -> None: ...  # type: ignore[valid-type]
+
+    with pytest.raises(Exception, match="3 invalid or unrecognized"):
+        strange(3)
+
+
+def test_a_module_is_checked_however_it_is_called():
+    head = jgpt.Head(10, 4, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 3, 10))
+    assert head(x=x).shape == head(x, None).shape == jgpt.Head.__call__(head, x).shape
+    for call in (lambda: head(x=x[..., :9]), lambda: jgpt.Head.__call__(head, x[0])):
+        with pytest.raises(TypeCheckError, match="given a wrong x"):
+            call()
