@@ -85,6 +85,7 @@ def generate(
     A model reads the last `block_size` tokens. Past them, rotary positions go on from the cache,
     each layer reading the last `block_size` of the layer below; learned positions move, so that
     every new token reads the whole window again, all rows as soon as the longest one must.
+    Products are in the model's own dtype, to which its weights are converted before the loop.
     """
     pieces = stream(
         model,

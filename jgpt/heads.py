@@ -285,7 +285,7 @@ class MultiHeadAttention(_Attention):
         # each head of keys and values is read by a group of query heads
         groups = self.num_heads // self.num_kv_heads
         heads = jax.vmap(functools.partial(attend, scale=self.scale))(
-            query.reshape(keys.shape[0], groups * time, self.head_dim),
+            query.reshape(keys.shape[0], groups * time, self.head_dim).astype(keys.dtype),
             keys,
             values,
             jnp.repeat(jnp.tile(mask, (1, groups, 1)), self.num_kv_heads, axis=0),

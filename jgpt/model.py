@@ -323,7 +323,9 @@ class GPT(nnx.Module):
     ]:
         """A cache for `batch` sequences of `block_size` positions, none of them read yet."""
         shape = (batch * self.num_kv_heads, self.block_size, self.head_dim)
-        dtype = self.config.dtype
+        # XLA's CPU compiler widens all of a narrow cache, and narrows it again, at each write
+        is_cpu = jax.default_backend() == "cpu"
+        dtype = jnp.promote_types(self.config.dtype, jnp.float32 if is_cpu else self.config.dtype)
         return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.blocks)
 
     @typed

@@ -317,6 +317,19 @@ def test_broken_weights_are_reported(model):
         generate(broken, PROMPT, 3, key=KEY)
 
 
+def test_a_cache_is_not_below_what_the_model_computes_in():
+    exact = random_model(**MODERN)
+    config = dataclasses.replace(SMALL, **MODERN, dtype="bfloat16")
+    narrow = create_model(config, rngs=nnx.Rngs(0))
+    nnx.update(narrow, nnx.state(exact, nnx.Param))
+    # on a CPU a narrow cache would be copied whenever it is written to
+    assert {leaf.dtype for leaf in jax.tree.leaves(narrow.empty_cache(2))} == {jnp.dtype("float32")}
+    found = continued(narrow, ROWS[:1], 2)
+    expected = exact(jnp.array(ROWS[:1]))[:, -2:]
+    rounding = abs(narrow(jnp.array(ROWS[:1]))[:, -2:] - expected).max()
+    assert 0 < abs(found - expected).max() < 1.5 * rounding
+
+
 def test_a_cache_of_another_model_is_refused(model):
     with pytest.raises(ValueError, match="the cache has 1 layers and the model 2"):
         model.continued(PROMPT, jnp.array([3, 3]), model.empty_cache(2)[:1])
