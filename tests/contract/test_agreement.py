@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped, TypeCheckError, jaxtype
 
 from jgpt.contracts import typed
 
+SIZED: Any = Float[Array, "size"]
 A = jnp.ones(3)
 VALUES: dict[str, Any] = {
     "array": A,
@@ -51,15 +52,15 @@ VALUES: dict[str, Any] = {
     "empty": {},
 }
 HINTS: dict[str, Any] = {
-    "array": Float[Array, "size"],
+    "array": SIZED,
     "any": Any,
-    "optional": Float[Array, "size"] | None,
-    "optional the other way round": None | Float[Array, "size"],
-    "one or the other": Float[Array, "size"] | Int[Array, "size"],
-    "array or number": Float[Array, "size"] | float,
-    "pair": tuple[Float[Array, "size"], Float[Array, "size"]],
-    "pair in a pair": tuple[tuple[Float[Array, "size"], Float[Array, "other"]], Any] | None,
-    "pair with a tree": tuple[Float[Array, "size"], PyTree[Float[Array, "size"], "Tree"]],
+    "optional": SIZED | None,
+    "optional the other way round": None | SIZED,
+    "one or the other": SIZED | Int[Array, "size"],
+    "array or number": SIZED | float,
+    "pair": tuple[SIZED, SIZED],
+    "pair in a pair": tuple[tuple[SIZED, Float[Array, "other"]], Any] | None,
+    "pair with a tree": tuple[SIZED, PyTree[SIZED, "Tree"]],
     "tree": PyTree[Float[Array, "..."]],
     "tree of one size": PyTree[Float[Array, "size ..."]],
     "named tree": PyTree[Float[Array, "..."], "Tree"],
@@ -83,12 +84,14 @@ Judge = Callable[[Any, Any], list[bool]]
 def judge(decorator: Callable[..., Any], hint: Any) -> Judge:
     """Whether it takes two values, and whether it gives the second for the first."""
 
-    @decorator
-    def take(first: hint, second: hint) -> None: ...
+    def take(first, second): ...
 
-    @decorator
-    def give(first: hint, give_back: list) -> hint:
-        return give_back[0]
+    def give(first, box):
+        return box[0]
+
+    take.__annotations__ = {"first": hint, "second": hint}
+    give.__annotations__ = {"first": hint, "return": hint}
+    take, give = decorator(take), decorator(give)
 
     def says(call: Callable[[], Any]) -> bool:
         try:

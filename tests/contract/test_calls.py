@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PyTree, TypeCheckError, config
 import jgpt
 from jgpt.contracts import check, typed
 
+SIZED: Any = Float[Array, "size"]
 _Grower = TypeVar("_Grower", bound="Grower")
 
 
@@ -61,7 +62,7 @@ def test_a_size_that_has_changed_is_read_again():
 def test_a_tree_that_has_changed_is_looked_at_again():
     @typed
     def summed(weights: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
-        return sum(leaf.sum() for leaf in jax.tree.leaves(weights))
+        return sum((leaf.sum() for leaf in jax.tree.leaves(weights)), start=jnp.zeros(()))
 
     weights = {"a": jnp.ones(3), "b": jnp.ones(3)}
     assert summed(weights) == 6
@@ -78,16 +79,16 @@ def test_a_refused_call_leaves_the_sizes_of_the_one_around_it():
     @typed
     def outer(x: Float[Array, "size"]) -> Float[Array, "size"]:
         five = jnp.ones(5)
-        for wrong in (lambda: paired(five, x), lambda: paired(five), lambda: broken(five)):
+        for wrong in (lambda: paired(five, x), lambda: paired(*[five]), lambda: broken(five)):
             with pytest.raises((TypeError, ValueError)):
                 wrong()
         # jaxtyping's own way to ask, in the same scope
-        assert isinstance(x, Float[Array, "size"])
-        assert not isinstance(jnp.ones(5), Float[Array, "size"])
+        assert isinstance(x, SIZED)
+        assert not isinstance(jnp.ones(5), SIZED)
         return check(x, Float[Array, "size"])
 
     assert outer(jnp.ones(3)).shape == (3,)
-    assert isinstance(jnp.ones(5), Float[Array, "size"])  # out here no call decides it
+    assert isinstance(jnp.ones(5), SIZED)  # out here no call decides it
 
 
 def test_each_thread_has_its_own_sizes():
@@ -172,6 +173,16 @@ def test_importing_reads_no_annotation():
 
     with pytest.raises(Exception, match="3 invalid or unrecognized"):
         strange(3)
+
+
+def test_a_name_that_cannot_be_looked_up_is_said_to_be_missing():
+    class Local: ...
+
+    @typed
+    def same(x: "Local") -> None: ...
+
+    with pytest.raises(NameError, match="'Local' is not defined"):
+        same(Local())
 
 
 def test_a_module_is_checked_however_it_is_called():

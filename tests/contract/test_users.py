@@ -46,11 +46,11 @@ class Gate(nnx.Module):
 '''
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> nnx.Module:
+@pytest.fixture(params=["", "from __future__ import annotations\n"], ids=["", "strings"])
+def gate(request: pytest.FixtureRequest, tmp_path: Path) -> nnx.Module:
     """An instance of a module written outside of jgpt."""
     path = tmp_path / "theirs.py"
-    path.write_text(THEIRS)
+    path.write_text(request.param + THEIRS)
     spec = importlib.util.spec_from_file_location("theirs", path)
     assert spec is not None
     assert spec.loader is not None
