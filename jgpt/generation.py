@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from jgpt.contracts import record, typed
 from jgpt.heads import KeyValueCache
 from jgpt.model import LanguageModel
+from jgpt.pytree import pytree
 
 TOKENS_PER_CALL = 32
 

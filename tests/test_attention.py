@@ -295,7 +295,7 @@ def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
     dropped_out = module(x, rngs=nnx.Rngs(dropout=1))
     calls = []
 
-    def kernel(query, key, value, *, causal, scale):
+    def kernel(query, key, value, *, causal, window, scale):
         calls.append((causal, key.shape[1:3]))
         return fused_attend(query, key, value, causal=causal, scale=scale, implementation="xla")
 
