@@ -309,10 +309,10 @@ def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
 
 
 def test_a_pair_is_turned_by_its_position():
-    x = jnp.tile(jnp.array([1.0, 0.0]), (3, 1))
-    angles = np.array([0.0, 1.0, -40.0])
-    turned = rotate(x, jnp.array([0, 1, -40]))
-    np.testing.assert_allclose(turned, np.stack([np.cos(angles), np.sin(angles)], -1), atol=1e-6)
+    x = jnp.array([[3.0, 4.0], [1.0, 0.0], [1.0, 2.0]])
+    cosine, sine = math.cos(-40), math.sin(-40)
+    by_hand = [[3, 4], [math.cos(1), math.sin(1)], [cosine - 2 * sine, sine + 2 * cosine]]
+    np.testing.assert_allclose(rotate(x, jnp.array([0, 1, -40])), by_hand, rtol=1e-5)
 
 
 def test_each_pair_turns_at_its_own_pace():
