@@ -14,8 +14,11 @@ from jgpt.contracts import check, typed
 def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {time}"]:
     """True where the query of a row may look at the key of a column: itself and its past.
 
-    With a `window`, only the last so many positions of that, itself included.
+    With a `window`, only the last so many positions of that, itself included. Raises ValueError
+    for one that holds none.
     """
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be positive: a query reads at least itself")
     mask = jnp.tril(jnp.ones((time, time), dtype=bool))
     return mask if window is None else mask & ~jnp.tril(mask, -window)
 
@@ -78,9 +81,9 @@ def attend_locally(
     """What `attend` computes under `causal_mask(time, window)`, in time that grows with the window.
 
     Sequences are cut into windows; each reads itself and the one before (Beltagy et al. 2020,
-    section 3.1, in blocks).
+    section 3.1, in blocks). Raises ValueError for a window that holds nothing.
     """
-    time = query.shape[-2]
+    time, mask = query.shape[-2], causal_mask(2 * window, window)
     windows = -(-time // window)
 
     def cut(x):
@@ -96,7 +99,7 @@ def attend_locally(
         query[..., :1, :, :],
         key[..., :1, :, :],
         value[..., :1, :, :],
-        causal_mask(window),
+        mask[:window, :window],
         scale=scale,
         dropout=dropout,
         dropout_key=keys[0],
@@ -105,7 +108,7 @@ def attend_locally(
         query[..., 1:, :, :],
         with_the_one_before(key),
         with_the_one_before(value),
-        causal_mask(2 * window, window)[window:],
+        mask[window:],
         scale=scale,
         dropout=dropout,
         dropout_key=keys[1],

@@ -153,6 +153,10 @@ class ModelConfig:
         _require_fraction(self, "dropout", "ngram_dropout")
         if list(self.ngram_sizes) != sorted({n for n in self.ngram_sizes if n > 1}):
             raise ValueError(f"ngram_sizes={self.ngram_sizes} must be above 1, and ascend")
+        if self.ngram_sizes and self.ngram_sizes[-1] > self.block_size:
+            raise ValueError(
+                f"ngram_sizes={self.ngram_sizes} must be at most block_size={self.block_size}"
+            )
         if self.head_bias and self.tie_embeddings:
             raise ValueError("head_bias=True needs tie_embeddings=False: a tied head has no bias")
 

@@ -244,6 +244,8 @@ def _config_to_gpt2(config: ModelConfig, zero_biases: bool) -> dict[str, Any]:
         "norm_scale": [True],
         "qk_norm": [False],
         "num_kv_heads": [None, config.num_heads],
+        "attention_window": [None],
+        "ngram_sizes": [()],
         "attention_scale": [None, (config.embed_dim // config.num_heads) ** -0.5],
         "embedding_shortcut": [False],
         "logit_softcap": [None],

@@ -288,16 +288,16 @@ def test_a_cpu_has_no_cuda_capability():
 
 def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
     """The kernel's place is taken by XLA's own, which computes the same anywhere."""
-    options = {"dtype": jnp.bfloat16, "num_kv_heads": 1, "scale": 0.3}
+    options = {"dtype": jnp.bfloat16, "num_kv_heads": 1, "scale": 0.3, "window": 2}
     module = MultiHeadAttention(16, 2, rngs=nnx.Rngs(0), dropout=0.5, **options)
     x, context = normal(1, BATCH, TIME, 16), normal(2, BATCH, CONTEXT, 16)
     plain, plain_cross = module(x), module(x, context)
     dropped_out = module(x, rngs=nnx.Rngs(dropout=1))
     calls = []
 
-    def kernel(query, key, value, *, causal, window, scale):
-        calls.append((causal, key.shape[1:3]))
-        return fused_attend(query, key, value, causal=causal, scale=scale, implementation="xla")
+    def kernel(query, key, value, **options):
+        calls.append((options["causal"], key.shape[1:3]))
+        return fused_attend(query, key, value, implementation="xla", **options)
 
     monkeypatch.setattr(heads, "cuda_capability", lambda: 9.0)
     monkeypatch.setattr(heads, "fused_attend", kernel)

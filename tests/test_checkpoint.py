@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import CharTokenizer, TrainConfig, load
+from jgpt import CharTokenizer, ModelConfig, TrainConfig, fit, load
 from jgpt.checkpoint import Checkpoints, RunDirectory, require_same_run
 from jgpt.config import to_json
 from jgpt.step import TrainState, init_state
@@ -132,6 +132,30 @@ def test_a_config_of_another_model_is_refused(saved, small_run, changes):
         load(saved.path)
     with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match="checkpoint"):
         checkpoints.restore(other)
+
+
+def test_a_run_with_n_grams_is_saved_and_loaded_and_no_other_is(small_run, tmp_path):
+    """Tuples are lists in JSON: the config's, and the manifest's."""
+    model = ModelConfig(
+        block_size=7, num_layers=1, num_heads=2, embed_dim=12, ngram_sizes=(2, 3), ngram_rows=5
+    )
+    out = tmp_path / "run"
+    run = dataclasses.replace(
+        small_run, model=model, steps=2, eval_interval=2, sample_tokens=0, out=str(out)
+    )
+    fit(run)
+    loaded, _, config = load(out)
+    assert config.model.ngram_sizes == (2, 3)
+    table = loaded.ngram_embedding.table.embedding[...]
+    assert table.shape == (2 * 5, 12)
+    start = init_state(config).weights["ngram_embedding"]["table"]["embedding"]
+    assert 0 < float(abs(table - start).max()) < 0.1  # it was trained
+
+    other = dataclasses.replace(config.model, ngram_sizes=(2, 4))
+    (out / "config.json").write_text(to_json(dataclasses.replace(config, model=other)))
+    complaint = "was saved with ngram_sizes=[2, 3], the config has ngram_sizes=[2, 4]"
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        load(out)
 
 
 def test_another_vocabulary_is_refused(saved):

@@ -163,6 +163,11 @@ def test_biases_that_are_not_there_are_written_as_zeros_when_asked(tmp_path):
         ({**GPT2, "norm_scale": False}, "norm_scale=False has no place"),
         ({**GPT2, "qk_norm": True}, "qk_norm=True has no place"),
         ({**GPT2, "attention_scale": 0.7}, "attention_scale=0.7 has no place"),
+        (
+            {**GPT2, "attention_window": 3},
+            "attention_window=3 has no place .* attention_window=None",
+        ),
+        ({**GPT2, "ngram_sizes": (2, 3)}, r"ngram_sizes=\(2, 3\) has no place .* ngram_sizes=\(\)"),
         ({**GPT2, "embedding_shortcut": True}, "embedding_shortcut=True has no place"),
         ({**GPT2, "logit_softcap": 15.0}, "logit_softcap=15.0 has no place"),
     ],

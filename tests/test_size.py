@@ -37,6 +37,10 @@ def test_the_parts_by_hand():
         "blocks.feed_forward": FEED_FORWARD,
         "head": 24 * 17,
     }
+    ngrams = ModelConfig(**{**vars(MODERN), "ngram_sizes": (2, 4), "ngram_rows": 19})
+    names = [part.name for part in parts_of(ngrams)]
+    assert names[:3] == ["token_embedding", "ngram_embedding", "shortcut"]
+    assert parts_of(ngrams)[1].parameters == 2 * 19 * 24
     gpt2 = ModelConfig(**{**SIZES, **FAMILIES["gpt2"]})
     assert {part.name: part.parameters for part in parts_of(gpt2)} == {
         "token_embedding": 17 * 21,
@@ -84,7 +88,10 @@ def test_flops_by_hand():
         ({"positions": "learned"}, 0),
         ({"norm": "layer", "norm_scale": True, "use_bias": True}, 0),
         ({"embedding_shortcut": False, "logit_softcap": 15.0, "qk_norm": False}, 0),
+        ({"ngram_sizes": (2, 4), "ngram_rows": 19}, 0),
         ({"block_size": 13}, 2 * (2 * 2 * 2 * 24)),
+        ({"attention_window": 7}, -2 * (2 * 2 * 4 * 24)),
+        ({"attention_window": 13}, 0),  # the block is shorter
     ],
     ids=str,
 )

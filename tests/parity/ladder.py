@@ -46,6 +46,8 @@ SIZES: dict[str, Any] = {
 LECTURE = {"activation": "relu", "use_bias": True, "head_bias": True, "tie_embeddings": False}
 GPT2 = {"activation": "gelu_tanh", "qkv_bias": True, "use_bias": True}
 GROUPS = {"num_heads": 6, "embed_dim": 24, "num_kv_heads": 3}  # heads of an even size, in pairs
+WINDOW = {"attention_window": 3}  # the tokens are one window and a part of another
+NGRAMS = {"ngram_sizes": (2, 4), "ngram_rows": 19}
 MODERN = {
     **GROUPS,
     "activation": "relu_squared",
@@ -55,6 +57,8 @@ MODERN = {
     "norm_scale": False,
     "qk_norm": True,
     "attention_scale": 0.7,
+    **WINDOW,
+    **NGRAMS,
     "zero_init": True,  # of no consequence where all weights are given
     "embedding_shortcut": True,
     "logit_softcap": 2.0,
@@ -66,6 +70,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "nanogpt, normed queries and keys": {"qk_norm": True},
     "nanogpt, another scale": {"attention_scale": 0.7},
     "nanogpt, grouped heads": GROUPS,
+    "nanogpt, window": WINDOW,
+    "nanogpt, n-grams": NGRAMS,
     "nanogpt, shortcut": {"embedding_shortcut": True},
     "nanogpt, softcap": {"logit_softcap": 2.0},
     "nanogpt, squared ReLU": {"activation": "relu_squared"},

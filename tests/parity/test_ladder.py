@@ -115,6 +115,8 @@ def forget_a_shortcut(port):
         "nanogpt, normed queries and keys": set_everywhere(torch_gpt.Attention, epsilon=1e-5),
         "nanogpt, another scale": set_everywhere(torch_gpt.Attention, scale=0.5),
         "nanogpt, grouped heads": in_other_groups,
+        "nanogpt, window": set_everywhere(torch_gpt.Attention, window=4),
+        "nanogpt, n-grams": set_everywhere(torch_gpt.NGramEmbedding, multiplier=0x9E3779B3),
         "nanogpt, shortcut": forget_a_shortcut,
         "nanogpt, softcap": set_everywhere(torch_gpt.GPT, softcap=None),
         "nanogpt, squared ReLU": set_everywhere(torch_gpt.FeedForward, activation="relu"),

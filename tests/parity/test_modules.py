@@ -124,6 +124,18 @@ def test_attention_with_rotary_positions_norms_and_groups(name, sizes, groups, b
         setattr(port, attribute, right)
 
 
+@pytest.mark.parametrize(("name", "sizes"), ATTENTION)
+@pytest.mark.parametrize("window", [1, 2, 3, TIME])
+def test_attention_in_a_window(name, sizes, window, dtype):
+    module, port = pair(name, dtype, *sizes, window=window)
+    x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
+    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+    cross = module(jnp.asarray(x), jnp.asarray(context))  # across sequences there is none
+    assert close(cross, port(torch.tensor(x), torch.tensor(context)), dtype)
+    port.window = window % TIME + 1
+    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 def test_grouped_heads_are_torchs(num_kv_heads, dtype):
     module, port = pair("MultiHeadAttention", dtype, 24, 6, num_kv_heads=num_kv_heads)

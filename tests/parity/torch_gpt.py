@@ -35,6 +35,7 @@ class Attention(nn.Module):
         *,
         num_kv_heads=None,
         causal,
+        window,
         qkv_bias,
         rotary,
         qk_norm,
@@ -42,7 +43,8 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.causal, self.rotary, self.qk_norm = causal, rotary, qk_norm
+        self.causal, self.window = causal, window
+        self.rotary, self.qk_norm = rotary, qk_norm
         self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
         self.query = nn.Linear(embed_dim, self.num_heads * head_dim, bias=qkv_bias)
         self.key = nn.Linear(embed_dim, self.num_kv_heads * head_dim, bias=qkv_bias)
@@ -75,8 +77,10 @@ class Attention(nn.Module):
         key = self.placed(self.split(self.key(source), self.num_kv_heads))
         affinity = query @ self.for_each_query_head(key).mT * self.scale
         if self.causal and context is None:
-            future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
-            affinity = affinity.masked_fill(future, -torch.inf)
+            position = torch.arange(x.shape[1])
+            distance = position[:, None] - position
+            reach = x.shape[1] if self.window is None else self.window
+            affinity = affinity.masked_fill((distance < 0) | (distance >= reach), -torch.inf)
         return affinity.softmax(-1)
 
     def heads(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -92,12 +96,13 @@ class Head(Attention):
         head_dim,
         *,
         causal=True,
+        window=None,
         use_bias=False,
         rotary=False,
         qk_norm=False,
         scale=None,
     ):
-        options = {"rotary": rotary, "qk_norm": qk_norm, "scale": scale}
+        options = {"window": window, "rotary": rotary, "qk_norm": qk_norm, "scale": scale}
         super().__init__(embed_dim, 1, head_dim, causal=causal, qkv_bias=use_bias, **options)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -112,6 +117,7 @@ class MultiHeadAttention(Attention):
         *,
         num_kv_heads=None,
         causal=True,
+        window=None,
         qkv_bias=False,
         use_bias=True,
         rotary=False,
@@ -124,6 +130,7 @@ class MultiHeadAttention(Attention):
             embed_dim // num_heads,
             num_kv_heads=num_kv_heads,
             causal=causal,
+            window=window,
             qkv_bias=qkv_bias,
             rotary=rotary,
             qk_norm=qk_norm,
@@ -188,6 +195,7 @@ class Block(nn.Module):
         activation="gelu",
         num_kv_heads=None,
         causal=True,
+        window=None,
         qkv_bias=False,
         use_bias=True,
         rotary=False,
@@ -204,6 +212,7 @@ class Block(nn.Module):
             num_heads,
             num_kv_heads=num_kv_heads,
             causal=causal,
+            window=window,
             qkv_bias=qkv_bias,
             use_bias=use_bias,
             rotary=rotary,
@@ -220,6 +229,33 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+class NGramEmbedding(nn.Module):
+    multiplier = 0x9E3779B1
+    missing = -1
+
+    def __init__(self, sizes, num_rows, embed_dim):
+        super().__init__()
+        self.sizes, self.num_rows = sizes, num_rows
+        self.table = nn.Embedding(len(sizes) * num_rows, embed_dim)
+
+    def hashes(self, ngrams: Tensor) -> Tensor:
+        """A number below 2**32 for each n-gram, whose newest token is the last and goes first."""
+        mixed = torch.zeros_like(ngrams[..., 0])
+        for token in reversed(ngrams.unbind(-1)):
+            # what overflows 64 bits is a multiple of 2**32
+            mixed = (mixed + token + 1) * self.multiplier & 0xFFFFFFFF
+            mixed = mixed ^ mixed >> 15
+        return mixed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = []
+        for place, size in enumerate(self.sizes):
+            ngrams = F.pad(tokens, (size - 1, 0), value=self.missing).unfold(1, size, 1)
+            rows = self.hashes(ngrams) % self.num_rows + place * self.num_rows
+            found.append(F.embedding(rows, self.table.weight))
+        return torch.stack(found).sum(0)
+
+
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -228,6 +264,11 @@ class GPT(nn.Module):
         self.position_embedding = (
             nn.Embedding(config.block_size, config.embed_dim)
             if config.positions == "learned"
+            else None
+        )
+        self.ngram_embedding = (
+            NGramEmbedding(config.ngram_sizes, config.ngram_rows, config.embed_dim)
+            if config.ngram_sizes
             else None
         )
         self.shortcut = (
@@ -240,6 +281,7 @@ class GPT(nn.Module):
                 config.hidden_dim,
                 activation=config.activation,
                 num_kv_heads=config.num_kv_heads,
+                window=config.attention_window,
                 qkv_bias=config.qkv_bias,
                 use_bias=config.use_bias,
                 rotary=config.positions == "rotary",
@@ -264,6 +306,8 @@ class GPT(nn.Module):
         embedded = self.token_embedding(tokens)
         if self.position_embedding is not None:
             embedded = embedded + self.position_embedding.weight[: tokens.shape[1]]
+        if self.ngram_embedding is not None:
+            embedded = embedded + self.ngram_embedding(tokens)
         x = embedded
         for layer, block in enumerate(self.blocks):
             if self.shortcut is not None:
