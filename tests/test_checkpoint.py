@@ -146,7 +146,7 @@ def test_a_run_with_n_grams_is_saved_and_loaded_and_no_other_is(small_run, tmp_p
     fit(run)
     loaded, _, config = load(out)
     assert config.model.ngram_sizes == (2, 3)
-    table = loaded.ngram_embedding.table.embedding[...]
+    table = nnx.to_pure_dict(nnx.state(loaded))["ngram_embedding"]["table"]["embedding"]
     assert table.shape == (2 * 5, 12)
     start = init_state(config).weights["ngram_embedding"]["table"]["embedding"]
     assert 0 < float(abs(table - start).max()) < 0.1  # it was trained

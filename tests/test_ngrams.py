@@ -76,7 +76,7 @@ def test_what_is_missing_in_front_of_a_text_is_a_token_of_its_own():
     after_nothing = EMBEDDING.rows(jnp.concatenate([missing, tokens], axis=1))[:, LONGEST - 1 :]
     assert jnp.array_equal(EMBEDDING.rows(tokens), after_nothing)
     after_zeros = EMBEDDING.rows(jnp.concatenate([0 * missing, tokens], axis=1))[:, LONGEST - 1 :]
-    differs = np.asarray(EMBEDDING.rows(tokens) != after_zeros).any(axis=0)
+    differs = (np.asarray(EMBEDDING.rows(tokens)) != np.asarray(after_zeros)).any(axis=0)
     assert differs[:, 0].tolist() == [True] + [False] * 6  # the first n - 1 of each size
     assert differs[:, 1].tolist() == [True] * 3 + [False] * 4
 
@@ -84,8 +84,9 @@ def test_what_is_missing_in_front_of_a_text_is_a_token_of_its_own():
 def test_a_model_adds_them_to_its_tokens():
     model = GPT(CONFIG, rngs=nnx.Rngs(1))
     tokens = jnp.asarray(TOKENS) % 17
-    expected = model.token_embedding(tokens) + model.position_embedding.embedding[:7]
     assert model.ngram_embedding is not None
+    assert model.position_embedding is not None
+    expected = model.token_embedding(tokens) + model.position_embedding.embedding[:7]
     assert (model.ngram_embedding.sizes, model.ngram_embedding.num_rows) == (SIZES, ROWS)
     found = model.ngram_embedding(tokens)
     np.testing.assert_allclose(model.embed(tokens), expected + found, rtol=1e-5, atol=1e-7)
@@ -97,6 +98,7 @@ def test_a_model_adds_them_to_its_tokens():
 def test_training_drops_the_n_grams_of_whole_positions():
     model = GPT(CONFIG, rngs=nnx.Rngs(1))
     tokens = jax.random.randint(jax.random.key(2), (40, 64), 0, 17)
+    assert model.ngram_embedding is not None
     added = np.asarray(model.ngram_embedding(tokens))
     bare = np.asarray(model.embed(tokens)) - added
 

@@ -77,17 +77,17 @@ def test_attending_locally_is_attending_through_a_band(time, scale):
 
         return jax.jit(both)(*inputs)
 
-    def plain(*x, mask=band(time, WINDOW)):  # noqa: B008
-        return attend(*x, jnp.asarray(mask), scale=scale)
+    def plain(query, key, value, window=WINDOW):
+        return attend(query, key, value, jnp.asarray(band(time, window)), scale=scale)
 
-    def local(*x):
-        return attend_locally(*x, WINDOW, scale=scale)
+    def local(query, key, value):
+        return attend_locally(query, key, value, WINDOW, scale=scale)
 
     expected = forward_and_back(plain)
     for found, wanted in zip(forward_and_back(local), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
     for window in (WINDOW - 1, WINDOW + 1):
-        other = plain(*inputs, mask=band(time, window))
+        other = plain(*inputs, window=window)
         same = np.allclose(other, expected[0], atol=1e-6)
         assert same == (time <= min(window, WINDOW))
 
@@ -173,8 +173,8 @@ def test_a_fused_window_is_the_plain_one_forward_and_backward(window):
     key, value = (normal(i, BATCH, 2, TIME, HEAD_DIM) for i in (1, 2))
 
     def plain(query, key, value):
-        shared = (jnp.repeat(x, 3, axis=1) for x in (key, value))
-        return attend(query, *shared, jnp.asarray(band(TIME, window)), scale=0.3)
+        key, value = (jnp.repeat(x, 3, axis=1) for x in (key, value))
+        return attend(query, key, value, jnp.asarray(band(TIME, window)), scale=0.3)
 
     def fused(query, key, value, window=window, causal=True):
         options = {"causal": causal, "window": window, "scale": 0.3, "implementation": "xla"}
