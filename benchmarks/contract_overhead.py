@@ -5,8 +5,9 @@
 What happens once in a process (import, the first trace of the train step, its compilation, and the
 steps of that program) is measured in a process of its own, one with the checks and one without in
 turn. Tracing again and an eager forward pass are measured in one process, with the checks switched
-on and off in turn, twice as many rounds: `trace` after clearing JAX's caches, as in a new process,
-`retrace` with what they hold. Garbage is collected before each. Ratios are of medians.
+on and off in turn, three times as many rounds: `trace` after clearing JAX's caches, as in a new
+process, `retrace` with what they hold. Garbage is collected before each. A ratio is the median of
+the rounds' ratios: what else the machine does slows both halves of a round.
 """
 
 import argparse
@@ -124,9 +125,9 @@ def in_this_process(preset: str, rounds: int) -> dict[str, Times]:
         traced(config)
 
     return {
-        "eager forward": in_turn(lambda: model(tokens), 2 * rounds),
-        "retrace": in_turn(trace, 2 * rounds),
-        "trace": in_turn(trace, 2 * rounds, before=jax.clear_caches),
+        "eager forward": in_turn(lambda: model(tokens), 3 * rounds),
+        "retrace": in_turn(trace, 3 * rounds),
+        "trace": in_turn(trace, 3 * rounds, before=jax.clear_caches),
     }
 
 
@@ -145,7 +146,7 @@ def main() -> None:
     print(f"{'milliseconds':<16}{'checks on':<32}{'off':<32}on/off")
     for what, measured in times.items():
         on, off = measured["on"], measured["off"]
-        ratio = statistics.median(on) / statistics.median(off)
+        ratio = statistics.median(a / b for a, b in zip(on, off, strict=True))
         results[what] = {"on": on, "off": off, "ratio": ratio}
         print(f"{what:<16}{spread(on):<32}{spread(off):<32}{ratio:.2f}")
     path = write("contract_overhead", {"milliseconds": results})

@@ -11,19 +11,9 @@ import re
 import reprlib
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import (
-    Any,
-    ForwardRef,
-    ParamSpec,
-    ParamSpecArgs,
-    ParamSpecKwargs,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
 from beartype import BeartypeConf
 from beartype.door import die_if_unbearable, is_bearable
@@ -128,7 +118,7 @@ def record(kind: type[Record]) -> type[Record]:
     return kind
 
 
-_UNIONS = (Union, types.UnionType)
+_UNIONS = (typing.Union, types.UnionType)
 _Accepts = Callable[[Any], bool]
 
 
@@ -144,7 +134,7 @@ class _Contract:
 
     @functools.cached_property
     def hints(self) -> dict[str, Any]:
-        hints = get_type_hints(self.function, include_extras=True)
+        hints = typing.get_type_hints(self.function, include_extras=True)
         return {name: _resolved(hint) for name, hint in hints.items()}
 
     @functools.cached_property
@@ -201,7 +191,7 @@ def _resolved(hint: Any) -> Any:
     if not isinstance(hint, type) and (variables := getattr(hint, "__parameters__", ())):
         return hint[tuple(map(_resolved, variables))]
     bound = getattr(hint, "__bound__", None)
-    if not isinstance(bound, ForwardRef):
+    if not isinstance(bound, typing.ForwardRef):
         return hint
     return getattr(sys.modules[hint.__module__], bound.__forward_arg__, hint)
 
@@ -223,7 +213,7 @@ def _is_fixed_tuple(hint: Any) -> bool:
 
 def _acceptor(hint: Any) -> _Accepts:
     """A function that says whether a value is of an annotation, and binds the sizes it names."""
-    if hint is Any or isinstance(hint, (ParamSpecArgs, ParamSpecKwargs)):
+    if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
         return lambda value: True
     if _is_array(hint):
         return lambda value: not _mismatch(hint, value)

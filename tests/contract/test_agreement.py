@@ -41,6 +41,8 @@ VALUES: dict[str, Any] = {
     "tree, one leaf resized": {"a": A, "b": {"c": jnp.ones((3, 4))}},
     "tree, the last leaf of another dtype": {"a": A, "b": {"c": jnp.ones((3, 2), int)}},
     "tree, like the first but one": {"a": A, "b": {"c": A, "d": A, "e": jnp.ones(3, int)}},
+    "tree, the first of two alike of another dtype": {"a": jnp.ones(3, int), "b": A},
+    "tree, the first of two alike is NumPy's": {"a": np.ones(3, np.float32), "b": A},
     "tree with another name": {"a": A, "x": {"c": jnp.ones((3, 2))}},
     "tree with a leaf gone": {"a": A, "b": {"c": None}},
     "tree with an int": {"a": A, "b": 1},
@@ -49,6 +51,8 @@ VALUES: dict[str, Any] = {
     "tree with a float": {"a": 1, "b": 1.5},
     "tree of bools": {"a": True, "b": {"c": False}},
     "tree of params": {"a": nnx.Param(A), "b": nnx.Param(A)},
+    "composed": ([1, 1], {"a": 1}, [{"a": 1}, {"a": 1}]),
+    "composed the wrong way": ([1, 1], {"a": 1}, {"a": [1, 1]}),
     "empty": {},
 }
 HINTS: dict[str, Any] = {
@@ -75,6 +79,8 @@ HINTS: dict[str, Any] = {
     "tree of floats": PyTree[float],
     "tree of lists": PyTree[list[int]],
     "tree of tuples": PyTree[tuple[int, int]],
+    "tree of arrays or lists": PyTree[Float[Array, "..."] | list[int]],
+    "composed trees": tuple[PyTree[int, "Outer"], PyTree[int, "Inner"], PyTree[int, "Outer Inner"]],
     "tree of trees": PyTree[PyTree[int]],
     "any tree": PyTree,
 }

@@ -26,6 +26,11 @@ class Grower:
         self.size += grow
         return x
 
+    @classmethod
+    @typed
+    def made(cls: type[_Grower], size: int) -> _Grower:
+        return cls(size) if size else cls  # type: ignore[return-value]
+
     @typed
     def merged(self: _Grower, other: _Grower) -> _Grower:
         return other
@@ -69,6 +74,21 @@ def test_a_tree_that_has_changed_is_looked_at_again():
     weights["b"] = jnp.ones(3, int)
     with pytest.raises(TypeCheckError, match="its leaf b is int32"):
         summed(weights)
+
+
+def test_a_leaf_is_not_taken_for_another_of_its_shape_and_dtype():
+    """A reference that is traced differs from an array that is traced in its `aval` alone."""
+
+    @typed
+    def take(weights: PyTree[Float[Array, "..."]]) -> None: ...
+
+    def traced(x):
+        take({"a": x, "b": x})
+        with pytest.raises(TypeCheckError, match="its leaf a is"):
+            take({"a": jax.new_ref(x), "b": x})
+        return x
+
+    jax.make_jaxpr(traced)(jnp.ones(3))
 
 
 def test_a_refused_call_leaves_the_sizes_of_the_one_around_it():
@@ -116,6 +136,9 @@ def test_a_type_variable_stands_for_the_class_it_names():
     assert grower.merged(grower) is grower
     with pytest.raises(TypeCheckError, match="given a wrong other"):
         grower.merged(3)  # type: ignore[arg-type]
+    assert Grower.made(3).size == 3
+    with pytest.raises(TypeCheckError, match="returned a wrong result"):
+        Grower.made(0)
 
 
 def test_a_default_is_checked_too():
