@@ -97,7 +97,7 @@ def keep_compilations() -> None:
     Nothing changes where JAX was told already what to do (`JAX_COMPILATION_CACHE_DIR`). A machine
     has a folder of its own: what is compiled for one processor may not run on another.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         folder = Path(platformdirs.user_cache_dir("jgpt")) / "compiled" / platform.node()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

@@ -5,9 +5,12 @@ from typing import TypeVar
 
 import jax
 
+from jgpt.contracts import typed
+
 Record = TypeVar("Record")
 
 
+@typed
 def pytree(kind: type[Record]) -> type[Record]:
     """Let JAX take a record apart, and rebuild it unchecked: in a tree, leaves may be anything."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import GPT, BigramLM
+from jgpt import GPT
 from jgpt.layers import LayerNorm, RMSNorm
 from tests.test_model import (
-    BLOCK_SIZE,
     EMBED_DIM,
-    VOCAB,
     config_of,
-    every_family,
     loud,
     tokens_of,
 )
@@ -102,46 +99,3 @@ def test_the_norms_are_the_config_s():
     assert plain.scale is None
     assert plain.bias is not None
     assert plain.epsilon == 0.1
-
-
-@every_family
-@pytest.mark.parametrize("parts", [(7,), (1,) * 7, (4, 3)], ids=str)
-def test_a_cache_changes_nothing(family, parts):
-    model, tokens = loud(config_of(family)), tokens_of(1)
-    run = nnx.jit(lambda model, *arguments: model.continued(*arguments))
-    cache, logits, start = model.empty_cache(2), [], 0
-    for length in parts:
-        position = jnp.broadcast_to(start + jnp.arange(length), (2, length))
-        new, cache = run(model, tokens[:, start : start + length], position, cache)
-        logits.append(new)
-        start += length
-    whole = model(tokens)
-    np.testing.assert_allclose(
-        np.concatenate(logits, axis=1), whole, rtol=1e-4, atol=1e-4 * float(jnp.abs(whole).max())
-    )
-
-
-def test_a_cache_slides_past_the_block():
-    """With one layer what slid out is forgotten exactly: distances are all that counts."""
-    model = loud(config_of("modern", num_layers=1))
-    assert model.slides
-    assert not loud(config_of("nanogpt")).slides
-    tokens = tokens_of(1, time=2 * BLOCK_SIZE + 3)
-    cache = model.empty_cache(2)
-    run = nnx.jit(lambda model, *arguments: model.continued(*arguments))
-    for time in range(tokens.shape[1]):
-        position = jnp.full((2, 1), time)
-        logits, cache = run(model, tokens[:, time : time + 1], position, cache)
-        window = tokens[:, max(0, time + 1 - BLOCK_SIZE) : time + 1]
-        np.testing.assert_allclose(logits[:, 0], model(window)[:, -1], rtol=1e-3, atol=1e-3)
-
-
-def test_a_cache_is_a_model_s_own():
-    model, position = loud(config_of("modern")), jnp.zeros((2, 1), int)
-    cache = loud(config_of("modern", num_layers=3)).empty_cache(2)
-    with pytest.raises(ValueError, match="the cache has 3 layers and the model 2: begin with empt"):
-        model.continued(tokens_of(1, time=1), position, cache)
-    bigram = BigramLM(VOCAB, rngs=nnx.Rngs(0))
-    logits, cache = bigram.continued(tokens_of(1, time=1), position, bigram.empty_cache(2))
-    assert jnp.array_equal(logits, bigram(tokens_of(1, time=1)))
-    assert cache == ()

@@ -67,6 +67,13 @@ LOCAL = "jgpt.step.make_train_steps.<locals>"
 STEP_CASES = [
     Case("jgpt.optimizer.decay_mask", {}, static={"weights": WEIGHTS}),
     Case(
+        "jgpt.console.who_moves_what",
+        {},
+        static={"config": OptimizerConfig(), "weights": WEIGHTS},
+        takes="values",
+        loose=True,
+    ),
+    Case(
         "jgpt.optimizer.partition",
         {},
         static={"config": OptimizerConfig(optimizer="muon"), "weights": WEIGHTS},

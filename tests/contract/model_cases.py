@@ -257,6 +257,19 @@ STREAM = (BATCH, 7, EMBED)
 TOKENS = {"tokens": "int batch time"}
 LOGITS = (BATCH, 7, 17)
 MODEL = [
+    of_heads(
+        "_Attention._attended",
+        {
+            "query": "float *batch query head_dim",
+            "key": "float *batch key head_dim",
+            "value": "float *batch key head_dim",
+            "mask": "bool query key",
+            "drop_with": "key",
+        },
+        (BATCH, 2, 4, 11),
+        owner=TRAINED_HEAD,
+        fixed="head_dim",
+    ),
     of_heads("_Attention._source_length", CROSS_ATTENTION, None, owner=HEAD),
     of_heads("_Attention._mask", SELF_ATTENTION, (7, 7), owner=HEAD, static={"context": None}),
     of_heads("_Attention._mask", CROSS_ATTENTION, None, owner=HEAD, note="cross"),

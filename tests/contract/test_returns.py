@@ -124,6 +124,8 @@ def test_a_wrong_tree_or_value_is_blamed_on_the_return(target: str, answer: Any)
 def test_a_tree_with_a_leaf_of_another_dtype_is_refused(case: Case):
     for name in TREES & set(case.static):
         tree = case.static[name]
+        if not jax.tree.leaves(tree):  # a bigram's cache: it remembers nothing
+            continue
         wrong = jax.tree.map(lambda leaf: leaf.astype(np.int32), tree)
         broken = Case(**{**vars_of(case), "static": {**case.static, name: wrong}})
         assert broken.outcome(case.good) == "contract", name
