@@ -53,9 +53,9 @@ _modern_cpu = TrainConfig(
         beta2=0.95,
         gradient_clip=0.0,
     ),
-    steps=1800,
+    steps=1700,
     batch_size=8,
-    eval_interval=450,
+    eval_interval=425,
 )
 
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
