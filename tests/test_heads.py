@@ -1,6 +1,5 @@
 """Heads whose queries and keys are normed and turned, heads in groups, and heads with a cache."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -145,19 +144,19 @@ def test_each_head_of_a_group_is_a_head():
 PLACES = 8
 
 
-def read_in_parts(module, x, parts, first=0):
-    """The outputs of a sequence that joins an empty cache bit by bit."""
-    shape = (BATCH, module.num_kv_heads, PLACES, module.head_dim)
-    keys = values = jnp.zeros(shape)
-    outputs, start = [], 0
-    for length in parts:
-        position = jnp.broadcast_to(first + start + jnp.arange(length), (BATCH, length))
-        new = x[:, start : start + length]
-        output, keys, values = module.continued(new, position, keys, values)
-        outputs.append(output)
-        start += length
-    assert start == x.shape[1]
-    return np.concatenate(outputs, axis=1)
+def empty_cache(module, batch=BATCH, dtype="float32"):
+    return (jnp.zeros((batch * module.num_kv_heads, PLACES, HEAD_DIM), dtype),) * 2
+
+
+def read_in_parts(module, x, parts):
+    """What is read when so many positions at a time join the cache."""
+    cache, read, length = empty_cache(module), [], 0
+    for part in parts:
+        new = x[:, length : length + part]
+        length += part
+        y, *cache = module.continued(new, jnp.full(BATCH, length), *cache)
+        read.append(y)
+    return jnp.concatenate(read, axis=1)
 
 
 @pytest.mark.parametrize("options", [{"num_kv_heads": None}, MODERN], ids=["plain", "modern"])
@@ -179,24 +178,20 @@ def test_a_full_cache_forgets_the_oldest():
 
 
 def test_rows_of_a_cache_stand_where_they_stand():
-    """Sequences of different lengths, side by side."""
-    module, x = make_heads(**MODERN), normal(1, 2, 3, EMBED_DIM)
-    keys = values = jnp.zeros((2, KV_HEADS, PLACES, HEAD_DIM))
-    position = jnp.array([[0, 1], [0, 1]])
-    _, keys, values = module.continued(x[:, :2], position, keys, values)
-    # the second row takes back its second word
-    position = jnp.array([[2], [1]])
-    read, _, _ = module.continued(x[:, 2:], position, keys, values)
+    """Sequences of different lengths, side by side: they end together."""
+    module, x = make_heads(**MODERN), normal(1, BATCH, 3, EMBED_DIM)
+    cache = empty_cache(module)
+    _, *cache = module.continued(x[:, :2], jnp.array([2, 1]), *cache)
+    read, *_ = module.continued(x[:, 2:], jnp.array([3, 2]), *cache)
     np.testing.assert_allclose(read[0, 0], module(x[:1])[0, 2], rtol=1e-3, atol=1e-3)
-    shorter = x[1:, jnp.array([0, 2])]
-    np.testing.assert_allclose(read[1, 0], module(shorter)[0, 1], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(read[1, 0], module(x[1:, 1:])[0, 1], rtol=1e-3, atol=1e-3)
+    assert float(jnp.abs(read[1, 0] - module(x[1:])[0, 2]).max()) > 0.1
 
 
-def test_a_cache_of_a_narrow_module_is_narrow():
-    module = make_heads(**MODERN, dtype="bfloat16")
-    keys = values = jnp.zeros((BATCH, KV_HEADS, PLACES, HEAD_DIM), "bfloat16")
-    position = jnp.broadcast_to(jnp.arange(TIME), (BATCH, TIME))
-    x = normal(1, BATCH, TIME, EMBED_DIM)
-    read, keys, values = module.continued(x, position, keys, values)
-    assert {read.dtype, keys.dtype, values.dtype} == {jnp.dtype("bfloat16")}
-    assert jax.tree.map(jnp.shape, (keys, values)) == ((BATCH, KV_HEADS, PLACES, HEAD_DIM),) * 2
+def test_a_cache_keeps_its_dtype():
+    module, x = make_heads(**MODERN, dtype="bfloat16"), normal(1, BATCH, TIME, EMBED_DIM)
+    for dtype in ("bfloat16", "float32"):
+        cache = empty_cache(module, dtype=dtype)
+        read, keys, values = module.continued(x, jnp.full(BATCH, TIME), *cache)
+        assert (read.dtype, keys.dtype, values.dtype) == ("bfloat16", dtype, dtype)
+        assert keys.shape == values.shape == (BATCH * KV_HEADS, PLACES, HEAD_DIM)

@@ -70,6 +70,7 @@ def test_the_modern_family_has_tensors_of_its_own():
     names |= {f"feed_forward.{name}.weight" for name in ("expansion", "projection")}
     assert tensors.keys() == {f"blocks.{layer}.{name}" for layer in (0, 1) for name in names} | {
         "token_embedding.weight",
+        "ngram_embedding.table.weight",
         "shortcut",
         "head.weight",
     }
