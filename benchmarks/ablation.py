@@ -85,16 +85,16 @@ def run(config: Any) -> dict[str, float]:
 
     from jgpt.config import DataConfig
     from jgpt.data import batches, evaluation_windows, load_dataset, resident
-    from jgpt.step import init_state, make_eval_step, make_train_steps
+    from jgpt.step import dropout_key, init_state, make_eval_step, make_train_steps
 
     dataset = load_dataset(DataConfig(data=("shakespeare",)), config.model.block_size)
     tokens, size = resident(dataset.train), config.model.block_size
     state, train_steps = init_state(config), make_train_steps(config)
-    began, timed, step = 0.0, 0, 0
+    key, began, timed, step = dropout_key(config.seed), 0.0, 0, 0
     while step < config.steps:
         count = min(config.steps_per_call, config.steps - step)
         windows = batches(tokens, config.seed, step, config.steps_per_call, config.batch_size, size)
-        state, _ = train_steps(state, windows, count, step)
+        state, _ = train_steps(state, windows, key, count, step)
         if step == 0:
             jax.block_until_ready(state)
             began = time.perf_counter()

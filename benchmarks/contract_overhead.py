@@ -34,11 +34,12 @@ def traced(config: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jgpt.step import abstract_state, make_train_steps
+    from jgpt.step import abstract_state, dropout_key, make_train_steps
 
     shape = STEPS, config.batch_size, config.model.block_size + 1
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return make_train_steps(config).trace(abstract_state(config), windows, STEPS)  # type: ignore[attr-defined]
+    given = abstract_state(config), windows, dropout_key(config.seed)
+    return make_train_steps(config).trace(*given, STEPS)  # type: ignore[attr-defined]
 
 
 def milliseconds(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -60,7 +61,7 @@ def once(preset: str) -> dict[str, float]:
 
     import jax.numpy as jnp
 
-    from jgpt.step import init_state
+    from jgpt.step import dropout_key, init_state
 
     config = jgpt.preset(preset)
     times["first trace"], tracing = milliseconds(lambda: traced(config))
@@ -68,9 +69,9 @@ def once(preset: str) -> dict[str, float]:
     times["compile"], compiled = milliseconds(lowered.compile)
     state = init_state(config)
     windows = jnp.zeros((STEPS, config.batch_size, config.model.block_size + 1), jnp.int32)
-    taken = []
+    key, taken = dropout_key(config.seed), []
     for _ in range(7):
-        call, (state, _) = milliseconds(lambda state=state: compiled(state, windows, STEPS))
+        call, (state, _) = milliseconds(lambda state=state: compiled(state, windows, key, STEPS))
         taken.append(call / STEPS)
     return times | {"step": statistics.median(taken)}
 

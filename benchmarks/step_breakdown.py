@@ -23,7 +23,7 @@ from stepping import some_tokens
 from jgpt.config import ComputeDtype, TrainConfig
 from jgpt.data import batches, resident
 from jgpt.presets import preset
-from jgpt.step import init_state, make_train_steps
+from jgpt.step import dropout_key, init_state, make_train_steps
 
 DENSE, ATTENTION = "dense products", "attention's small products"
 REDUCTIONS, ELEMENTWISE = "softmax, norms and loss", "elementwise and moves"
@@ -141,16 +141,17 @@ def main(options: Options) -> None:
     windows = batches(
         tokens, config.seed, 0, options.steps, config.batch_size, config.model.block_size
     )
-    step = make_train_steps(config).lower(state, windows, 0, 0).compile()
+    key = dropout_key(config.seed)
+    step = make_train_steps(config).lower(state, windows, key, 0, 0).compile()
     kind = kinds(step.as_text())
-    state, metrics = step(state, windows, options.steps, 0)
+    state, metrics = step(state, windows, key, options.steps, 0)
     rounds: list[dict[str, float]] = []
     for index in range(options.rounds):
         jax.block_until_ready(metrics)
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
                 first = (index + 1) * options.steps
-                state, metrics = step(state, windows, options.steps, first)
+                state, metrics = step(state, windows, key, options.steps, first)
                 jax.block_until_ready(metrics)
             taken = traced_milliseconds(Path(directory), kind)
         rounds.append({name: taken.get(name, 0.0) / options.steps for name in KINDS})

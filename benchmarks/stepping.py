@@ -87,10 +87,10 @@ TakeSteps = Callable[[int], float]
 def jgpt_steps(config: Any) -> TakeSteps:
     """As `jgpt train` takes them: many in a call, their batches drawn on the device."""
     from jgpt.data import batches, resident
-    from jgpt.step import init_state, make_train_steps
+    from jgpt.step import dropout_key, init_state, make_train_steps
 
     train_steps, state = make_train_steps(config), init_state(config)
-    tokens, step = resident(some_tokens(config)), 0
+    tokens, key, step = resident(some_tokens(config)), dropout_key(config.seed), 0
 
     def take(count: int) -> float:
         nonlocal state, step
@@ -101,7 +101,7 @@ def jgpt_steps(config: Any) -> TakeSteps:
                 *(tokens, config.seed, step, config.steps_per_call),
                 *(config.batch_size, config.model.block_size),
             )
-            state, metrics = train_steps(state, windows, some, step)
+            state, metrics = train_steps(state, windows, key, some, step)
             step, done = step + some, done + some
         assert metrics is not None
         return float(metrics.loss[some - 1])

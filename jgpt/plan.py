@@ -14,7 +14,7 @@ from jgpt.contracts import typed
 from jgpt.data import Dataset
 from jgpt.device import memory_limit
 from jgpt.size import flops_per_token, parts_of
-from jgpt.step import abstract_state, make_train_steps
+from jgpt.step import abstract_state, dropout_key, make_train_steps
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
     state = abstract_state(config)
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    analysis = make_train_steps(config).lower(state, windows, 0, 0).compile().memory_analysis()
+    key = dropout_key(config.seed)
+    compiled = make_train_steps(config).lower(state, windows, key, 0, 0).compile()
+    analysis = compiled.memory_analysis()
     if analysis is None:
         return None
     total = (

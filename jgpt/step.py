@@ -1,5 +1,6 @@
 """The train and evaluation steps: training's only jit, and its only donation."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class Metrics:
 
 
 TrainSteps = jax.stages.Wrapped
-"""(state, windows, count, first_step=None) to the new state and what the steps measured."""
+"""(state, windows, key, count, first_step=None) to the new state and what the steps measured."""
 EvalStep = Callable[
     [Weights, Int[Array, "batches batch window"], Bool[Array, "batches batch window-1"]],
     Float[Array, ""],
@@ -54,15 +55,25 @@ EvalStep = Callable[
 @typed
 def init_state(config: TrainConfig) -> TrainState:
     """Fresh parameters, their optimizer's state, and step 0, decided by the seed."""
+    return _init_state(config, _stream(config.seed, _INIT_STREAM))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@typed
+def _init_state(config: TrainConfig, key: Key[Array, ""]) -> TrainState:
+    model = create_model(config.model, rngs=nnx.Rngs(key))
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer = make_optimizer(config.optimizer, config.steps)
+    return TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
 
-    @jax.jit
-    def init() -> TrainState:
-        model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
-        weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        return TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
 
-    return init()
+@typed
+def dropout_key(seed: int) -> Key[Array, ""]:
+    """The key from which each step of a seed derives its own, to drop features out with.
+
+    The steps are given it, rather than know it, so that a new seed compiles nothing anew.
+    """
+    return _stream(seed, _DROPOUT_STREAM)
 
 
 @typed
@@ -82,7 +93,6 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     graph = nnx.graphdef(abstract_model(config.model))
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
-    dropout_key = _stream(config.seed, _DROPOUT_STREAM)
     at_once = rows_at_once(config.model.vocab_size)
 
     @typed
@@ -113,10 +123,10 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
 
     @typed
     def step(
-        state: TrainState, window: Int[Array, "batch window"]
+        state: TrainState, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
-        key = jax.random.fold_in(dropout_key, state.step)
-        loss, gradients = gradients_of(state.weights, window, key)
+        step_key = jax.random.fold_in(key, state.step)
+        loss, gradients = gradients_of(state.weights, window, step_key)
         norm = optax.tree.norm(gradients)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
@@ -129,6 +139,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     def steps(
         state: TrainState,
         windows: Int[Array, "steps batch window"],
+        key: Key[Array, ""],
         count: Int[Array, ""],
         first_step: Int[Array, ""] | None = None,
     ) -> tuple[TrainState, Metrics]:
@@ -142,7 +153,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
 
         def body(carry):
             i, state, metrics = carry
-            state, measured = step(state, windows[i])
+            state, measured = step(state, windows[i], key)
             metrics = tuple(
                 row.at[i].set(value) for row, value in zip(metrics, measured, strict=True)
             )

@@ -27,7 +27,14 @@ from jgpt.plan import Plan, make_plan, require_feasible
 from jgpt.provenance import provenance, require_same_corpus
 from jgpt.report import plot_losses
 from jgpt.run_directory import LOSS_PICTURE, PROFILE, RunDirectory
-from jgpt.step import TrainState, Weights, init_state, make_eval_step, make_train_steps
+from jgpt.step import (
+    TrainState,
+    Weights,
+    dropout_key,
+    init_state,
+    make_eval_step,
+    make_train_steps,
+)
 from jgpt.text import opening
 from jgpt.tokenizer import Tokenizer
 from jgpt.tracker import open_tracker
@@ -231,7 +238,7 @@ def _train(
 ) -> None:
     """Calls of many steps, one in flight while the last one's metrics are read."""
     train_steps, evaluate = make_train_steps(config), _evaluator(config, dataset)
-    tokens = resident(dataset.train)
+    tokens, key = resident(dataset.train), dropout_key(config.seed)
     losses = [line["validation_loss"] for line in run.metrics() if "validation_loss" in line]
     first_step = step = int(state.step)
     with CompilationWatch(progress.warned) as watch:
@@ -253,7 +260,7 @@ def _train(
                     config.batch_size,
                     config.model.block_size,
                 )
-                state, metrics = train_steps(state, windows, count, step)
+                state, metrics = train_steps(state, windows, key, count, step)
                 begins, step = step, step + count
                 profiler.stepped(count, metrics)
                 if begins == first_step:

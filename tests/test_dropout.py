@@ -11,7 +11,7 @@ from flax import nnx
 import jgpt
 from jgpt.attention import attend, dropped
 from jgpt.config import TrainConfig
-from jgpt.step import init_state, make_train_steps
+from jgpt.step import dropout_key, init_state, make_train_steps
 
 RATE = 0.3
 
@@ -84,7 +84,8 @@ def test_two_steps_on_the_same_window_differ_by_dropout_alone():
         )
         windows = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (3, 2, 6))
         state = dataclasses.replace(init_state(config), weights=start(config))
-        return np.asarray(make_train_steps(config)(state, windows, 3)[1].loss)
+        key = dropout_key(config.seed)
+        return np.asarray(make_train_steps(config)(state, windows, key, 3)[1].loss)
 
     def start(config):
         return init_state(dataclasses.replace(config, seed=0)).weights

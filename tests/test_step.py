@@ -11,7 +11,13 @@ from flax import nnx
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig, cross_entropy, loss
 from jgpt.data import batches, evaluation_windows
 from jgpt.model import abstract_model, create_model
-from jgpt.step import abstract_state, init_state, make_eval_step, make_train_steps
+from jgpt.step import (
+    abstract_state,
+    dropout_key,
+    init_state,
+    make_eval_step,
+    make_train_steps,
+)
 
 TOKENS = np.arange(211, dtype=np.int32) * 7 % 11
 CONFIG = TrainConfig(
@@ -44,7 +50,7 @@ def run(train_steps, state, calls, config=CONFIG, slots=7):
         windows = batches(
             TOKENS, config.seed, taken, slots, config.batch_size, config.model.block_size
         )
-        state, metrics = train_steps(state, windows, count)
+        state, metrics = train_steps(state, windows, dropout_key(config.seed), count)
         rows.append(np.stack(jax.tree.leaves(metrics))[:, :count])
         taken += count
     return state, np.concatenate(rows, axis=1)
@@ -99,13 +105,27 @@ def test_a_step_is_gradient_descent_on_the_batch_s_loss():
     np.testing.assert_allclose(moved[large], -1e-2 / 4 * (sign + decay)[large], rtol=2e-3)
 
 
+def test_a_new_seed_compiles_nothing_anew():
+    other = dataclasses.replace(CONFIG, seed=CONFIG.seed - 1)
+
+    def lowered(config):
+        windows = jax.ShapeDtypeStruct((7, config.batch_size, 7), jnp.int32)
+        steps = make_train_steps(config).lower(
+            abstract_state(config), windows, dropout_key(config.seed), 2
+        )
+        return steps.as_text()
+
+    assert lowered(other) == lowered(CONFIG)
+    assert lowered(dataclasses.replace(CONFIG, batch_size=4)) != lowered(CONFIG)
+
+
 def test_seeds_decide_parameters_and_dropout(train_steps, initial):
     other = dataclasses.replace(CONFIG, seed=3)
     assert bits(init_state(CONFIG)) == bits(initial())
     assert bits(init_state(other).weights) != bits(initial().weights)
     # the same parameters and batches, another dropout
     _, metrics = run(train_steps, initial(), [2])
-    _, other_metrics = run(make_train_steps(other), initial(), [2])
+    _, other_metrics = run(train_steps, initial(), [2], other)
     assert metrics[0, 0] != other_metrics[0, 0]
 
 
@@ -160,7 +180,7 @@ def test_one_batch_is_learned_by_heart():
     )
     random = jax.random.randint(jax.random.key(0), (1, 5, 7), 0, 11)
     windows = jnp.tile(random, (300, 1, 1))
-    _, metrics = make_train_steps(config)(init_state(config), windows, 300)
+    _, metrics = make_train_steps(config)(init_state(config), windows, dropout_key(1), 300)
     losses = np.asarray(metrics.loss)
     assert losses[0] > 2.2
     assert losses[-1] < 0.05
@@ -181,7 +201,7 @@ def test_every_dtype_trains_and_evaluates(dtype, param_dtype):
     with jax.enable_x64(dtype == "float64"):
         state = init_state(config)
         windows = batches(TOKENS, 0, 0, 7, 5, 6)
-        state, metrics = make_train_steps(config)(state, windows, 7)
+        state, metrics = make_train_steps(config)(state, windows, dropout_key(0), 7)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.weights)} == {jnp.dtype(param_dtype)}
         assert metrics.loss.dtype == wide
         assert float(metrics.loss[-1]) < float(metrics.loss[0]) < 2.6

@@ -94,6 +94,12 @@ STEP_CASES = [
     ),
     Case("jgpt.step.Metrics.__init__", METRICS, owner=object.__new__(step.Metrics)),
     Case(
+        "jgpt.step._init_state",
+        {"key": "key"},
+        static={"config": TRAIN},
+    ),
+    Case("jgpt.step.dropout_key", {}, SCALAR, static={"seed": 1}),
+    Case(
         f"{LOCAL}.loss_of",
         {"window": "int batch window", "key": "key"},
         SCALAR,
@@ -109,13 +115,18 @@ STEP_CASES = [
     ),
     Case(
         f"{LOCAL}.step",
-        {"window": "int batch window"},
+        {"window": "int batch window", "key": "key"},
         function=STEP,
         static={"state": STATE},
     ),
     Case(
         f"{LOCAL}.steps",
-        {"windows": "int steps batch window", "count": "int", "first_step": "int"},
+        {
+            "windows": "int steps batch window",
+            "key": "key",
+            "count": "int",
+            "first_step": "int",
+        },
         function=STEPS,
         static={"state": STATE},
     ),

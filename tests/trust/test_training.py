@@ -20,7 +20,7 @@ from jgpt.metrics import SCHEMA
 from jgpt.model import create_model
 from jgpt.plan import bytes_of, training_memory
 from jgpt.run_directory import RunDirectory
-from jgpt.step import init_state, make_train_steps
+from jgpt.step import dropout_key, init_state, make_train_steps
 from jgpt.train import Progress, _out_of_patience, plan
 
 MODEL = ModelConfig(vocab_size=11, block_size=6, num_layers=2, num_heads=2, embed_dim=8)
@@ -39,7 +39,9 @@ def changed(config: TrainConfig, **model: object) -> TrainConfig:
 
 def train(config: TrainConfig, windows=WINDOWS):
     """All steps' state and metrics."""
-    return make_train_steps(config)(init_state(config), jnp.asarray(windows), len(windows))
+    key = dropout_key(config.seed)
+    state = init_state(config)
+    return make_train_steps(config)(state, jnp.asarray(windows), key, len(windows))
 
 
 def furthest(a, b) -> float:
@@ -105,16 +107,16 @@ def test_rematerialised_blocks_keep_less_for_the_backward_pass():
 
 
 def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it():
-    train_steps = make_train_steps(CONFIG)
-    good, _ = train_steps(init_state(CONFIG), jnp.asarray(WINDOWS), 2, 0)
+    train_steps, key = make_train_steps(CONFIG), dropout_key(CONFIG.seed)
+    good, _ = train_steps(init_state(CONFIG), jnp.asarray(WINDOWS), key, 2, 0)
     poisoned = jax.tree.map(jnp.array, good)
     poisoned.weights["final_norm"]["scale"] = jnp.full(8, jnp.nan)
     before = jax.tree.map(np.asarray, poisoned)
-    after, measured = train_steps(poisoned, jnp.asarray(WINDOWS), 3, 2)
+    after, measured = train_steps(poisoned, jnp.asarray(WINDOWS), key, 3, 2)
     assert int(after.step) == 2
     assert math.isnan(measured.loss[0])
     assert np.array_equal(measured.loss[1:], np.zeros(4))
-    later, _ = train_steps(after, jnp.asarray(WINDOWS), 3, 5)  # the call in flight meanwhile
+    later, _ = train_steps(after, jnp.asarray(WINDOWS), key, 3, 5)  # the call in flight meanwhile
     for left, right in zip(jax.tree.leaves(before), jax.tree.leaves(later), strict=True):
         assert np.array_equal(left, right, equal_nan=True)
 
@@ -238,7 +240,7 @@ def test_a_run_compiles_each_function_once(small_run, tmp_path, caplog):
         fit(config, progress=Listening())
     assert warned == []
     compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
-    for name in ("init", "steps", "evaluate", "_window_starts", "_gather"):
+    for name in ("_init_state", "steps", "evaluate", "_window_starts", "_gather"):
         assert compiled.count(name) == 1, (name, compiled)
 
 
