@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 import platformdirs
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.config import ModelConfig
@@ -102,6 +104,17 @@ def keep_compilations() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
         jax.config.update("jax_compilation_cache_max_size", _MAX_COMPILED_BYTES)
+
+
+@typed
+def activation_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """What is kept of a computation in `dtype`: the same, but on a CPU at least float32.
+
+    There a product of narrow numbers is fast, and all else with them is not: XLA widens each of
+    them before, and narrows it after.
+    """
+    narrowest = jnp.float32 if jax.default_backend() == "cpu" else dtype
+    return jnp.promote_types(dtype, narrowest)
 
 
 class CompilationWatch(logging.Handler):

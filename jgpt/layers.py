@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jgpt.config import NormKind
 from jgpt.contracts import typed
+from jgpt.device import activation_dtype
 
 INIT_STD = 0.02
 MANY_FEATURES, TILE = 1024, 128
@@ -53,14 +54,15 @@ def project(
     kernel: Float[Array, "in_features out_features"],
     dtype: DTypeLike,
 ) -> Float[Array, "*rows out_features"]:
-    """`x @ kernel` in `dtype`, with the rows flattened.
+    """`x @ kernel` of operands in `dtype`, as wide as activations are, with the rows flattened.
 
     The gradient of a product with more than one leading axis leaves XLA's fast path on the CPU.
     """
     rows, in_features = x.shape[:-1], x.shape[-1]
-    flat = x.reshape(math.prod(rows), in_features).astype(dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    flat = x.reshape(math.prod(rows), in_features).astype(wide)
     product = _narrow_product if jnp.finfo(dtype).bits < 32 else _product
-    return product(flat, kernel.astype(dtype)).reshape(*rows, kernel.shape[-1])
+    return product(flat, kernel.astype(wide), dtype).reshape(*rows, kernel.shape[-1])
 
 
 @typed
@@ -75,24 +77,33 @@ def project_to_many(
     """
     features = kernel.shape[1]
     padding = -features % TILE if features > MANY_FEATURES else 0
-    padded = jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding)))
+    padded = jnp.pad(kernel, ((0, 0), (0, padding)))
     return project(x, padded, dtype)[..., :features]
 
 
 @typed
 def _product(
-    x: Float[Array, "rows in_features"], kernel: Float[Array, "in_features out_features"]
+    x: Float[Array, "rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
 ) -> Float[Array, "rows out_features"]:
-    """`x @ kernel`, accumulated in at least float32."""
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.matmul(x, kernel, preferred_element_type=accumulate).astype(x.dtype)
+    """`x @ kernel` of operands in `dtype`, accumulated in at least float32."""
+    accumulate = jnp.promote_types(dtype, jnp.float32)
+    y = jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=accumulate)
+    return y.astype(activation_dtype(dtype))
 
 
 # What autodiff makes of narrow operands multiplies them by a wide gradient: no fast path takes it.
-_narrow_product = jax.custom_vjp(_product)
+_narrow_product = jax.custom_vjp(_product, nondiff_argnums=(2,))
 _narrow_product.defvjp(
-    lambda x, kernel: (_product(x, kernel), (x, kernel)),
-    lambda saved, gradient: (_product(gradient, saved[1].T), _product(saved[0].T, gradient)),
+    lambda x, kernel, dtype: (
+        _product(x, kernel, dtype),
+        (x.astype(dtype), kernel.astype(dtype)),
+    ),
+    lambda dtype, saved, gradient: tuple(
+        _product(*operands, dtype).astype(jnp.float32)  # as the operands came
+        for operands in ((gradient, saved[1].T), (saved[0].T, gradient))
+    ),
 )
 
 

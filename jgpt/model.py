@@ -17,7 +17,7 @@ from jgpt.attention import dropped
 from jgpt.bigram import BigramLM
 from jgpt.config import Activation, ModelConfig, NormKind
 from jgpt.contracts import check, typed
-from jgpt.device import with_dtype
+from jgpt.device import activation_dtype, with_dtype
 from jgpt.heads import KeyValueCache, MultiHeadAttention
 from jgpt.layers import (
     INIT_STD,
@@ -323,9 +323,7 @@ class GPT(nnx.Module):
     ]:
         """A cache for `batch` sequences of `block_size` positions, none of them read yet."""
         shape = (batch * self.num_kv_heads, self.block_size, self.head_dim)
-        # XLA's CPU compiler widens all of a narrow cache, and narrows it again, at each write
-        is_cpu = jax.default_backend() == "cpu"
-        dtype = jnp.promote_types(self.config.dtype, jnp.float32 if is_cpu else self.config.dtype)
+        dtype = activation_dtype(self.config.dtype)
         return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.blocks)
 
     @typed

@@ -57,6 +57,22 @@ def test_the_presets_for_a_gpu_are_narrow_there(name):
     assert preset(name).model.dtype == "auto"
 
 
+@pytest.mark.parametrize(
+    ("platform", "dtype", "kept"),
+    [
+        ("cpu", "bfloat16", "float32"),
+        ("cpu", "float16", "float32"),
+        ("cpu", "float32", "float32"),
+        ("cpu", "float64", "float64"),
+        ("gpu", "bfloat16", "bfloat16"),
+        ("tpu", "float32", "float32"),
+    ],
+)
+def test_activations_are_narrow_only_where_that_is_fast(monkeypatch, platform, dtype, kept):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert device.activation_dtype(dtype) == kept
+
+
 COMPILATION_CACHE = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jgpt.device import activation_dtype
 from jgpt.layers import LayerNorm, Linear, RMSNorm, project, rms_normed
 
 
@@ -16,14 +17,16 @@ def test_a_linear_layer_by_hand():
     assert layer(jnp.array([[[1.0, 2.0]]])).tolist() == [[[19, 32, 45]]]
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_projection_and_its_gradients_by_hand(dtype):
+def test_a_projection_and_its_gradients_by_hand(monkeypatch, dtype, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     x = jnp.array([[[1.0, 2.0]], [[3.0, -1.0]]], dtype)
     kernel = jnp.array([[1.0, 2, 3], [4, 5, 6]])
     y, pull_back = jax.vjp(lambda x, kernel: project(x, kernel, dtype), x, kernel)
-    assert y.dtype == dtype
+    assert y.dtype == activation_dtype(dtype)
     assert y.tolist() == [[[9, 12, 15]], [[-1, 1, 3]]]
-    dx, dkernel = pull_back(jnp.array([[[1.0, 0, 2]], [[0, 1, 0]]], dtype))
+    dx, dkernel = pull_back(jnp.array([[[1.0, 0, 2]], [[0, 1, 0]]], y.dtype))
     assert (dx.dtype, dkernel.dtype) == (dtype, "float32")  # each its own argument's
     assert dx.tolist() == [[[7, 16]], [[2, 5]]]
     assert dkernel.tolist() == [[1, 3, 2], [2, -1, 4]]

@@ -189,6 +189,7 @@ LAYERS = [
         "jgpt.layers._product",
         {"x": "float batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 29),
+        static={"dtype": "bfloat16"},
     ),
     Case(
         "jgpt.layers.Embedding.__call__", {"index": "int *batch"}, (BATCH, 2, 22), owner=EMBEDDING
