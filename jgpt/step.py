@@ -1,6 +1,5 @@
 """The train and evaluation steps: training's only jit, and its only donation."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,16 +54,11 @@ EvalStep = Callable[
 @typed
 def init_state(config: TrainConfig) -> TrainState:
     """Fresh parameters, their optimizer's state, and step 0, decided by the seed."""
-    return _init_state(config, _stream(config.seed, _INIT_STREAM))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-@typed
-def _init_state(config: TrainConfig, key: Key[Array, ""]) -> TrainState:
-    model = create_model(config.model, rngs=nnx.Rngs(key))
+    # not one program: a small one for each shape compiles sooner, and to far less code
+    model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer = make_optimizer(config.optimizer, config.steps)
-    return TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
+    return TrainState(weights, jax.jit(optimizer.init)(weights), jnp.zeros((), jnp.int32))
 
 
 @typed

@@ -93,11 +93,6 @@ STEP_CASES = [
         static={"weights": WEIGHTS, "optimizer": STATE.optimizer},
     ),
     Case("jgpt.step.Metrics.__init__", METRICS, owner=object.__new__(step.Metrics)),
-    Case(
-        "jgpt.step._init_state",
-        {"key": "key"},
-        static={"config": TRAIN},
-    ),
     Case("jgpt.step.dropout_key", {}, SCALAR, static={"seed": 1}),
     Case(
         f"{LOCAL}.loss_of",
