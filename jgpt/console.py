@@ -138,10 +138,10 @@ def who_moves_what(config: OptimizerConfig, weights: Weights) -> list[str]:
             for decayed in (True, False)
         }
         parts = [
-            f"{len(sizes)} {kind} with {sum(sizes):,} parameters"
-            for sizes, kind in (
-                (counts[True], f"matrices (decay {decay:g})"),
-                (counts[False], "vectors"),
+            f"{len(sizes)} {one if len(sizes) == 1 else many}{note} with {sum(sizes):,} parameters"
+            for sizes, one, many, note in (
+                (counts[True], "matrix", "matrices", f" (decay {decay:g})"),
+                (counts[False], "vector", "vectors", ""),
             )
             if sizes
         ]

@@ -21,7 +21,7 @@ MUON = {"optimizer": "muon", "muon_weight_decay": 0.25, "weight_decay": 0.1}
             {**MUON, "embedding_learning_rate": 0.5},
             [
                 f"muon: 12 matrices (decay 0.25) with {ATTENTION + FEED_FORWARD:,} parameters",
-                "adamw: 1 matrices (decay 0.1) with 408 parameters, 1 vectors with 2 parameters",
+                "adamw: 1 matrix (decay 0.1) with 408 parameters, 1 vector with 2 parameters",
                 "embedding: 2 matrices (decay 0.1) with 1,320 parameters",
             ],
         ),
@@ -29,12 +29,12 @@ MUON = {"optimizer": "muon", "muon_weight_decay": 0.25, "weight_decay": 0.1}
             MUON,
             [
                 f"muon: 12 matrices (decay 0.25) with {ATTENTION + FEED_FORWARD:,} parameters",
-                "adamw: 3 matrices (decay 0.1) with 1,728 parameters, 1 vectors with 2 parameters",
+                "adamw: 3 matrices (decay 0.1) with 1,728 parameters, 1 vector with 2 parameters",
             ],
         ),
         (
             {"weight_decay": 0.0},
-            ["adamw: 15 matrices (decay 0) with 7,968 parameters, 1 vectors with 2 parameters"],
+            ["adamw: 15 matrices (decay 0) with 7,968 parameters, 1 vector with 2 parameters"],
         ),
     ],
     ids=["three rules", "two", "one"],

@@ -13,6 +13,7 @@ VALUE_FILES = (
     "attention",
     "layers",
     "heads",
+    "bigram",
     "model",
     "loss",
     "optimizer",

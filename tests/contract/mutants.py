@@ -33,13 +33,17 @@ PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediate
 # what computes, rather than reads files and starts commands
 COMPUTING = (
     "attention",
+    "windows",
     "layers",
+    "ngrams",
     "heads",
     "model",
+    "modern",
     "loss",
     "optimizer",
     "step",
     "generation",
+    "generation_modern",
     "data",
     "dropout",
 )
