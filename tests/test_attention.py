@@ -288,6 +288,7 @@ def test_a_cpu_has_no_cuda_capability():
 
 def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
     """The kernel's place is taken by XLA's own, which computes the same anywhere."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # where queries are narrow
     options = {"dtype": jnp.bfloat16, "num_kv_heads": 1, "scale": 0.3, "window": 2}
     module = MultiHeadAttention(16, 2, rngs=nnx.Rngs(0), dropout=0.5, **options)
     x, context = normal(1, BATCH, TIME, 16), normal(2, BATCH, CONTEXT, 16)
