@@ -98,7 +98,7 @@ class Value:
     def jax(self) -> Any:
         if self.dtype == KEY.name:
             return jax.random.wrap_key_data(jnp.asarray(np.zeros((*self.shape, 2), np.uint32)))
-        return jnp.asarray(np.zeros(self.shape, jnp.dtype(self.dtype)))  # compiles nothing
+        return jax.device_put(np.zeros(self.shape, jnp.dtype(self.dtype)))  # compiles nothing
 
     def numpy(self) -> Any:
         if self.dtype == KEY.name:  # NumPy has no keys

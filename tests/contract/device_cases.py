@@ -8,7 +8,16 @@ from flax import nnx
 from jgpt import optimizer, step
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from tests.contract.contract import SIZES, Case, closure
-from tests.contract.model_cases import BATCH, EMBED, GPT, HEADS, SCALAR, TABLE, TRANSFORMER
+from tests.contract.model_cases import (
+    BATCH,
+    EMBED,
+    GPT,
+    HEADS,
+    SCALAR,
+    TABLE,
+    TRANSFORMER,
+    concrete,
+)
 
 BIGRAM = ModelConfig(architecture="bigram", vocab_size=SIZES["vocab"], block_size=8)
 TRAIN = TrainConfig(model=BIGRAM, optimizer=OptimizerConfig(schedule="constant"), steps=3)
@@ -17,7 +26,7 @@ WEIGHTS = nnx.to_pure_dict(nnx.state(TABLE, nnx.Param))
 STEPS = step.make_train_steps(TRAIN)
 STEP = closure(STEPS, "step")
 GRADIENTS = closure(STEP, "gradients_of")
-STATE = step.init_state(TRAIN)
+STATE = concrete(step.abstract_state(TRAIN))
 CLIP = closure(optimizer.clip_by_global_norm(1.0).update, "f")
 
 LOSS = [

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jgpt import heads, layers, model
@@ -40,11 +41,16 @@ MODERN = dataclasses.replace(
 )
 
 
+def concrete(abstract: Any) -> Any:
+    """Zeros in place of shapes, made by numpy: jnp.zeros would compile a program for each."""
+    return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), abstract)
+
+
 def zeros(make: Any, *args: Any, **options: Any) -> Any:
     """A module with zeros for parameters, which is quicker to make than a random one."""
     abstract = nnx.eval_shape(lambda: make(*args, rngs=nnx.Rngs(0), **options))
     graph, state = nnx.split(abstract)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state))
+    return nnx.merge(graph, concrete(state))
 
 
 def dropout_rngs() -> nnx.Rngs:

@@ -53,6 +53,18 @@ VALUES = [
     "tests/parity/test_[!t]*.py",
 ]
 SECONDS_PER_MUTANT = 600
+NEEDED = (
+    "flax.nnx",
+    "hypothesis",
+    "matplotlib.figure",
+    "optax",
+    "orbax.checkpoint",
+    "pytest",
+    "rich.progress",
+    "tokenizers",
+    "torch",
+    "tyro",
+)
 
 
 @dataclass
@@ -138,7 +150,7 @@ def try_in_child(mutant: Edit | None, tree: Path) -> int:
 
 def warm_up() -> None:
     """Import what every child needs, but not what is mutated, and start no thread."""
-    for name in ("flax.nnx", "hypothesis", "optax", "orbax.checkpoint", "pytest", "torch"):
+    for name in NEEDED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
