@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.attention import attend, dropped
+from jgpt.attention import attend, attend_locally, dropped
 from jgpt.config import TrainConfig
 from jgpt.step import dropout_key, init_state, make_train_steps
 
@@ -61,6 +61,33 @@ def test_evaluation_has_none_and_training_is_by_the_key(module):
     assert jnp.array_equal(module(x, rngs=rngs(1)), module(x, rngs=rngs(1)))
     assert not jnp.array_equal(module(x, rngs=rngs(1)), module(x, rngs=rngs(2)))
     assert not jnp.array_equal(module(x, rngs=rngs(1)), module(x))
+
+
+BY_DEFAULT = [
+    jgpt.Head(6, 5, rngs=nnx.Rngs(0)),
+    jgpt.MultiHeadAttention(6, 3, rngs=nnx.Rngs(0)),
+    jgpt.FeedForward(6, 13, rngs=nnx.Rngs(0)),
+    jgpt.Block(6, 3, rngs=nnx.Rngs(0)),
+]
+
+
+@pytest.mark.parametrize("module", BY_DEFAULT, ids=lambda module: type(module).__name__)
+def test_nothing_is_dropped_unless_it_is_asked_for(module):
+    x = jax.random.normal(jax.random.key(3), (2, 7, 6))
+    assert jnp.abs(module(x)).max() > 0
+    assert jnp.array_equal(module(x, rngs=rngs(1)), module(x))
+
+
+def test_attention_drops_nothing_unless_it_is_asked_to():
+    query, key, value = (jax.random.normal(jax.random.key(i), (2, 7, 6)) for i in range(3))
+    drop_with = jax.random.key(3)
+    assert jnp.array_equal(
+        attend(query, key, value, dropout_key=drop_with), attend(query, key, value)
+    )
+    assert jnp.array_equal(
+        attend_locally(query, key, value, 3, dropout_key=drop_with),
+        attend_locally(query, key, value, 3),
+    )
 
 
 def test_each_place_drops_for_itself():

@@ -1,8 +1,10 @@
 """Mutates jgpt's source, one small edit at a time, and reports which edits the tests notice.
 
     python -m tests.contract.mutants [--files attention model] [--every N] [--out REPORT.json]
+    python -m tests.contract.mutants --again REPORT.json
 
-Each mutant is tried by a child of one warm process, in a copy of the tree, on the tests about the
+The second tries once more what survived, after the tests were mended, and corrects the report. Each
+mutant is tried by a child of one warm process, in a copy of the tree, on the tests about the
 mutated function first. Exits with 1 if an edit that is not known to be equivalent survives.
 """
 
@@ -23,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.contract.edits import Edit, Editor
 from tests.contract.equivalent import reason_why_equivalent
@@ -33,11 +36,11 @@ COPIED = ("jgpt", "tests", "pyproject.toml")
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
 # the tests of what computes, rather than reads files and starts commands
 ABOUT = {
-    "attention": ("attention", "windows"),
+    "attention": ("attention", "windows", "dropout"),
     "layers": ("layers", "ngrams"),
-    "heads": ("heads", "windows", "modern"),
+    "heads": ("heads", "attention", "windows", "dropout", "modern"),
     "bigram": ("model", "generation"),
-    "model": ("model", "modern", "ngrams"),
+    "model": ("model", "dropout", "modern", "ngrams"),
     "loss": ("loss",),
     "optimizer": ("optimizer",),
     "step": ("step", "dropout"),
@@ -102,7 +105,7 @@ class About:
             items[:] = [item for item in items if self.function in item.nodeid]
 
 
-def stages(mutant: Edit | None) -> Iterator[tuple[list[str], bool]]:
+def stages(mutant: Edit | None, own_alone: bool) -> Iterator[tuple[list[str], bool]]:
     """What to run on a mutant, until something fails: the likeliest to notice first."""
     proof = [f"tests/contract/{name}" for name in PROOF]
     paths = [str(path.relative_to(ROOT)) for glob in VALUES for path in sorted(ROOT.glob(glob))]
@@ -114,10 +117,11 @@ def stages(mutant: Edit | None) -> Iterator[tuple[list[str], bool]]:
     else:
         own = [f"tests/test_{name}.py" for name in ABOUT[mutant.file.removesuffix(".py")]]
         yield own, False
-        yield [path for path in paths if path not in own], False
+        if not own_alone:
+            yield [path for path in paths if path not in own], False
 
 
-def try_in_child(mutant: Edit | None, tree: Path) -> int:
+def try_in_child(mutant: Edit | None, tree: Path, own_alone: bool) -> int:
     """Fork; the child runs the tests in the tree and never returns."""
     pid = os.fork()
     if pid:
@@ -136,7 +140,7 @@ def try_in_child(mutant: Edit | None, tree: Path) -> int:
 
             arguments = ["-x", "-q", "-o", f"cache_dir={tree}/cache", "--no-header", "--tb=line"]
             arguments += ["--assert=plain"]  # rewriting costs more than most of the tests
-            for paths, alone in stages(mutant):
+            for paths, alone in stages(mutant, own_alone):
                 code = int(pytest.main([*arguments, *paths], plugins=[About(mutant, alone)]))
                 if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                     break
@@ -180,7 +184,9 @@ def restore(mutant: Edit | None, tree: Path) -> None:
         shutil.copy(ROOT / "jgpt" / mutant.file, tree / "jgpt" / mutant.file)
 
 
-def run(chosen: list[Edit | None], workers: int) -> Iterator[tuple[Edit | None, str]]:
+def run(
+    chosen: list[Edit | None], workers: int, own_alone: bool
+) -> Iterator[tuple[Edit | None, str]]:
     """Try all mutants, several at a time; None is no edit at all."""
     with tempfile.TemporaryDirectory() as scratch:
         cache = Path(scratch) / "compiled"
@@ -197,7 +203,7 @@ def run(chosen: list[Edit | None], workers: int) -> Iterator[tuple[Edit | None, 
             while waiting and free:
                 mutant, tree = waiting.pop(), free.pop()
                 write(mutant, tree)
-                pid = try_in_child(mutant, tree)
+                pid = try_in_child(mutant, tree, own_alone)
                 running[pid] = Trial(mutant, tree, time.monotonic())
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -231,6 +237,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="every N-th mutant")
     parser.add_argument("--kind", choices=["contract", "value"], help="of this kind only")
     parser.add_argument("--green", action="store_true", help="believe that the tests pass unedited")
+    parser.add_argument("--own", action="store_true", help="on a module's own tests alone")
+    parser.add_argument("--again", type=Path, help="only what survived in this report")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the report here, as JSON")
     options = parser.parse_args()
@@ -240,19 +248,34 @@ def main() -> None:
         for mutant in mutants(options.files)
         if options.kind in (None, "contract" if is_contract(mutant) else "value")
     ][:: options.every]
+    command = " ".join(["python -m tests.contract.mutants", *sys.argv[1:]])
+    earlier: dict[str, Any] = {"killed": {}, "survivors": []}
+    if options.again:
+        earlier, options.out = json.loads(options.again.read_text()), options.again
+        command = f"{earlier['command']}, then {command}"
+        known = {*earlier["killed"], *earlier["survivors"], *earlier["equivalent"]}
+        chosen = [mutant for mutant in chosen if str(mutant) in known]
     equivalent = {mutant: reason_why_equivalent(mutant) for mutant in chosen}
-    tried: list[Edit | None] = [mutant for mutant in chosen if not equivalent[mutant]]
-    outcomes: dict[Edit, str] = {}
-    for mutant, outcome in run(tried if options.green else [None, *tried], options.workers):
+    outcomes: dict[Edit, str] = {
+        mutant: earlier["killed"][str(mutant)]
+        for mutant in chosen
+        if str(mutant) in earlier["killed"] and str(mutant) not in earlier["survivors"]
+    }
+    tried: list[Edit | None] = [
+        mutant for mutant in chosen if not equivalent[mutant] and mutant not in outcomes
+    ]
+    total = len(outcomes) + len(tried)
+    queue = tried if options.green else [None, *tried]
+    for mutant, outcome in run(queue, options.workers, options.own):
         if mutant is None:
             if outcome != "survived":
                 sys.exit(f"the tests fail without any edit: {outcome}")
             continue
         outcomes[mutant] = outcome
-        print(f"[{len(outcomes)}/{len(tried)}] {mutant}: {outcome}", flush=True)
+        print(f"[{len(outcomes)}/{total}] {mutant}: {outcome}", flush=True)
     survivors = [mutant for mutant, outcome in outcomes.items() if outcome == "survived"]
     report = {
-        "command": "python -m tests.contract.mutants " + " ".join(sys.argv[1:]),
+        "command": command,
         "seconds": round(time.time() - began),
         "score": scores(outcomes),
         "survivors": [str(mutant) for mutant in survivors],
