@@ -11,8 +11,10 @@ mutated function first. Exits with 1 if an edit that is not known to be equivale
 import argparse
 import compileall
 import contextlib
+import functools
 import gc
 import importlib
+import inspect
 import json
 import os
 import shutil
@@ -93,16 +95,22 @@ def is_contract(mutant: Edit) -> bool:
 
 
 class About:
-    """Keeps the tests about the mutated function, or puts them first."""
+    """Keeps the tests about the mutated function, or puts them and those that name it first."""
 
     def __init__(self, mutant: Edit | None, alone: bool):
         self.function = mutant.where if mutant else ""
         self.alone = alone
 
     def pytest_collection_modifyitems(self, items: list) -> None:
-        items.sort(key=lambda item: self.function not in item.nodeid)
         if self.alone:
             items[:] = [item for item in items if self.function in item.nodeid]
+        name = ".".join(self.function.split(".")[2:3])  # without the package and the module
+        items.sort(key=lambda item: (self.function not in item.nodeid, name not in source_of(item)))
+
+
+@functools.cache
+def source_of(item: Any) -> str:
+    return inspect.getsource(item.function)
 
 
 def stages(mutant: Edit | None, own_alone: bool) -> Iterator[tuple[list[str], bool]]:
