@@ -268,6 +268,7 @@ def test_heads_that_can_t_be_shared_are_refused():
     [
         (True, "bfloat16", 64, False, 9.0),
         (True, "float16", 128, False, 8.0),
+        (True, "bfloat16", 256, False, 9.0),
         (True, "bfloat16", 256, False, 12.0),
         (False, "float32", 64, False, 9.0),
         (False, "bfloat16", 64, True, 9.0),
@@ -373,6 +374,8 @@ def test_a_cache_is_a_ring():
     written = write_to_cache(cache, new, jnp.array(7))
     np.testing.assert_array_equal(written, cache.at[:, 2:3].set(new))
     assert write_to_cache(cache.astype(jnp.bfloat16), new, jnp.array(0)).dtype == jnp.bfloat16
+    whole = normal(2, 2, 5, 3)
+    assert jnp.array_equal(write_to_cache(cache, whole, jnp.array(0)), whole)
     with pytest.raises(ValueError, match="6 new positions don't fit into a cache of 5 places"):
         write_to_cache(cache, normal(0, 2, 6, 3), jnp.array(0))
 

@@ -1,6 +1,7 @@
 """A batch is a function of the tokens, the seed and the step; an evaluation sees all once."""
 
 import dataclasses
+import hashlib
 import json
 
 import jax
@@ -92,7 +93,7 @@ def test_windows_reach_past_two_billion_tokens(tmp_path):
 
 @pytest.mark.parametrize("block_size", [10, 11])
 def test_a_text_without_a_window_is_refused(block_size):
-    with pytest.raises(ValueError, match="10 tokens can't give windows of"):
+    with pytest.raises(ValueError, match=f"10 tokens can't give windows of {block_size + 1}: "):
         batches(COUNTING[:10], 0, 0, 1, 2, block_size)
 
 
@@ -169,6 +170,7 @@ def test_prepared_data_is_the_same_data(prepared, tmp_path):
         "tokenizer.json",
         "tokens.bin",
     ]
+    assert (prepared / "dataset.json").read_text().endswith("}\n")
     direct = load_dataset(DataConfig(data=(str(tmp_path / "input.txt"),)), 8)
     mapped = load_dataset(DataConfig(data=(str(prepared),)), 8)
     assert isinstance(mapped.train, np.memmap)
@@ -236,6 +238,7 @@ def damage_tokens(data):
         (damage_tokens(b"\0" * 599), "has 599 bytes, not the 300 uint16 tokens"),
         (damage_tokens(b""), "has 0 bytes, not the 300 uint16 tokens"),
         (damage_tokens(b"\0" * 598 + b"\xff\0"), "holds token 255, outside .* vocabulary of 12"),
+        (damage_tokens(b"\0" * 598 + b"\x0c\0"), "holds token 12, outside .* vocabulary of 12"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin"),
@@ -245,6 +248,23 @@ def test_damaged_prepared_data_is_refused(prepared, damage, message):
     damage(prepared)
     with pytest.raises((ValueError, OSError), match=message):
         load_dataset(DataConfig(data=(str(prepared),)), 8)
+
+
+def test_the_shortest_prepared_text_has_two_tokens(tmp_path):
+    for text, is_enough in (("ab", True), ("a", False)):
+        prepare(write(tmp_path, text), tmp_path / text)
+        config = DataConfig(data=(str(tmp_path / text),))
+        with pytest.raises(
+            ValueError, match="training split has 1" if is_enough else "prepare it again"
+        ):
+            load_dataset(config, 8)
+
+
+def test_a_digest_is_of_all_tokens():
+    """More of them than are hashed at once."""
+    tokens = (np.arange((1 << 24) + 3) % 60_000).astype(np.uint16)
+    expected = hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()
+    assert data._digest(tokens) == expected
 
 
 def test_prepared_data_goes_with_nothing_else(prepared):
