@@ -105,7 +105,13 @@ class About:
         if self.alone:
             items[:] = [item for item in items if self.function in item.nodeid]
         name = ".".join(self.function.split(".")[2:3])  # without the package and the module
-        items.sort(key=lambda item: (self.function not in item.nodeid, name not in source_of(item)))
+        items.sort(
+            key=lambda item: (
+                self.function not in item.nodeid,
+                name not in source_of(item),
+                "family" in item.fixturenames,  # many models: slow
+            )
+        )
 
 
 @functools.cache
