@@ -143,6 +143,14 @@ def test_tokens_are_drawn_as_often_as_they_should(options, expected):
     assert (drawn[np.array(expected) == 0] == 0).all()
 
 
+def test_the_smallest_temperature_still_draws_and_zero_does_not():
+    """Among the likeliest ones alone; and zero divides nothing."""
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    assert (probabilities([2.0, 1.0, 2.0], temperature=tiny) > 0).tolist() == [True, False, True]
+    with jax.debug_nans(True):
+        assert probabilities([1.0, 2.0, 2.0], temperature=0.0).tolist() == [0, 1, 0]
+
+
 def test_greedy_with_a_cache_is_greedy_without_one(family):
     name, model = family
     read = read_through_a_band if name == "modern" else None
