@@ -151,6 +151,14 @@ def test_the_smallest_temperature_still_draws_and_zero_does_not():
         assert probabilities([1.0, 2.0, 2.0], temperature=0.0).tolist() == [0, 1, 0]
 
 
+def test_a_nucleus_that_holds_just_enough_takes_no_more():
+    logits = jnp.log(jnp.array([0.7, 0.3]))
+    likely, less_likely = jax.nn.softmax(logits)
+    just_enough = float(likely + less_likely - less_likely)
+    assert probabilities(logits, top_p=just_enough).tolist() == [1, 0]
+    assert (probabilities(logits, top_p=just_enough + 1e-6) > 0).all()
+
+
 def test_greedy_with_a_cache_is_greedy_without_one(family):
     name, model = family
     read = read_through_a_band if name == "modern" else None
