@@ -80,9 +80,9 @@ def train(args: list[str]) -> None:
     )
 
 
-@typed
 def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
     """The config that options change: a preset's, a file's, or that of the run to resume."""
+    # tyro is to see options alone
     name, args = _preset_name(args)
     file, out = _value_after("--config", args), _value_after("--out", args)
     if file is not None:

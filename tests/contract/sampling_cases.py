@@ -33,6 +33,8 @@ MODERN_CONFIG = ModelConfig(
     **HEADS,
 )
 MODERN = zeros(model.GPT, MODERN_CONFIG)
+LOOKING_BACK = zeros(model.BigramLM, VOCAB)
+LOOKING_BACK.lookback = SIZES["lookback"]  # its own is 0, an axis that can't be wrong
 STREAM, KEPT = (BATCH, 7, DIM), (BATCH * 10, 15, 12)
 CACHE_SHAPE = (BATCH * 10, 64, 12)
 
@@ -97,6 +99,15 @@ CACHE = [
         ((BATCH, VOCAB),),
         static={"cache": ()},
         owner=TABLE,
+    ),
+    Case(
+        "jgpt.bigram.BigramLM.continued",
+        {"tokens": "int batch time", "length": "int batch", "before": "int batch lookback"},
+        ((BATCH, VOCAB),),
+        fixed="lookback",
+        static={"cache": ()},
+        owner=LOOKING_BACK,
+        note="lookback",
     ),
 ]
 
