@@ -128,6 +128,8 @@ class Case:
     """The callable, where its name doesn't lead to it."""
     takes: Literal["traced", "values", "numpy"] = "traced"
     """Where the shapes are not all that counts, it is called rather than traced."""
+    host: str = ""
+    """The arguments that are NumPy's where the others are JAX's."""
     result: Any = None
     """A good result, of what needs more than arrays to make one."""
     loose: bool = False
@@ -179,8 +181,12 @@ class Case:
         owner = [] if self.owner is None else [self.owner]
         bound = functools.partial(function or self.callable, *owner)
         if self.takes != "traced":
-            make = Value.numpy if self.takes == "numpy" else Value.jax
-            return bound(**{name: make(value) for name, value in values.items()}, **self.static)
+            on_host = set(values) if self.takes == "numpy" else set(self.host.split())
+            made = {
+                name: value.numpy() if name in on_host else value.jax()
+                for name, value in values.items()
+            }
+            return bound(**made, **self.static)
 
         def traced(**arrays: Any) -> Any:
             static = {

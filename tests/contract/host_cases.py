@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from jgpt import data, layout
 from jgpt.checkpoint import Checkpoints
+from jgpt.device import Profiler
 from jgpt.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from tests.contract.contract import SIZES, Case
 from tests.contract.device_cases import TRAIN, WEIGHTS
@@ -44,6 +45,13 @@ DATA = [
         {"tokens": "int tokens"},
         ((4, 8), (4, 8)),
         static={**BATCHES, "step": 2},
+    ),
+    HOST(
+        "jgpt.data.batch",
+        {"tokens": "integer tokens"},
+        ((4, 8), (4, 8)),
+        static={**BATCHES, "step": 2},
+        note="host",
     ),
     Case(
         "jgpt.data.window_starts",
@@ -118,7 +126,12 @@ REPORTS = [
         static={"axes": Figure().add_subplot(), "metrics": [], "colour": "black", "name": "a"},
     ),
     Case("jgpt.plan.bytes_of", {}, static={"tree": WEIGHTS}),
-    Case("jgpt.device.Profiler.stepped", {}, result=()),
+    Case(
+        "jgpt.device.Profiler.stepped",
+        {},
+        owner=Profiler(Path("profile"), 0),
+        static={"count": 1, "result": WEIGHTS},
+    ),
 ]
 LAYOUT = [
     Case("jgpt.layout.to_torch", {}, takes="numpy", static={"weights": WEIGHTS}),

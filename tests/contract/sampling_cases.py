@@ -172,10 +172,19 @@ GENERATION = [
         takes="values",
     ),
     Case(
-        "jgpt.generation.stream",
-        {"prompt": "int batch time", "key": "key"},
+        "jgpt.generation.generate",
+        PROMPT,
         static=NOTHING,
         takes="values",
+        host="lengths",
+        note="lengths",
+    ),
+    Case(
+        "jgpt.generation.stream",
+        PROMPT,
+        static=NOTHING,
+        takes="values",
+        host="lengths",
     ),
     Case(
         "jgpt.generation._pieces",

@@ -107,6 +107,8 @@ def test_a_wrong_result_is_blamed_on_the_return(case: Case):
         ("jgpt.layout.to_gpt2", {"wte.weight": np.zeros(3, int)}),
         ("jgpt.heads._Attention._source_length", 1.5),
         ("jgpt.data._digest", b""),
+        ("jgpt.data.resident", np.zeros(30, np.int32)),  # where they were, but one is missing
+        ("jgpt.data.resident", np.zeros((31, 1), np.int32)),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
 )
