@@ -1,6 +1,6 @@
 """What each field of the default preset, and each choice of its optimizer, is worth.
 
-    JGPT_DATA_DIR=DIR python benchmarks/ablation.py
+    JGPT_DATA_DIR=DIR python benchmarks/ablation.py --steps 200
 
 Each variant changes one thing and trains tiny Shakespeare for as many steps from the same seeds;
 the schedule ends with them. The table goes to `benchmarks/ablation.md` too.
@@ -122,17 +122,19 @@ def describe(results: dict[str, list[dict[str, float]]], options: Options) -> st
         "",
         f"Tiny Shakespeare, {options.steps} steps, {options.seeds} seeds; exact validation loss in "
         "nats per character. A positive difference says that the preset does better. "
-        "`python benchmarks/ablation.py` writes this table.",
+        f"`python benchmarks/ablation.py --steps {options.steps}` writes this table.",
         "",
-        "| one change | loss | each seed | difference | ms a step |",
+        "| one change | loss | each seed | difference | a step's time, of the preset's |",
         "|---|---|---|---|---|",
     ]
-    base = mean("the preset", "validation_loss") if "the preset" in results else float("nan")
+    known = "the preset" in results
+    base = mean("the preset", "validation_loss") if known else float("nan")
+    preset_step = mean("the preset", "milliseconds") if known else float("nan")
     for name in sorted(results, key=lambda name: mean(name, "validation_loss")):
         loss = mean(name, "validation_loss")
         seeds = ", ".join(f"{run['validation_loss']:.3f}" for run in results[name])
-        milliseconds = mean(name, "milliseconds")
-        lines.append(f"| {name} | {loss:.3f} | {seeds} | {loss - base:+.3f} | {milliseconds:.0f} |")
+        step = mean(name, "milliseconds") / preset_step
+        lines.append(f"| {name} | {loss:.3f} | {seeds} | {loss - base:+.3f} | {step:.2f} |")
     return "\n".join(lines) + "\n"
 
 
