@@ -3,9 +3,10 @@
     python -m tests.contract.mutants [--files attention model] [--every N] [--out REPORT.json]
     python -m tests.contract.mutants --again REPORT.json
 
-The second tries once more what survived, after the tests were mended, and corrects the report. Each
-mutant is tried by a child of one warm process, in a copy of the tree, on the tests about the
-mutated function first. Exits with 1 if an edit that is not known to be equivalent survives.
+The second tries once more what survived, after the tests were mended, and what there was no time
+for (`--minutes`), and corrects the report. Each mutant is tried by a child of one warm process, in
+a copy of the tree, on the tests about the mutated function first. Exits with 1 if an edit that is
+not known to be equivalent survives.
 """
 
 import argparse
@@ -55,6 +56,7 @@ VALUES = [
     "tests/parity/test_[!t]*.py",
 ]
 SECONDS_PER_MUTANT = 600
+PARTS = ("killed", "survivors", "not_tried", "equivalent")  # of a report
 NEEDED = (
     "flax.nnx",
     "hypothesis",
@@ -199,7 +201,7 @@ def restore(mutant: Edit | None, tree: Path) -> None:
 
 
 def run(
-    chosen: list[Edit | None], workers: int, own_alone: bool
+    chosen: list[Edit | None], workers: int, own_alone: bool, minutes: float
 ) -> Iterator[tuple[Edit | None, str]]:
     """Try all mutants, several at a time; None is no edit at all."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -213,7 +215,10 @@ def run(
         free = copies(workers, Path(scratch))
         running: dict[int, Trial] = {}
         waiting = list(reversed(chosen))
+        ends = time.monotonic() + 60 * minutes
         while waiting or running:
+            if time.monotonic() > ends:
+                waiting.clear()
             while waiting and free:
                 mutant, tree = waiting.pop(), free.pop()
                 write(mutant, tree)
@@ -252,7 +257,8 @@ def main() -> None:
     parser.add_argument("--kind", choices=["contract", "value"], help="of this kind only")
     parser.add_argument("--green", action="store_true", help="believe that the tests pass unedited")
     parser.add_argument("--own", action="store_true", help="on a module's own tests alone")
-    parser.add_argument("--again", type=Path, help="only what survived in this report")
+    parser.add_argument("--again", type=Path, help="what this report has not killed")
+    parser.add_argument("--minutes", type=float, default=600, help="begin nothing new after them")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the report here, as JSON")
     options = parser.parse_args()
@@ -263,11 +269,11 @@ def main() -> None:
         if options.kind in (None, "contract" if is_contract(mutant) else "value")
     ][:: options.every]
     command = " ".join(["python -m tests.contract.mutants", *sys.argv[1:]])
-    earlier: dict[str, Any] = {"killed": {}, "survivors": []}
+    earlier: dict[str, Any] = {"killed": {}, "survivors": [], "not_tried": []}
     if options.again:
         earlier, options.out = json.loads(options.again.read_text()), options.again
         command = f"{earlier['command']}, then {command}"
-        known = {*earlier["killed"], *earlier["survivors"], *earlier["equivalent"]}
+        known = {name for part in PARTS for name in earlier.get(part, ())}
         chosen = [mutant for mutant in chosen if str(mutant) in known]
     equivalent = {mutant: reason_why_equivalent(mutant) for mutant in chosen}
     outcomes: dict[Edit, str] = {
@@ -280,7 +286,7 @@ def main() -> None:
     ]
     total = len(outcomes) + len(tried)
     queue = tried if options.green else [None, *tried]
-    for mutant, outcome in run(queue, options.workers, options.own):
+    for mutant, outcome in run(queue, options.workers, options.own, options.minutes):
         if mutant is None:
             if outcome != "survived":
                 sys.exit(f"the tests fail without any edit: {outcome}")
@@ -293,6 +299,7 @@ def main() -> None:
         "seconds": round(time.time() - began),
         "score": scores(outcomes),
         "survivors": [str(mutant) for mutant in survivors],
+        "not_tried": [str(mutant) for mutant in tried if mutant and mutant not in outcomes],
         "equivalent": {str(mutant): reason for mutant, reason in equivalent.items() if reason},
         "killed": {
             str(mutant): outcome for mutant, outcome in outcomes.items() if outcome != "survived"
