@@ -100,10 +100,10 @@ class Value:
             return jax.random.wrap_key_data(jnp.asarray(np.zeros((*self.shape, 2), np.uint32)))
         return jax.device_put(np.zeros(self.shape, jnp.dtype(self.dtype)))  # compiles nothing
 
-    def numpy(self) -> Any:
+    def numpy(self, fill: int = 0) -> Any:
         if self.dtype == KEY.name:  # NumPy has no keys
             return self.jax()
-        return np.zeros(self.shape, jnp.dtype(self.dtype))
+        return np.full(self.shape, fill, jnp.dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Case:
     takes: Literal["traced", "values", "numpy"] = "traced"
     """Where the shapes are not all that counts, it is called rather than traced."""
     host: str = ""
-    """The arguments that are NumPy's where the others are JAX's."""
+    """The arguments that are NumPy's, and of ones, where the others are JAX's and of zeros."""
     result: Any = None
     """A good result, of what needs more than arrays to make one."""
     loose: bool = False
@@ -181,11 +181,9 @@ class Case:
         owner = [] if self.owner is None else [self.owner]
         bound = functools.partial(function or self.callable, *owner)
         if self.takes != "traced":
-            on_host = set(values) if self.takes == "numpy" else set(self.host.split())
-            made = {
-                name: value.numpy() if name in on_host else value.jax()
-                for name, value in values.items()
-            }
+            make = Value.numpy if self.takes == "numpy" else Value.jax
+            made = {name: make(value) for name, value in values.items()}
+            made |= {name: values[name].numpy(fill=1) for name in self.host.split()}
             return bound(**made, **self.static)
 
         def traced(**arrays: Any) -> Any:
