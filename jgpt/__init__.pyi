@@ -1,5 +1,6 @@
 from .attention import attend, attention_weights, causal_mask
 from .bigram import BigramLM
+from .blocks import Block, FeedForward
 from .checkpoint import load
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from .contracts import LEGEND, check, record, typed
@@ -7,7 +8,7 @@ from .generation import generate
 from .heads import Head, MultiHeadAttention
 from .interop import load_gpt2, save_gpt2
 from .loss import cross_entropy
-from .model import GPT, Block, FeedForward, create_model
+from .model import GPT, create_model
 from .presets import preset
 from .text import generate_text
 from .tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer

@@ -25,6 +25,7 @@ ROOMS = (
     "layers",
     "bigram",
     "heads",
+    "blocks",
     "model",
     "size",
     "loss",

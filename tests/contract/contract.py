@@ -245,5 +245,10 @@ def shape_mutations(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         for i in range(len(shape))
         for j in range(i + 1, len(shape))
     ]
-    found = dict.fromkeys(resized + dropped + added + swapped)
+    squares = [
+        tuple(old + 1 if size == old else size for size in shape)
+        for old in shape
+        if shape.count(old) > 1
+    ]
+    found = dict.fromkeys(resized + dropped + added + swapped + squares)
     return [each for each in found if each != shape]

@@ -67,7 +67,6 @@ LOSS.append(
         FEATURES,
         ((4, BATCH, 2, EMBED), (4, BATCH, 2), (4, BATCH, 2)),
         static={"at_once": 6},
-        loose=True,
     )
 )
 

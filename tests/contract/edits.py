@@ -14,6 +14,7 @@ VALUE_FILES = (
     "layers",
     "heads",
     "bigram",
+    "blocks",
     "model",
     "loss",
     "optimizer",

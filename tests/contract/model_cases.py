@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jgpt import heads, layers, model
+from jgpt import blocks, heads, layers, model
 from jgpt.config import ModelConfig
 from tests.contract.contract import SIZES, Case
 
@@ -59,8 +59,8 @@ def dropout_rngs() -> nnx.Rngs:
 HEAD = zeros(heads.Head, EMBED, HEAD_DIM)
 TRAINED_HEAD = zeros(heads.Head, EMBED, HEAD_DIM, dropout=0.1, use_bias=True)
 MULTI = zeros(heads.MultiHeadAttention, EMBED, HEADS, dropout=0.1)
-FEED_FORWARD = zeros(model.FeedForward, EMBED, SIZES["hidden"], dropout=0.1)
-BLOCK = zeros(model.Block, EMBED, HEADS, dropout=0.1)
+FEED_FORWARD = zeros(blocks.FeedForward, EMBED, SIZES["hidden"], dropout=0.1)
+BLOCK = zeros(blocks.Block, EMBED, HEADS, dropout=0.1)
 GPT = zeros(model.GPT, CONFIG)
 UNTIED = zeros(model.GPT, dataclasses.replace(CONFIG, tie_embeddings=False, head_bias=True))
 ROTARY = {"rotary": True, "qk_norm": True, "scale": 0.1, "dropout": 0.1}
@@ -69,7 +69,7 @@ GROUPED = zeros(
     heads.MultiHeadAttention, MODERN_DIM, QUERY_HEADS, num_kv_heads=SIZES["kv_heads"], **ROTARY
 )
 MODERN_BLOCK = zeros(
-    model.Block,
+    blocks.Block,
     MODERN_DIM,
     QUERY_HEADS,
     num_kv_heads=SIZES["kv_heads"],
@@ -234,6 +234,10 @@ LAYERS = [
 ]
 
 
+def of_blocks(name: str, arrays: dict[str, str], returns: Any, **options: Any) -> Case:
+    return Case(f"jgpt.blocks.{name}", arrays, returns, fixed="embed_dim", **options)
+
+
 def of_model(name: str, arrays: dict[str, str], returns: Any, **options: Any) -> Case:
     return Case(f"jgpt.model.{name}", arrays, returns, fixed="embed_dim", **options)
 
@@ -305,8 +309,8 @@ MODEL = [
     of_heads(
         "MultiHeadAttention.weights", CROSS_ATTENTION, (BATCH, 2, 7, 5), owner=MULTI, note="cross"
     ),
-    of_model("FeedForward.__call__", SELF_ATTENTION, STREAM, owner=FEED_FORWARD, checks=1),
-    of_model("Block.__call__", SELF_ATTENTION, STREAM, owner=BLOCK),
+    of_blocks("FeedForward.__call__", SELF_ATTENTION, STREAM, owner=FEED_FORWARD, checks=1),
+    of_blocks("Block.__call__", SELF_ATTENTION, STREAM, owner=BLOCK),
     of_model("GPT.__call__", TOKENS, LOGITS, owner=GPT),
     of_model(
         "GPT.__call__",
@@ -377,7 +381,7 @@ MODERN_FAMILY = [
         (BATCH, 2, 30, 5, 12),
         owner=GROUPED,
     ),
-    of_modern("model.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),
+    of_modern("blocks.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),
     of_modern(
         "model.GPT.__call__", TOKENS, LOGITS, owner=MODERN_GPT, static={"rngs": dropout_rngs}
     ),

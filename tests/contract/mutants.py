@@ -43,6 +43,7 @@ ABOUT = {
     "layers": ("layers", "ngrams"),
     "heads": ("heads", "attention", "windows", "dropout", "modern"),
     "bigram": ("model", "generation"),
+    "blocks": ("model", "dropout", "modern"),
     "model": ("model", "dropout", "modern", "ngrams"),
     "loss": ("loss",),
     "optimizer": ("optimizer",),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jgpt import heads, model
+from jgpt import blocks, heads, model
 from jgpt.config import ModelConfig
 from jgpt.generation import TOKENS_PER_CALL, Rules
 from jgpt.text import _Writer
@@ -18,7 +18,7 @@ from tests.contract.model_cases import GPT, TABLE, zeros
 BATCH, VOCAB, DIM = SIZES["batch"], SIZES["vocab"], SIZES["modern_dim"]
 HEADS: dict[str, Any] = {"num_heads": SIZES["query_heads"], "num_kv_heads": SIZES["kv_heads"]}
 GROUPED = zeros(heads.MultiHeadAttention, DIM, **HEADS, rotary=True, qk_norm=True)
-BLOCK = zeros(model.Block, DIM, **HEADS, rotary=True, norm="rms")
+BLOCK = zeros(blocks.Block, DIM, **HEADS, rotary=True, norm="rms")
 MODERN_CONFIG = ModelConfig(
     vocab_size=VOCAB,
     block_size=SIZES["block_size"],
@@ -68,7 +68,7 @@ CACHE = [
         (BATCH, 2, 15, 11),
     ),
     continuing("heads.MultiHeadAttention", GROUPED),
-    continuing("model.Block", BLOCK),
+    continuing("blocks.Block", BLOCK),
     Case(
         "jgpt.model.GPT.empty_cache",
         {},

@@ -98,7 +98,9 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_good_passes_and_bad_fails(transform: Callable[[Any], Any]):
     transform(GOOD)
-    with pytest.raises(TypeCheckError, match=r"^jgpt.model.Block.__call__\(\) was given a wrong x"):
+    with pytest.raises(
+        TypeCheckError, match=r"^jgpt.blocks.Block.__call__\(\) was given a wrong x"
+    ):
         transform(BAD)
 
 
