@@ -225,6 +225,8 @@ def run(
                 write(mutant, tree)
                 pid = try_in_child(mutant, tree, own_alone)
                 running[pid] = Trial(mutant, tree, time.monotonic())
+            if not running:  # the time was over before anything began
+                return
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 for late, trial in running.items():
