@@ -1,4 +1,4 @@
-"""The train and evaluation steps: training's only jit, and its only donation."""
+"""The train and evaluation steps: what training compiles, and its only donation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

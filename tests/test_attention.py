@@ -308,6 +308,9 @@ def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
     assert calls == [(True, (1, TIME)), (False, (1, CONTEXT))]
     assert jnp.array_equal(module(x, rngs=nnx.Rngs(dropout=1)), dropped_out)
     assert len(calls) == 2
+    module.dropout = 0.0  # a key alone drops nothing
+    np.testing.assert_allclose(module(x, rngs=nnx.Rngs(dropout=1)), plain, rtol=2**-6, atol=2**-10)
+    assert len(calls) == 3
 
 
 def test_a_pair_is_turned_by_its_position():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import ModelConfig, attend, create_model, generate
+from jgpt import ModelConfig, attend, create_model, generate, generation
 from jgpt.attention import merge_heads, split_heads
-from jgpt.generation import TOKENS_PER_CALL, Rules, next_token, stream
+from jgpt.generation import TOKENS_PER_CALL, Rules, _draw, next_token, stream
 
 VOCAB, BLOCK_SIZE = 17, 6
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
@@ -297,6 +297,64 @@ def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
     compiled = [line for line in caplog.messages if line.startswith("Finished XLA compilation")]
     assert ["jit(_prefill)" in compiled[0], "jit(_draw)" in compiled[1]] == [True, True]
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width"),
+    [([1, 1], 0), ([2, 1], 1), ([3, 3], 2), ([4, 2], 4), ([2, 5], 4), ([6, 1], 6), ([8, 8], 6)],
+    ids=str,
+)
+def test_a_prompt_is_read_at_the_next_power_of_two(model, monkeypatch, lengths, width):
+    """All but its last token: so that few programs serve prompts of every length."""
+    widths = []
+
+    def prefill(weights, tokens, length, *, graph):
+        widths.append(tokens.shape[1])
+        return model.empty_cache(2)
+
+    monkeypatch.setattr(generation, "_prefill", prefill)
+    prompt = jnp.ones((2, max(lengths)), jnp.int32)
+    list(stream(model, prompt, 0, key=KEY, lengths=np.array(lengths)))
+    assert widths == [width]
+
+
+@pytest.mark.parametrize(
+    ("name", "time", "count", "rereads"),
+    [
+        ("nanogpt", 3, BLOCK_SIZE - 2, False),
+        ("nanogpt", 3, BLOCK_SIZE - 1, True),
+        ("nanogpt", BLOCK_SIZE, 1, False),
+        ("modern", 3, 5 * BLOCK_SIZE, False),
+    ],
+)
+def test_only_learned_positions_past_the_block_are_read_again(
+    monkeypatch, name, time, count, rereads
+):
+    """The block full, its last token is followed by one more from the cache."""
+    asked = []
+
+    def draw(*arguments, **options):
+        asked.append(options["rereads"])
+        return _draw(*arguments, **options)
+
+    monkeypatch.setattr(generation, "_draw", draw)
+    generate(random_model(**FAMILIES[name]), jnp.ones((2, time), jnp.int32), count, key=KEY)
+    assert asked == [rereads]
+
+
+@pytest.mark.parametrize(("length", "of_cache"), [(4, 3), (BLOCK_SIZE, 1), (BLOCK_SIZE + 1, 0)])
+def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_cache):
+    """A cache that is not finite is noticed where it is read, and only there."""
+    graph, weights = nnx.split(model)
+
+    def finite(broken, count):
+        cache = jax.tree.map(lambda leaf: leaf + (jnp.nan if broken else 0), model.empty_cache(1))
+        window, lengths = jnp.ones((1, BLOCK_SIZE), jnp.int32), jnp.array([length])
+        rules, how = Rules(jnp.float32(0.0)), {"graph": graph, "top_k": None, "rereads": True}
+        return bool(_draw(weights, window, lengths, cache, 0, count, KEY, rules, **how)[-1])
+
+    assert finite(False, 5)
+    assert finite(True, 5) == (of_cache == 0)
 
 
 @pytest.mark.parametrize(

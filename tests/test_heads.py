@@ -125,6 +125,17 @@ def test_query_heads_divide_into_groups(num_kv_heads):
         make_heads(num_kv_heads)
 
 
+def test_one_head_is_enough_and_so_is_one_of_keys_and_values():
+    x = normal(1, BATCH, TIME, EMBED_DIM)
+    only = loud(MultiHeadAttention(EMBED_DIM, 1, rngs=nnx.Rngs(0)))
+    assert (only.num_heads, only.num_kv_heads, only.head_dim) == (1, 1, EMBED_DIM)
+    np.testing.assert_allclose(only(x), only.projection(only.head(0)(x)), rtol=1e-4, atol=1e-4)
+    shared = make_heads(1)
+    assert (shared.num_heads, shared.num_kv_heads) == (HEADS, 1)
+    read = jnp.concatenate([shared.head(index)(x) for index in range(HEADS)], axis=-1)
+    np.testing.assert_allclose(shared(x), shared.projection(read), rtol=1e-3, atol=1e-3)
+
+
 MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
 
 

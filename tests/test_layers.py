@@ -7,7 +7,17 @@ import pytest
 from flax import nnx
 
 from jgpt.device import activation_dtype
-from jgpt.layers import LayerNorm, Linear, RMSNorm, project, rms_normed
+from jgpt.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    dropout_key,
+    make_norm,
+    project,
+    project_to_many,
+    rms_normed,
+)
 
 
 def test_a_linear_layer_by_hand():
@@ -15,6 +25,42 @@ def test_a_linear_layer_by_hand():
     layer.kernel[...] = jnp.array([[1.0, 2, 3], [4, 5, 6]])
     layer.bias[...] = jnp.array([10.0, 20, 30])  # type: ignore[index]
     assert layer(jnp.array([[[1.0, 2.0]]])).tolist() == [[[19, 32, 45]]]
+
+
+def test_an_embedding_by_hand():
+    table = Embedding(2, 3, rngs=nnx.Rngs(0))
+    table.embedding[...] = jnp.array([[1.0, 2, 3], [4, 5, 6]])
+    assert table(jnp.array([[1], [0]])).tolist() == [[[4, 5, 6]], [[1, 2, 3]]]
+
+
+@pytest.mark.parametrize("std", [0.02, 3.0])
+def test_parameters_are_drawn_from_a_normal_distribution(std):
+    options = {} if std == 0.02 else {"init_std": std}
+    kernel = Linear(90, 110, rngs=nnx.Rngs(1), **options).kernel[...]
+    table = Embedding(90, 110, rngs=nnx.Rngs(1), **options).embedding[...]
+    for drawn in (kernel, table):
+        assert float(drawn.std()) == pytest.approx(std, rel=0.03)
+        assert abs(float(drawn.mean())) < 0.04 * std
+        within = float((abs(drawn) < std).mean())
+        assert within == pytest.approx(0.683, abs=0.02)
+
+
+def test_a_wide_projection_has_a_derivative_forward_too():
+    """Only a narrow one has a gradient of its own, which JAX can't turn around."""
+    kernel, x, along = jnp.array([[2.0], [5.0]]), jnp.ones((1, 2)), jnp.array([[3.0, 1.0]])
+    _, slope = jax.jvp(lambda x: project(x, kernel, "float32"), (x,), (along,))
+    assert slope.tolist() == [[11]]
+    with pytest.raises(TypeError, match="jvp"):
+        jax.jvp(lambda x: project(x, kernel, "bfloat16"), (x,), (along,))
+
+
+@pytest.mark.parametrize(("features", "multiplied"), [(65, 65), (1024, 1024), (1030, 1152)])
+def test_only_many_features_are_padded(features, multiplied):
+    kernel = jnp.ones((3, features))
+    jaxpr = jax.make_jaxpr(lambda x: project_to_many(x, kernel, jnp.float32))(jnp.ones((2, 3)))
+    (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
+    assert product.outvars[0].aval.shape == (2, multiplied)
+    assert jaxpr.out_avals[0].shape == (2, features)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -62,6 +108,33 @@ def test_an_rms_norm_by_hand():
     plain = RMSNorm(2, epsilon=3.5, use_scale=False)
     assert plain.scale is None
     np.testing.assert_allclose(plain(x), [[0.75, 1]], rtol=1e-6)
+
+
+def test_norms_add_a_hundred_thousandth_to_the_variance():
+    """Mean 0 and variance 3e-5: the root of 4e-5 divides."""
+    deviation = 3e-5**0.5
+    x = jnp.array([[-deviation, deviation]])
+    for norm in (LayerNorm(2), RMSNorm(2)):
+        np.testing.assert_allclose(norm(x), [[-(0.75**0.5), 0.75**0.5]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("layer", LayerNorm), ("rms", RMSNorm)])
+def test_a_norm_is_of_its_kind(kind, expected):
+    norm = make_norm(kind, 3, 0.25, True, True, jnp.float32)
+    assert type(norm) is expected
+    assert (norm.embed_dim, norm.epsilon) == (3, 0.25)
+    assert norm.scale is not None
+    assert make_norm(kind, 3, 0.25, False, False, jnp.float32).scale is None
+    for use_bias in (True, False) if kind == "layer" else ():
+        norm = make_norm(kind, 3, 0.25, True, use_bias, jnp.float32)
+        assert isinstance(norm, LayerNorm)
+        assert (norm.bias is not None) == use_bias
+
+
+def test_a_key_to_drop_with_is_the_next_one_or_none():
+    assert dropout_key(None) is None
+    rngs, same = nnx.Rngs(dropout=3), nnx.Rngs(dropout=3)
+    assert [dropout_key(rngs), dropout_key(rngs)] == [same.dropout(), same.dropout()]
 
 
 def test_an_rms_norm_keeps_the_direction_and_not_the_size():

@@ -94,6 +94,17 @@ def test_in_chunks_the_loss_and_its_gradients_are_the_same(at_once):
     np.testing.assert_allclose(losses, token_losses(x @ kernel + bias, targets), rtol=1e-5)
 
 
+@pytest.mark.parametrize("function", [cross_entropy_from, token_losses_from])
+def test_what_fits_is_not_cut_into_chunks(function):
+    x, targets, kernel, _ = features()
+
+    def loops(at_once):
+        loss = jax.make_jaxpr(lambda x: function(x, targets, lambda x: x @ kernel, at_once))(x)
+        return "scan[" in str(loss)
+
+    assert [loops(BATCH * TIME + more) for more in (-1, 0, 1)] == [True, False, False]
+
+
 def test_in_chunks_each_target_counts():
     x, targets, kernel, _ = features()
     one = cross_entropy_from(x, targets, lambda x: x @ kernel, 6)

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, BigramLM, Block, FeedForward, ModelConfig, create_model, cross_entropy, preset
-from jgpt.layers import project_to_many
 from jgpt.model import abstract_model
 
 FAMILIES = {
@@ -147,6 +146,14 @@ def test_a_tied_head_is_the_token_embedding():
     np.testing.assert_allclose(untied.logits(x), before + 3, rtol=1e-5, atol=1e-5)
 
 
+def test_a_token_s_row_and_its_position_s_are_added():
+    model, tokens = loud(config_of("nanogpt")), tokens_of(1, time=5)
+    assert model.position_embedding is not None
+    rows, positions = model.token_embedding.embedding[...], model.position_embedding.embedding[...]
+    expected = np.asarray(rows)[np.asarray(tokens)] + np.asarray(positions)[:5]
+    np.testing.assert_allclose(model.embed(tokens), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_positions_matter():
     model = loud(config_of("nanogpt"))
     same = jnp.full((1, BLOCK_SIZE), 4)
@@ -191,6 +198,20 @@ def test_the_feed_forward_s_non_linearities(activation, at_two, at_minus_one):
 def test_the_feed_forward_is_four_times_wider_by_default():
     assert FeedForward(5, rngs=nnx.Rngs(0)).expansion.kernel.shape == (5, 20)
     assert FeedForward(5, 7, rngs=nnx.Rngs(0)).projection.kernel.shape == (7, 5)
+
+
+@pytest.mark.parametrize(("rematerialise", "times"), [(False, 0), (True, 2)])
+def test_blocks_are_rematerialised_only_if_the_config_says_so(rematerialise, times):
+    model = GPT(config_of("gpt2", rematerialise=rematerialise), rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(model)
+    jaxpr = jax.make_jaxpr(lambda weights: nnx.merge(graph, weights)(tokens_of(0)))(weights)
+    names = [each.primitive.name for each in jaxpr.eqns]
+    assert sum(name in ("remat2", "checkpoint") for name in names) == times
+
+
+def test_a_block_s_norms_have_pytorch_s_epsilon_by_default():
+    block = Block(EMBED_DIM, 3, rngs=nnx.Rngs(0))
+    assert block.attention_norm.epsilon == block.feed_forward_norm.epsilon == 1e-5
 
 
 @pytest.mark.parametrize("rematerialise", [False, True])
@@ -323,12 +344,3 @@ def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
     reads = jax.random.normal(jax.random.key(2), logits.shape)
     np.testing.assert_allclose(padded_back(reads)[0], back(reads)[0], rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize(("features", "multiplied"), [(65, 65), (1024, 1024), (1030, 1152)])
-def test_only_many_features_are_padded(features, multiplied):
-    kernel = jnp.ones((3, features))
-    jaxpr = jax.make_jaxpr(lambda x: project_to_many(x, kernel, jnp.float32))(jnp.ones((2, 3)))
-    (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
-    assert product.outvars[0].aval.shape == (2, multiplied)
-    assert jaxpr.out_avals[0].shape == (2, features)

@@ -117,6 +117,14 @@ def test_gradients_are_clipped_together_and_only_when_too_long():
     assert jnp.array_equal(unclipped["a"], small["a"])  # type: ignore[index]
 
 
+def test_a_tiny_gradient_is_clipped_as_pytorch_does_it():
+    """Its norm of 3e-6 counts as 4e-6: it is scaled by a quarter to get below 1e-6."""
+    clip = clip_by_global_norm(1e-6)
+    gradients = {"a": jnp.array([3e-6])}
+    clipped, _ = clip.update(gradients, clip.init(gradients))
+    np.testing.assert_allclose(clipped["a"], [0.75e-6], rtol=1e-5)  # type: ignore[index]
+
+
 @pytest.mark.parametrize("clip", [0.0, 2.5])
 def test_two_steps_of_adamw_by_hand(clip):
     config = OptimizerConfig(

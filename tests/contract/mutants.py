@@ -39,21 +39,21 @@ COPIED = ("jgpt", "tests", "pyproject.toml")
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
 # the tests of what computes, rather than reads files and starts commands
 ABOUT = {
-    "attention": ("attention", "windows", "dropout"),
-    "layers": ("layers", "ngrams"),
-    "heads": ("heads", "attention", "windows", "dropout", "modern"),
-    "bigram": ("model", "generation"),
-    "blocks": ("model", "dropout", "modern"),
-    "model": ("model", "dropout", "modern", "ngrams"),
-    "loss": ("loss",),
-    "optimizer": ("optimizer",),
-    "step": ("step", "dropout"),
-    "generation": ("generation", "generation_modern"),
-    "data": ("data",),
+    "attention": ("test_attention", "test_windows", "test_dropout"),
+    "layers": ("test_layers", "test_ngrams"),
+    "heads": ("test_heads", "test_attention", "test_windows", "test_dropout", "test_modern"),
+    "bigram": ("test_model", "test_generation"),
+    "blocks": ("test_model", "test_dropout", "test_generation"),
+    "model": ("test_model", "test_modern", "test_ngrams", "test_generation"),
+    "loss": ("test_loss",),
+    "optimizer": ("test_optimizer",),
+    "step": ("test_step", "test_dropout", "trust/test_training"),
+    "generation": ("test_generation", "test_generation_modern"),
+    "data": ("test_data",),
 }
 VALUES = [
     "tests/contract/test_values.py",
-    *(f"tests/test_{name}.py" for name in dict.fromkeys(sum(ABOUT.values(), ()))),
+    *(f"tests/{name}.py" for name in dict.fromkeys(sum(ABOUT.values(), ()))),
     "tests/parity/test_[!t]*.py",
 ]
 SECONDS_PER_MUTANT = 600
@@ -132,7 +132,7 @@ def stages(mutant: Edit | None, own_alone: bool) -> Iterator[tuple[list[str], bo
         yield proof[1:], True
         yield proof, False
     else:
-        own = [f"tests/test_{name}.py" for name in ABOUT[mutant.file.removesuffix(".py")]]
+        own = [f"tests/{name}.py" for name in ABOUT[mutant.file.removesuffix(".py")]]
         yield own, False
         if not own_alone:
             yield [path for path in paths if path not in own], False
