@@ -134,6 +134,8 @@ class Case:
     """A good result, of what needs more than arrays to make one."""
     loose: bool = False
     """The sizes of its result depend on what is in its arguments."""
+    agreeing: bool = False
+    """The arrays of its result must agree with each other, and no more: a model decides."""
     note: str = ""
     """Tells cases of one callable apart."""
 

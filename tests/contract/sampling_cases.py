@@ -163,6 +163,7 @@ GENERATION = [
         ((BATCH * 2, 64, 11), (BATCH * 2, 64, 11)),
         fixed="batch",
         static=dict(zip(("graph", "weights"), nnx.split(GPT), strict=True)),
+        agreeing=True,
     ),
     Case(
         "jgpt.generation.generate",

@@ -66,18 +66,21 @@ def test_the_good_result_has_the_promised_shape(case: Case):
 @pytest.mark.parametrize("case", RETURNING, ids=str)
 def test_a_wrong_result_is_blamed_on_the_return(case: Case):
     leaves, structure = jax.tree.flatten(good_result(case))
+    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+    alone = [[i] for i in arrays]
+    alike = [[j for j in arrays if leaves[j].shape == leaves[i].shape] for i in arrays]
     tried = 0
-    for i, leaf in enumerate(leaves):
-        if not hasattr(leaf, "shape"):
-            continue
-        for shape, dtype in wrong_arrays(leaf, case.loose):
+    # those of one shape together too: they must not only agree with each other
+    together = [group for group in alike if len(group) > 1 and not case.agreeing]
+    for changed in [*alone, *together]:
+        for shape, dtype in wrong_arrays(leaves[changed[0]], case.loose):
 
-            def answer(i=i, leaf=leaf, shape=shape, dtype=dtype):
-                made = [
-                    like(each, each.shape, each.dtype) if hasattr(each, "shape") else each
-                    for each in leaves
-                ]
-                made[i] = like(leaf, shape, dtype)
+            def answer(changed=changed, shape=shape, dtype=dtype):
+                made = list(leaves)
+                for i in arrays:
+                    leaf = leaves[i]
+                    wrong = (shape, dtype if i == changed[0] else leaf.dtype)
+                    made[i] = like(leaf, *(wrong if i in changed else (leaf.shape, leaf.dtype)))
                 return jax.tree.unflatten(structure, made)
 
             with pytest.raises(TypeCheckError) as caught:
@@ -131,6 +134,20 @@ def test_a_tree_with_a_leaf_of_another_dtype_is_refused(case: Case):
         wrong = jax.tree.map(lambda leaf: leaf.astype(np.int32), tree)
         broken = Case(**{**vars_of(case), "static": {**case.static, name: wrong}})
         assert broken.outcome(case.good) == "contract", name
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.static.get("cache")], ids=str)
+def test_a_cache_of_another_shape_is_refused(case: Case):
+    """One array of it, or all of them alike where it is known whose cache it is."""
+    leaves, structure = jax.tree.flatten(case.static["cache"])
+    assert len({leaf.shape for leaf in leaves}) == 1
+    for shape in shape_mutations(leaves[0].shape):
+        wrong = like(leaves[0], shape, leaves[0].dtype)
+        alone, together = [wrong, *leaves[1:]], [wrong] * len(leaves)
+        for made in (alone, together) if case.owner else (alone,):
+            static = {**case.static, "cache": jax.tree.unflatten(structure, made)}
+            broken = Case(**{**vars_of(case), "static": static})
+            assert broken.outcome(case.good) == "contract", shape
 
 
 def test_gradients_of_another_tree_than_the_weights_are_refused():
