@@ -188,7 +188,6 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
     return evaluate
 
 
-@typed
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:
     """The widest of what parameters, logits and their loss may be."""
     config = with_dtype(config)

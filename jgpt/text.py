@@ -99,7 +99,6 @@ def opening(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
 class _Writer:
     """Makes text of a sequence's tokens as they come, and ends before a stop string."""
 
-    @typed
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         if "" in stop:
             raise ValueError("a stop string is empty: it would end every text at once")
@@ -118,7 +117,6 @@ class _Writer:
         text = self._tokenizer.decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
         return self._say(text, len(text) - self._undecided(text))
 
-    @typed
     def finish(self) -> str:
         """The text that was held back, when no more tokens come."""
         text = self._tokenizer.decode(self._tokens)

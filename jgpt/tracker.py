@@ -14,12 +14,10 @@ from jgpt.run_directory import TENSORBOARD, WANDB_ID
 class Tracker(Protocol):
     """Someone who is given each line of the metrics as it is written."""
 
-    @typed
     def log(self, line: dict[str, Any]) -> None:
         """Take one step's metrics."""
         ...
 
-    @typed
     def close(self) -> None:
         """Have all of them where they belong."""
         ...

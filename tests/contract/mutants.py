@@ -3,10 +3,10 @@
     python -m tests.contract.mutants [--files attention model] [--every N] [--out REPORT.json]
     python -m tests.contract.mutants --again REPORT.json
 
-The second tries once more what survived, after the tests were mended, and what there was no time
-for (`--minutes`), and corrects the report. Each mutant is tried by a child of one warm process, in
-a copy of the tree, on the tests about the mutated function first. Exits with 1 if an edit that is
-not known to be equivalent survives.
+The second tries once more what survived, after the tests were mended, what there was no time for
+(`--minutes`), and what is new in the report's files, and corrects the report. Each mutant is tried
+by a child of one warm process, in a copy of the tree, on the tests about the mutated function
+first. Exits with 1 if an edit that is not known to be equivalent survives.
 """
 
 import argparse
@@ -92,9 +92,9 @@ def mutants(files: list[str]) -> list[Edit]:
     ]
 
 
-def is_contract(mutant: Edit) -> bool:
+def kind_of(mutant: Edit) -> str:
     words = ("dtype", "weaken", "rename", "swap", "any shape", "drop check", "drop @")
-    return any(word in mutant.kind for word in words)
+    return "contract" if any(word in mutant.kind for word in words) else "value"
 
 
 class About:
@@ -128,7 +128,7 @@ def stages(mutant: Edit | None, own_alone: bool) -> Iterator[tuple[list[str], bo
     paths = [str(path.relative_to(ROOT)) for glob in VALUES for path in sorted(ROOT.glob(glob))]
     if mutant is None:
         yield [*proof, *paths], False
-    elif is_contract(mutant):
+    elif kind_of(mutant) == "contract":
         yield proof[1:], True
         yield proof, False
     else:
@@ -260,24 +260,26 @@ def main() -> None:
     parser.add_argument("--kind", choices=["contract", "value"], help="of this kind only")
     parser.add_argument("--green", action="store_true", help="believe that the tests pass unedited")
     parser.add_argument("--own", action="store_true", help="on a module's own tests alone")
-    parser.add_argument("--again", type=Path, help="what this report has not killed")
+    parser.add_argument("--again", type=Path, help="what this report did not kill")
     parser.add_argument("--minutes", type=float, default=600, help="begin nothing new after them")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the report here, as JSON")
     options = parser.parse_args()
     began = time.time()
     chosen = [
-        mutant
-        for mutant in mutants(options.files)
-        if options.kind in (None, "contract" if is_contract(mutant) else "value")
+        mutant for mutant in mutants(options.files) if options.kind in (None, kind_of(mutant))
     ][:: options.every]
     command = " ".join(["python -m tests.contract.mutants", *sys.argv[1:]])
     earlier: dict[str, Any] = {"killed": {}, "survivors": [], "not_tried": []}
     if options.again:
         earlier, options.out = json.loads(options.again.read_text()), options.again
         command = f"{earlier['command']}, then {command}"
-        known = {name for part in PARTS for name in earlier.get(part, ())}
-        chosen = [mutant for mutant in chosen if str(mutant) in known]
+        files = {name.split(":")[0] for part in PARTS for name in earlier.get(part, ())}
+        chosen = [
+            mutant
+            for mutant in chosen
+            if mutant.file in files and kind_of(mutant) in earlier["score"]
+        ]
     equivalent = {mutant: reason_why_equivalent(mutant) for mutant in chosen}
     outcomes: dict[Edit, str] = {
         mutant: earlier["killed"][str(mutant)]
@@ -316,11 +318,10 @@ def main() -> None:
 
 def scores(outcomes: dict[Edit, str]) -> dict[str, str]:
     """Killed of tried, by kind of edit."""
-    kinds = {True: "contract", False: "value"}
-    labels = {mutant: f"{kinds[is_contract(mutant)]}: {mutant.kind}" for mutant in outcomes}
-    tried = Counter(labels.values()) + Counter(kinds[is_contract(each)] for each in outcomes)
+    labels = {mutant: f"{kind_of(mutant)}: {mutant.kind}" for mutant in outcomes}
+    tried = Counter(labels.values()) + Counter(map(kind_of, outcomes))
     dead = [mutant for mutant, outcome in outcomes.items() if outcome != "survived"]
-    killed = Counter(labels[each] for each in dead) + Counter(kinds[is_contract(e)] for e in dead)
+    killed = Counter(labels[each] for each in dead) + Counter(map(kind_of, dead))
     return {kind: f"{killed[kind]}/{tried[kind]}" for kind in sorted(tried)}
 
 

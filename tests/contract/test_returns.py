@@ -150,6 +150,20 @@ def test_a_cache_of_another_shape_is_refused(case: Case):
             assert broken.outcome(case.good) == "contract", shape
 
 
+def test_an_optimizer_s_state_is_of_floats_and_counts():
+    case = next(case for case in CASES if case.target == "jgpt.step.TrainState.__init__")
+
+    def outcome(**tree):
+        return Case(**{**vars_of(case), "static": {**case.static, "optimizer": tree}}).outcome(
+            case.good
+        )
+
+    count, means = jnp.zeros((), jnp.int32), jnp.zeros((2, 3))
+    assert outcome(count=count, means=means) == "ok"
+    assert outcome(count=count, means=means.astype(jnp.int32)) == "contract"
+    assert outcome(count=count.astype(bool), means=means) == "contract"
+
+
 def test_gradients_of_another_tree_than_the_weights_are_refused():
     case = next(case for case in CASES if case.target.endswith(".clip"))
     reshaped = jax.tree.map(lambda leaf: leaf[:, :5], WEIGHTS)
