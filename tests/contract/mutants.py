@@ -301,7 +301,7 @@ def main() -> None:
     survivors = [mutant for mutant, outcome in outcomes.items() if outcome == "survived"]
     report = {
         "command": command,
-        "seconds": round(time.time() - began),
+        "seconds": round(time.time() - began) + earlier.get("seconds", 0),
         "score": scores(outcomes),
         "survivors": [str(mutant) for mutant in survivors],
         "not_tried": [str(mutant) for mutant in tried if mutant and mutant not in outcomes],
