@@ -6,10 +6,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jgpt.contracts import typed
-from jgpt.layers import Embedding
+from jgpt.layers import Embedding, Module
 
 
-class BigramLM(nnx.Module):
+class BigramLM(Module):
     """A table whose row of a token holds the logits of the next one, drawn from N(0, 1)."""
 
     block_size = 1  # it reads the last token alone, however many it is given

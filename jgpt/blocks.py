@@ -12,7 +12,7 @@ from jgpt.attention import dropped
 from jgpt.config import Activation, NormKind
 from jgpt.contracts import check, typed
 from jgpt.heads import MultiHeadAttention
-from jgpt.layers import INIT_STD, Linear, dropout_key, make_norm
+from jgpt.layers import INIT_STD, Linear, Module, dropout_key, make_norm
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -22,7 +22,7 @@ ACTIVATIONS = {
 }
 
 
-class FeedForward(nnx.Module):
+class FeedForward(Module):
     """Two projections with a non-linearity between, each position for itself (section 3.3)."""
 
     @typed
@@ -63,7 +63,7 @@ class FeedForward(nnx.Module):
         return dropped(self.projection(hidden), self.dropout, dropout_key(rngs))
 
 
-class Block(nnx.Module):
+class Block(Module):
     """Communication, then computation: pre-norm attention and feed-forward, both residual.
 
     Pre-norm is GPT-2's order (Radford et al. 2019, section 2.3).

@@ -24,7 +24,7 @@ from jgpt.attention import (
 )
 from jgpt.contracts import check, typed
 from jgpt.device import cuda_capability
-from jgpt.layers import INIT_STD, Linear, dropout_key, rms_normed
+from jgpt.layers import INIT_STD, Linear, Module, dropout_key, rms_normed
 
 KeyValueCache = PyTree[Float[Array, "heads places head_dim"], "KeyValueCache"]
 """For each layer, the keys and the values of what was read already, with the heads of all sequences
@@ -34,7 +34,7 @@ What a function takes and what it returns are of the same layers.
 """
 
 
-class _Attention(nnx.Module):
+class _Attention(Module):
     """What one head and many share: whom a query may look at."""
 
     embed_dim: int
@@ -73,6 +73,8 @@ class _Attention(nnx.Module):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
+        if self.window is not None and not self.causal:
+            raise ValueError(f"window={self.window} needs causal=True: it is of a position's past")
         # no mask where there is no order: across sequences, or when the future may be seen
         return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
 

@@ -1,6 +1,8 @@
 """What the transformer is made of: projections, embeddings and norms."""
 
+import inspect
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,17 @@ MANY_FEATURES, TILE = 1024, 128
 """Products with more features than that are padded to whole tiles of an accelerator."""
 
 
-class Linear(nnx.Module):
+class Module(nnx.Module):
+    """An NNX module whose class shows its own signature, which NNX's metaclass hides."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        signature = inspect.signature(cls.__init__)
+        shown = list(signature.parameters.values())[1:]  # without self
+        cls.__signature__ = inspect.Signature(shown)
+
+
+class Linear(Module):
     """`x @ kernel + bias`, computed in `dtype` and accumulated in at least float32."""
 
     @typed
@@ -107,7 +119,7 @@ _narrow_product.defvjp(
 )
 
 
-class Embedding(nnx.Module):
+class Embedding(Module):
     """A row of the table for each index. Indices outside the table are the caller's error."""
 
     @typed
@@ -131,7 +143,7 @@ class Embedding(nnx.Module):
         return jnp.take(self.embedding[...], index, axis=0)
 
 
-class NGramEmbedding(nnx.Module):
+class NGramEmbedding(Module):
     """At each position, the sum of a row for each of the n-grams that end there.
 
     A hash finds the rows, so that n-grams may share one; those that begin before the text count
@@ -179,7 +191,7 @@ class NGramEmbedding(nnx.Module):
         return jnp.stack(rows, axis=-1)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(Module):
     """Each position's features to mean 0 and variance 1, then scaled (Ba et al. 2016).
 
     Computed in at least float32, and returned so: the residual stream is never narrower.
@@ -211,7 +223,7 @@ class LayerNorm(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Module):
     """Each position's features divided by the root of their mean square, then scaled.
 
     Zhang and Sennrich 2019, section 4. Computed in at least float32, and returned so.

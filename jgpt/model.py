@@ -21,6 +21,7 @@ from jgpt.layers import (
     INIT_STD,
     Embedding,
     Linear,
+    Module,
     NGramEmbedding,
     dropout_key,
     make_norm,
@@ -28,7 +29,7 @@ from jgpt.layers import (
 )
 
 
-class GPT(nnx.Module):
+class GPT(Module):
     """Tokens to the logits of each next token.
 
     Initialised as GPT-2 is: N(0, 0.02), and the projections that write into the residual stream

@@ -135,6 +135,13 @@ def test_a_position_is_read_within_its_window_and_nowhere_else(new, window):
         assert changed.tolist() == band(TIME, window)[:, position].tolist()
 
 
+@KINDS
+def test_a_window_without_an_order_is_refused(new):
+    """Rather than not heeded: it would be of the past, and there is none."""
+    with pytest.raises(ValueError, match="window=2 needs causal=True"):
+        new(window=2, causal=False)(normal(1, BATCH, TIME, EMBED_DIM))
+
+
 def test_across_sequences_there_is_no_window():
     x, context = normal(1, BATCH, TIME, EMBED_DIM), normal(2, BATCH, 11, EMBED_DIM)
     assert jnp.array_equal(new_heads(window=2)(x, context), new_heads()(x, context))

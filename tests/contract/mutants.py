@@ -48,7 +48,7 @@ ABOUT = {
     "loss": ("test_loss",),
     "optimizer": ("test_optimizer",),
     "step": ("test_step", "test_dropout", "trust/test_training"),
-    "generation": ("test_generation", "test_generation_modern"),
+    "generation": ("test_next_token", "test_generation", "test_generation_modern"),
     "data": ("test_data",),
 }
 VALUES = [

@@ -97,9 +97,15 @@ def test_what_they_need_is_public():
 
 
 def test_signatures_and_help_survive():
-    # NNX hides the class's own signature, with or without jgpt
-    shown = str(inspect.signature(jgpt.Head.__init__))
-    assert shown.startswith("(self, embed_dim: int, head_dim: int, *, causal: bool = True, ")
+    begins = "embed_dim: int, head_dim: int, *, causal: bool = True, "
+    assert str(inspect.signature(jgpt.Head.__init__)).startswith("(self, " + begins)
+    assert str(inspect.signature(jgpt.Head)).startswith("(" + begins)
+    for module in (jgpt.Head, jgpt.MultiHeadAttention, jgpt.FeedForward, jgpt.Block, jgpt.BigramLM):
+        shown = pydoc.render_doc(module).splitlines()[3]
+        assert f"{module.__name__}({next(iter(inspect.signature(module).parameters))}: int" in shown
+    assert str(inspect.signature(jgpt.GPT)) == (
+        "(config: jgpt.config.ModelConfig, *, rngs: flax.nnx.rnglib.Rngs)"
+    )
     shown = re.sub(".\x08", "", pydoc.render_doc(jgpt.attend))  # bold is overstriking
     assert "Each query's mean of the values" in shown
     assert "*batch query head_dim" in shown

@@ -1,0 +1,65 @@
+"""Drawing the next token: how often each one is drawn, and which never are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgpt.generation import Rules, next_token
+
+KEY = jax.random.key(8)
+
+
+def probabilities(logits, count=20_000, temperature=1.0, top_k=None, **nucleus):
+    """How often each token is drawn."""
+    rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
+    arrays = {name: jnp.float32(value) for name, value in nucleus.items()}
+    drawn = next_token(rows, KEY, Rules(jnp.float32(temperature), **arrays), top_k)
+    return np.bincount(np.asarray(drawn), minlength=len(logits)) / count
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.1, 0.4, 0.2, 0.3]),
+        ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_k": 3}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ({"top_k": 99}, [0.1, 0.4, 0.2, 0.3]),
+        ({"top_p": 0.39}, [0, 1, 0, 0]),
+        ({"top_p": 0.5}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_p": 0.8}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ({"top_p": 1.0}, [0.1, 0.4, 0.2, 0.3]),
+        ({"min_p": 0.0}, [0.1, 0.4, 0.2, 0.3]),
+        ({"min_p": 0.26}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ({"min_p": 0.7}, [0, 4 / 7, 0, 3 / 7]),
+        ({"min_p": 1.0}, [0, 1, 0, 0]),
+        # the nucleus is taken of what temperature and top_k have left
+        ({"top_k": 3, "top_p": 0.75}, [0, 4 / 7, 0, 3 / 7]),
+        ({"temperature": 0.5, "top_p": 0.5}, [0, 1, 0, 0]),
+        # and so is the fraction of the likeliest: 1/16, 1, 1/4 and 9/16
+        ({"temperature": 0.5, "min_p": 0.26}, [0, 16 / 25, 0, 9 / 25]),
+        ({"temperature": 0.5, "min_p": 0.24}, [0, 16 / 29, 4 / 29, 9 / 29]),
+        ({"top_k": 2, "min_p": 0.01}, [0, 4 / 7, 0, 3 / 7]),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_should(options, expected):
+    drawn = probabilities(np.log([0.1, 0.4, 0.2, 0.3]), **options)
+    np.testing.assert_allclose(drawn, expected, atol=0.015)
+    assert (drawn[np.array(expected) == 0] == 0).all()
+
+
+def test_the_smallest_temperature_still_draws_and_zero_does_not():
+    """Among the likeliest ones alone; and zero divides nothing."""
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    assert (probabilities([2.0, 1.0, 2.0], temperature=tiny) > 0).tolist() == [True, False, True]
+    with jax.debug_nans(True):
+        assert probabilities([1.0, 2.0, 2.0], temperature=0.0).tolist() == [0, 1, 0]
+
+
+def test_a_nucleus_that_holds_just_enough_takes_no_more():
+    logits = jnp.log(jnp.array([0.7, 0.3]))
+    likely, less_likely = jax.nn.softmax(logits)
+    just_enough = float(likely + less_likely - less_likely)
+    assert probabilities(logits, top_p=just_enough).tolist() == [1, 0]
+    assert (probabilities(logits, top_p=just_enough + 1e-6) > 0).all()
