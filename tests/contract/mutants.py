@@ -230,7 +230,7 @@ def run(
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 for late, trial in running.items():
-                    if time.monotonic() - trial.began > SECONDS_PER_MUTANT:
+                    if trial.mutant and time.monotonic() - trial.began > SECONDS_PER_MUTANT:
                         os.kill(late, signal.SIGKILL)
                 time.sleep(0.02)
                 continue
