@@ -12,9 +12,9 @@ from jgpt import GPT, generate
 from tests.test_generation import BLOCK_SIZE, KEY, MODERN, random_model
 
 COUNT = 7 * BLOCK_SIZE  # more than one call draws
-NGRAMS = {"ngram_sizes": (2, 4), "ngram_rows": 23}
+NGRAMS = {"ngram_sizes": (2, 5), "ngram_rows": 23}
 LOCAL = {**MODERN, **NGRAMS, "attention_window": 3}
-PROMPTS = [[3, 1, 4, 1, 5], [2], [7, 1, 8]]  # the longest n-gram is of 4
+PROMPTS = [[3, 1, 4, 1, 5], [2], [7, 1, 8]]  # the longest n-gram is of 5
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,12 @@ from tests.contract.edits import Edit
 
 LAZY = "beartype looks at neither the calls nor the items to come"
 VALUES = {
+    ("generation.py", "end > size", "end >= size"): (
+        "a prompt as long as the block begins at its first token either way"
+    ),
+    ("layers.py", "features > MANY_FEATURES", "features >= MANY_FEATURES"): (
+        "so many features are whole tiles already: nothing is added"
+    ),
     ("generation.py", "top_k < logits.shape[-1]", "top_k <= logits.shape[-1]"): (
         "as many tokens as there are: all are kept, whether they are counted or not"
     ),
