@@ -7,6 +7,9 @@ VALUES = {
     ("generation.py", "end > size", "end >= size"): (
         "a prompt as long as the block begins at its first token either way"
     ),
+    ("heads.py", "self.window < key.shape[-2]", "self.window <= key.shape[-2]"): (
+        "a window as long as the text hides nothing: both ways read the same"
+    ),
     ("layers.py", "features > MANY_FEATURES", "features >= MANY_FEATURES"): (
         "so many features are whole tiles already: nothing is added"
     ),
