@@ -44,7 +44,7 @@ ABOUT = {
     "heads": ("test_heads", "test_attention", "test_windows", "test_dropout", "test_modern"),
     "bigram": ("test_model", "test_generation"),
     "blocks": ("test_model", "test_dropout", "test_generation"),
-    "model": ("test_model", "test_modern", "test_ngrams", "test_generation"),
+    "model": ("test_model", "test_modern", "test_ngrams", "test_generation_modern"),
     "loss": ("test_loss",),
     "optimizer": ("test_optimizer",),
     "step": ("test_step", "test_dropout", "trust/test_training"),
@@ -107,10 +107,12 @@ class About:
     def pytest_collection_modifyitems(self, items: list) -> None:
         if self.alone:
             items[:] = [item for item in items if self.function in item.nodeid]
-        name = ".".join(self.function.split(".")[2:3])  # without the package and the module
+        path = self.function.split(".")[2:]  # without the package and the module
+        name, method = "".join(path[:1]), "".join(path[-1:])
         items.sort(
             key=lambda item: (
                 self.function not in item.nodeid,
+                method not in source_of(item),
                 name not in source_of(item),
                 "family" in item.fixturenames,  # many models: slow
             )
