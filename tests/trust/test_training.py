@@ -20,7 +20,7 @@ from jgpt.metrics import SCHEMA
 from jgpt.model import create_model
 from jgpt.plan import bytes_of, training_memory
 from jgpt.run_directory import RunDirectory
-from jgpt.step import dropout_key, init_state, make_train_steps
+from jgpt.step import abstract_state, dropout_key, init_state, make_train_steps
 from jgpt.train import Progress, _out_of_patience, plan
 
 MODEL = ModelConfig(vocab_size=11, block_size=6, num_layers=2, num_heads=2, embed_dim=8)
@@ -61,6 +61,16 @@ def test_micro_batches_are_one_large_batch():
         # a mean over unequal parts, or a sum, would be further away than that
         other, _ = train(config, WINDOWS[:, ::-1] * 0)
         assert furthest(whole.weights, other.weights) > 1e-6
+
+
+@pytest.mark.parametrize(("micro_batches", "rows"), [(1, 12), (3, 4)])
+def test_a_micro_batch_is_all_that_is_computed_at_once(micro_batches, rows):
+    config = dataclasses.replace(CONFIG, micro_batches=micro_batches)
+    lowered = make_train_steps(config).lower(
+        abstract_state(config), jax.ShapeDtypeStruct(WINDOWS.shape, jnp.int32), dropout_key(0), 2
+    )
+    logits = set(re.findall(r"tensor<(\d+)x6x11xf32>", lowered.as_text()))
+    assert logits == {str(rows)}
 
 
 def test_a_batch_that_does_not_divide_is_refused():
