@@ -67,12 +67,13 @@ def test_the_good_result_has_the_promised_shape(case: Case):
 def test_a_wrong_result_is_blamed_on_the_return(case: Case):
     leaves, structure = jax.tree.flatten(good_result(case))
     arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-    alone = [[i] for i in arrays]
-    alike = [[j for j in arrays if leaves[j].shape == leaves[i].shape] for i in arrays]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i in arrays:
+        alike.setdefault(leaves[i].shape, []).append(i)
     tried = 0
     # those of one shape together too: they must not only agree with each other
-    together = [group for group in alike if len(group) > 1 and not case.agreeing]
-    for changed in [*alone, *together]:
+    together = [group for group in alike.values() if len(group) > 1 and not case.agreeing]
+    for changed in [*([i] for i in arrays), *together]:
         for shape, dtype in wrong_arrays(leaves[changed[0]], case.loose):
 
             def answer(changed=changed, shape=shape, dtype=dtype):
