@@ -84,9 +84,10 @@ def attention_maps(
     model: GPT, tokens: Int[Array, "batch time"]
 ) -> Float[Array, "{model.config.num_layers} batch {model.config.num_heads} time time"]:
     """What each position reads from each other, in every head of every layer."""
-    x = model.embed(tokens)
+    x = embedded = model.embed(tokens)
     maps = []
-    for block in model.blocks:
+    for layer, block in enumerate(model.blocks):
+        x = model._with_shortcut(x, embedded, layer)
         maps.append(block.attention.weights(block.attention_norm(x)))
         x = block(x)
     return jnp.stack(maps)
