@@ -1,14 +1,14 @@
 """What the device can do and does: types, peak speed, memory in use, unwanted compilations."""
 
 import dataclasses
-import logging
 import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import platformdirs
 from jax.typing import DTypeLike
@@ -37,12 +37,12 @@ _MAX_COMPILED_BYTES = 1 << 30
 
 @typed
 def peak_flops() -> float | None:
-    """The devices' dense 16-bit peak, all together, or None where the maker's figure is unknown."""
+    """A device's dense 16-bit peak, or None where the maker's figure is unknown."""
     kind = jax.devices()[0].device_kind
     # a GPU's kind goes on with its form and memory, a TPU's is exact
     known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
     known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
-    return _PEAK_FLOPS[max(known, key=len)] * jax.device_count() if known else None
+    return _PEAK_FLOPS[max(known, key=len)] if known else None
 
 
 @typed
@@ -117,49 +117,42 @@ def activation_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, narrowest)
 
 
-class CompilationWatch(logging.Handler):
-    """Hears JAX trace something anew after warm-up, and tells of it and its cause, once.
+class CompilationWatch:
+    """Hears JAX compile something after warm-up, and tells of it once.
 
-    Use it as a context manager, and `arm` it when all that a run needs has been compiled.
+    Use it as a context manager, and `arm` it when all that a run needs has been compiled. It
+    listens to JAX's monitoring events; where a JAX has none of that name it hears nothing.
     """
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
 
     @typed
     def __init__(self, tell: Callable[[str], None]) -> None:
         """Tell through a function, which is called at most once."""
-        super().__init__(logging.WARNING)
         self._tell: Callable[[str], None] | None = tell
         self._armed = False
 
     def __enter__(self) -> Self:
-        """Listen to JAX's own explanations."""
-        logging.getLogger("jax").addHandler(self)
+        """Listen."""
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop listening."""
-        logging.getLogger("jax").removeHandler(self)
-        if self._armed:
-            jax.config.update("jax_explain_cache_misses", False)
+        jax.monitoring.unregister_event_duration_listener(self._hear)
 
     @typed
     def arm(self) -> None:
         """From now on, whatever is compiled is one compilation too many."""
-        if not self._armed:
-            self._armed = True
-            jax.config.update("jax_explain_cache_misses", True)
+        self._armed = True
 
-    @typed
-    def emit(self, record: logging.LogRecord) -> None:
-        """Tell of the first explanation; leave JAX's other warnings to the others."""
-        message = record.getMessage()
-        if not message.startswith("TRACING CACHE MISS"):
-            # the explanations of the compilation cache on disk are of no interest
-            last_resort = None if logging.getLogger().handlers else logging.lastResort
-            if last_resort is not None and "compil" not in record.name:
-                last_resort.handle(record)
-        elif self._tell is not None:
+    def _hear(self, event: str, _seconds: float, **details: Any) -> None:
+        if self._armed and event == self.EVENT and self._tell is not None:
             tell, self._tell = self._tell, None
-            tell("compiled again after warm-up: " + " ".join(message.split()[4:]))
+            tell(
+                f"compiled again after warm-up: {details.get('fun_name', 'a function')}; "
+                "JAX_EXPLAIN_CACHE_MISSES=1 says why"
+            )
 
 
 class Profiler:
