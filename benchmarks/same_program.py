@@ -1,6 +1,6 @@
 """Prints the SHA-256 of each preset's StableHLO (train steps, evaluation), to compare two trees.
 
-    python benchmarks/same_program.py > before.txt
+python benchmarks/same_program.py > before.txt
 """
 
 import dataclasses

@@ -34,7 +34,12 @@ _MAY_DIFFER = {
 
 _STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs each save at length
+
+class _OrbaxWarnings(logging.Filter):
+    """Leaves out what Orbax says of each save, below an error; absl's other users are heard."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts
 
 
 class Checkpoints:
@@ -53,13 +58,15 @@ class Checkpoints:
             ocp.CompositeCheckpointHandler(weights=_handler(), optimizer=_handler())
         )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._quiet = _OrbaxWarnings()
         self._saving: Future[None] | None = None
         if not read_only:
             self._path.mkdir(exist_ok=True)
             self._remove_unfinished()
 
     def __enter__(self) -> Self:
-        """Nothing to do: the constructor has opened them."""
+        """Orbax is quiet from here to the end."""
+        logging.getLogger("absl").addFilter(self._quiet)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,6 +76,7 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._orbax.close()
+            logging.getLogger("absl").removeFilter(self._quiet)
 
     @typed
     def steps(self) -> list[int]:
@@ -198,7 +206,7 @@ class Checkpoints:
     def _restore(self, step: int, abstract: dict[str, Any]) -> Any:
         directory = self._path / str(step)
         _require_plausible_arrays(directory, jax.tree.leaves(abstract))
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        here = jnp.zeros(()).sharding  # where new arrays are made: jax.default_device decides
         wanted = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract
         )

@@ -6,9 +6,12 @@ import os
 from pathlib import Path
 
 import hypothesis
+import jax
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# so that what asks for "the" device can be seen to take another; commands that tests start have one
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:

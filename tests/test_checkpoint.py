@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 import shutil
 
@@ -59,6 +60,29 @@ def test_the_last_state_is_restored_bit_by_bit(saved, small_run, initial):
         restored = checkpoints.restore(small_run)
     assert bits(restored) == bits(numbered(initial, 4))
     assert jax.tree.structure(restored) == jax.tree.structure(initial)
+
+
+def test_a_run_is_loaded_to_the_device_that_new_arrays_go_to(saved, small_run):
+    device = jax.devices()[3]
+    with jax.default_device(device):
+        model, _, _ = load(saved.path)
+        with Checkpoints(saved, read_only=True) as checkpoints:
+            state = checkpoints.restore(small_run)
+    leaves = jax.tree.leaves([nnx.state(model), state])
+    assert len(leaves) > 10
+    assert {found for leaf in leaves for found in leaf.devices()} == {device}
+
+
+def test_orbax_alone_is_quiet_and_only_while_a_run_is_open(saved, initial, caplog):
+    absl = logging.getLogger("absl")
+    before = (absl.level, list(absl.filters))
+    with Checkpoints(saved) as checkpoints:
+        checkpoints.save(numbered(initial, 5), 1.2)
+        checkpoints.wait()
+        assert caplog.records == []
+        absl.warning("of another library")
+    assert caplog.messages == ["of another library"]
+    assert (absl.level, list(absl.filters)) == before
 
 
 def everything(directory):
