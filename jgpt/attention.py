@@ -192,43 +192,6 @@ def rotate(
 
 
 @typed
-def cache_mask(
-    length: Int[Array, ""],
-    slot: Int[Array, ""],
-    time: int,
-    places: int,
-    window: int | None = None,
-) -> Bool[Array, "{time} {places}"]:
-    """Which places of a cache may be read by a sequence's `time` newest of `length` positions.
-
-    A cache is a ring: what is written at slot s lies at place s modulo `places`, and the newest
-    positions are at the slots from `slot` on. They read themselves and the past, as far back as the
-    cache, the sequence and the window go.
-    """
-    newest = slot + time - 1
-    held = newest - (newest - jnp.arange(places)) % places  # the slot that each place was last for
-    query = slot + jnp.arange(time)[:, None]
-    seen = (held <= query) & (held > newest - length)
-    return seen if window is None else seen & (held > query - window)
-
-
-@typed
-def write_to_cache(
-    cache: Float[Array, "*batch places head_dim"],
-    new: Float[Array, "*batch time head_dim"],
-    slot: Int[Array, ""],
-) -> Float[Array, "*batch places head_dim"]:
-    """A cache with new entries at the slots from `slot` on, which must not pass its last place.
-
-    Raises ValueError for more of them than places.
-    """
-    time, places = new.shape[-2], cache.shape[-2]
-    if time > places:
-        raise ValueError(f"{time} new positions don't fit into a cache of {places} places")
-    return jax.lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), slot % places, -2)
-
-
-@typed
 def dropped(
     x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*rows"]:

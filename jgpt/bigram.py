@@ -5,6 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jgpt.cache import KVCache
 from jgpt.contracts import typed
 from jgpt.layers import Embedding, Module
 
@@ -12,9 +13,8 @@ from jgpt.layers import Embedding, Module
 class BigramLM(Module):
     """A table whose row of a token holds the logits of the next one, drawn from N(0, 1)."""
 
-    block_size = 1  # it reads the last token alone, however many it is given
-    slides = True
-    lookback = 0
+    block_size = 1  # the context: the last token
+    supports_rolling_cache = True
 
     @typed
     def __init__(
@@ -32,16 +32,24 @@ class BigramLM(Module):
 
     @typed
     def __call__(
-        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Each token's row; `rngs` is there for the interface alone."""
-        return self.table(tokens)
+        """The logits of each position's next token; there is nothing to cache or to drop."""
+        return self.logits(self.hidden(tokens))
 
     @typed
     def hidden(
-        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Each token's row, which its logits are already."""
+        """Each token's row."""
         return self.table(tokens)
 
     @typed
@@ -52,17 +60,6 @@ class BigramLM(Module):
         return x
 
     @typed
-    def empty_cache(self, batch: int) -> tuple[()]:
-        """Nothing: a bigram remembers nothing."""
-        return ()
-
-    @typed
-    def continued(
-        self,
-        tokens: Int[Array, "batch time"],
-        length: Int[Array, " batch"],
-        cache: tuple[()],
-        before: Int[Array, "batch {self.lookback}"] | None = None,
-    ) -> tuple[Float[Array, "batch {self.vocab_size}"], tuple[()]]:
-        """The last token's row, and nothing to remember."""
-        return self.table(tokens[:, -1]), cache
+    def empty_cache(self, batch: int) -> KVCache:
+        """A cache of no layers."""
+        return KVCache((), batch=batch)

@@ -1,19 +1,23 @@
 """What a transformer is a stack of: attention and a feed-forward network, each with a residual."""
 
 import functools
+import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jgpt.attention import dropped
-from jgpt.config import Activation, NormKind
+from jgpt.cache import LayerCache
+from jgpt.config import Activation, ModelConfig, NormKind
 from jgpt.contracts import check, typed
 from jgpt.heads import MultiHeadAttention
 from jgpt.layers import INIT_STD, Linear, Module, dropout_key, make_norm
 
+_Block = TypeVar("_Block", bound="Block")
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -115,7 +119,6 @@ class Block(Module):
             rngs=rngs,
             **shared,
         )
-        self.num_kv_heads, self.head_dim = self.attention.num_kv_heads, self.attention.head_dim
         self.feed_forward_norm = new_norm()
         self.feed_forward = FeedForward(
             embed_dim,
@@ -127,30 +130,41 @@ class Block(Module):
             **shared,
         )
 
+    @classmethod
+    @typed
+    def from_config(cls: type[_Block], config: ModelConfig, *, rngs: nnx.Rngs) -> _Block:
+        """A block of the transformer that a config describes."""
+        residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
+        return cls(
+            config.embed_dim,
+            config.num_heads,
+            config.hidden_dim,
+            activation=config.activation,
+            num_kv_heads=config.num_kv_heads,
+            window=config.attention_window,
+            qkv_bias=config.qkv_bias,
+            use_bias=config.use_bias,
+            rotary=config.positions == "rotary",
+            qk_norm=config.qk_norm,
+            scale=config.attention_scale,
+            norm=config.norm,
+            norm_scale=config.norm_scale,
+            norm_epsilon=config.norm_epsilon,
+            dropout=config.dropout,
+            projection_std=0.0 if config.zero_init else residual_std,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+
     @typed
     def __call__(
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         *,
+        cache: LayerCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """The residual stream, both branches added."""
-        x = x + self.attention(self.attention_norm(x), rngs=rngs)
+        """Pre-norm attention and MLP with residual connections."""
+        x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs)
         return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
-
-    @typed
-    def continued(
-        self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        length: Int[Array, " batch"],
-        keys: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
-        values: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
-    ) -> tuple[
-        Float[Array, "batch time {self.embed_dim}"],
-        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
-        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
-    ]:
-        """The same for each sequence's newest positions, which join a cache and read it."""
-        read, keys, values = self.attention.continued(self.attention_norm(x), length, keys, values)
-        x = x + read
-        return x + self.feed_forward(self.feed_forward_norm(x)), keys, values

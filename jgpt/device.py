@@ -146,7 +146,7 @@ class CompilationWatch:
         """From now on, whatever is compiled is one compilation too many."""
         self._armed = True
 
-    def _hear(self, event: str, _seconds: float, **details: Any) -> None:
+    def _hear(self, event: str, duration_secs: float, **details: Any) -> None:
         if self._armed and event == self.EVENT and self._tell is not None:
             tell, self._tell = self._tell, None
             tell(

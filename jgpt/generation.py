@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from jgpt.cache import KVCache
 from jgpt.contracts import record, typed
-from jgpt.heads import KeyValueCache
 from jgpt.model import LanguageModel
 from jgpt.pytree import pytree
 
@@ -171,9 +171,9 @@ def _pieces(
     context = int(length.max()) - 1  # the last token is read when the next one is drawn
     # widths are powers of two, so that prompts of other lengths find a program that fits
     width = min(size, 1 << (context - 1).bit_length()) if context else 0
-    tokens = np.pad(window[:, size - 1 - context : -1], ((0, 0), (0, width - context)))
-    cache = _prefill(weights, tokens, length - 1 - context + width, graph=graph)
-    rereads = not model.slides and prompt.shape[1] + max_new_tokens > size + 1
+    tokens = np.pad(window, ((0, 0), (1, 0)))[:, size - width : size]  # all but the last one
+    cache = _prefill(weights, tokens, length - 1, graph=graph)
+    rereads = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
     for start in range(0, max_new_tokens, TOKENS_PER_CALL):
         count = min(TOKENS_PER_CALL, max_new_tokens - start)
         window, length, cache, drawn, finite = _draw(
@@ -202,11 +202,14 @@ def _prefill(
     length: Int[Array, " batch"],
     *,
     graph: nnx.GraphDef,
-) -> KeyValueCache:
-    """The cache of the prompts but for their last tokens; what is behind them is not read."""
+) -> KVCache:
+    """A cache that has read these tokens: the last of each row are its sequence's."""
     model = nnx.merge(graph, weights)
     cache = model.empty_cache(tokens.shape[0])
-    return model.continued(tokens, length, cache)[1] if tokens.size else cache
+    cache.begin(length - tokens.shape[1])
+    if tokens.size:
+        model.hidden(tokens, cache=cache)
+    return cache
 
 
 @functools.partial(
@@ -217,7 +220,7 @@ def _draw(
     weights: PyTree[Float[Array, "..."]],
     window: Int[Array, "batch time"],
     length: Int[Array, " batch"],
-    cache: KeyValueCache,
+    cache: KVCache,
     start: Int[Array, ""],
     count: Int[Array, ""],
     key: Key[Array, ""],
@@ -229,7 +232,7 @@ def _draw(
 ) -> tuple[
     Int[Array, "batch time"],
     Int[Array, " batch"],
-    KeyValueCache,
+    KVCache,
     Int[Array, f"batch {TOKENS_PER_CALL}"],
     Bool[Array, ""],
 ]:
@@ -238,17 +241,20 @@ def _draw(
     batch, size = window.shape
     first_length = length
 
-    def read_last(window, length, cache):
-        before = window[:, -1 - model.lookback : -1]
-        return model.continued(window[:, -1:], length, cache, before)
+    def next_logits(tokens, cache):
+        return model.logits(model.hidden(tokens, cache=cache)[:, -1:])[:, 0]
 
-    def read_window(window, length, cache):
-        logits, _ = model.continued(window, jnp.minimum(length, size), model.empty_cache(batch))
-        return logits, cache
+    def read_last(window, length, cache):
+        return next_logits(window[:, -1:], cache)
+
+    def read_window(window, length, _):
+        cache = model.empty_cache(batch)
+        cache.begin(jnp.minimum(length, size) - size)
+        return next_logits(window, cache)
 
     def step(read, i, carry):
         window, cache, drawn, finite = carry
-        logits, cache = read(window, first_length + i, cache)
+        logits = read(window, first_length + i, cache)
         token = next_token(logits, jax.random.fold_in(key, start + i), rules, top_k)
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
         return window, cache, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jgpt.attention import (
     attend,
     attend_locally,
     attention_weights,
-    cache_mask,
     can_fuse,
     causal_mask,
     dropped,
@@ -20,18 +19,11 @@ from jgpt.attention import (
     merge_heads,
     rotate,
     split_heads,
-    write_to_cache,
 )
+from jgpt.cache import LayerCache
 from jgpt.contracts import check, typed
 from jgpt.device import cuda_capability
 from jgpt.layers import INIT_STD, Linear, Module, dropout_key, rms_normed
-
-KeyValueCache = PyTree[Float[Array, "heads places head_dim"], "KeyValueCache"]
-"""For each layer, the keys and the values of what was read already, with the heads of all sequences
-in one axis: XLA copies a cache with an axis of size 1 whenever it writes to it.
-
-What a function takes and what it returns are of the same layers.
-"""
 
 
 class _Attention(Module):
@@ -47,12 +39,12 @@ class _Attention(Module):
     dropout: float
 
     @typed
-    def _placed(
+    def _normalise_and_rotate(
         self,
         x: Float[Array, "*batch time {self.head_dim}"],
         position: Int[Array, " time"] | None = None,
     ) -> Float[Array, "*batch time {self.head_dim}"]:
-        """Queries or keys as affinities take them: normed, and turned by where they stand."""
+        """QK-norm, then rotary embedding, where the module has them."""
         if self.qk_norm:
             x = rms_normed(x, 1e-6).astype(x.dtype)
         if self.rotary:
@@ -138,8 +130,8 @@ class Head(_Attention):
         """Each position's mean of the values it may see, weighted."""
         source = x if context is None else context
         return self._attended(
-            self._placed(self.query(x)),
-            self._placed(self.key(source)),
+            self._normalise_and_rotate(self.query(x)),
+            self._normalise_and_rotate(self.key(source)),
             self.value(source),
             self._mask(x, context),
             dropout_key(rngs),
@@ -154,8 +146,8 @@ class Head(_Attention):
         """How much each position of `x` reads from each of the source's."""
         source = x if context is None else context
         return attention_weights(
-            self._placed(self.query(x)),
-            self._placed(self.key(source)),
+            self._normalise_and_rotate(self.query(x)),
+            self._normalise_and_rotate(self.key(source)),
             self._mask(x, context),
             scale=self.scale,
         )
@@ -210,16 +202,23 @@ class MultiHeadAttention(_Attention):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
         *,
+        cache: LayerCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """What all heads gather, projected; dropped out in training."""
-        source = x if context is None else context
-        query = self._placed(split_heads(self.query(x), self.num_heads))
-        key = self._placed(split_heads(self.key(source), self.num_kv_heads))
-        value = split_heads(self.value(source), self.num_kv_heads)
+        """Multi-head attention with output projection.
+
+        With a `cache`, the positions of `x` are appended to it and attend over it.
+        """
+        trains = rngs is not None and self.dropout > 0
+        if cache is not None and (context is not None or trains or not self.causal):
+            raise ValueError("a KV cache is for causal self-attention in evaluation")
+        position = None if cache is None else jnp.maximum(cache.positions(x), 0)
+        query, key, value = self._project(x, x if context is None else context, position)
         mask, drop_with = self._mask(x, context), dropout_key(rngs)
-        drops = drop_with is not None and self.dropout > 0
-        if can_fuse(query.dtype, self.head_dim, drops=drops, cuda_capability=cuda_capability()):
+        if cache is not None:
+            cache.append(key, value)
+            heads = self._attend_over(cache, query)
+        elif can_fuse(query.dtype, self.head_dim, drops=trains, cuda_capability=cuda_capability()):
             heads = fused_attend(
                 query,
                 key,
@@ -240,12 +239,29 @@ class MultiHeadAttention(_Attention):
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch {self.num_heads} time {self._source_length(x,context)}"]:
         """Each head's attention weights."""
-        source = x if context is None else context
-        return attention_weights(
-            self._placed(split_heads(self.query(x), self.num_heads)),
-            self._shared(self._placed(split_heads(self.key(source), self.num_kv_heads))),
-            self._mask(x, context),
-            scale=self.scale,
+        query, key, _ = self._project(x, x if context is None else context)
+        mask = self._mask(x, context)
+        return attention_weights(query, self._shared(key), mask, scale=self.scale)
+
+    @typed
+    def _project(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        source: Float[Array, "batch key {self.embed_dim}"],
+        position: Int[Array, "batch time"] | None = None,
+    ) -> tuple[
+        Float[Array, "batch {self.num_heads} time {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
+    ]:
+        """Queries, keys and values, split into heads."""
+        ready, at = self._normalise_and_rotate, ()
+        if position is not None:  # each sequence has its own
+            ready, at = jax.vmap(self._normalise_and_rotate), (position,)
+        return (
+            ready(split_heads(self.query(x), self.num_heads), *at),
+            ready(split_heads(self.key(source), self.num_kv_heads), *at),
+            split_heads(self.value(source), self.num_kv_heads),
         )
 
     @typed
@@ -257,42 +273,22 @@ class MultiHeadAttention(_Attention):
         return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
 
     @typed
-    def continued(
+    def _attend_over(
         self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        length: Int[Array, " batch"],
-        keys: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
-        values: Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
-    ) -> tuple[
-        Float[Array, "batch time {self.embed_dim}"],
-        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
-        Float[Array, "batch*{self.num_kv_heads} places {self.head_dim}"],
-    ]:
-        """The same for each sequence's newest positions, which join a cache and read it.
-
-        With them the sequences have `length` positions. They end at one slot, `max(length) - 1`.
-        """
-        time = x.shape[1]
-        slot = length.max() - time
-        position = jnp.maximum(length[:, None] - time + jnp.arange(time), 0)
-        placed = jax.vmap(self._placed)
-        query = placed(split_heads(self.query(x), self.num_heads), position)
-        key = placed(split_heads(self.key(x), self.num_kv_heads), position)
-        value = split_heads(self.value(x), self.num_kv_heads)
-        new_shape = (keys.shape[0], time, self.head_dim)
-        keys = write_to_cache(keys, key.reshape(new_shape), slot)
-        values = write_to_cache(values, value.reshape(new_shape), slot)
-        places, window = keys.shape[1], self.window
-        mask = jax.vmap(lambda length: cache_mask(length, slot, time, places, window))(length)
-        # each head of keys and values is read by a group of query heads
-        groups = self.num_heads // self.num_kv_heads
+        cache: LayerCache,
+        query: Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"],
+    ) -> Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"]:
+        """The attention of a cache's newest positions over all of it."""
+        time, groups = query.shape[2], self.num_heads // self.num_kv_heads
+        mask = jnp.tile(cache.mask(time, self.window), (1, groups, 1))
         heads = jax.vmap(functools.partial(attend, scale=self.scale))(
-            query.reshape(keys.shape[0], groups * time, self.head_dim).astype(keys.dtype),
-            keys,
-            values,
-            jnp.repeat(jnp.tile(mask, (1, groups, 1)), self.num_kv_heads, axis=0),
+            # the query heads that share a head of keys attend as one with more queries
+            query.reshape(-1, groups * time, self.head_dim).astype(cache.keys.dtype),
+            cache.keys[...],
+            cache.values[...],
+            jnp.repeat(mask, self.num_kv_heads, axis=0),
         )
-        return self.projection(merge_heads(heads.reshape(query.shape))), keys, values
+        return heads.reshape(query.shape)
 
     @typed
     def head(self, index: int) -> Head:

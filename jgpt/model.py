@@ -4,7 +4,7 @@ Modules hold parameters only. `module(x)` is evaluation; `module(x, rngs=nnx.Rng
 is training. Models map tokens to logits; the loss is a function beside them.
 """
 
-import math
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from jgpt.attention import dropped
 from jgpt.bigram import BigramLM
 from jgpt.blocks import Block
+from jgpt.cache import KVCache, LayerCache
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 from jgpt.device import activation_dtype, with_dtype
-from jgpt.heads import KeyValueCache
 from jgpt.layers import (
     INIT_STD,
     Embedding,
@@ -41,10 +41,7 @@ class GPT(Module):
         self.config = config = with_dtype(config)
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
-        self.num_kv_heads = config.num_kv_heads or config.num_heads
-        self.head_dim = config.embed_dim // config.num_heads
-        self.slides = config.positions == "rotary"  # a cache goes on past block_size
-        self.lookback = max(config.ngram_sizes, default=1) - 1
+        self.supports_rolling_cache = config.positions == "rotary"
         self.token_embedding = Embedding(
             config.vocab_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
         )
@@ -72,30 +69,7 @@ class GPT(Module):
             else None
         )
         self.blocks = nnx.List(
-            Block(
-                config.embed_dim,
-                config.num_heads,
-                config.hidden_dim,
-                activation=config.activation,
-                num_kv_heads=config.num_kv_heads,
-                window=config.attention_window,
-                qkv_bias=config.qkv_bias,
-                use_bias=config.use_bias,
-                rotary=config.positions == "rotary",
-                qk_norm=config.qk_norm,
-                scale=config.attention_scale,
-                norm=config.norm,
-                norm_scale=config.norm_scale,
-                norm_epsilon=config.norm_epsilon,
-                dropout=config.dropout,
-                projection_std=0.0
-                if config.zero_init
-                else INIT_STD / math.sqrt(2 * config.num_layers),
-                dtype=config.dtype,
-                param_dtype=config.param_dtype,
-                rngs=rngs,
-            )
-            for _ in range(config.num_layers)
+            Block.from_config(config, rngs=rngs) for _ in range(config.num_layers)
         )
         self.final_norm = make_norm(
             config.norm,
@@ -121,40 +95,85 @@ class GPT(Module):
 
     @typed
     def __call__(
-        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The logits of each position's next token. Raises ValueError past `block_size`."""
-        return self.logits(self.hidden(tokens, rngs=rngs))
+        """The logits of each position's next token. Raises ValueError past `block_size`.
+
+        With a `cache`, the tokens come after those in it, and join them.
+        """
+        return self.logits(self.hidden(tokens, cache=cache, rngs=rngs))
 
     @typed
     def hidden(
-        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """What the head makes `logits` of. Raises ValueError past `block_size`."""
-
-        def through(block, x, rngs):  # a subclass has a call of its own
-            return block(x, rngs=rngs)
-
-        run = nnx.remat(through) if self.config.rematerialise else through
-        x = embedded = self.embed(tokens, rngs=rngs)
-        for layer, block in enumerate(self.blocks):
-            x = run(block, self._with_shortcut(x, embedded, layer), rngs)
-        return self.final_norm(x)
+        """Final hidden states, the input of `logits`."""
+        return self.final_norm(self.hidden_states(tokens, cache=cache, rngs=rngs)[-1])
 
     @typed
-    def _with_shortcut(
+    def hidden_states(
         self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        embedded: Float[Array, "batch time {self.embed_dim}"],
-        layer: int,
-    ) -> Float[Array, "batch time {self.embed_dim}"]:
-        return x if self.shortcut is None else x + self.shortcut[layer].astype(x.dtype) * embedded
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
+        """The residual stream: the input of each block, then the output of the last.
+
+        Raises ValueError past `block_size`, and for a cache of another number of layers. Rotary
+        positions may pass `block_size` with a cache, one token at a time: each layer then attends
+        to its last `block_size` positions. For learned ones the caller stays below it.
+        """
+        layers = [None] * len(self.blocks) if cache is None else [*cache.layers]
+        if len(layers) != len(self.blocks):
+            raise ValueError(
+                f"the cache has {len(layers)} layers and the model {len(self.blocks)}: "
+                "begin with empty_cache"
+            )
+
+        def call(block, x, rngs):  # a subclass has a call of its own
+            return block(x, rngs=rngs)
+
+        run = nnx.remat(call) if self.config.rematerialise else call
+        x = embedded = self.embed(tokens, cache=cache, rngs=rngs)
+        states = []
+        for index, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
+            if self.shortcut is not None:
+                x = x + self.shortcut[index].astype(x.dtype) * embedded
+            states.append(x)
+            x = run(block, x, rngs) if layer is None else block(x, cache=layer)
+        return *states, x
+
+    @typed
+    def attention_weights(
+        self, tokens: Int[Array, "batch time"]
+    ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
+        """The attention weights of each layer and head, of what the forward pass computes."""
+        inputs = self.hidden_states(tokens)[:-1]
+        return jnp.stack(
+            [
+                block.attention.weights(block.attention_norm(x))
+                for block, x in zip(self.blocks, inputs, strict=True)
+            ]
+        )
 
     @typed
     def embed(
-        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """What each token is plus where it stands. Raises ValueError past `block_size`."""
+        """Sum of token, position and n-gram embeddings. Raises ValueError past `block_size`."""
         time = tokens.shape[1]
         if time > self.block_size:
             raise ValueError(
@@ -163,75 +182,28 @@ class GPT(Module):
             )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(jnp.arange(time))
+            position = jnp.arange(time)
+            if cache is not None:
+                position = jnp.maximum(cache.layers[0].positions(tokens), 0)
+            x = x + self.position_embedding(position)
         if self.ngram_embedding is not None:
             whole = jnp.ones((*tokens.shape, 1), x.dtype)
             kept = dropped(whole, self.config.ngram_dropout, dropout_key(rngs))
-            x = x + kept * self.ngram_embedding(tokens)
+            known = tokens if cache is None else cache.append_tokens(tokens)
+            x = x + kept * self.ngram_embedding(known)[:, -time:]
         # the residual stream is never below float32
         x = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
         return dropped(x, self.config.dropout, dropout_key(rngs))
 
     @typed
-    def empty_cache(
-        self, batch: int
-    ) -> PyTree[
-        Float[Array, "{batch}*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
-        "KeyValueCache",
-    ]:
+    def empty_cache(self, batch: int) -> KVCache:
         """A cache for `batch` sequences of `block_size` positions, none of them read yet."""
-        shape = (batch * self.num_kv_heads, self.block_size, self.head_dim)
+        attention = self.blocks[0].attention
+        sizes = (batch, self.block_size, attention.num_kv_heads, attention.head_dim)
         dtype = activation_dtype(self.config.dtype)
-        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.blocks)
-
-    @typed
-    def continued(
-        self,
-        tokens: Int[Array, "batch time"],
-        length: Int[Array, " batch"],
-        cache: PyTree[
-            Float[Array, "batch*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
-            "KeyValueCache",
-        ],
-        before: Int[Array, "batch {self.lookback}"] | None = None,
-    ) -> tuple[
-        Float[Array, "batch {self.vocab_size}"],
-        PyTree[
-            Float[Array, "batch*{self.num_kv_heads} {self.block_size} {self.head_dim}"],
-            "KeyValueCache",
-        ],
-    ]:
-        """What comes after each sequence's newest tokens, and a cache that holds them too.
-
-        With them the sequences have `length` tokens, and they end at one slot of the cache,
-        `max(length) - 1`: a shorter one begins later, and what is in `tokens` before it is not
-        read. `before` are the `lookback` tokens in front of the newest, if there are any. The
-        logits equal the last of the whole sequence. Rotary positions may pass `block_size`, one
-        token at a time: each layer then reads the last `block_size` positions. For learned ones the
-        caller stays below it. Raises ValueError for another number of layers.
-        """
-        if len(cache) != len(self.blocks):
-            raise ValueError(
-                f"the cache has {len(cache)} layers and the model {len(self.blocks)}: "
-                "begin with empty_cache"
-            )
-        x = self.token_embedding(tokens)
-        if self.position_embedding is not None:
-            time = tokens.shape[1]
-            position = jnp.maximum(length[:, None] - time + jnp.arange(time), 0)
-            x = x + self.position_embedding(position)
-        if self.ngram_embedding is not None:
-            missing = jnp.full((tokens.shape[0], self.lookback), -1, tokens.dtype)
-            known = jnp.concatenate([missing if before is None else before, tokens], axis=1)
-            begun = jnp.arange(known.shape[1]) >= known.shape[1] - length[:, None]
-            x = x + self.ngram_embedding(jnp.where(begun, known, -1))[:, self.lookback :]
-        x = embedded = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
-        layers = []
-        for layer, (block, (keys, values)) in enumerate(zip(self.blocks, cache, strict=True)):
-            x = self._with_shortcut(x, embedded, layer)
-            x, keys, values = block.continued(x, length, keys, values)
-            layers.append((keys, values))
-        return self.logits(self.final_norm(x[:, -1:]))[:, 0], tuple(layers)
+        layers = tuple(LayerCache(*sizes, dtype=dtype) for _ in self.blocks)
+        lookback = max(self.config.ngram_sizes, default=1) - 1
+        return KVCache(layers, batch=batch, lookback=lookback)
 
     @typed
     def logits(
@@ -247,7 +219,43 @@ class GPT(Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-LanguageModel = GPT | BigramLM
+@runtime_checkable
+class LanguageModel(Protocol):
+    """What the steps and generation need of a model."""
+
+    vocab_size: int
+    block_size: int
+    """The longest context, in tokens."""
+    supports_rolling_cache: bool
+    """Whether a cache may go on past `block_size`."""
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time features"]:
+        """Final hidden states."""
+        ...
+
+    def logits(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
+        """The language-model head."""
+        ...
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time vocab"]:
+        """The head of the hidden states: the logits of each position's next token."""
+        ...
+
+    def empty_cache(self, batch: int) -> KVCache:
+        """A cache for so many sequences, none of them begun."""
+        ...
 
 
 @typed

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Real
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -80,20 +80,6 @@ def _draw_run(
 
 
 @typed
-def attention_maps(
-    model: GPT, tokens: Int[Array, "batch time"]
-) -> Float[Array, "{model.config.num_layers} batch {model.config.num_heads} time time"]:
-    """What each position reads from each other, in every head of every layer."""
-    x = embedded = model.embed(tokens)
-    maps = []
-    for layer, block in enumerate(model.blocks):
-        x = model._with_shortcut(x, embedded, layer)
-        maps.append(block.attention.weights(block.attention_norm(x)))
-        x = block(x)
-    return jnp.stack(maps)
-
-
-@typed
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
     """Draw the attention weights over a text: a row for each layer, a column for each head."""
     _require_picture(path)
@@ -102,7 +88,7 @@ def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: 
     tokens = tokenizer.encode(text)[-model.block_size :]
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
-    maps = np.asarray(attention_maps(model, jnp.asarray(tokens)[None])[:, 0])
+    maps = np.asarray(model.attention_weights(jnp.asarray(tokens)[None])[:, 0])
     names = [_visible(tokenizer.decode(tokens[i : i + 1])) for i in range(len(tokens))]
     layers, heads, time, _ = maps.shape
     side = max(2.2, 0.16 * time)

@@ -10,14 +10,12 @@ from flax import nnx
 
 from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask, heads
 from jgpt.attention import (
-    cache_mask,
     can_fuse,
     dropped,
     fused_attend,
     merge_heads,
     rotate,
     split_heads,
-    write_to_cache,
 )
 from jgpt.device import cuda_capability
 
@@ -354,33 +352,6 @@ def test_turning_is_as_narrow_as_what_it_turns():
     wide = rotate(x.astype(jnp.float32), 1000 + jnp.arange(TIME))
     # the angles are not narrow: 1001 and 1002 are one number in bfloat16
     np.testing.assert_allclose(turned.astype(jnp.float32), wide, atol=0.05)
-
-
-@pytest.mark.parametrize(
-    ("length", "slot", "time", "window", "seen"),
-    [
-        (3, 2, 1, None, ["xxx."]),
-        (2, 2, 1, None, [".xx."]),  # a shorter sequence begins later
-        (3, 1, 2, None, ["xx..", "xxx."]),
-        (10, 9, 1, None, ["xxxx"]),  # the ring holds the last four
-        (10, 9, 1, 2, ["xx.."]),  # at slots 8, 9, 6 and 7
-        (3, 1, 2, 1, [".x..", "..x."]),
-    ],
-)
-def test_a_cache_s_mask(length, slot, time, window, seen):
-    mask = cache_mask(jnp.array(length), jnp.array(slot), time, 4, window)
-    assert ["".join(".x"[bool(place)] for place in query) for query in mask] == seen
-
-
-def test_a_cache_is_a_ring():
-    cache, new = normal(0, 2, 5, 3), normal(1, 2, 1, 3)
-    written = write_to_cache(cache, new, jnp.array(7))
-    np.testing.assert_array_equal(written, cache.at[:, 2:3].set(new))
-    assert write_to_cache(cache.astype(jnp.bfloat16), new, jnp.array(0)).dtype == jnp.bfloat16
-    whole = normal(2, 2, 5, 3)
-    assert jnp.array_equal(write_to_cache(cache, whole, jnp.array(0)), whole)
-    with pytest.raises(ValueError, match="6 new positions don't fit into a cache of 5 places"):
-        write_to_cache(cache, normal(0, 2, 6, 3), jnp.array(0))
 
 
 def test_affinities_are_scaled_as_asked():

@@ -94,8 +94,8 @@ def read_through_a_band(model, tokens):
         its = block.attention
         x = x + share * embedded
         y = block.attention_norm(x)
-        query = its._placed(split_heads(its.query(y), its.num_heads))
-        key = its._placed(split_heads(its.key(y), its.num_kv_heads))
+        query = its._normalise_and_rotate(split_heads(its.query(y), its.num_heads))
+        key = its._normalise_and_rotate(split_heads(its.key(y), its.num_kv_heads))
         value = split_heads(its.value(y), its.num_kv_heads)
         key, value = (jnp.repeat(each, 2, axis=1) for each in (key, value))
         heads = attend(query, key, value, band, scale=its.scale)
@@ -128,13 +128,15 @@ def continued(model, rows, steps, error=0):
     width = int(lengths.max())
     # what stands before a shorter row is not read
     first = [[VOCAB - 1] * (width - len(row) + steps) + row[: len(row) - steps] for row in rows]
-    _, cache = model.continued(jnp.array(first), lengths, model.empty_cache(len(rows)))
+    cache = model.empty_cache(len(rows))
+    cache.begin(lengths - width)
+    model(jnp.array(first), cache=cache)
+    cache.begin(lengths + error)
     found = []
     for i in range(steps):
         last = jnp.array([[row[len(row) - steps + i]] for row in rows])
-        logits, cache = model.continued(last, lengths + i + 1 + error, cache)
-        found.append(logits)
-    return jnp.stack(found, axis=1)
+        found.append(model(last, cache=cache))
+    return jnp.concatenate(found, axis=1)
 
 
 ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [8, 9, 7, 9]]
@@ -293,7 +295,12 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
     graph, weights = nnx.split(model)
 
     def finite(broken, count):
-        cache = jax.tree.map(lambda leaf: leaf + (jnp.nan if broken else 0), model.empty_cache(1))
+        cache = model.empty_cache(1)
+        cache.begin(jnp.array([length - 1]))
+        for layer in cache.layers:
+            layer.end[...] = jnp.array(length - 1)
+            layer.values[...] += jnp.nan if broken else 0
+        cache = jax.tree.map(jnp.copy, cache)  # it is donated: no array may be there twice
         window, lengths = jnp.ones((1, BLOCK_SIZE), jnp.int32), jnp.array([length])
         rules, how = Rules(jnp.float32(0.0)), {"graph": graph, "top_k": None, "rereads": True}
         return bool(_draw(weights, window, lengths, cache, 0, count, KEY, rules, **how)[-1])
@@ -342,7 +349,8 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
     narrow = create_model(config, rngs=nnx.Rngs(0))
     nnx.update(narrow, nnx.state(exact, nnx.Param))
     # on a CPU a narrow cache would be copied whenever it is written to
-    assert {leaf.dtype for leaf in jax.tree.leaves(narrow.empty_cache(2))} == {jnp.dtype("float32")}
+    layer = narrow.empty_cache(2).layers[0]
+    assert layer.keys.dtype == layer.values.dtype == jnp.float32
     found = continued(narrow, ROWS[:1], 2)
     expected = exact(jnp.array(ROWS[:1]))[:, -2:]
     rounding = abs(narrow(jnp.array(ROWS[:1]))[:, -2:] - expected).max()
@@ -350,5 +358,6 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
 
 
 def test_a_cache_of_another_model_is_refused(model):
+    shallow = random_model(**MODERN, num_layers=1)
     with pytest.raises(ValueError, match="the cache has 1 layers and the model 2"):
-        model.continued(PROMPT, jnp.array([3, 3]), model.empty_cache(2)[:1])
+        model(PROMPT, cache=shallow.empty_cache(2))

@@ -1,6 +1,7 @@
 """Sampling where layers read through a window and tokens bring their n-grams with them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -89,17 +90,16 @@ def test_newest_tokens_take_what_stands_before_them(model):
     begins_late = jnp.array([[16] * (6 - len(row)) + row for row in rows])
     ends_early = jnp.array([row + [16] * (6 - len(row)) for row in rows])
 
-    @jax.jit
-    def read(tokens):
-        first, last = tokens[:, :-newest], tokens[:, -newest:]
-        _, cache = model.continued(first, lengths - newest, model.empty_cache(3))
-        before = first[:, -model.lookback :]
-        remembered, forgotten = (
-            model.continued(last, lengths, cache, b)[0] for b in (before, None)
-        )
-        return remembered, forgotten
+    @functools.partial(jax.jit, static_argnames="forgets")
+    def read(tokens, forgets):
+        cache = model.empty_cache(3)
+        cache.begin(lengths - 6)
+        model(tokens[:, :-newest], cache=cache)
+        if forgets:
+            cache.tokens[...] = jnp.full_like(cache.tokens[...], -1)
+        return model(tokens[:, -newest:], cache=cache)[:, -1]
 
-    found, forgotten = read(begins_late)
+    found, forgotten = read(begins_late, False), read(begins_late, True)
     expected = jax.jit(model.__call__)(ends_early)[jnp.arange(3), lengths - 1]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
     differs = abs(forgotten - found).max(axis=-1) > 1e-3

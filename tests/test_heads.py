@@ -1,12 +1,16 @@
 """Heads whose queries and keys are normed and turned, heads in groups, and heads with a cache."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
+from jaxtyping import TypeCheckError
 
 from jgpt import Head, MultiHeadAttention
 from jgpt.attention import rotate
+from jgpt.cache import LayerCache
 from jgpt.device import activation_dtype
 from tests.test_attention import BATCH, CONTEXT, TIME, loud, normal
 
@@ -157,17 +161,16 @@ PLACES = 8
 
 
 def empty_cache(module, batch=BATCH, dtype="float32"):
-    return (jnp.zeros((batch * module.num_kv_heads, PLACES, HEAD_DIM), dtype),) * 2
+    return LayerCache(batch, PLACES, module.num_kv_heads, HEAD_DIM, dtype=dtype)
 
 
 def read_in_parts(module, x, parts):
-    """What is read when so many positions at a time join the cache."""
+    """What is read when so many positions at a time are appended to the cache."""
     cache, read, length = empty_cache(module), [], 0
     for part in parts:
-        new = x[:, length : length + part]
+        read.append(module(x[:, length : length + part], cache=cache))
         length += part
-        y, *cache = module.continued(new, jnp.full(BATCH, length), *cache)
-        read.append(y)
+        assert cache.length[...].tolist() == [length] * BATCH
     return jnp.concatenate(read, axis=1)
 
 
@@ -193,8 +196,9 @@ def test_rows_of_a_cache_stand_where_they_stand():
     """Sequences of different lengths, side by side: they end together."""
     module, x = make_heads(**MODERN), normal(1, BATCH, 3, EMBED_DIM)
     cache = empty_cache(module)
-    _, *cache = module.continued(x[:, :2], jnp.array([2, 1]), *cache)
-    read, *_ = module.continued(x[:, 2:], jnp.array([3, 2]), *cache)
+    cache.length[...] = jnp.array([0, -1])
+    module(x[:, :2], cache=cache)
+    read = module(x[:, 2:], cache=cache)
     np.testing.assert_allclose(read[0, 0], module(x[:1])[0, 2], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(read[1, 0], module(x[1:, 1:])[0, 1], rtol=1e-3, atol=1e-3)
     assert float(jnp.abs(read[1, 0] - module(x[1:])[0, 2]).max()) > 0.1
@@ -204,7 +208,37 @@ def test_a_cache_keeps_its_dtype():
     module, x = make_heads(**MODERN, dtype="bfloat16"), normal(1, BATCH, TIME, EMBED_DIM)
     for dtype in ("bfloat16", "float32"):
         cache = empty_cache(module, dtype=dtype)
-        read, keys, values = module.continued(x, jnp.full(BATCH, TIME), *cache)
+        read = module(x, cache=cache)
         between = activation_dtype("bfloat16")
-        assert (read.dtype, keys.dtype, values.dtype) == (between, dtype, dtype)
-        assert keys.shape == values.shape == (BATCH * KV_HEADS, PLACES, HEAD_DIM)
+        assert (read.dtype, cache.keys.dtype, cache.values.dtype) == (between, dtype, dtype)
+        assert cache.keys.shape == cache.values.shape == (BATCH * KV_HEADS, PLACES, HEAD_DIM)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"context": normal(2, BATCH, 3, EMBED_DIM)}, {"rngs": nnx.Rngs(dropout=0)}],
+    ids=["cross-attention", "training"],
+)
+def test_a_cache_is_for_self_attention_in_evaluation(options):
+    module, x = make_heads(**MODERN, dropout=0.5), normal(1, BATCH, TIME, EMBED_DIM)
+    with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
+        module(x, cache=empty_cache(module), **options)
+    encoder = MultiHeadAttention(EMBED_DIM, HEADS, causal=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="a KV cache is for causal self-attention"):
+        encoder(x, cache=LayerCache(BATCH, PLACES, HEADS, HEAD_DIM))
+
+
+def test_a_cache_of_other_sizes_is_refused():
+    module, x = make_heads(**MODERN), normal(1, BATCH, TIME, EMBED_DIM)
+    with pytest.raises(TypeCheckError, match=r"LayerCache.positions\(\) was given a wrong new"):
+        module(x, cache=empty_cache(module, batch=BATCH + 1))
+    for kv_heads, head_dim in ((KV_HEADS + 1, HEAD_DIM), (KV_HEADS, HEAD_DIM + 2)):
+        with pytest.raises(TypeCheckError, match=r"LayerCache.append\(\) was given a wrong key"):
+            module(x, cache=LayerCache(BATCH, PLACES, kv_heads, head_dim))
+
+
+def test_a_cache_can_t_be_carried_out_of_a_trace():
+    module, x = make_heads(**MODERN), normal(1, BATCH, TIME, EMBED_DIM)
+    cache = empty_cache(module)
+    with pytest.raises(TraceContextError):
+        jax.jit(lambda x: module(x, cache=cache))(x)

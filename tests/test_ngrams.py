@@ -93,7 +93,8 @@ def test_a_model_adds_them_to_its_tokens():
     assert float(abs(found).min(axis=-1).max()) > 1e-3
     without = GPT(ModelConfig(vocab_size=17, num_layers=1, embed_dim=8), rngs=nnx.Rngs(1))
     assert without.ngram_embedding is None
-    assert (model.lookback, without.lookback) == (LONGEST - 1, 0)
+    assert model.empty_cache(3).tokens.shape == (3, LONGEST - 1)
+    assert without.empty_cache(3).tokens.shape == (3, 0)
 
 
 def test_training_drops_the_n_grams_of_whole_positions():

@@ -8,7 +8,6 @@ import pytest
 
 from jgpt import MultiHeadAttention, preset
 from jgpt.attention import merge_heads, split_heads
-from jgpt.report import attention_maps
 from tests.test_model import FAMILIES, config_of, loud, tokens_of
 
 CONFIGS = {
@@ -35,7 +34,7 @@ def test_the_drawn_weights_are_those_of_the_forward_pass(config, monkeypatch):
     monkeypatch.setattr(MultiHeadAttention, "__call__", spy)
     model(tokens)
     monkeypatch.undo()
-    maps = attention_maps(model, tokens)
+    maps = model.attention_weights(tokens)
     assert maps.shape == (len(model.blocks), 2, config.num_heads, 7, 7)
     np.testing.assert_allclose(maps.sum(-1), 1, rtol=1e-6)
     for block, x, expected, weights in zip(model.blocks, given, computed, maps, strict=True):

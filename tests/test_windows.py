@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jgpt import Head, MultiHeadAttention, attend, causal_mask
-from jgpt.attention import attend_locally, cache_mask, fused_attend, merge_heads, split_heads
+from jgpt.attention import attend_locally, fused_attend, merge_heads, split_heads
 
 BATCH, TIME, WINDOW, EMBED_DIM, HEAD_DIM, VALUE_DIM = 2, 8, 3, 24, 4, 5
 
@@ -195,18 +195,3 @@ def test_a_fused_window_is_the_plain_one_forward_and_backward(window):
     assert not np.allclose(fused(query, key, value, window % TIME + 1), expected, atol=1e-3)
     everything = fused(query, key, value, None, causal=False)
     assert jnp.array_equal(fused(query, key, value, causal=False), everything)
-
-
-@pytest.mark.parametrize(
-    ("length", "slot", "places", "window", "seen"),
-    [
-        (5, 4, 8, 2, [3, 4]),
-        (5, 4, 8, None, [0, 1, 2, 3, 4]),
-        (6, 5, 4, 3, [3, 0, 1]),  # slots 4 and 5 lie where 0 and 1 did
-        (2, 5, 4, 3, [0, 1]),  # a sequence that began at slot 4
-        (6, 5, 4, 9, [0, 1, 2, 3]),  # the cache holds less than the window
-    ],
-)
-def test_a_cache_is_read_as_far_back_as_the_window(length, slot, places, window, seen):
-    mask = cache_mask(jnp.asarray(length), jnp.asarray(slot), 1, places, window)
-    assert np.flatnonzero(mask[0]).tolist() == sorted(seen)

@@ -53,6 +53,7 @@ ACCEPTED = {
     "real": {"float16", "bfloat16", "float32", "int8", "int32", "uint8", "uint32"},
     "bool": {"bool"},
     "key": {KEY.name},
+    "any": {*DTYPES, KEY.name},
 }
 FIRST = {
     "float": "float32",
@@ -61,6 +62,7 @@ FIRST = {
     "real": "float32",
     "bool": "bool",
     "key": KEY.name,
+    "any": "float32",
 }
 
 
@@ -134,8 +136,8 @@ class Case:
     """A good result, of what needs more than arrays to make one."""
     loose: bool = False
     """The sizes of its result depend on what is in its arguments."""
-    agreeing: bool = False
-    """The arrays of its result must agree with each other, and no more: a model decides."""
+    blames: str = ""
+    """Another callable that may say what is wrong: the first to see it."""
     note: str = ""
     """Tells cases of one callable apart."""
 
@@ -170,6 +172,9 @@ class Case:
                 if cut < 0 or bound.setdefault(dims.pop(0), shape[:cut]) != shape[:cut]:
                     return False
                 shape = shape[cut:]
+            if dims and dims[-1][0] == "*":  # nothing else is said of the last axes
+                dims.pop()
+                shape = shape[: len(dims)]
             if len(dims) != len(shape):
                 return False
             for dim, size in zip(dims, shape, strict=True):
@@ -203,7 +208,11 @@ class Case:
             self.call(values)
         except TypeCheckError as error:
             blame = str(error).partition("\n")[0]
-            ours = blame.startswith(f"{self.target}() was given a wrong ")
+            ours = blame.startswith(
+                tuple(
+                    f"{name}() was given a wrong " for name in (self.target, *self.blames.split())
+                )
+            )
             return "contract" if ours else f"late: {blame}"
         except ValueError as error:
             # what shapes can't say, said in jgpt's own words

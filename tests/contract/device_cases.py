@@ -11,8 +11,6 @@ from tests.contract.contract import SIZES, Case, closure
 from tests.contract.model_cases import (
     BATCH,
     EMBED,
-    GPT,
-    HEADS,
     SCALAR,
     TABLE,
     TRANSFORMER,
@@ -143,12 +141,4 @@ STEP_CASES = [
     Case("jgpt.step._stream", {}, SCALAR, static={"seed": 1, "stream": 2}),
 ]
 
-REPORT = [
-    Case(
-        "jgpt.report.attention_maps",
-        {"tokens": "int batch time"},
-        (1, BATCH, HEADS, SIZES["time"], SIZES["time"]),
-        static={"model": GPT},
-    ),
-]
-COMPUTING = [*TRANSFORMER, *LOSS, *STEP_CASES, *REPORT]
+COMPUTING = [*TRANSFORMER, *LOSS, *STEP_CASES]

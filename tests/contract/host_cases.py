@@ -114,12 +114,6 @@ FILES = [
 ]
 TENSORS = layout.to_torch(WEIGHTS)
 REPORTS = [
-    Case(
-        "jgpt.report.attention_maps",
-        {"tokens": "int batch time"},
-        (1, BATCH, 2, 7, 7),
-        static={"model": GPT},
-    ),
     HOST(
         "jgpt.report._draw_run",
         {"places": "real steps"},

@@ -321,6 +321,8 @@ MODEL = [
         note="untied-train",
     ),
     of_model("GPT.hidden", TOKENS, STREAM, owner=GPT),
+    of_model("GPT.hidden_states", TOKENS, (STREAM, STREAM), owner=GPT),
+    of_model("GPT.attention_weights", TOKENS, (1, BATCH, 2, 7, 7), owner=GPT),
     of_model("GPT.embed", TOKENS, STREAM, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=UNTIED, note="untied"),
@@ -333,41 +335,52 @@ MODEL = [
         fixed="vocab",
         owner=TABLE,
     ),
-    of_model(
-        "GPT._with_shortcut",
-        {"x": "float batch time embed_dim", "embedded": "float batch time embed_dim"},
-        STREAM,
-        owner=GPT,
-        static={"layer": 0},
-    ),
     Case("jgpt.layers.dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
 ]
 MODERN_X = {"x": "float batch time modern_dim"}
 MODERN_CROSS = {**MODERN_X, "context": "float batch key modern_dim"}
 MODERN_STREAM = (BATCH, 7, MODERN_DIM)
-NEW = {**MODERN_X, "position": "int batch time"}
-KEPT = {name: "float batch kv_heads places rotary_dim" for name in ("keys", "values")}
-KEPT_SHAPE = (BATCH, 10, 15, 12)
 MODERN_FAMILY = [
     of_heads(
-        "_Attention._placed",
+        "_Attention._normalise_and_rotate",
         {"x": "float *batch time head_dim"},
         (BATCH, 2, 7, 11),
         owner=HEAD,
         fixed="head_dim",
     ),
     of_modern(
-        "heads._Attention._placed",
+        "heads._Attention._normalise_and_rotate",
         {"x": "float *batch time rotary_dim"},
         (BATCH, 2, 7, 12),
         owner=ROTARY_HEAD,
     ),
     of_modern(
-        "heads._Attention._placed",
+        "heads._Attention._normalise_and_rotate",
         {"x": "float *batch time rotary_dim", "position": "int time"},
         (BATCH, 2, 7, 12),
         owner=GROUPED,
         note="elsewhere",
+    ),
+    of_modern(
+        "heads.MultiHeadAttention._project",
+        {
+            "x": "float batch time modern_dim",
+            "source": "float batch key modern_dim",
+        },
+        ((BATCH, 30, 7, 12), (BATCH, 10, 5, 12), (BATCH, 10, 5, 12)),
+        owner=GROUPED,
+    ),
+    of_modern(
+        "heads.MultiHeadAttention._project",
+        {
+            "x": "float batch time modern_dim",
+            "source": "float batch time modern_dim",
+            "position": "int batch time",
+        },
+        ((BATCH, 30, 7, 12), (BATCH, 10, 7, 12), (BATCH, 10, 7, 12)),
+        owner=GROUPED,
+        blames="jgpt.heads._Attention._normalise_and_rotate",
+        note="positions",
     ),
     of_modern("heads.Head.__call__", MODERN_CROSS, (BATCH, 7, 12), owner=ROTARY_HEAD),
     of_modern("heads.Head.weights", MODERN_X, (BATCH, 7, 7), owner=ROTARY_HEAD),
@@ -385,14 +398,8 @@ MODERN_FAMILY = [
     of_modern(
         "model.GPT.__call__", TOKENS, LOGITS, owner=MODERN_GPT, static={"rngs": dropout_rngs}
     ),
+    of_modern("model.GPT.attention_weights", TOKENS, (1, BATCH, 30, 7, 7), owner=MODERN_GPT),
     of_modern("model.GPT.embed", TOKENS, MODERN_STREAM, owner=MODERN_GPT),
     of_modern("model.GPT.logits", MODERN_X, LOGITS, owner=MODERN_GPT),
-    of_modern(
-        "model.GPT._with_shortcut",
-        {**MODERN_X, "embedded": "float batch time modern_dim"},
-        MODERN_STREAM,
-        owner=MODERN_GPT,
-        static={"layer": 0},
-    ),
 ]
 TRANSFORMER = [*ATTENTION, *LAYERS, *MODEL, *MODERN_FAMILY]

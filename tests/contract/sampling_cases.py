@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from jgpt import blocks, heads, model
+from jgpt.cache import KVCache, LayerCache
 from jgpt.config import ModelConfig
 from jgpt.generation import TOKENS_PER_CALL, Rules
 from jgpt.text import _Writer
@@ -33,81 +34,97 @@ MODERN_CONFIG = ModelConfig(
     **HEADS,
 )
 MODERN = zeros(model.GPT, MODERN_CONFIG)
-LOOKING_BACK = zeros(model.BigramLM, VOCAB)
-LOOKING_BACK.lookback = SIZES["lookback"]  # its own is 0, an axis that can't be wrong
-STREAM, KEPT = (BATCH, 7, DIM), (BATCH * 10, 15, 12)
-CACHE_SHAPE = (BATCH * 10, 64, 12)
 
 
-def continuing(name: str, owner: Any) -> Case:
-    """Of a module: the batch is in the first axis of a cache, times the heads."""
-    arrays = {
-        "x": "float batch time modern_dim",
-        "length": "int batch",
-        "keys": "float batch*kv_heads places rotary_dim",
-        "values": "float batch*kv_heads places rotary_dim",
-    }
-    fixed = "modern_dim kv_heads rotary_dim"
-    return Case(f"jgpt.{name}.continued", arrays, (STREAM, KEPT, KEPT), fixed=fixed, owner=owner)
+def layer_cache() -> LayerCache:
+    return LayerCache(BATCH, SIZES["places"], SIZES["kv_heads"], SIZES["rotary_dim"])
 
 
+def looking_back() -> KVCache:
+    return KVCache((layer_cache(),), batch=BATCH, lookback=SIZES["lookback"])
+
+
+def over_a_cache(name: str, arrays: dict[str, str], returns: Any, owner: Any, cache: Any) -> Case:
+    """A module's call with a cache, which is the first to see a batch that is not its own."""
+    return Case(
+        f"jgpt.{name}",
+        arrays,
+        returns,
+        fixed="batch modern_dim embed_dim",
+        static={"cache": cache},
+        owner=owner,
+        checks=int("MultiHead" in name),
+        blames="jgpt.cache.LayerCache.positions jgpt.cache.KVCache.append_tokens",
+        note="cache",
+    )
+
+
+STREAM = {"x": "float batch time modern_dim"}
+TOKENS = {"tokens": "int batch time"}
+NEW = "float batch kv_heads time rotary_dim"
 CACHE = [
     Case(
-        "jgpt.attention.cache_mask",
-        {"length": "int", "slot": "int"},
-        (7, 15),
-        static={"time": 7, "places": 15},
-    ),
-    Case(
-        "jgpt.attention.write_to_cache",
-        {
-            "cache": "float *batch places head_dim",
-            "new": "float *batch time head_dim",
-            "slot": "int",
-        },
-        (BATCH, 2, 15, 11),
-    ),
-    continuing("heads.MultiHeadAttention", GROUPED),
-    continuing("blocks.Block", BLOCK),
-    Case(
-        "jgpt.model.GPT.empty_cache",
-        {},
-        (CACHE_SHAPE, CACHE_SHAPE),
-        static={"batch": BATCH},
-        owner=MODERN,
-    ),
-    Case(
-        "jgpt.model.GPT.continued",
-        {"tokens": "int batch time", "length": "int batch", "before": "int batch lookback"},
-        ((BATCH, VOCAB), CACHE_SHAPE, CACHE_SHAPE),
-        fixed="batch lookback",
-        static={"cache": MODERN.empty_cache(BATCH)},
-        owner=MODERN,
-    ),
-    Case(
-        "jgpt.model.GPT.continued",
-        {"tokens": "int batch time", "length": "int batch"},
-        ((BATCH, VOCAB), (BATCH * 2, 64, 11), (BATCH * 2, 64, 11)),
+        "jgpt.cache.LayerCache.positions",
+        {"new": "any batch time *features"},
+        (BATCH, 7),
         fixed="batch",
-        static={"cache": GPT.empty_cache(BATCH)},
-        owner=GPT,
-        note="learned",
+        owner=layer_cache(),
+        takes="values",
     ),
     Case(
-        "jgpt.bigram.BigramLM.continued",
-        {"tokens": "int batch time", "length": "int batch"},
-        ((BATCH, VOCAB),),
-        static={"cache": ()},
-        owner=TABLE,
+        "jgpt.cache.LayerCache.append",
+        {"key": NEW, "value": NEW},
+        fixed="batch kv_heads rotary_dim",
+        owner=layer_cache(),
+        takes="values",
     ),
     Case(
-        "jgpt.bigram.BigramLM.continued",
-        {"tokens": "int batch time", "length": "int batch", "before": "int batch lookback"},
-        ((BATCH, VOCAB),),
-        fixed="lookback",
-        static={"cache": ()},
-        owner=LOOKING_BACK,
-        note="lookback",
+        "jgpt.cache.LayerCache.mask",
+        {},
+        (BATCH, 7, SIZES["places"]),
+        owner=layer_cache(),
+        static={"time": 7},
+    ),
+    Case(
+        "jgpt.cache.KVCache.begin",
+        {"length": "int batch"},
+        fixed="batch",
+        owner=looking_back(),
+        takes="values",
+    ),
+    Case(
+        "jgpt.cache.KVCache.append_tokens",
+        TOKENS,
+        (BATCH, SIZES["lookback"] + 7),
+        fixed="batch",
+        owner=looking_back(),
+        takes="values",
+    ),
+    over_a_cache(
+        "heads.MultiHeadAttention.__call__", STREAM, (BATCH, 7, DIM), GROUPED, layer_cache
+    ),
+    Case(
+        "jgpt.heads.MultiHeadAttention._attend_over",
+        {"query": "float batch query_heads time rotary_dim"},
+        (BATCH, 30, 7, 12),
+        fixed="batch query_heads rotary_dim",
+        owner=GROUPED,
+        static={"cache": layer_cache()},
+    ),
+    over_a_cache("blocks.Block.__call__", STREAM, (BATCH, 7, DIM), BLOCK, layer_cache),
+    *(
+        over_a_cache(
+            f"model.GPT.{name}", TOKENS, returns, MODERN, lambda: MODERN.empty_cache(BATCH)
+        )
+        for name, returns in (
+            ("__call__", (BATCH, 7, VOCAB)),
+            ("hidden", (BATCH, 7, DIM)),
+            ("hidden_states", ((BATCH, 7, DIM),) * 2),
+            ("embed", (BATCH, 7, DIM)),
+        )
+    ),
+    over_a_cache(
+        "model.GPT.__call__", TOKENS, (BATCH, 7, VOCAB), GPT, lambda: GPT.empty_cache(BATCH)
     ),
 ]
 
@@ -120,7 +137,6 @@ NOTHING: dict[str, Any] = {"model": TABLE, "max_new_tokens": 0}
 
 def drawing(of: Any, cache: Any, **options: Any) -> Case:
     graph, weights = nnx.split(of)
-    shapes = tuple(leaf.shape for layer in cache for leaf in layer)
     return Case(
         "jgpt.generation._draw",
         {
@@ -130,14 +146,14 @@ def drawing(of: Any, cache: Any, **options: Any) -> Case:
             "count": "int",
             "key": "key",
         },
-        ((BATCH, 7), (BATCH,), *shapes, (BATCH, TOKENS_PER_CALL), ()),
+        ((BATCH, 7), (BATCH,), (BATCH, TOKENS_PER_CALL), ()),
         static={
             "weights": weights,
             "cache": cache,
             "rules": RULES,
             "graph": graph,
             "top_k": 3,
-            "rereads": bool(shapes),
+            "rereads": of is not TABLE,
         },
         **options,
     )
@@ -155,15 +171,12 @@ GENERATION = [
         (BATCH,),
         static={"rules": RULES, "top_k": 3},
     ),
-    drawing(TABLE, ()),
+    drawing(TABLE, TABLE.empty_cache(BATCH)),
     drawing(LEARNED, LEARNED.empty_cache(BATCH), fixed="batch", note="rereading"),
     Case(
         "jgpt.generation._prefill",
         {"tokens": "int batch time", "length": "int batch"},
-        ((BATCH * 2, 64, 11), (BATCH * 2, 64, 11)),
-        fixed="batch",
         static=dict(zip(("graph", "weights"), nnx.split(GPT), strict=True)),
-        agreeing=True,
     ),
     Case(
         "jgpt.generation.generate",

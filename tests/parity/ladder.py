@@ -138,7 +138,7 @@ def randomised(abstract: Any, seed: int = 1) -> Any:
     return jax.tree_util.tree_map_with_path(value, abstract)
 
 
-def weights_of(model: nnx.Module) -> Any:
+def weights_of(model: Any) -> Any:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
