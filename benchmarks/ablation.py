@@ -84,13 +84,14 @@ def run(config: Any) -> dict[str, float]:
     import jax
 
     from jgpt.config import DataConfig
-    from jgpt.data import batches, evaluation_windows, load_dataset, resident
-    from jgpt.step import dropout_key, init_state, make_eval_step, make_train_steps
+    from jgpt.data.batches import batches, evaluation_windows, resident
+    from jgpt.data.dataset import load_dataset
+    from jgpt.training.step import dropout_stream, init_state, make_eval_step, make_train_steps
 
     dataset = load_dataset(DataConfig(data=("shakespeare",)), config.model.block_size)
     tokens, size = resident(dataset.train), config.model.block_size
     state, train_steps = init_state(config), make_train_steps(config)
-    key, began, timed, step = dropout_key(config.seed), 0.0, 0, 0
+    key, began, timed, step = dropout_stream(config.seed), 0.0, 0, 0
     while step < config.steps:
         count = min(config.steps_per_call, config.steps - step)
         windows = batches(tokens, config.seed, step, config.steps_per_call, config.batch_size, size)

@@ -34,11 +34,11 @@ def traced(config: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jgpt.step import abstract_state, dropout_key, make_train_steps
+    from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
 
     shape = STEPS, config.batch_size, config.model.block_size + 1
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    given = abstract_state(config), windows, dropout_key(config.seed)
+    given = abstract_state(config), windows, dropout_stream(config.seed)
     return make_train_steps(config).trace(*given, STEPS)  # type: ignore[attr-defined]
 
 
@@ -61,7 +61,7 @@ def once(preset: str) -> dict[str, float]:
 
     import jax.numpy as jnp
 
-    from jgpt.step import dropout_key, init_state
+    from jgpt.training.step import dropout_stream, init_state
 
     config = jgpt.preset(preset)
     times["first trace"], tracing = milliseconds(lambda: traced(config))
@@ -69,7 +69,7 @@ def once(preset: str) -> dict[str, float]:
     times["compile"], compiled = milliseconds(lowered.compile)
     state = init_state(config)
     windows = jnp.zeros((STEPS, config.batch_size, config.model.block_size + 1), jnp.int32)
-    key, taken = dropout_key(config.seed), []
+    key, taken = dropout_stream(config.seed), []
     for _ in range(7):
         call, (state, _) = milliseconds(lambda state=state: compiled(state, windows, key, STEPS))
         taken.append(call / STEPS)

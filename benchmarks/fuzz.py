@@ -257,7 +257,7 @@ def trained(root: Path) -> Path:
 
 
 def config_json(root: Path) -> Target:
-    from jgpt.checkpoint import load
+    from jgpt.runs.checkpoints import load
 
     run = trained(root)
     return Target([run / "config.json"], lambda: load(run))
@@ -265,7 +265,7 @@ def config_json(root: Path) -> Target:
 
 def tokenizer_json(root: Path) -> Target:
     from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
-    from jgpt.tokenizer import tokenizer_from_json
+    from jgpt.data.tokenizers import tokenizer_from_json
 
     text = "the quick brown fox jumps over the lazy dog\n"
     path = root / "tokenizer.json"
@@ -286,7 +286,7 @@ def tokenizer_json(root: Path) -> Target:
 
 def token_files(root: Path) -> Target:
     from jgpt import DataConfig
-    from jgpt.data import load_dataset, prepare
+    from jgpt.data.dataset import load_dataset, prepare
 
     text, folder = root / "text.txt", root / "prepared"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
@@ -308,7 +308,7 @@ def safetensors(root: Path) -> Target:
 
 
 def metrics_jsonl(root: Path) -> Target:
-    from jgpt.run_directory import RunDirectory
+    from jgpt.runs.directory import RunDirectory
 
     run = RunDirectory.open(trained(root))
 
@@ -322,7 +322,7 @@ def metrics_jsonl(root: Path) -> Target:
 
 
 def checkpoint(root: Path) -> Target:
-    from jgpt.checkpoint import load
+    from jgpt.runs.checkpoints import load
 
     run = trained(root)
     files = sorted(path for path in (run / "checkpoints").rglob("*") if path.is_file())
@@ -330,7 +330,7 @@ def checkpoint(root: Path) -> Target:
 
 
 def forged_checkpoint(root: Path) -> Target:
-    from jgpt.checkpoint import load
+    from jgpt.runs.checkpoints import load
 
     run = trained(root)
     weights = run / "checkpoints" / "2" / "weights"

@@ -109,8 +109,8 @@ class Measurement:
 
 
 def measure_steps(measurement: Measurement) -> None:
-    from jgpt.device import peak_flops
-    from jgpt.size import flops_per_token
+    from jgpt.hardware import peak_flops
+    from jgpt.nn.models import flops_per_token
 
     options, peak = measurement.options, peak_flops()
     for name in ("gpt2", "nanogpt-char"):
@@ -233,7 +233,7 @@ def watched_run(command: list[str], out: Path, target: float) -> dict[str, Any]:
 
 def measure_nanogpt(measurement: Measurement) -> None:
     """nanoGPT's own command; when its estimate of the validation loss reaches the target."""
-    from jgpt.corpus import shakespeare_file
+    from jgpt.data.corpus import shakespeare_file
 
     options, part = measurement.options, measurement.part
     if options.nanogpt is None:
@@ -330,8 +330,8 @@ def jgpt_sampler(config: TrainConfig) -> Callable[[int, int], None]:
     import jax.numpy as jnp
     from flax import nnx
 
-    from jgpt.generation import generate
-    from jgpt.model import create_model
+    from jgpt.generation.decoding import generate
+    from jgpt.nn.models import create_model
 
     model = create_model(config.model, rngs=nnx.Rngs(0))
 

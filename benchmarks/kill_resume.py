@@ -24,8 +24,8 @@ import numpy as np
 import record
 import tyro
 
-from jgpt.checkpoint import Checkpoints
-from jgpt.run_directory import RunDirectory
+from jgpt.runs.checkpoints import Checkpoints
+from jgpt.runs.directory import RunDirectory
 
 TRAIN = (
     *("train", "tiny", "--steps", "120", "--eval-interval", "15", "--steps-per-call", "4"),

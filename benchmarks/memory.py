@@ -67,7 +67,7 @@ def jgpt(*arguments: object) -> list[str]:
 
 
 def main(options: Options) -> None:
-    from jgpt.corpus import shakespeare_file
+    from jgpt.data.corpus import shakespeare_file
 
     trained: dict[str, list[float]] = {"nanoGPT": [], "jgpt": []}
     prepared = None

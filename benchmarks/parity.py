@@ -18,8 +18,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ladder is the tests'
 
-from jgpt.interop import load_nanogpt
-from jgpt.loss import cross_entropy
+from jgpt.interop.nanogpt import load_nanogpt
+from jgpt.nn.loss import cross_entropy
 from tests.parity.ladder import FAMILIES, TOLERANCE, errors, ours, theirs
 
 

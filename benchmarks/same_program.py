@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jgpt.presets import PRESETS
-from jgpt.step import abstract_state, dropout_key, make_eval_step, make_train_steps
+from jgpt.training.step import abstract_state, dropout_stream, make_eval_step, make_train_steps
 
 
 def digest(text: str) -> str:
@@ -28,7 +28,7 @@ def main() -> None:
             counts = jax.ShapeDtypeStruct((3, run.batch_size, model.block_size), jnp.bool)
             held_out = jax.ShapeDtypeStruct((3, run.batch_size, model.block_size + 1), jnp.int32)
             state = abstract_state(run)
-            steps = make_train_steps(run).lower(state, windows, dropout_key(1), 2, 0).as_text()
+            steps = make_train_steps(run).lower(state, windows, dropout_stream(1), 2, 0).as_text()
             evaluate = make_eval_step(model).lower(state.weights, held_out, counts).as_text()  # type: ignore[attr-defined]
             print(f"{name:<14} {dtype:<9} {digest(steps)} {digest(evaluate)}")
 

@@ -18,8 +18,8 @@ import tyro
 from stepping import TakeSteps, jgpt_steps
 
 from jgpt.config import TrainConfig
+from jgpt.nn.models import flops_per_token
 from jgpt.presets import preset
-from jgpt.size import flops_per_token
 
 AXES = {
     "num_layers": (2, 4, 8),

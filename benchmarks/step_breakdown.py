@@ -21,9 +21,9 @@ import tyro
 from stepping import some_tokens
 
 from jgpt.config import ComputeDtype, TrainConfig
-from jgpt.data import batches, resident
+from jgpt.data.batches import batches, resident
 from jgpt.presets import preset
-from jgpt.step import dropout_key, init_state, make_train_steps
+from jgpt.training.step import dropout_stream, init_state, make_train_steps
 
 DENSE, ATTENTION = "dense products", "attention's small products"
 REDUCTIONS, ELEMENTWISE = "softmax, norms and loss", "elementwise and moves"
@@ -141,7 +141,7 @@ def main(options: Options) -> None:
     windows = batches(
         tokens, config.seed, 0, options.steps, config.batch_size, config.model.block_size
     )
-    key = dropout_key(config.seed)
+    key = dropout_stream(config.seed)
     step = make_train_steps(config).lower(state, windows, key, 0, 0).compile()
     kind = kinds(step.as_text())
     state, metrics = step(state, windows, key, options.steps, 0)

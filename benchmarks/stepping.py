@@ -86,11 +86,11 @@ TakeSteps = Callable[[int], float]
 
 def jgpt_steps(config: Any) -> TakeSteps:
     """As `jgpt train` takes them: many in a call, their batches drawn on the device."""
-    from jgpt.data import batches, resident
-    from jgpt.step import dropout_key, init_state, make_train_steps
+    from jgpt.data.batches import batches, resident
+    from jgpt.training.step import dropout_stream, init_state, make_train_steps
 
     train_steps, state = make_train_steps(config), init_state(config)
-    tokens, key, step = resident(some_tokens(config)), dropout_key(config.seed), 0
+    tokens, key, step = resident(some_tokens(config)), dropout_stream(config.seed), 0
 
     def take(count: int) -> float:
         nonlocal state, step

@@ -68,7 +68,7 @@ def main(options: Options) -> None:
 
 def check_out(nanogpt: Path, directory: Path) -> Path:
     """A copy of nanoGPT's checkout that has prepared tiny Shakespeare."""
-    from jgpt.corpus import shakespeare_file
+    from jgpt.data.corpus import shakespeare_file
 
     checkout = directory / "nanoGPT"
     shutil.copytree(nanogpt, checkout, ignore=shutil.ignore_patterns(".git"))

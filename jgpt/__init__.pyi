@@ -1,18 +1,18 @@
-from .attention import attend, attention_weights, causal_mask
-from .bigram import BigramLM
-from .blocks import Block, FeedForward
-from .checkpoint import load
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from .contracts import LEGEND, check, record, typed
-from .generation import generate
-from .heads import Head, MultiHeadAttention
-from .interop import load_gpt2, save_gpt2
-from .loss import cross_entropy
-from .model import GPT, create_model
+from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
+from .generation.decoding import generate
+from .generation.text import generate_text
+from .interop.huggingface import load_gpt2, save_gpt2
+from .nn.attention import attend, attention_weights, causal_mask
+from .nn.bigram import BigramLM
+from .nn.heads import Head, MultiHeadAttention
+from .nn.loss import cross_entropy
+from .nn.models import create_model
+from .nn.transformer import GPT, Block, FeedForward
 from .presets import preset
-from .text import generate_text
-from .tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from .train import Run, fit
+from .runs.checkpoints import load
+from .runs.loop import Run, fit
 
 __all__ = [
     "GPT",

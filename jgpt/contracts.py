@@ -5,6 +5,7 @@ Shapes are checked when a function is traced or called eagerly, never inside a c
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -113,8 +114,24 @@ def check(value: Result, annotation: Any) -> Result:
 
 
 def record(kind: type[Record]) -> type[Record]:
-    """Check a dataclass's fields against their annotations when it is made."""
+    """Check a dataclass's fields against their annotations when it is made.
+
+    JAX can take it apart, and rebuilds it unchecked: in a tree, leaves may be anything.
+    """
+    import jax
+
     kind.__init__ = typed(kind.__init__)
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+
+    def flatten(made):
+        return [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names], None
+
+    def unflatten(_, values):
+        made = object.__new__(kind)
+        vars(made).update(zip(names, values, strict=True))
+        return made
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
     return kind
 
 

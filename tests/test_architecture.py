@@ -1,116 +1,100 @@
-"""Data flows one way: no file imports from one below it."""
+"""The floors: a folder imports from the floors below it, never from a sibling."""
 
 import ast
-from collections.abc import Iterator
+import graphlib
 from pathlib import Path
-
-import pytest
 
 import jgpt
 
 PACKAGE = Path(jgpt.__file__).parent
-REPOSITORY = Path(__file__).parent.parent
-MODULES = sorted(PACKAGE.glob("*.py"))
-SOURCES = [*MODULES, *sorted(REPOSITORY.glob("tests/**/*.py"))]
-ROOMS = (
-    "contracts",
-    "pytree",
-    "config",
-    "presets",
-    "tokenizer",
-    "corpus",
-    "data",
-    "device",
-    "attention",
-    "layers",
-    "cache",
-    "bigram",
-    "heads",
-    "blocks",
-    "model",
-    "size",
-    "loss",
-    "optimizer",
-    "step",
-    "generation",
-    "text",
-    "layout",
-    "interop",
-    "run_directory",
-    "manifest",
-    "checkpoint",
-    "plan",
-    "provenance",
-    "tracker",
-    "metrics",
-    "report",
-    "train",
-    "console",
-    "signals",
-    "options",
-    "cli",
+FLOORS = (
+    ("contracts",),
+    ("config", "presets", "hardware"),
+    ("nn", "data"),
+    ("training", "generation", "interop"),
+    ("runs",),
+    ("cli",),
 )
-"""From the foundation to the roof; each may use what stands before it."""
+"""From the ground up. Files of one folder, and of the second floor, are free but for cycles."""
+FREE_AMONG_THEMSELVES = FLOORS[1]
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """What a file imports anywhere in it, in functions and under conditions too."""
-    for node in ast.walk(tree):
+def imports(source: str) -> set[str]:
+    """The modules of the package that a file imports, in functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import"
-            if node.module == "jgpt":
-                yield from (f"jgpt.{alias.name}" for alias in node.names)
-            else:
-                yield str(node.module)
+            assert node.level == 0, f"line {node.lineno}: a relative import hides where it leads"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "jgpt"}
 
 
-def imported_rooms(source: str) -> set[str]:
-    names = [name.split(".") for name in imported_modules(ast.parse(source))]
-    return {name[1] if len(name) > 1 else "jgpt" for name in names if name[0] == "jgpt"}
+def room_of(module: str) -> str:
+    return module.split(".")[1]
 
 
-def of(path: Path) -> str:
-    return path.name
+def floor_of(module: str) -> int:
+    return next(i for i, rooms in enumerate(FLOORS) if room_of(module) in rooms)
 
 
-def test_every_file_has_its_place_in_the_order():
-    assert {path.stem for path in MODULES} - {"__init__", "__main__"} <= set(ROOMS)
+def violations(sources: dict[str, str]) -> list[str]:
+    """What is wrong between modules, by the names of those that import."""
+    wrong, graph = [], {}
+    for module, source in sources.items():
+        needed = imports(source)
+        # `from jgpt.nn import heads` is of a module, `from jgpt.nn.heads import Head` of a name
+        needed = {name if name in sources else name.rpartition(".")[0] for name in needed}
+        graph[module] = needed & set(sources)
+        for other in needed:
+            if other in ("jgpt", ""):
+                wrong.append(f"{module} imports from the package, which is its roof")
+                continue
+            siblings = room_of(module) == room_of(other) or {
+                room_of(module),
+                room_of(other),
+            } <= set(FREE_AMONG_THEMSELVES)
+            if not (floor_of(other) < floor_of(module) or siblings):
+                wrong.append(f"{module} imports {other}, which is not on a floor below it")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        wrong.append(f"a cycle: {' -> '.join(error.args[1])}")
+    return wrong
 
 
-@pytest.mark.parametrize("path", MODULES, ids=of)
-def test_a_file_imports_only_from_files_above_it(path):
-    above = ROOMS[: ROOMS.index(path.stem)] if path.stem in ROOMS else ROOMS
-    assert imported_rooms(path.read_text()) <= set(above)
+def package() -> dict[str, str]:
+    files = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"]
+    names = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in files}
+    return {
+        ".".join(("jgpt", *(part for part in parts if part != "__init__"))): path.read_text()
+        for path, parts in names.items()
+    }
 
 
-def test_a_local_import_does_not_hide_from_the_order():
-    hidden = "def f():\n    if True:\n        from jgpt.train import fit\n    import jgpt.cli\n"
-    assert imported_rooms(hidden + "from jgpt import data") == {"train", "cli", "data"}
+def test_the_floors_hold():
+    assert violations(package()) == []
+    planted = {
+        "jgpt.config": "def f():\n    from jgpt.presets import preset",
+        "jgpt.presets": "import jgpt.config",
+        "jgpt.nn.loss": "from jgpt.data import corpus",
+        "jgpt.data.corpus": "from jgpt import fit",
+        "jgpt.nn.heads": "if True:\n    from jgpt.training.step import init_state",
+        "jgpt.training.step": "from jgpt.nn.loss import cross_entropy",
+        "jgpt.runs.loop": "",
+    }
+    assert sorted(violations(planted)) == [
+        "a cycle: jgpt.config -> jgpt.presets -> jgpt.config",
+        "jgpt.data.corpus imports from the package, which is its roof",
+        "jgpt.nn.heads imports jgpt.training.step, which is not on a floor below it",
+        "jgpt.nn.loss imports jgpt.data.corpus, which is not on a floor below it",
+    ]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=of)
-def test_only_the_command_line_imports_the_package_within_functions(path):
-    if path.stem == "cli":
-        return  # so that --help needs no jax
-    tree = ast.parse(path.read_text())
-    everywhere = [name for name in imported_modules(tree) if name.startswith("jgpt")]
-    top = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
-    assert everywhere == [name for name in imported_modules(top) if name.startswith("jgpt")]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=of)
-def test_no_import_escapes_run_time_checks(path):
-    """Postponed annotations and names for the type checker alone are never checked."""
-    tree = ast.parse(path.read_text())
-    assert not {"__future__", "pickle"} & set(imported_modules(tree))
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    aliases = {node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
-    assert "TYPE_CHECKING" not in names | aliases
-
-
-@pytest.mark.parametrize("name", jgpt.__all__)
-def test_every_public_name_is_there(name):
-    value = getattr(jgpt, name)
-    assert name == "LEGEND" or value.__module__.startswith("jgpt.")  # a dict has no module
+def test_readme_names_the_same_floors():
+    text = (PACKAGE.parent / "README.md").read_text()
+    section = text[text.index("## Architecture") :].partition("```text\n")[2].partition("```")[0]
+    lines = [line.split("  ")[0] for line in section.splitlines()]
+    rooms = [[name.strip(" /") for name in line.split(",")] for line in lines if line]
+    assert rooms == [list(floor) for floor in FLOORS]

@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask, heads
-from jgpt.attention import (
-    can_fuse,
-    dropped,
-    fused_attend,
-    merge_heads,
-    rotate,
-    split_heads,
-)
-from jgpt.device import cuda_capability
+from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask
+from jgpt.hardware import cuda_capability
+from jgpt.nn import heads as heads_module
+from jgpt.nn.attention import fused_attend, merge_heads, rotate, split_heads
+from jgpt.nn.layers import dropped
+from jgpt.nn.precision import can_fuse
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
 
@@ -299,8 +295,8 @@ def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
         calls.append((options["causal"], key.shape[1:3]))
         return fused_attend(query, key, value, implementation="xla", **options)
 
-    monkeypatch.setattr(heads, "cuda_capability", lambda: 9.0)
-    monkeypatch.setattr(heads, "fused_attend", kernel)
+    monkeypatch.setattr(heads_module, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(heads_module, "fused_attend", kernel)
     np.testing.assert_allclose(module(x), plain, rtol=2**-6, atol=2**-10)
     np.testing.assert_allclose(module(x, context), plain_cross, rtol=2**-6, atol=2**-10)
     assert calls == [(True, (1, TIME)), (False, (1, CONTEXT))]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgpt.cache import KVCache, LayerCache
+from jgpt.nn.cache import KVCache, LayerCache
 from tests.test_attention import normal
 
 

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, TrainConfig, fit, load
-from jgpt.checkpoint import Checkpoints, RunDirectory, require_same_run
 from jgpt.config import to_json
-from jgpt.step import TrainState, init_state
+from jgpt.runs.checkpoints import Checkpoints, RunDirectory, require_same_run
+from jgpt.training.step import TrainState, init_state
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
 from jgpt.config import did_you_mean, from_json, to_json
-from jgpt.model import abstract_model
+from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
 
 

@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 from jgpt import ModelConfig, OptimizerConfig
-from jgpt.console import who_moves_what
-from jgpt.model import abstract_model
+from jgpt.cli.console import describe_optimizer_groups
+from jgpt.nn.models import abstract_model
 from tests.test_size import ATTENTION, FEED_FORWARD, MODERN
 
 NGRAMS = ModelConfig(**{**vars(MODERN), "ngram_sizes": (2, 4), "ngram_rows": 19})
@@ -43,4 +43,4 @@ def test_each_rule_names_what_it_moves(optimizer, lines):
     assert ATTENTION + FEED_FORWARD == 6240
     abstract = nnx.to_pure_dict(nnx.state(abstract_model(NGRAMS), nnx.Param))
     weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), abstract)
-    assert who_moves_what(OptimizerConfig(**optimizer), weights) == lines
+    assert describe_optimizer_groups(OptimizerConfig(**optimizer), weights) == lines

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgpt import BPETokenizer, corpus
-from jgpt.corpus import python_reference, read_text, shakespeare_file, text_chunks
+from jgpt import BPETokenizer
+from jgpt.data import corpus
+from jgpt.data.corpus import python_reference, read_text, shakespeare_file, text_chunks
 
 
 def write(folder, name, data):

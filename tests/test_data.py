@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgpt import ByteTokenizer, CharTokenizer, DataConfig, data
-from jgpt.data import batch, batches, evaluation_windows, load_dataset, prepare, resident
+from jgpt import ByteTokenizer, CharTokenizer, DataConfig
+from jgpt.data import batches as batches_module
+from jgpt.data import dataset as dataset_module
+from jgpt.data.batches import batch, batches, evaluation_windows, resident
+from jgpt.data.dataset import load_dataset, prepare
 
 COUNTING = np.arange(1013, dtype=np.int32)
 """Each token is its own position, so that a window shows where it was cut."""
@@ -75,9 +78,9 @@ def test_tokens_on_the_device_and_in_a_file_give_the_same_batches(tmp_path):
 
 
 def test_tokens_that_exceed_the_device_stay_where_they_are(monkeypatch):
-    monkeypatch.setattr(data, "RESIDENT_BYTES", 4 * len(COUNTING) - 1)
+    monkeypatch.setattr(batches_module, "RESIDENT_BYTES", 4 * len(COUNTING) - 1)
     assert resident(COUNTING) is COUNTING
-    monkeypatch.setattr(data, "RESIDENT_BYTES", 4 * len(COUNTING))
+    monkeypatch.setattr(batches_module, "RESIDENT_BYTES", 4 * len(COUNTING))
     assert isinstance(resident(COUNTING), jax.Array)
 
 
@@ -87,7 +90,7 @@ def test_windows_reach_past_two_billion_tokens(tmp_path):
         file.truncate(2 * length)  # which takes no room on the disk
     tokens = np.memmap(tmp_path / "sparse", np.uint16, mode="r")
     assert not np.asarray(batches(tokens, 0, 0, 2, 3, 5)).any()
-    starts = data._window_starts(np.uint32(0), 0, np.uint32(length - 5), 50, 4)
+    starts = batches_module._window_starts(np.uint32(0), 0, np.uint32(length - 5), 50, 4)
     assert 2**31 < np.asarray(starts).max() < length - 5
 
 
@@ -190,8 +193,8 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
         data=(str(tmp_path / "input.txt"),), tokenizer=tokenizer, bpe_vocab_size=280
     )
     direct = load_dataset(config, 8)
-    chunks = data.text_chunks
-    monkeypatch.setattr(data, "text_chunks", lambda sources: chunks(sources, 17))
+    chunks = dataset_module.text_chunks
+    monkeypatch.setattr(dataset_module, "text_chunks", lambda sources: chunks(sources, 17))
     counts = []
     total = prepare(config, tmp_path / "out", on_progress=counts.append)
     mapped = load_dataset(DataConfig(data=(str(tmp_path / "out"),)), 8)
@@ -264,7 +267,7 @@ def test_a_digest_is_of_all_tokens():
     """More of them than are hashed at once."""
     tokens = (np.arange((1 << 24) + 3) % 60_000).astype(np.uint16)
     expected = hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()
-    assert data._digest(tokens) == expected
+    assert dataset_module._digest(tokens) == expected
 
 
 def test_prepared_data_goes_with_nothing_else(prepared):

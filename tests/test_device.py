@@ -8,9 +8,11 @@ import jax
 import pytest
 from flax import nnx
 
-from jgpt import GPT, ModelConfig, device, preset
-from jgpt.device import computes_narrow, keep_compilations, with_dtype
-from jgpt.train import plan
+from jgpt import GPT, ModelConfig, preset
+from jgpt.nn import precision
+from jgpt.nn.precision import computes_narrow, with_dtype
+from jgpt.runs.loop import plan
+from jgpt.runs.profiling import keep_compilations
 
 SMALL = ModelConfig(
     vocab_size=11, block_size=5, num_layers=1, num_heads=2, embed_dim=8, dtype="auto"
@@ -31,7 +33,7 @@ SMALL = ModelConfig(
 def test_auto_is_bfloat16_where_that_is_fast(monkeypatch, narrow, platform, capability):
     assert computes_narrow(platform, capability) == narrow
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    monkeypatch.setattr(device, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(precision, "cuda_capability", lambda: capability)
     wanted = "bfloat16" if narrow else "float32"
     assert with_dtype(SMALL).dtype == wanted
     assert GPT(SMALL, rngs=nnx.Rngs(0)).config.dtype == wanted
@@ -70,7 +72,7 @@ def test_the_presets_for_a_gpu_are_narrow_there(name):
 )
 def test_activations_are_narrow_only_where_that_is_fast(monkeypatch, platform, dtype, kept):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    assert device.activation_dtype(dtype) == kept
+    assert precision.activation_dtype(dtype) == kept
 
 
 COMPILATION_CACHE = (

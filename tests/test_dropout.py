@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.attention import attend, attend_locally, dropped
 from jgpt.config import TrainConfig
-from jgpt.step import dropout_key, init_state, make_train_steps
+from jgpt.nn.attention import attend, attend_locally
+from jgpt.nn.layers import dropped
+from jgpt.training.step import dropout_stream, init_state, make_train_steps
 
 RATE = 0.3
 
@@ -111,7 +112,7 @@ def test_two_steps_on_the_same_window_differ_by_dropout_alone():
         )
         windows = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (3, 2, 6))
         state = dataclasses.replace(init_state(config), weights=start(config))
-        key = dropout_key(config.seed)
+        key = dropout_stream(config.seed)
         return np.asarray(make_train_steps(config)(state, windows, key, 3)[1].loss)
 
     def start(config):

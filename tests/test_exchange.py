@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import jgpt
-from jgpt.checkpoint import load
 from jgpt.cli import main
+from jgpt.runs.checkpoints import load
 from tests.parity.ladder import GPT2, SIZES
 from tests.parity.test_nanogpt import write as write_nanogpt
 from tests.test_cli import worked

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import ModelConfig, attend, create_model, generate, generation
-from jgpt.attention import merge_heads, split_heads
-from jgpt.generation import TOKENS_PER_CALL, Rules, _draw, stream
+from jgpt import ModelConfig, attend, create_model, generate
+from jgpt.generation import decoding
+from jgpt.generation.decoding import TOKENS_PER_CALL, _draw, stream
+from jgpt.generation.sampling import Sampling
+from jgpt.nn.attention import merge_heads, split_heads
 
 VOCAB, BLOCK_SIZE = 17, 6
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
@@ -259,7 +261,7 @@ def test_a_prompt_is_read_at_the_next_power_of_two(model, monkeypatch, lengths, 
         widths.append(tokens.shape[1])
         return model.empty_cache(2)
 
-    monkeypatch.setattr(generation, "_prefill", prefill)
+    monkeypatch.setattr(decoding, "_prefill", prefill)
     prompt = jnp.ones((2, max(lengths)), jnp.int32)
     list(stream(model, prompt, 0, key=KEY, lengths=np.array(lengths)))
     assert widths == [width]
@@ -284,7 +286,7 @@ def test_only_learned_positions_past_the_block_are_read_again(
         asked.append(options["rereads"])
         return _draw(*arguments, **options)
 
-    monkeypatch.setattr(generation, "_draw", draw)
+    monkeypatch.setattr(decoding, "_draw", draw)
     generate(random_model(**FAMILIES[name]), jnp.ones((2, time), jnp.int32), count, key=KEY)
     assert asked == [rereads]
 
@@ -302,7 +304,7 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
             layer.values[...] += jnp.nan if broken else 0
         cache = jax.tree.map(jnp.copy, cache)  # it is donated: no array may be there twice
         window, lengths = jnp.ones((1, BLOCK_SIZE), jnp.int32), jnp.array([length])
-        rules, how = Rules(jnp.float32(0.0)), {"graph": graph, "top_k": None, "rereads": True}
+        rules, how = Sampling(jnp.float32(0.0)), {"graph": graph, "top_k": None, "rereads": True}
         return bool(_draw(weights, window, lengths, cache, 0, count, KEY, rules, **how)[-1])
 
     assert finite(False, 5)

@@ -9,9 +9,9 @@ from flax.errors import TraceContextError
 from jaxtyping import TypeCheckError
 
 from jgpt import Head, MultiHeadAttention
-from jgpt.attention import rotate
-from jgpt.cache import LayerCache
-from jgpt.device import activation_dtype
+from jgpt.nn.attention import rotate
+from jgpt.nn.cache import LayerCache
+from jgpt.nn.precision import activation_dtype
 from tests.test_attention import BATCH, CONTEXT, TIME, loud, normal
 
 EMBED_DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 6, 2, 4

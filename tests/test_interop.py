@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jgpt
-from jgpt.layout import from_torch, to_torch
+from jgpt.interop.names import from_torch, to_torch
 from tests.parity.ladder import GPT2, MODERN, SIZES, randomised, weights_of
 
 CONFIG = jgpt.ModelConfig(**SIZES, **GPT2)
@@ -229,7 +229,7 @@ def test_safetensors_is_only_given_contiguous_arrays(model, tmp_path, monkeypatc
 
 @pytest.mark.skipif(safetensors.__version__ != "0.8.0", reason="a fault of safetensors 0.8.0")
 def test_without_the_guard_the_head_would_be_scrambled(tmp_path, monkeypatch):
-    monkeypatch.setattr("jgpt.interop.np.ascontiguousarray", np.asarray)
+    monkeypatch.setattr("jgpt.interop.huggingface.np.ascontiguousarray", np.asarray)
     untied = random_model(jgpt.ModelConfig(**{**SIZES, **GPT2, "tie_embeddings": False}))
     jgpt.save_gpt2(untied, tmp_path / "gpt2")
     with pytest.raises(AssertionError, match=r"head\.weight"):

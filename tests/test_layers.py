@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt.device import activation_dtype
-from jgpt.layers import (
+from jgpt.nn.layers import (
     Embedding,
     LayerNorm,
     Linear,
     RMSNorm,
-    dropout_key,
     make_norm,
+    next_dropout_key,
     project,
     project_to_many,
     rms_normed,
 )
+from jgpt.nn.precision import activation_dtype
 
 
 def test_a_linear_layer_by_hand():
@@ -132,9 +132,9 @@ def test_a_norm_is_of_its_kind(kind, expected):
 
 
 def test_a_key_to_drop_with_is_the_next_one_or_none():
-    assert dropout_key(None) is None
+    assert next_dropout_key(None) is None
     rngs, same = nnx.Rngs(dropout=3), nnx.Rngs(dropout=3)
-    assert [dropout_key(rngs), dropout_key(rngs)] == [same.dropout(), same.dropout()]
+    assert [next_dropout_key(rngs), next_dropout_key(rngs)] == [same.dropout(), same.dropout()]
 
 
 def test_an_rms_norm_keeps_the_direction_and_not_the_size():

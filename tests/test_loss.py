@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgpt import cross_entropy
-from jgpt.loss import (
+from jgpt.nn.loss import (
     LOGITS_BYTES,
     bits_per_character,
     cross_entropy_from,

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, BigramLM, Block, FeedForward, ModelConfig, create_model, cross_entropy, preset
-from jgpt.model import abstract_model
+from jgpt.nn.models import abstract_model
 
 FAMILIES = {
     "lecture": ModelConfig(activation="relu", use_bias=True, head_bias=True, tie_embeddings=False),

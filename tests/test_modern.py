@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT
-from jgpt.layers import LayerNorm, RMSNorm
+from jgpt.nn.layers import LayerNorm, RMSNorm
 from tests.test_model import (
     EMBED_DIM,
     config_of,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgpt.generation import Rules, next_token
+from jgpt.generation.sampling import Sampling, next_token
 
 KEY = jax.random.key(8)
 
@@ -14,7 +14,7 @@ def probabilities(logits, count=20_000, temperature=1.0, top_k=None, **nucleus):
     """How often each token is drawn."""
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
     arrays = {name: jnp.float32(value) for name, value in nucleus.items()}
-    drawn = next_token(rows, KEY, Rules(jnp.float32(temperature), **arrays), top_k)
+    drawn = next_token(rows, KEY, Sampling(jnp.float32(temperature), **arrays), top_k)
     return np.bincount(np.asarray(drawn), minlength=len(logits)) / count
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, ModelConfig, OptimizerConfig
-from jgpt.optimizer import (
+from jgpt.training.optimizer import (
     clip_by_global_norm,
     decay_mask,
     learning_rate_schedule,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jgpt import MultiHeadAttention, preset
-from jgpt.attention import merge_heads, split_heads
+from jgpt.nn.attention import merge_heads, split_heads
 from tests.test_model import FAMILIES, config_of, loud, tokens_of
 
 CONFIGS = {

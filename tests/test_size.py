@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from jgpt import ModelConfig, create_model
-from jgpt.size import flops_per_token, parts_of
+from jgpt.nn.models import flops_per_token, parts_of
 from tests.parity.ladder import FAMILIES, SIZES
 
 MODERN = ModelConfig(

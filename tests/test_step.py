@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import ModelConfig, OptimizerConfig, TrainConfig, cross_entropy, loss
-from jgpt.data import batches, evaluation_windows
-from jgpt.model import abstract_model, create_model
-from jgpt.step import (
+from jgpt import ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
+from jgpt.data.batches import batches, evaluation_windows
+from jgpt.nn import loss as loss_module
+from jgpt.nn.models import abstract_model, create_model
+from jgpt.training.step import (
     abstract_state,
-    dropout_key,
+    dropout_stream,
     init_state,
     make_eval_step,
     make_train_steps,
@@ -50,7 +51,7 @@ def run(train_steps, state, calls, config=CONFIG, slots=7):
         windows = batches(
             TOKENS, config.seed, taken, slots, config.batch_size, config.model.block_size
         )
-        state, metrics = train_steps(state, windows, dropout_key(config.seed), count)
+        state, metrics = train_steps(state, windows, dropout_stream(config.seed), count)
         rows.append(np.stack(jax.tree.leaves(metrics))[:, :count])
         taken += count
     return state, np.concatenate(rows, axis=1)
@@ -111,7 +112,7 @@ def test_a_new_seed_compiles_nothing_anew():
     def lowered(config):
         windows = jax.ShapeDtypeStruct((7, config.batch_size, 7), jnp.int32)
         steps = make_train_steps(config).lower(
-            abstract_state(config), windows, dropout_key(config.seed), 2
+            abstract_state(config), windows, dropout_stream(config.seed), 2
         )
         return steps.as_text()
 
@@ -165,7 +166,7 @@ def test_in_chunks_training_and_evaluation_are_the_same(architecture, monkeypatc
         return metrics, float(evaluate(state.weights, jnp.asarray(windows), jnp.asarray(counts)))
 
     whole, whole_total = measured()
-    monkeypatch.setattr(loss, "LOGITS_BYTES", 8 * 11 * 4)
+    monkeypatch.setattr(loss_module, "LOGITS_BYTES", 8 * 11 * 4)
     chunked, chunked_total = measured()
     np.testing.assert_allclose(chunked, whole, rtol=1e-5)
     assert chunked_total == pytest.approx(whole_total, rel=1e-5)
@@ -180,7 +181,7 @@ def test_one_batch_is_learned_by_heart():
     )
     random = jax.random.randint(jax.random.key(0), (1, 5, 7), 0, 11)
     windows = jnp.tile(random, (300, 1, 1))
-    _, metrics = make_train_steps(config)(init_state(config), windows, dropout_key(1), 300)
+    _, metrics = make_train_steps(config)(init_state(config), windows, dropout_stream(1), 300)
     losses = np.asarray(metrics.loss)
     assert losses[0] > 2.2
     assert losses[-1] < 0.05
@@ -201,7 +202,7 @@ def test_every_dtype_trains_and_evaluates(dtype, param_dtype):
     with jax.enable_x64(dtype == "float64"):
         state = init_state(config)
         windows = batches(TOKENS, 0, 0, 7, 5, 6)
-        state, metrics = make_train_steps(config)(state, windows, dropout_key(0), 7)
+        state, metrics = make_train_steps(config)(state, windows, dropout_stream(0), 7)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.weights)} == {jnp.dtype(param_dtype)}
         assert metrics.loss.dtype == wide
         assert float(metrics.loss[-1]) < float(metrics.loss[0]) < 2.6

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jgpt import BigramLM, ByteTokenizer, CharTokenizer, generate_text
-from jgpt.generation import TOKENS_PER_CALL
-from jgpt.text import decode_stream, opening, stream_text
+from jgpt.generation.decoding import TOKENS_PER_CALL
+from jgpt.generation.text import decode_stream, opening, stream_text
 
 KEY = jax.random.key(3)
 LETTERS = CharTokenizer("\nabcdef")

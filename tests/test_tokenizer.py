@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.tokenizer import Tokenizer, tokenizer_from_json
+from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 
 
 @pytest.fixture(scope="module")

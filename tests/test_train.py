@@ -13,11 +13,12 @@ import pytest
 from flax import nnx
 
 from jgpt import DataConfig, fit, load
-from jgpt.checkpoint import Checkpoints, RunDirectory
-from jgpt.data import load_dataset, prepare
-from jgpt.loss import token_losses
-from jgpt.metrics import SCHEMA
-from jgpt.train import Progress, evaluate
+from jgpt.data.dataset import load_dataset, prepare
+from jgpt.nn.loss import token_losses
+from jgpt.runs.checkpoints import Checkpoints, RunDirectory
+from jgpt.runs.loop import evaluate
+from jgpt.runs.metrics import SCHEMA
+from jgpt.runs.progress import Progress
 
 
 def lines_of(directory):

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jgpt import Head, MultiHeadAttention, attend, causal_mask
-from jgpt.attention import attend_locally, fused_attend, merge_heads, split_heads
+from jgpt.nn.attention import attend_locally, fused_attend, merge_heads, split_heads
 
 BATCH, TIME, WINDOW, EMBED_DIM, HEAD_DIM, VALUE_DIM = 2, 8, 3, 24, 4, 5
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import inspect
 import operator
 import traceback
@@ -14,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import TypeCheckError
+
+import jgpt
+from tests.contract.inspection import modules
 
 SIZES = {
     "batch": 3,
@@ -42,6 +44,7 @@ SIZES = {
     "lookback": 14,
     "modern_dim": 360,
 }
+MODULES = {module.__name__: module for module in modules(jgpt)}
 assert len(set(SIZES.values())) == len(SIZES), "equal sizes hide swapped axes"
 
 KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
@@ -148,8 +151,9 @@ class Case:
     def callable(self) -> Any:
         if self.function is not None:
             return self.function
-        module, _, path = self.target.removeprefix("jgpt.").partition(".")
-        return operator.attrgetter(path)(importlib.import_module(f"jgpt.{module}"))
+        names = self.target.split(".")
+        depth = next(i for i in range(len(names), 0, -1) if ".".join(names[:i]) in MODULES)
+        return operator.attrgetter(".".join(names[depth:]))(MODULES[".".join(names[:depth])])
 
     @functools.cached_property
     def specs(self) -> dict[str, Spec]:

@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jgpt import optimizer, step
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.training import optimizer, step
 from tests.contract.contract import SIZES, Case, closure
 from tests.contract.model_cases import (
     BATCH,
@@ -29,12 +29,12 @@ CLIP = closure(optimizer.clip_by_global_norm(1.0).update, "f")
 
 LOSS = [
     Case(
-        "jgpt.loss.token_losses",
+        "jgpt.nn.loss.token_losses",
         {"logits": "float *batch vocab", "targets": "int *batch"},
         (BATCH, 2),
     ),
     Case(
-        "jgpt.loss.cross_entropy",
+        "jgpt.nn.loss.cross_entropy",
         {"logits": "float *batch vocab", "targets": "int *batch"},
         SCALAR,
     ),
@@ -50,7 +50,7 @@ def any_head() -> Any:
 
 LOSS += [
     Case(
-        f"jgpt.loss.{name}",
+        f"jgpt.nn.loss.{name}",
         FEATURES,
         returns,
         static={"head": any_head, "at_once": at_once},
@@ -61,7 +61,7 @@ LOSS += [
 ]
 LOSS.append(
     Case(
-        "jgpt.loss._chunked",
+        "jgpt.nn.loss._chunked",
         FEATURES,
         ((4, BATCH, 2, EMBED), (4, BATCH, 2), (4, BATCH, 2)),
         static={"at_once": 6},
@@ -69,37 +69,37 @@ LOSS.append(
 )
 
 METRICS = {name: "float steps" for name in ("loss", "gradient_norm", "learning_rate")}
-LOCAL = "jgpt.step.make_train_steps.<locals>"
+LOCAL = "jgpt.training.step.make_train_steps.<locals>"
 STEP_CASES = [
-    Case("jgpt.optimizer.decay_mask", {}, static={"weights": WEIGHTS}),
+    Case("jgpt.training.optimizer.decay_mask", {}, static={"weights": WEIGHTS}),
     Case(
-        "jgpt.console.who_moves_what",
+        "jgpt.cli.console.describe_optimizer_groups",
         {},
         static={"config": OptimizerConfig(), "weights": WEIGHTS},
         takes="values",
         loose=True,
     ),
     Case(
-        "jgpt.optimizer.partition",
+        "jgpt.training.optimizer.partition",
         {},
         static={"config": OptimizerConfig(optimizer="muon"), "weights": WEIGHTS},
         takes="values",
     ),
     Case(
-        "jgpt.optimizer.clip_by_global_norm.<locals>.clip",
+        "jgpt.training.optimizer.clip_by_global_norm.<locals>.clip",
         {},
         (17, 17),
         static={"gradients": WEIGHTS, "weights": WEIGHTS},
         function=CLIP,
     ),
     Case(
-        "jgpt.step.TrainState.__init__",
+        "jgpt.training.step.TrainState.__init__",
         {"step": "int"},
         owner=object.__new__(step.TrainState),
         static={"weights": WEIGHTS, "optimizer": STATE.optimizer},
     ),
-    Case("jgpt.step.Metrics.__init__", METRICS, owner=object.__new__(step.Metrics)),
-    Case("jgpt.step.dropout_key", {}, SCALAR, static={"seed": 1}),
+    Case("jgpt.training.step.Metrics.__init__", METRICS, owner=object.__new__(step.Metrics)),
+    Case("jgpt.training.step.dropout_stream", {}, SCALAR, static={"seed": 1}),
     Case(
         f"{LOCAL}.loss_of",
         {"window": "int batch window", "key": "key"},
@@ -132,13 +132,13 @@ STEP_CASES = [
         static={"state": STATE},
     ),
     Case(
-        "jgpt.step.make_eval_step.<locals>.evaluate",
+        "jgpt.training.step.make_eval_step.<locals>.evaluate",
         {"windows": "int batches batch window", "counts": "bool batches batch window-1"},
         SCALAR,
         static={"weights": WEIGHTS},
         function=step.make_eval_step(BIGRAM),
     ),
-    Case("jgpt.step._stream", {}, SCALAR, static={"seed": 1, "stream": 2}),
+    Case("jgpt.training.step._stream", {}, SCALAR, static={"seed": 1, "stream": 2}),
 ]
 
 COMPUTING = [*TRANSFORMER, *LOSS, *STEP_CASES]

@@ -10,17 +10,19 @@ from tests.contract.inspection import dimension_strings, is_array_annotation, un
 
 LAZY = {"Callable", "Iterator", "Iterable"}
 VALUE_FILES = (
-    "attention",
-    "layers",
-    "heads",
-    "bigram",
-    "blocks",
-    "model",
-    "loss",
-    "optimizer",
-    "step",
-    "generation",
-    "data",
+    "nn/attention.py",
+    "nn/bigram.py",
+    "nn/cache.py",
+    "nn/heads.py",
+    "nn/layers.py",
+    "nn/loss.py",
+    "nn/transformer.py",
+    "data/batches.py",
+    "data/dataset.py",
+    "training/optimizer.py",
+    "training/step.py",
+    "generation/decoding.py",
+    "generation/sampling.py",
 )
 
 
@@ -55,9 +57,9 @@ class Editor:
         self.lines = [0]
         for line in self.source.splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
-        self.module = f"jgpt.{file.removesuffix('.py')}"
+        self.module = f"jgpt.{file.removesuffix('.py').replace('/', '.')}"
         self.edits: list[Edit] = []
-        self.values = file.removesuffix(".py") in VALUE_FILES
+        self.values = file in VALUE_FILES
         self.names: list[str] = []
         self._walk(ast.parse(source), self.module, lazy=False)
 

@@ -4,21 +4,21 @@ from tests.contract.edits import Edit
 
 LAZY = "beartype looks at neither the calls nor the items to come"
 VALUES = {
-    ("generation.py", "end > size", "end >= size"): (
+    ("generation/decoding.py", "end > size", "end >= size"): (
         "a prompt as long as the block begins at its first token either way"
     ),
-    ("heads.py", "self.window < key.shape[-2]", "self.window <= key.shape[-2]"): (
+    ("nn/heads.py", "self.window < key.shape[-2]", "self.window <= key.shape[-2]"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),
-    ("layers.py", "features > MANY_FEATURES", "features >= MANY_FEATURES"): (
+    ("nn/layers.py", "features > MANY_FEATURES", "features >= MANY_FEATURES"): (
         "so many features are whole tiles already: nothing is added"
     ),
-    ("generation.py", "top_k < logits.shape[-1]", "top_k <= logits.shape[-1]"): (
+    ("generation/sampling.py", "top_k < logits.shape[-1]", "top_k <= logits.shape[-1]"): (
         "as many tokens as there are: all are kept, whether they are counted or not"
     ),
 }
 """Of a file, what was there and what took its place."""
-HALVES = {"jgpt.data.batches", "jgpt.data.batch"}
+HALVES = {"jgpt.data.batches.batches", "jgpt.data.batches.batch"}
 """Functions with an argument that is one of two arrays, each of which has the size's only name."""
 
 

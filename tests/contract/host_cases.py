@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from jgpt import data, layout
-from jgpt.checkpoint import Checkpoints
-from jgpt.device import Profiler
-from jgpt.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from jgpt.data import dataset
+from jgpt.data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
+from jgpt.interop import names
+from jgpt.runs.checkpoints import Checkpoints
+from jgpt.runs.profiling import Profiler
 from tests.contract.contract import SIZES, Case
 from tests.contract.device_cases import TRAIN, WEIGHTS
 from tests.contract.model_cases import GPT
@@ -20,59 +21,59 @@ AB = {"text": "a"}
 BATCHES = {"seed": 1, "batch_size": 4, "block_size": 8}
 DATA = [
     HOST(
-        "jgpt.data.Dataset.__init__",
+        "jgpt.data.dataset.Dataset.__init__",
         {"train": "integer tokens", "validation": "integer held_out"},
-        owner=object.__new__(data.Dataset),
+        owner=object.__new__(dataset.Dataset),
         static={"tokenizer": ByteTokenizer(), "characters_per_token": 1.0, "digest": ""},
     ),
-    HOST("jgpt.data._digest", {"tokens": "integer tokens"}),
-    HOST("jgpt.data.resident", {"tokens": "integer tokens"}, (31,)),
+    HOST("jgpt.data.dataset._digest", {"tokens": "integer tokens"}),
+    HOST("jgpt.data.batches.resident", {"tokens": "integer tokens"}, (31,)),
     Case(
-        "jgpt.data.batches",
+        "jgpt.data.batches.batches",
         {"tokens": "int tokens"},
         (6, 4, 9),
         static={**BATCHES, "first_step": 0, "steps": 6},
     ),
     HOST(
-        "jgpt.data.batches",
+        "jgpt.data.batches.batches",
         {"tokens": "integer tokens"},
         (6, 4, 9),
         static={**BATCHES, "first_step": 0, "steps": 6},
         note="host",
     ),
     Case(
-        "jgpt.data.batch",
+        "jgpt.data.batches.batch",
         {"tokens": "int tokens"},
         ((4, 8), (4, 8)),
         static={**BATCHES, "step": 2},
     ),
     HOST(
-        "jgpt.data.batch",
+        "jgpt.data.batches.batch",
         {"tokens": "integer tokens"},
         ((4, 8), (4, 8)),
         static={**BATCHES, "step": 2},
         note="host",
     ),
     Case(
-        "jgpt.data.window_starts",
+        "jgpt.data.batches.window_starts",
         {},
         (6, 4),
         static={**BATCHES, "first_step": 0, "steps": 6, "tokens": 31},
     ),
     Case(
-        "jgpt.data._window_starts",
+        "jgpt.data.batches._window_starts",
         {"seed": "integer", "first_step": "integer", "places": "integer"},
         (6, 4),
         static={"steps": 6, "batch_size": 4},
     ),
     Case(
-        "jgpt.data._gather",
+        "jgpt.data.batches._gather",
         {"tokens": "int tokens", "starts": "integer steps batch"},
         (6, BATCH, 9),
         static={"block_size": 8},
     ),
     HOST(
-        "jgpt.data.evaluation_windows",
+        "jgpt.data.batches.evaluation_windows",
         {"tokens": "integer tokens"},
         ((2, 3, 9), (2, 3, 8)),
         static={"block_size": 8, "batch_size": 3},
@@ -88,16 +89,16 @@ TEXT = [
         ("BPETokenizer", BYTE_PAIRS),
     )
     for case in (
-        HOST(f"jgpt.tokenizer.{name}.encode", {}, (1,), owner=owner, static=AB, loose=True),
-        HOST(f"jgpt.tokenizer.{name}.decode", {"tokens": "integer tokens"}, owner=owner),
+        HOST(f"jgpt.data.tokenizers.{name}.encode", {}, (1,), owner=owner, static=AB, loose=True),
+        HOST(f"jgpt.data.tokenizers.{name}.decode", {"tokens": "integer tokens"}, owner=owner),
     )
 ] + [
-    HOST("jgpt.tokenizer._code_points", {}, (1,), static=AB, loose=True),
-    HOST("jgpt.tokenizer._in_range", {"tokens": "integer tokens"}, static={"vocab_size": 3}),
+    HOST("jgpt.data.tokenizers._code_points", {}, (1,), static=AB, loose=True),
+    HOST("jgpt.data.tokenizers._in_range", {"tokens": "integer tokens"}, static={"vocab_size": 3}),
 ]
 FILES = [
     HOST(
-        "jgpt.data._open_prepared",
+        "jgpt.data.dataset._open_prepared",
         {},
         (31,),
         static={"directory": Path()},
@@ -105,34 +106,34 @@ FILES = [
         loose=True,
     ),
     Case(
-        "jgpt.checkpoint.Checkpoints.restore_weights",
+        "jgpt.runs.checkpoints.Checkpoints.restore_weights",
         {},
         owner=object.__new__(Checkpoints),
         static={"config": TRAIN, "which": "last"},
         result=WEIGHTS,
     ),
 ]
-TENSORS = layout.to_torch(WEIGHTS)
+TENSORS = names.to_torch(WEIGHTS)
 REPORTS = [
     HOST(
-        "jgpt.report._draw_run",
+        "jgpt.runs.plots._draw_run",
         {"places": "real steps"},
         static={"axes": Figure().add_subplot(), "metrics": [], "colour": "black", "name": "a"},
     ),
-    Case("jgpt.plan.bytes_of", {}, static={"tree": WEIGHTS}),
+    Case("jgpt.training.plan.bytes_of", {}, static={"tree": WEIGHTS}),
     Case(
-        "jgpt.device.Profiler.stepped",
+        "jgpt.runs.profiling.Profiler.stepped",
         {},
         owner=Profiler(Path("profile"), 0),
         static={"count": 1, "result": WEIGHTS},
     ),
 ]
 LAYOUT = [
-    Case("jgpt.layout.to_torch", {}, takes="numpy", static={"weights": WEIGHTS}),
-    Case("jgpt.layout.from_torch", {}, static={"tensors": TENSORS, "like": WEIGHTS}),
-    Case("jgpt.layout.to_gpt2", {}, takes="numpy", static={"model": GPT}),
+    Case("jgpt.interop.names.to_torch", {}, takes="numpy", static={"weights": WEIGHTS}),
+    Case("jgpt.interop.names.from_torch", {}, static={"tensors": TENSORS, "like": WEIGHTS}),
+    Case("jgpt.interop.names.to_gpt2", {}, takes="numpy", static={"model": GPT}),
     Case(
-        "jgpt.interop._write_tensors",
+        "jgpt.interop.huggingface._write_tensors",
         {},
         static={"tensors": TENSORS, "path": Path()},
         result=TENSORS,

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jgpt import blocks, heads, layers, model
 from jgpt.config import ModelConfig
+from jgpt.nn import bigram, heads, layers, transformer
 from tests.contract.contract import SIZES, Case
 
 BATCH, HEADS, HEAD_DIM, EMBED = (SIZES[n] for n in ("batch", "heads", "head_dim", "embed_dim"))
@@ -59,17 +59,17 @@ def dropout_rngs() -> nnx.Rngs:
 HEAD = zeros(heads.Head, EMBED, HEAD_DIM)
 TRAINED_HEAD = zeros(heads.Head, EMBED, HEAD_DIM, dropout=0.1, use_bias=True)
 MULTI = zeros(heads.MultiHeadAttention, EMBED, HEADS, dropout=0.1)
-FEED_FORWARD = zeros(blocks.FeedForward, EMBED, SIZES["hidden"], dropout=0.1)
-BLOCK = zeros(blocks.Block, EMBED, HEADS, dropout=0.1)
-GPT = zeros(model.GPT, CONFIG)
-UNTIED = zeros(model.GPT, dataclasses.replace(CONFIG, tie_embeddings=False, head_bias=True))
+FEED_FORWARD = zeros(transformer.FeedForward, EMBED, SIZES["hidden"], dropout=0.1)
+BLOCK = zeros(transformer.Block, EMBED, HEADS, dropout=0.1)
+GPT = zeros(transformer.GPT, CONFIG)
+UNTIED = zeros(transformer.GPT, dataclasses.replace(CONFIG, tie_embeddings=False, head_bias=True))
 ROTARY = {"rotary": True, "qk_norm": True, "scale": 0.1, "dropout": 0.1}
 ROTARY_HEAD = zeros(heads.Head, MODERN_DIM, SIZES["rotary_dim"], **ROTARY)
 GROUPED = zeros(
     heads.MultiHeadAttention, MODERN_DIM, QUERY_HEADS, num_kv_heads=SIZES["kv_heads"], **ROTARY
 )
 MODERN_BLOCK = zeros(
-    blocks.Block,
+    transformer.Block,
     MODERN_DIM,
     QUERY_HEADS,
     num_kv_heads=SIZES["kv_heads"],
@@ -78,8 +78,8 @@ MODERN_BLOCK = zeros(
     activation="relu_squared",
     **ROTARY,
 )
-MODERN_GPT = zeros(model.GPT, MODERN)
-TABLE = zeros(model.BigramLM, SIZES["vocab"])
+MODERN_GPT = zeros(transformer.GPT, MODERN)
+TABLE = zeros(bigram.BigramLM, SIZES["vocab"])
 NORM = layers.LayerNorm(EMBED)
 NGRAMS = zeros(layers.NGramEmbedding, (2, 3), SIZES["vocab"], EMBED)
 RMS_NORM = layers.RMSNorm(EMBED)
@@ -102,36 +102,36 @@ LOCAL_QKV = {
     "value": "float *batch time value_dim",
 }
 ATTENTION = [
-    Case("jgpt.attention.causal_mask", {}, (5, 5), static={"time": 5}),
+    Case("jgpt.nn.attention.causal_mask", {}, (5, 5), static={"time": 5}),
     Case(
-        "jgpt.attention.attention_weights",
+        "jgpt.nn.attention.attention_weights",
         {name: QKV[name] for name in ("query", "key", "mask")},
         (BATCH, 2, 4, 5),
         checks=1,
     ),
-    Case("jgpt.attention.attend", QKV, (BATCH, 2, 4, 13)),
+    Case("jgpt.nn.attention.attend", QKV, (BATCH, 2, 4, 13)),
     Case(
-        "jgpt.attention.attend",
+        "jgpt.nn.attention.attend",
         {**QKV, "dropout_key": "key"},
         (BATCH, 2, 4, 13),
         static={"dropout": 0.1},
         note="dropout",
     ),
     Case(
-        "jgpt.attention.attend_locally",
+        "jgpt.nn.attention.attend_locally",
         LOCAL_QKV,
         (BATCH, 2, 7, 13),
         static={"window": 3},
     ),
     Case(
-        "jgpt.attention.attend_locally",
+        "jgpt.nn.attention.attend_locally",
         {**LOCAL_QKV, "dropout_key": "key"},
         (BATCH, 2, 7, 13),
         static={"window": 3, "dropout": 0.1},
         note="dropout",
     ),
     Case(
-        "jgpt.attention.fused_attend",
+        "jgpt.nn.attention.fused_attend",
         {
             "query": "float batch query_heads query head_dim",
             "key": "float batch kv_heads key head_dim",
@@ -141,92 +141,95 @@ ATTENTION = [
         static={"causal": True, "implementation": "xla"},
     ),
     Case(
-        "jgpt.attention.dropped",
+        "jgpt.nn.layers.dropped",
         {"x": "float *batch time", "key": "key"},
         (BATCH, 2, 7),
         static={"rate": 0.1},
     ),
     Case(
-        "jgpt.attention.rotate",
+        "jgpt.nn.attention.rotate",
         {"x": "float *batch time features", "position": "int time"},
         (BATCH, 2, 7, 26),
     ),
     Case(
-        "jgpt.attention.split_heads",
+        "jgpt.nn.attention.split_heads",
         {"x": "float batch time features"},
         (BATCH, 2, 7, 13),
         static={"heads": 2},
     ),
     Case(
-        "jgpt.attention.merge_heads",
+        "jgpt.nn.attention.merge_heads",
         {"x": "float batch heads time value_dim"},
         (BATCH, 7, 26),
     ),
 ]
 LAYERS = [
     Case(
-        "jgpt.layers.Linear.__call__",
+        "jgpt.nn.layers.Linear.__call__",
         {"x": "float *batch in_features"},
         (BATCH, 2, 29),
         fixed="in_features",
         owner=LINEAR,
     ),
     Case(
-        "jgpt.layers.project_to_many",
+        "jgpt.nn.layers.project_to_many",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 2, 29),
         static={"dtype": "float32"},
     ),
     Case(
-        "jgpt.layers.project",
+        "jgpt.nn.layers.project",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 2, 29),
         static={"dtype": "float32"},
     ),
     Case(
-        "jgpt.layers.project",
+        "jgpt.nn.layers.project",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 2, 29),
         static={"dtype": "bfloat16"},
         note="narrow",
     ),
     Case(
-        "jgpt.layers._product",
+        "jgpt.nn.layers._product",
         {"x": "float batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 29),
         static={"dtype": "bfloat16"},
     ),
     Case(
-        "jgpt.layers.Embedding.__call__", {"index": "int *batch"}, (BATCH, 2, 22), owner=EMBEDDING
+        "jgpt.nn.layers.Embedding.__call__",
+        {"index": "int *batch"},
+        (BATCH, 2, 22),
+        owner=EMBEDDING,
     ),
     Case(
-        "jgpt.layers.NGramEmbedding.__call__",
+        "jgpt.nn.layers.NGramEmbedding.__call__",
         {"tokens": "int batch time"},
         (BATCH, 7, EMBED),
         owner=NGRAMS,
     ),
     Case(
-        "jgpt.layers.NGramEmbedding.rows",
+        "jgpt.nn.layers.NGramEmbedding.rows",
         {"tokens": "int batch time"},
         (BATCH, 7, 2),
         owner=NGRAMS,
     ),
     Case(
-        "jgpt.layers.LayerNorm.__call__",
+        "jgpt.nn.layers.LayerNorm.__call__",
         {"x": "float *batch embed_dim"},
         (BATCH, 2, 22),
         fixed="embed_dim",
         owner=NORM,
     ),
     Case(
-        "jgpt.layers.RMSNorm.__call__",
+        "jgpt.nn.layers.RMSNorm.__call__",
         {"x": "float *batch embed_dim"},
         (BATCH, 2, 22),
         fixed="embed_dim",
         owner=RMS_NORM,
     ),
     Case(
-        "jgpt.layers.rms_normed",
+        "jgpt.nn.layers.rms_normed",
         {"x": "float *batch features"},
         (BATCH, 2, 26),
         static={"epsilon": 1e-5},
@@ -235,21 +238,21 @@ LAYERS = [
 
 
 def of_blocks(name: str, arrays: dict[str, str], returns: Any, **options: Any) -> Case:
-    return Case(f"jgpt.blocks.{name}", arrays, returns, fixed="embed_dim", **options)
+    return Case(f"jgpt.nn.transformer.{name}", arrays, returns, fixed="embed_dim", **options)
 
 
 def of_model(name: str, arrays: dict[str, str], returns: Any, **options: Any) -> Case:
-    return Case(f"jgpt.model.{name}", arrays, returns, fixed="embed_dim", **options)
+    return Case(f"jgpt.nn.transformer.{name}", arrays, returns, fixed="embed_dim", **options)
 
 
 def of_bigram(name: str, arrays: dict[str, str], returns: Any, **options: Any) -> Case:
-    return Case(f"jgpt.bigram.{name}", arrays, returns, **options)
+    return Case(f"jgpt.nn.bigram.{name}", arrays, returns, **options)
 
 
 def of_heads(
     name: str, arrays: dict[str, str], returns: Any, fixed: str = "embed_dim", **options: Any
 ) -> Case:
-    return Case(f"jgpt.heads.{name}", arrays, returns, fixed=fixed, **options)
+    return Case(f"jgpt.nn.heads.{name}", arrays, returns, fixed=fixed, **options)
 
 
 def of_modern(
@@ -260,7 +263,7 @@ def of_modern(
     note: str = "modern",
     **options: Any,
 ) -> Case:
-    return Case(f"jgpt.{name}", arrays, returns, fixed=fixed, note=note, **options)
+    return Case(f"jgpt.nn.{name}", arrays, returns, fixed=fixed, note=note, **options)
 
 
 STREAM = (BATCH, 7, EMBED)
@@ -329,13 +332,13 @@ MODEL = [
     of_bigram("BigramLM.__call__", TOKENS, LOGITS, owner=TABLE),
     of_bigram("BigramLM.hidden", TOKENS, LOGITS, owner=TABLE),
     Case(
-        "jgpt.bigram.BigramLM.logits",
+        "jgpt.nn.bigram.BigramLM.logits",
         {"x": "float batch time vocab"},
         LOGITS,
         fixed="vocab",
         owner=TABLE,
     ),
-    Case("jgpt.layers.dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
+    Case("jgpt.nn.layers.next_dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
 ]
 MODERN_X = {"x": "float batch time modern_dim"}
 MODERN_CROSS = {**MODERN_X, "context": "float batch key modern_dim"}
@@ -379,7 +382,7 @@ MODERN_FAMILY = [
         },
         ((BATCH, 30, 7, 12), (BATCH, 10, 7, 12), (BATCH, 10, 7, 12)),
         owner=GROUPED,
-        blames="jgpt.heads._Attention._normalise_and_rotate",
+        blames="jgpt.nn.heads._Attention._normalise_and_rotate",
         note="positions",
     ),
     of_modern("heads.Head.__call__", MODERN_CROSS, (BATCH, 7, 12), owner=ROTARY_HEAD),
@@ -394,12 +397,12 @@ MODERN_FAMILY = [
         (BATCH, 2, 30, 5, 12),
         owner=GROUPED,
     ),
-    of_modern("blocks.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),
+    of_modern("transformer.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),
     of_modern(
-        "model.GPT.__call__", TOKENS, LOGITS, owner=MODERN_GPT, static={"rngs": dropout_rngs}
+        "transformer.GPT.__call__", TOKENS, LOGITS, owner=MODERN_GPT, static={"rngs": dropout_rngs}
     ),
-    of_modern("model.GPT.attention_weights", TOKENS, (1, BATCH, 30, 7, 7), owner=MODERN_GPT),
-    of_modern("model.GPT.embed", TOKENS, MODERN_STREAM, owner=MODERN_GPT),
-    of_modern("model.GPT.logits", MODERN_X, LOGITS, owner=MODERN_GPT),
+    of_modern("transformer.GPT.attention_weights", TOKENS, (1, BATCH, 30, 7, 7), owner=MODERN_GPT),
+    of_modern("transformer.GPT.embed", TOKENS, MODERN_STREAM, owner=MODERN_GPT),
+    of_modern("transformer.GPT.logits", MODERN_X, LOGITS, owner=MODERN_GPT),
 ]
 TRANSFORMER = [*ATTENTION, *LAYERS, *MODEL, *MODERN_FAMILY]

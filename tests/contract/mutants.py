@@ -39,17 +39,26 @@ COPIED = ("jgpt", "tests", "pyproject.toml")
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
 # the tests of what computes, rather than reads files and starts commands
 ABOUT = {
-    "attention": ("test_attention", "test_windows", "test_dropout"),
-    "layers": ("test_layers", "test_ngrams"),
-    "heads": ("test_heads", "test_attention", "test_windows", "test_dropout", "test_modern"),
-    "bigram": ("test_model", "test_generation"),
-    "blocks": ("test_model", "test_dropout", "test_generation"),
-    "model": ("test_model", "test_modern", "test_ngrams", "test_generation_modern"),
-    "loss": ("test_loss",),
-    "optimizer": ("test_optimizer",),
-    "step": ("test_step", "test_dropout", "trust/test_training"),
-    "generation": ("test_next_token", "test_generation", "test_generation_modern"),
-    "data": ("test_data",),
+    "nn/attention.py": ("test_attention", "test_windows", "test_dropout"),
+    "nn/bigram.py": ("test_model", "test_generation"),
+    "nn/cache.py": ("test_cache", "test_heads", "test_generation", "test_generation_modern"),
+    "nn/heads.py": ("test_heads", "test_attention", "test_windows", "test_dropout", "test_modern"),
+    "nn/layers.py": ("test_layers", "test_ngrams", "test_dropout"),
+    "nn/loss.py": ("test_loss",),
+    "nn/transformer.py": (
+        "test_model",
+        "test_modern",
+        "test_ngrams",
+        "test_dropout",
+        "test_generation",
+        "test_generation_modern",
+    ),
+    "data/batches.py": ("test_data",),
+    "data/dataset.py": ("test_data",),
+    "training/optimizer.py": ("test_optimizer",),
+    "training/step.py": ("test_step", "test_dropout", "trust/test_training"),
+    "generation/decoding.py": ("test_generation", "test_generation_modern"),
+    "generation/sampling.py": ("test_next_token", "test_generation"),
 }
 VALUES = [
     "tests/contract/test_values.py",
@@ -82,13 +91,15 @@ class Trial:
 
 
 def mutants(files: list[str]) -> list[Edit]:
-    paths = sorted((ROOT / "jgpt").glob("*.py"))
+    paths = sorted((ROOT / "jgpt").rglob("*.py"))
     chosen = [path for path in paths if path.name != "contracts.py"]
     return [
         edit
         for path in chosen
         if not files or path.stem in files
-        for edit in Editor(path.name, path.read_text(encoding="utf-8")).edits
+        for edit in Editor(
+            path.relative_to(ROOT / "jgpt").as_posix(), path.read_text(encoding="utf-8")
+        ).edits
     ]
 
 
@@ -102,12 +113,13 @@ class About:
 
     def __init__(self, mutant: Edit | None, alone: bool):
         self.function = mutant.where if mutant else ""
+        self.depth = mutant.file.count("/") + 2 if mutant else 0
         self.alone = alone
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         if self.alone:
             items[:] = [item for item in items if self.function in item.nodeid]
-        path = self.function.split(".")[2:]  # without the package and the module
+        path = self.function.split(".")[self.depth :]  # without the packages and the module
         name, method = "".join(path[:1]), "".join(path[-1:])
         items.sort(
             key=lambda item: (
@@ -134,7 +146,7 @@ def stages(mutant: Edit | None, own_alone: bool) -> Iterator[tuple[list[str], bo
         yield proof[1:], True
         yield proof, False
     else:
-        own = [f"tests/{name}.py" for name in ABOUT[mutant.file.removesuffix(".py")]]
+        own = [f"tests/{name}.py" for name in ABOUT[mutant.file]]
         yield own, False
         if not own_alone:
             yield [path for path in paths if path not in own], False
@@ -252,7 +264,7 @@ def verdict(tree: Path, code: int) -> str:
     if code == -signal.SIGKILL:
         return f"killed: it ran for more than {SECONDS_PER_MUTANT} seconds"
     # neither green nor red: a runner that is broken must not look like tests that are good
-    sys.exit(f"the tests did not run: exit code {code}, {lines[-1:]}")
+    sys.exit(f"the tests did not run: exit code {code}, {lines[-12:]}")
 
 
 def main() -> None:

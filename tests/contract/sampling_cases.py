@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jgpt import blocks, heads, model
-from jgpt.cache import KVCache, LayerCache
 from jgpt.config import ModelConfig
-from jgpt.generation import TOKENS_PER_CALL, Rules
-from jgpt.text import _Writer
-from jgpt.tokenizer import ByteTokenizer
+from jgpt.data.tokenizers import ByteTokenizer
+from jgpt.generation.decoding import TOKENS_PER_CALL
+from jgpt.generation.sampling import Sampling
+from jgpt.generation.text import _Writer
+from jgpt.nn import heads, transformer
+from jgpt.nn.cache import KVCache, LayerCache
 from tests.contract.contract import SIZES, Case
 from tests.contract.model_cases import GPT, TABLE, zeros
 
 BATCH, VOCAB, DIM = SIZES["batch"], SIZES["vocab"], SIZES["modern_dim"]
 HEADS: dict[str, Any] = {"num_heads": SIZES["query_heads"], "num_kv_heads": SIZES["kv_heads"]}
 GROUPED = zeros(heads.MultiHeadAttention, DIM, **HEADS, rotary=True, qk_norm=True)
-BLOCK = zeros(blocks.Block, DIM, **HEADS, rotary=True, norm="rms")
+BLOCK = zeros(transformer.Block, DIM, **HEADS, rotary=True, norm="rms")
 MODERN_CONFIG = ModelConfig(
     vocab_size=VOCAB,
     block_size=SIZES["block_size"],
@@ -33,7 +34,7 @@ MODERN_CONFIG = ModelConfig(
     ngram_rows=19,
     **HEADS,
 )
-MODERN = zeros(model.GPT, MODERN_CONFIG)
+MODERN = zeros(transformer.GPT, MODERN_CONFIG)
 
 
 def layer_cache() -> LayerCache:
@@ -47,14 +48,14 @@ def looking_back() -> KVCache:
 def over_a_cache(name: str, arrays: dict[str, str], returns: Any, owner: Any, cache: Any) -> Case:
     """A module's call with a cache, which is the first to see a batch that is not its own."""
     return Case(
-        f"jgpt.{name}",
+        f"jgpt.nn.{name}",
         arrays,
         returns,
         fixed="batch modern_dim embed_dim",
         static={"cache": cache},
         owner=owner,
         checks=int("MultiHead" in name),
-        blames="jgpt.cache.LayerCache.positions jgpt.cache.KVCache.append_tokens",
+        blames="jgpt.nn.cache.LayerCache.positions jgpt.nn.cache.KVCache.append_tokens",
         note="cache",
     )
 
@@ -64,7 +65,7 @@ TOKENS = {"tokens": "int batch time"}
 NEW = "float batch kv_heads time rotary_dim"
 CACHE = [
     Case(
-        "jgpt.cache.LayerCache.positions",
+        "jgpt.nn.cache.LayerCache.positions",
         {"new": "any batch time *features"},
         (BATCH, 7),
         fixed="batch",
@@ -72,28 +73,28 @@ CACHE = [
         takes="values",
     ),
     Case(
-        "jgpt.cache.LayerCache.append",
+        "jgpt.nn.cache.LayerCache.append",
         {"key": NEW, "value": NEW},
         fixed="batch kv_heads rotary_dim",
         owner=layer_cache(),
         takes="values",
     ),
     Case(
-        "jgpt.cache.LayerCache.mask",
+        "jgpt.nn.cache.LayerCache.mask",
         {},
         (BATCH, 7, SIZES["places"]),
         owner=layer_cache(),
         static={"time": 7},
     ),
     Case(
-        "jgpt.cache.KVCache.begin",
+        "jgpt.nn.cache.KVCache.begin",
         {"length": "int batch"},
         fixed="batch",
         owner=looking_back(),
         takes="values",
     ),
     Case(
-        "jgpt.cache.KVCache.append_tokens",
+        "jgpt.nn.cache.KVCache.append_tokens",
         TOKENS,
         (BATCH, SIZES["lookback"] + 7),
         fixed="batch",
@@ -104,17 +105,17 @@ CACHE = [
         "heads.MultiHeadAttention.__call__", STREAM, (BATCH, 7, DIM), GROUPED, layer_cache
     ),
     Case(
-        "jgpt.heads.MultiHeadAttention._attend_over",
+        "jgpt.nn.heads.MultiHeadAttention._attend_over",
         {"query": "float batch query_heads time rotary_dim"},
         (BATCH, 30, 7, 12),
         fixed="batch query_heads rotary_dim",
         owner=GROUPED,
         static={"cache": layer_cache()},
     ),
-    over_a_cache("blocks.Block.__call__", STREAM, (BATCH, 7, DIM), BLOCK, layer_cache),
+    over_a_cache("transformer.Block.__call__", STREAM, (BATCH, 7, DIM), BLOCK, layer_cache),
     *(
         over_a_cache(
-            f"model.GPT.{name}", TOKENS, returns, MODERN, lambda: MODERN.empty_cache(BATCH)
+            f"transformer.GPT.{name}", TOKENS, returns, MODERN, lambda: MODERN.empty_cache(BATCH)
         )
         for name, returns in (
             ("__call__", (BATCH, 7, VOCAB)),
@@ -124,12 +125,12 @@ CACHE = [
         )
     ),
     over_a_cache(
-        "model.GPT.__call__", TOKENS, (BATCH, 7, VOCAB), GPT, lambda: GPT.empty_cache(BATCH)
+        "transformer.GPT.__call__", TOKENS, (BATCH, 7, VOCAB), GPT, lambda: GPT.empty_cache(BATCH)
     ),
 ]
 
-LEARNED = zeros(model.GPT, dataclasses.replace(GPT.config, block_size=SIZES["time"]))
-RULES = Rules(jnp.float32(1), jnp.float32(0.9), jnp.float32(0.1))
+LEARNED = zeros(transformer.GPT, dataclasses.replace(GPT.config, block_size=SIZES["time"]))
+SAMPLING_PARAMETERS = Sampling(jnp.float32(1), jnp.float32(0.9), jnp.float32(0.1))
 PROMPT = {"prompt": "int batch time", "key": "key", "lengths": "int batch"}
 # with no token to draw nothing is compiled
 NOTHING: dict[str, Any] = {"model": TABLE, "max_new_tokens": 0}
@@ -138,7 +139,7 @@ NOTHING: dict[str, Any] = {"model": TABLE, "max_new_tokens": 0}
 def drawing(of: Any, cache: Any, **options: Any) -> Case:
     graph, weights = nnx.split(of)
     return Case(
-        "jgpt.generation._draw",
+        "jgpt.generation.decoding._draw",
         {
             "window": "int batch time",
             "length": "int batch",
@@ -150,7 +151,7 @@ def drawing(of: Any, cache: Any, **options: Any) -> Case:
         static={
             "weights": weights,
             "cache": cache,
-            "rules": RULES,
+            "sampling": SAMPLING_PARAMETERS,
             "graph": graph,
             "top_k": 3,
             "rereads": of is not TABLE,
@@ -161,32 +162,32 @@ def drawing(of: Any, cache: Any, **options: Any) -> Case:
 
 GENERATION = [
     Case(
-        "jgpt.generation.Rules.__init__",
+        "jgpt.generation.sampling.Sampling.__init__",
         {"temperature": "float", "top_p": "float", "min_p": "float"},
-        owner=object.__new__(Rules),
+        owner=object.__new__(Sampling),
     ),
     Case(
-        "jgpt.generation.next_token",
+        "jgpt.generation.sampling.next_token",
         {"logits": "float batch vocab", "key": "key"},
         (BATCH,),
-        static={"rules": RULES, "top_k": 3},
+        static={"sampling": SAMPLING_PARAMETERS, "top_k": 3},
     ),
     drawing(TABLE, TABLE.empty_cache(BATCH)),
     drawing(LEARNED, LEARNED.empty_cache(BATCH), fixed="batch", note="rereading"),
     Case(
-        "jgpt.generation._prefill",
+        "jgpt.generation.decoding._prefill",
         {"tokens": "int batch time", "length": "int batch"},
         static=dict(zip(("graph", "weights"), nnx.split(GPT), strict=True)),
     ),
     Case(
-        "jgpt.generation.generate",
+        "jgpt.generation.decoding.generate",
         {"prompt": "int batch time", "key": "key"},
         (BATCH, 7),
         static=NOTHING,
         takes="values",
     ),
     Case(
-        "jgpt.generation.generate",
+        "jgpt.generation.decoding.generate",
         PROMPT,
         static=NOTHING,
         takes="values",
@@ -194,16 +195,16 @@ GENERATION = [
         note="lengths",
     ),
     Case(
-        "jgpt.generation.stream",
+        "jgpt.generation.decoding.stream",
         PROMPT,
         static=NOTHING,
         takes="values",
         host="lengths",
     ),
     Case(
-        "jgpt.generation._pieces",
+        "jgpt.generation.decoding._pieces",
         {"prompt": "int batch time", "ends": "int batch", "key": "key"},
-        static={**NOTHING, "rules": RULES, "top_k": None},
+        static={**NOTHING, "sampling": SAMPLING_PARAMETERS, "top_k": None},
         takes="numpy",
     ),
 ]
@@ -215,23 +216,30 @@ TEXT: dict[str, Any] = {
     "max_new_tokens": 0,
 }
 WRITING = [
-    Case("jgpt.text.generate_text", {"key": "key"}, static=TEXT, takes="values"),
-    Case("jgpt.text.stream_text", {"key": "key"}, static=TEXT, takes="values"),
+    Case("jgpt.generation.text.generate_text", {"key": "key"}, static=TEXT, takes="values"),
+    Case("jgpt.generation.text.stream_text", {"key": "key"}, static=TEXT, takes="values"),
     Case(
-        "jgpt.text._texts",
+        "jgpt.generation.text._texts",
         {},
         static={"writers": (_Writer(BYTES, ()),), "pieces": iter([np.zeros((1, 3), np.int32)])},
         takes="numpy",
     ),
     Case(
-        "jgpt.text.decode_stream",
+        "jgpt.generation.text.decode_stream",
         {},
         static={"tokenizer": BYTES, "pieces": [np.zeros(3, np.int32)]},
         takes="numpy",
     ),
-    Case("jgpt.text.opening", {}, (1,), static={"tokenizer": BYTES}, takes="numpy", loose=True),
     Case(
-        "jgpt.text._Writer.write",
+        "jgpt.generation.text.opening",
+        {},
+        (1,),
+        static={"tokenizer": BYTES},
+        takes="numpy",
+        loose=True,
+    ),
+    Case(
+        "jgpt.generation.text._Writer.write",
         {"tokens": "integer tokens"},
         owner=_Writer(BYTES, ()),
         takes="numpy",

@@ -43,7 +43,7 @@ GOLDEN = {
     "wrong embed_dim": (
         lambda: HEAD(jnp.ones((2, 3, 12))),
         """
-        jgpt.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float32[2,3,12]
         Reason: the dimension size 12 does not equal the existing value of {self.embed_dim}=10.
@@ -52,7 +52,7 @@ GOLDEN = {
     "wrong rank": (
         lambda: HEAD(jnp.ones((3, 10))),
         """
-        jgpt.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float32[3,10]
         Reason: this array has 2 dimensions, not the 3 of the annotation.
@@ -61,7 +61,7 @@ GOLDEN = {
     "wrong dtype": (
         lambda: HEAD(jnp.ones((2, 3, 10), jnp.int32)),
         """
-        jgpt.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: int32[2,3,10]
         Reason: this array has dtype int32, which is no Float.
@@ -70,7 +70,7 @@ GOLDEN = {
     "float tokens": (
         lambda: MODEL(jnp.ones((2, 3))),
         """
-        jgpt.bigram.BigramLM.__call__() was given a wrong tokens.
+        jgpt.nn.bigram.BigramLM.__call__() was given a wrong tokens.
         Expected: Int[Array, "batch time"]
         Got: float32[2,3]
         Reason: this array has dtype float32, which is no Int.
@@ -79,7 +79,7 @@ GOLDEN = {
     "legacy PRNG key": (
         lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=jax.random.PRNGKey(0)),
         """
-        jgpt.generation.generate() was given a wrong key.
+        jgpt.generation.decoding.generate() was given a wrong key.
         Expected: Key[Array, ""]
         Got: uint32[2]
         Reason: this array has dtype uint32, which is no Key: jax.random.key makes one.
@@ -88,7 +88,7 @@ GOLDEN = {
     "mask of the wrong size": (
         lambda: jgpt.attend(X, X, X, jgpt.causal_mask(4)),
         """
-        jgpt.attention.attend() was given a wrong mask.
+        jgpt.nn.attention.attend() was given a wrong mask.
         Expected: Bool[Array, "query key"] | None with query=3, key=3
         Got: bool[4,4]
         Reason: the size of dimension query is 4 which does not equal the existing value of 3.
@@ -97,7 +97,7 @@ GOLDEN = {
     "context of another batch": (
         lambda: HEAD(X, jnp.ones((5, 3, 10))),
         """
-        jgpt.heads.Head.__call__() was given a wrong context.
+        jgpt.nn.heads.Head.__call__() was given a wrong context.
         Expected: Float[Array, "batch key {self.embed_dim}"] | None with batch=2, \
 {self.embed_dim}=10
         Got: float32[5,3,10]
@@ -107,7 +107,7 @@ GOLDEN = {
     "a NumPy array": (
         lambda: HEAD(np.ones((2, 3, 10))),  # type: ignore[arg-type]
         """
-        jgpt.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float64[2,3,10]
         Reason: this array is NumPy's, not JAX's.
@@ -116,7 +116,7 @@ GOLDEN = {
     "a list": (
         lambda: MODEL([[1, 2, 3]]),  # type: ignore[arg-type]
         """
-        jgpt.bigram.BigramLM.__call__() was given a wrong tokens.
+        jgpt.nn.bigram.BigramLM.__call__() was given a wrong tokens.
         Expected: Int[Array, "batch time"]
         Got: [[1, 2, 3]]
         Reason: list is not an array.
@@ -125,7 +125,7 @@ GOLDEN = {
     "a size that is no int": (
         lambda: jgpt.Head(10, 4.5, rngs=nnx.Rngs(0)),  # type: ignore[arg-type]
         """
-        jgpt.heads.Head.__init__() was given a wrong head_dim.
+        jgpt.nn.heads.Head.__init__() was given a wrong head_dim.
         Expected: int
         Got: 4.5
         Reason: float 4.5 not instance of int.
@@ -203,7 +203,7 @@ def test_a_wrong_call_inside_a_call_is_reported_once_and_where_it_is():
 
     with pytest.raises(TypeCheckError) as caught:
         outer(jnp.ones((4, 3)))
-    assert str(caught.value).startswith("jgpt.attention.attend() was given a wrong value.")
+    assert str(caught.value).startswith("jgpt.nn.attention.attend() was given a wrong value.")
 
 
 def test_a_missing_argument_names_the_function():

@@ -28,13 +28,13 @@ def test_every_case_is_of_a_callable_that_exists():
 def test_the_walk_finds_the_package():
     names = {name for module in modules(jgpt) for name, _ in callables(module)}
     assert {
-        "jgpt.attention.attend",
-        "jgpt.heads.Head.__init__",
-        "jgpt.heads._Attention._mask",
-        "jgpt.generation._draw",  # below jax.jit
-        "jgpt.tokenizer.CharTokenizer.from_text",  # a classmethod
-        "jgpt.tokenizer.BPETokenizer.vocab_size",  # a property
-        "jgpt.step.Metrics.__init__",  # a record's
+        "jgpt.nn.attention.attend",
+        "jgpt.nn.heads.Head.__init__",
+        "jgpt.nn.heads._Attention._mask",
+        "jgpt.generation.decoding._draw",  # below jax.jit
+        "jgpt.data.tokenizers.CharTokenizer.from_text",  # a classmethod
+        "jgpt.data.tokenizers.BPETokenizer.vocab_size",  # a property
+        "jgpt.training.step.Metrics.__init__",  # a record's
     } <= names
 
 

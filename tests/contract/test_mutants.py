@@ -19,7 +19,7 @@ def f(x: Float[Array, "*batch time"], count: int) -> Callable[[Int[Array, "time"
 
 
 def test_the_edits_of_a_function():
-    editor = Editor("attention.py", SOURCE)
+    editor = Editor("nn/attention.py", SOURCE)
     edits = {(edit.kind, edit.before, edit.after) for edit in editor.edits}
     assert edits >= {
         ("drop @typed", "@typed", ""),
@@ -37,11 +37,14 @@ def test_the_edits_of_a_function():
         ("condition", "y if count < 2 else y * count", "y * count if count < 2 else y"),
     }
     assert [edit.before for edit in editor.edits if edit.kind == "drop check"]
-    assert {edit.where for edit in editor.edits} == {"jgpt.attention.f"}
+    assert {edit.where for edit in editor.edits} == {"jgpt.nn.attention.f"}
 
 
 def test_every_edit_of_the_package_is_python():
-    sources = {path.name: path.read_bytes() for path in Path(jgpt.__file__).parent.glob("*.py")}
+    package = Path(jgpt.__file__).parent
+    sources = {
+        path.relative_to(package).as_posix(): path.read_bytes() for path in package.rglob("*.py")
+    }
     edits = mutants([])
     kinds = [kind_of(edit) for edit in edits]
     assert kinds.count("contract") > 1500

@@ -104,21 +104,27 @@ def test_a_wrong_result_is_blamed_on_the_return(case: Case):
 @pytest.mark.parametrize(
     ("target", "answer"),
     [
-        ("jgpt.optimizer.decay_mask", {"table": {"embedding": 1.0}}),
-        ("jgpt.optimizer.decay_mask", {"table": True}),
-        ("jgpt.optimizer.partition", {"table": {"embedding": "sgd"}}),
-        ("jgpt.optimizer.partition", {"table": "adamw"}),
-        ("jgpt.generation._prefill", (jnp.zeros((3, 7, 17)),)),
-        ("jgpt.optimizer.clip_by_global_norm.<locals>.clip", {"table": jnp.zeros((17, 17))}),
-        ("jgpt.checkpoint.Checkpoints.restore_weights", {"table": jnp.zeros(3, int)}),
-        ("jgpt.layout.to_torch", {"table.weight": np.zeros(3, int)}),
-        ("jgpt.layout.to_torch", {"table.weight": jnp.zeros(3)}),
-        ("jgpt.layout.from_torch", {"table": jnp.zeros(3, int)}),
-        ("jgpt.layout.to_gpt2", {"wte.weight": np.zeros(3, int)}),
-        ("jgpt.heads._Attention._source_length", 1.5),
-        ("jgpt.data._digest", b""),
-        ("jgpt.data.resident", np.zeros(30, np.int32)),  # where they were, but one is missing
-        ("jgpt.data.resident", np.zeros((31, 1), np.int32)),
+        ("jgpt.training.optimizer.decay_mask", {"table": {"embedding": 1.0}}),
+        ("jgpt.training.optimizer.decay_mask", {"table": True}),
+        ("jgpt.training.optimizer.partition", {"table": {"embedding": "sgd"}}),
+        ("jgpt.training.optimizer.partition", {"table": "adamw"}),
+        ("jgpt.generation.decoding._prefill", (jnp.zeros((3, 7, 17)),)),
+        (
+            "jgpt.training.optimizer.clip_by_global_norm.<locals>.clip",
+            {"table": jnp.zeros((17, 17))},
+        ),
+        ("jgpt.runs.checkpoints.Checkpoints.restore_weights", {"table": jnp.zeros(3, int)}),
+        ("jgpt.interop.names.to_torch", {"table.weight": np.zeros(3, int)}),
+        ("jgpt.interop.names.to_torch", {"table.weight": jnp.zeros(3)}),
+        ("jgpt.interop.names.from_torch", {"table": jnp.zeros(3, int)}),
+        ("jgpt.interop.names.to_gpt2", {"wte.weight": np.zeros(3, int)}),
+        ("jgpt.nn.heads._Attention._source_length", 1.5),
+        ("jgpt.data.dataset._digest", b""),
+        (
+            "jgpt.data.batches.resident",
+            np.zeros(30, np.int32),
+        ),  # where they were, but one is missing
+        ("jgpt.data.batches.resident", np.zeros((31, 1), np.int32)),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
 )
@@ -142,7 +148,7 @@ def test_a_tree_with_a_leaf_of_another_dtype_is_refused(case: Case):
 
 
 def test_an_optimizer_s_state_is_of_floats_and_counts():
-    case = next(case for case in CASES if case.target == "jgpt.step.TrainState.__init__")
+    case = next(case for case in CASES if case.target == "jgpt.training.step.TrainState.__init__")
 
     def outcome(**tree):
         return Case(**{**vars_of(case), "static": {**case.static, "optimizer": tree}}).outcome(

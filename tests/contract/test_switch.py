@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import TypeCheckError, config
 
 import jgpt
-from jgpt.step import abstract_state, dropout_key, make_eval_step, make_train_steps
+from jgpt.training.step import abstract_state, dropout_stream, make_eval_step, make_train_steps
 
 ROOT = Path(jgpt.__file__).parents[1]
 PROGRAM = """
@@ -70,7 +70,7 @@ def lowered(config: jgpt.TrainConfig) -> str:
     windows = jax.ShapeDtypeStruct((5, 3, config.model.block_size + 1), jnp.int32)
     counts = jax.ShapeDtypeStruct((5, 3, config.model.block_size), jnp.bool)
     state = abstract_state(config)
-    key = dropout_key(0)
+    key = dropout_stream(0)
     train = make_train_steps(config).lower(state, windows, key, 2)  # type: ignore[attr-defined]
     evaluate = make_eval_step(config.model).lower(state.weights, windows, counts)  # type: ignore[attr-defined]
     return train.as_text() + evaluate.as_text()

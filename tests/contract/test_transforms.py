@@ -99,7 +99,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 def test_good_passes_and_bad_fails(transform: Callable[[Any], Any]):
     transform(GOOD)
     with pytest.raises(
-        TypeCheckError, match=r"^jgpt.blocks.Block.__call__\(\) was given a wrong x"
+        TypeCheckError, match=r"^jgpt.nn.transformer.Block.__call__\(\) was given a wrong x"
     ):
         transform(BAD)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jgpt.attention import merge_heads, split_heads
+from jgpt.nn.attention import merge_heads, split_heads
 
 
 def test_one_head_has_all_features():

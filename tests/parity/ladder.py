@@ -20,11 +20,11 @@ from flax import nnx
 from torch.nn import functional as F
 
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
-from jgpt.layout import to_torch
-from jgpt.loss import cross_entropy, token_losses
-from jgpt.model import abstract_model
-from jgpt.optimizer import make_optimizer
-from jgpt.step import TrainState, dropout_key, make_train_steps
+from jgpt.interop.names import to_torch
+from jgpt.nn.loss import cross_entropy, token_losses
+from jgpt.nn.models import abstract_model
+from jgpt.training.optimizer import make_optimizer
+from jgpt.training.step import TrainState, dropout_stream, make_train_steps
 from tests.parity import torch_gpt
 
 Arrays = dict[str, np.ndarray]
@@ -167,7 +167,7 @@ def ours(family: str, dtype: str) -> Rungs:
             updated = optax.apply_updates(updated, updates)
         # donated: used up
         start = TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
-        end, trace = make_train_steps(config)(start, steps, dropout_key(0), STEPS)
+        end, trace = make_train_steps(config)(start, steps, dropout_stream(0), STEPS)
         return {
             "logits": {"logits": np.asarray(logits)},
             "loss": {

@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 
 import jgpt
-from jgpt.interop import save_gpt2
+from jgpt.interop.huggingface import save_gpt2
 from tests.parity.ladder import SIZES, randomised, weights_of
 
 with pytest.MonkeyPatch.context() as patch:

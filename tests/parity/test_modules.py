@@ -11,9 +11,9 @@ from flax import nnx
 from torch.nn import functional as F
 
 import jgpt
-from jgpt.layers import LayerNorm, RMSNorm
-from jgpt.layout import from_torch, to_torch
-from jgpt.optimizer import clip_by_global_norm
+from jgpt.interop.names import from_torch, to_torch
+from jgpt.nn.layers import LayerNorm, RMSNorm
+from jgpt.training.optimizer import clip_by_global_norm
 from tests.parity import torch_gpt
 from tests.parity.ladder import TOLERANCE, errors, randomised, weights_of
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jgpt.interop import load_nanogpt
-from jgpt.layout import crop_vocabulary
+from jgpt.interop.names import crop_vocabulary
+from jgpt.interop.nanogpt import load_nanogpt
 
 SIZES = {"vocab_size": 17, "block_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 21}
 

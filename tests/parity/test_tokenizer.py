@@ -6,7 +6,7 @@ import sys
 import pytest
 import transformers
 
-from jgpt.tokenizer import BPETokenizer, tokenizer_from_json
+from jgpt.data.tokenizers import BPETokenizer, tokenizer_from_json
 
 
 @pytest.fixture(scope="module")

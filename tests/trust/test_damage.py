@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from jgpt import fit, load
-from jgpt.checkpoint import Checkpoints
-from jgpt.run_directory import RunDirectory
-from jgpt.train import evaluate
+from jgpt.runs.checkpoints import Checkpoints
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.loop import evaluate
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -127,7 +127,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(trained, small_run,
     copy = Path(shutil.copytree(trained.directory, tmp_path / "copy"))
     config = dataclasses.replace(small_run, out=str(copy), steps=12)
     code = (
-        "import sys; from pathlib import Path; from jgpt.run_directory import RunDirectory\n"
+        "import sys; from pathlib import Path; from jgpt.runs.directory import RunDirectory\n"
         f"with RunDirectory(Path({str(copy)!r})).locked(): print('locked', flush=True); input()"
     )
     holder = subprocess.Popen(
@@ -159,14 +159,14 @@ def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(small_run, tmp_pat
     code = f"""
 import dataclasses, resource
 from jgpt import fit
-from jgpt.run_directory import RunDirectory
+from jgpt.runs.directory import RunDirectory
 config = RunDirectory.open({str(tmp_path / "run")!r}).config()
-import jgpt.checkpoint, jgpt.train
-save = jgpt.checkpoint.Checkpoints.save
+import jgpt.runs.checkpoints, jgpt.runs.loop
+save = jgpt.runs.checkpoints.Checkpoints.save
 def limited(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
     save(*args)
-jgpt.checkpoint.Checkpoints.save = limited
+jgpt.runs.checkpoints.Checkpoints.save = limited
 try:
     fit(dataclasses.replace(config, steps=8), resume=True)
 except OSError as error:
@@ -186,7 +186,7 @@ def test_metrics_that_cannot_be_written_leave_no_half_line(copy):
     before = (copy / "metrics.jsonl").read_bytes()
     code = f"""
 import resource; from pathlib import Path
-from jgpt.run_directory import RunDirectory
+from jgpt.runs.directory import RunDirectory
 run = RunDirectory(Path({str(copy)!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 10}, {len(before) + 10}))
 try:
@@ -203,17 +203,17 @@ def test_loading_a_run_unpickles_nothing(trained):
     """Importing pickle from our code is refused by the linter; here every unpickler is."""
     code = f"""
 import _pickle, pickle
-import jax, jgpt, jgpt.train
+import jax, jgpt, jgpt.runs.loop
 def refuse(*args, **options): raise AssertionError("unpickled")
 for module in (pickle, _pickle):
     for name in ("load", "loads", "Unpickler"):
         setattr(module, name, refuse)
 jgpt.load({str(trained.directory)!r})
-print(jgpt.train.evaluate({str(trained.directory)!r}).loss)
+print(jgpt.runs.loop.evaluate({str(trained.directory)!r}).loss)
 """
     assert float(python(code).stdout) == pytest.approx(trained.validation_loss, rel=1e-6)
     unsafe = ("pickle", "marshal", "shelve", "eval(", "exec(", "np.load(", "allow_pickle")
-    for path in (REPOSITORY / "jgpt").glob("*.py"):
+    for path in (REPOSITORY / "jgpt").rglob("*.py"):
         if path.name != "contracts.py" and path.name != "interop.py":
             assert not [word for word in unsafe if f" {word}" in path.read_text()], path.name
 

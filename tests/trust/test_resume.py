@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from jgpt import fit
-from jgpt.run_directory import RunDirectory, read_config
-from jgpt.train import Progress, TrainingStopped
+from jgpt.runs.directory import RunDirectory, read_config
+from jgpt.runs.loop import TrainingStopped
+from jgpt.runs.progress import Progress
 from tests.test_model import FAMILIES
 
 REPOSITORY = Path(__file__).parents[2]

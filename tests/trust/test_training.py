@@ -14,14 +14,16 @@ import pytest
 from flax import nnx
 
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig, fit
-from jgpt.checkpoint import Checkpoints
-from jgpt.device import CompilationWatch, peak_flops
-from jgpt.metrics import SCHEMA
-from jgpt.model import create_model
-from jgpt.plan import bytes_of, training_memory
-from jgpt.run_directory import RunDirectory
-from jgpt.step import abstract_state, dropout_key, init_state, make_train_steps
-from jgpt.train import Progress, _out_of_patience, plan
+from jgpt.hardware import peak_flops
+from jgpt.nn.models import create_model
+from jgpt.runs.checkpoints import Checkpoints
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.loop import _out_of_patience, plan
+from jgpt.runs.metrics import SCHEMA
+from jgpt.runs.profiling import CompilationWatch
+from jgpt.runs.progress import Progress
+from jgpt.training.plan import bytes_of, training_memory
+from jgpt.training.step import abstract_state, dropout_stream, init_state, make_train_steps
 
 MODEL = ModelConfig(vocab_size=11, block_size=6, num_layers=2, num_heads=2, embed_dim=8)
 CONFIG = TrainConfig(
@@ -39,7 +41,7 @@ def changed(config: TrainConfig, **model: object) -> TrainConfig:
 
 def train(config: TrainConfig, windows=WINDOWS):
     """All steps' state and metrics."""
-    key = dropout_key(config.seed)
+    key = dropout_stream(config.seed)
     state = init_state(config)
     return make_train_steps(config)(state, jnp.asarray(windows), key, len(windows))
 
@@ -67,7 +69,7 @@ def test_micro_batches_are_one_large_batch():
 def test_a_micro_batch_is_all_that_is_computed_at_once(micro_batches, rows):
     config = dataclasses.replace(CONFIG, micro_batches=micro_batches)
     lowered = make_train_steps(config).lower(
-        abstract_state(config), jax.ShapeDtypeStruct(WINDOWS.shape, jnp.int32), dropout_key(0), 2
+        abstract_state(config), jax.ShapeDtypeStruct(WINDOWS.shape, jnp.int32), dropout_stream(0), 2
     )
     logits = set(re.findall(r"tensor<(\d+)x6x11xf32>", lowered.as_text()))
     assert logits == {str(rows)}
@@ -117,7 +119,7 @@ def test_rematerialised_blocks_keep_less_for_the_backward_pass():
 
 
 def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it():
-    train_steps, key = make_train_steps(CONFIG), dropout_key(CONFIG.seed)
+    train_steps, key = make_train_steps(CONFIG), dropout_stream(CONFIG.seed)
     good, _ = train_steps(init_state(CONFIG), jnp.asarray(WINDOWS), key, 2, 0)
     poisoned = jax.tree.map(jnp.array, good)
     poisoned.weights["final_norm"]["scale"] = jnp.full(8, jnp.nan)
@@ -188,7 +190,7 @@ def test_what_cannot_work_is_refused_before_it_compiles(small_run, tmp_path, mon
     monkeypatch.setattr("shutil.disk_usage", lambda _: full)
     with pytest.raises(OSError, match="MiB left, the checkpoints to keep need"):
         fit(dataclasses.replace(small_run, out=out))
-    monkeypatch.setattr("jgpt.plan.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.runs.loop.memory_limit", lambda: 100)
     with pytest.raises(ValueError, match="choose a smaller model"):
         fit(dataclasses.replace(small_run, out=out))
     assert not (tmp_path / "run").exists()
@@ -324,7 +326,7 @@ class FakeTracker:
 
 def test_trackers_are_given_every_line_and_closed(small_run, tmp_path, monkeypatch):
     tracker = FakeTracker()
-    monkeypatch.setattr("jgpt.train.open_tracker", lambda *_: tracker)
+    monkeypatch.setattr("jgpt.runs.loop.open_tracker", lambda *_: tracker)
     run = fit(dataclasses.replace(small_run, out=str(tmp_path / "run"), trackers=("wandb",)))
     written = (run.directory / "metrics.jsonl").read_text().splitlines()
     assert tracker.logged == [json.loads(line) for line in written]

@@ -1,0 +1,5 @@
+"""`python -m jgpt.cli`."""
+
+from jgpt.cli import main
+
+main()

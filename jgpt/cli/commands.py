@@ -1,0 +1,364 @@
+"""The commands: each parses its options, calls the library, and prints.
+
+They import what they need when they run: `jgpt --help` must not wait for jax.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jgpt.cli.options import (
+    AttentionOptions,
+    EvalOptions,
+    ExportOptions,
+    ImportOptions,
+    InfoOptions,
+    PlotOptions,
+    PrepareOptions,
+    PresetsOptions,
+    SampleOptions,
+    TrainOptions,
+    parse,
+)
+from jgpt.config import DataConfig, OptimizerConfig, TrainConfig, did_you_mean
+from jgpt.contracts import typed
+from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
+
+Options = TypeVar("Options")
+
+
+SIDE_BY_SIDE = 16
+
+
+BETWEEN_TEXTS = "---------------"
+
+
+@typed
+def train(args: list[str]) -> None:
+    """`jgpt train [PRESET] ...`"""
+    default, args = _train_default(args)
+    if _value_after("--vocab-size", args) is not None:
+        raise ValueError("vocab-size can't be chosen: the tokenizer decides it; leave it out")
+    options = parse(TrainOptions, "train [PRESET]", args, default=TrainOptions(default))
+    if options.profile < 0:
+        raise ValueError(f"profile={options.profile} must not be negative")
+
+    from rich.console import Console
+
+    from jgpt.cli.console import ConsoleProgress, describe
+    from jgpt.cli.signals import stop_requested
+    from jgpt.runs.loop import TrainingStopped, fit, plan
+    from jgpt.runs.profiling import keep_compilations
+
+    keep_compilations()
+    how = {"resume": options.resume, "overwrite": options.overwrite}
+    console = Console()
+    with ConsoleProgress(console) as progress:
+        if options.dry_run:
+            progress.say(*describe(plan(options.run, **how, progress=progress)))
+            return
+        with stop_requested(progress.stopping, progress.leaving) as stop:
+            try:
+                run = fit(
+                    options.run,
+                    **how,
+                    progress=progress,
+                    should_stop=stop,
+                    profile_steps=options.profile,
+                )
+            except TrainingStopped as stopped:
+                go_on = f"jgpt train --out {stopped.directory} --resume"
+                progress.say(f"{stopped}; go on with: {go_on}")
+                sys.exit(stop.exit_code)
+    if run.sample:
+        progress.say("", run.sample, "")
+    progress.say(
+        f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
+        f"after {run.seconds:.0f} s in all",
+        f"the run is {run.directory}: its checkpoints, metrics.jsonl, samples.txt and loss.png",
+        f"next: jgpt sample {run.directory}   or   jgpt eval {run.directory}",
+    )
+
+
+def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
+    """The config that options change: a preset's, a file's, or that of the run to resume."""
+    # tyro is to see options alone
+    name, args = _preset_name(args)
+    file, out = _value_after("--config", args), _value_after("--out", args)
+    if file is not None:
+        if name is not None:
+            raise ValueError(f"the preset {name} and --config are two configs: give one")
+
+        from jgpt.runs.directory import read_config
+
+        return dataclasses.replace(read_config(Path(file)), out=None), args
+    if name is None and out is not None and "--resume" in args:
+        from jgpt.runs.directory import RunDirectory
+
+        return RunDirectory.open(out).config(), args
+    return preset(name or DEFAULT_PRESET), args
+
+
+@typed
+def sample(args: list[str]) -> None:
+    """`jgpt sample RUN ...`"""
+    options = parse(SampleOptions, "sample", args)
+    if options.num_samples < 1:
+        raise ValueError(f"num_samples={options.num_samples} must be at least 1")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"seed={options.seed} must be at least 0 and below 2**32")
+
+    import jax
+    import numpy as np
+
+    from jgpt.generation.text import stream_text
+    from jgpt.runs.checkpoints import load
+    from jgpt.runs.profiling import keep_compilations
+
+    keep_compilations()
+    model, tokenizer, _ = load(options.run, which=options.checkpoint)
+    prompts = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
+    key = jax.random.key(np.uint32(options.seed))
+    for first in range(0, len(prompts), SIDE_BY_SIDE):
+        rows = tuple(prompts[first : first + SIDE_BY_SIDE])
+        pieces = stream_text(
+            model,
+            tokenizer,
+            rows,
+            options.max_new_tokens,
+            key=jax.random.fold_in(key, first),
+            stop=options.stop,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+        )
+        if first:
+            print(BETWEEN_TEXTS)
+        _print_texts(rows, pieces)
+
+
+def _print_texts(prompts: tuple[str, ...], pieces: Iterator[tuple[str, ...]]) -> None:
+    """The first text as it comes, and then the others."""
+    print(prompts[0], end="", flush=True)
+    others = list(prompts[1:])
+    for first, *more in pieces:
+        print(first, end="", flush=True)
+        others = [text + new for text, new in zip(others, more, strict=True)]
+    print()
+    for text in others:
+        print(f"{BETWEEN_TEXTS}\n{text}")
+
+
+@typed
+def evaluate(args: list[str]) -> None:
+    """`jgpt eval RUN`"""
+    options = parse(EvalOptions, "eval", args)
+
+    from rich.console import Console
+
+    from jgpt.cli.console import ConsoleProgress
+    from jgpt.runs import loop
+    from jgpt.runs.profiling import keep_compilations
+
+    keep_compilations()
+    with ConsoleProgress(Console(stderr=True)) as progress:
+        result = loop.evaluate(options.run, which=options.checkpoint, progress=progress)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(result)))
+        return
+    print(f"validation loss     {result.loss:.4f} nats per token, exact over {result.tokens:,}")
+    print(f"perplexity          {result.perplexity:.3f}")
+    print(f"bits per character  {result.bits_per_character:.4f}")
+
+
+@typed
+def info(args: list[str]) -> None:
+    """`jgpt info PRESET|RUN`"""
+    options = parse(InfoOptions, "info", args)
+
+    from jgpt.nn.models import flops_per_token, parts_of
+    from jgpt.runs.directory import RunDirectory
+    from jgpt.training.plan import training_memory
+
+    if options.what in PRESETS:
+        config = preset(options.what)
+    elif Path(options.what).exists():
+        config = RunDirectory.open(options.what).config()
+    else:
+        raise ValueError(
+            f"{options.what!r} is neither a preset nor a run directory"
+            f"{did_you_mean(options.what, PRESETS)}"
+        )
+    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    for name, parameters, size in rows:
+        print(f"{name:<28} {parameters:>13,} parameters {size / 2**20:>9.2f} MiB")
+    flops = flops_per_token(config.model)
+    print(f"FLOPs per token at a full block: {flops:,} forward, {3 * flops:,} in training")
+    if (memory := training_memory(config)) is not None:
+        print(f"memory to train with batch_size={config.batch_size}: {memory}")
+
+
+@typed
+def prepare(args: list[str]) -> None:
+    """`jgpt prepare FILES --out DIR`"""
+    options = parse(PrepareOptions, "prepare", args)
+    config = DataConfig(
+        data=options.files,
+        tokenizer=options.tokenizer,
+        bpe_vocab_size=options.bpe_vocab_size,
+        tokenizer_files=options.tokenizer_files,
+    )
+
+    from jgpt.data import dataset
+
+    count = dataset.prepare(config, Path(options.out))
+    print(f"{count:,} tokens in {options.out}; next: jgpt train --data {options.out}")
+
+
+@typed
+def import_(args: list[str]) -> None:
+    """`jgpt import SOURCE --out RUN`"""
+    options = parse(ImportOptions, "import", args)
+    out = Path(options.out)
+    if out.exists():  # asked again when it is written; loading may take a while
+        raise ValueError(f"{out} exists already: choose another directory")
+
+    from jgpt.interop.huggingface import load_gpt2
+    from jgpt.interop.names import crop_vocabulary
+    from jgpt.interop.nanogpt import load_nanogpt
+    from jgpt.runs.checkpoints import write_run
+
+    model = (load_gpt2 if options.format == "gpt2" else load_nanogpt)(options.source)
+    tokenizer = _tokenizer(options)
+    model = crop_vocabulary(model, tokenizer.vocab_size)
+    config = TrainConfig(
+        model=model.config,
+        # small and steady, as is usual for training further
+        optimizer=OptimizerConfig(
+            learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
+        ),
+        dataset=DataConfig(data=options.data),
+        name=out.name,
+        out=options.out,
+    )
+    write_run(out, model, tokenizer, config)
+    print(
+        f"{model.config.num_layers} layers of {model.config.embed_dim} features, "
+        f"{model.vocab_size} tokens; next: jgpt sample {out}"
+    )
+
+
+@typed
+def export(args: list[str]) -> None:
+    """`jgpt export RUN --out DIR`"""
+    options = parse(ExportOptions, "export", args)
+
+    from jgpt.data.tokenizers import BPETokenizer
+    from jgpt.interop.huggingface import save_gpt2
+    from jgpt.runs.checkpoints import load
+
+    model, tokenizer, _ = load(options.run, which=options.checkpoint)
+    save_gpt2(model, options.out, tokenizer=tokenizer, zero_biases=options.zero_biases)
+    print(f"{options.out} is for transformers.GPT2LMHeadModel.from_pretrained")
+    if not isinstance(tokenizer, BPETokenizer):
+        print(
+            f"{options.run}/tokenizer.json stays there: GPT-2's format is for byte-pairs, and "
+            f"this run's tokens are {type(tokenizer).__name__}'s"
+        )
+
+
+@typed
+def presets(args: list[str]) -> None:
+    """`jgpt presets`"""
+    parse(PresetsOptions, "presets", args)
+    for name, (promise, config) in PRESETS.items():
+        default = " (the default)" if name == DEFAULT_PRESET else ""
+        print(f"{name:<14} {promise}{default}; {config.steps:,} steps")
+
+
+@typed
+def plot(args: list[str]) -> None:
+    """`jgpt plot RUN...`"""
+    options = parse(PlotOptions, "plot", args)
+
+    from jgpt.runs.directory import RunDirectory
+    from jgpt.runs.plots import plot_runs
+
+    plot_runs([RunDirectory.open(run) for run in options.runs], Path(options.out))
+    print(f"drawn in {options.out}")
+
+
+@typed
+def attention(args: list[str]) -> None:
+    """`jgpt attention RUN --prompt TEXT`"""
+    options = parse(AttentionOptions, "attention", args)
+
+    from jgpt.runs.checkpoints import load
+    from jgpt.runs.plots import plot_attention
+
+    model, tokenizer, _ = load(options.run, which=options.checkpoint)
+    plot_attention(model, tokenizer, options.prompt, Path(options.out))
+    print(f"drawn in {options.out}")
+
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
+    "train": ("train a GPT", train),
+    "sample": ("write text with a trained model", sample),
+    "eval": ("measure a run's exact validation loss", evaluate),
+    "info": ("parameters, bytes, FLOPs and memory of a preset or a run", info),
+    "plot": ("draw the losses of runs in one picture", plot),
+    "attention": ("draw what each head of a trained model reads", attention),
+    "prepare": ("tokenize text larger than memory into a folder", prepare),
+    "import": ("make a run of GPT-2's or nanoGPT's weights", import_),
+    "export": ("write a run's model as a Hugging Face GPT-2 directory", export),
+    "presets": ("list the presets", presets),
+}
+
+
+def _preset_name(args: list[str]) -> tuple[str | None, list[str]]:
+    return (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
+
+
+def _value_after(flag: str, args: list[str]) -> str | None:
+    for index, argument in enumerate(args):
+        if argument == flag:
+            return args[index + 1] if index + 1 < len(args) else None
+        if argument.startswith(flag + "="):
+            return argument.partition("=")[2]
+    return None
+
+
+def _tokenizer(options: ImportOptions) -> Any:
+    from jgpt.data.corpus import read_text
+    from jgpt.data.tokenizers import BPETokenizer, CharTokenizer, tokenizer_from_json
+
+    path = Path(options.tokenizer or options.source)
+    if path.is_dir():
+        return BPETokenizer.from_gpt2(path)
+    if options.tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer beside it: give --tokenizer")
+    if path.suffix == ".json":
+        return tokenizer_from_json(path.read_text(encoding="utf-8"))
+    return CharTokenizer.from_text(read_text((options.tokenizer,)))
+
+
+def _prompts(options: SampleOptions) -> tuple[str, ...]:
+    """The texts to continue; an empty one stands for a line's beginning."""
+    if options.prompt and options.prompt_file is not None:
+        raise ValueError("prompt and prompt_file are two prompts: give one")
+    if options.prompt_file == "-":
+        prompts = (sys.stdin.buffer.read().decode("utf-8"),)
+    elif options.prompt_file is not None:
+        from jgpt.data.corpus import read_text
+
+        prompts = (read_text((options.prompt_file,)),)
+    else:
+        prompts = options.prompt
+    if "" in prompts:
+        raise ValueError("the prompt is empty: give at least one character, or no --prompt at all")
+    return prompts or ("",)

@@ -1,0 +1,172 @@
+"""Training as a person sees it: a progress bar on a terminal, plain lines elsewhere."""
+
+import time
+from pathlib import Path
+from typing import Self
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from jgpt.config import OptimizerConfig, TrainConfig
+from jgpt.contracts import typed
+from jgpt.data.dataset import Dataset
+from jgpt.nn.models import Weights
+from jgpt.runs.progress import Progress as TrainingProgress
+from jgpt.training.optimizer import decay_mask, partition
+from jgpt.training.plan import Plan
+from jgpt.training.step import TrainState
+
+SECONDS_PER_LINE = 20
+
+
+class _Details(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("details", ""))
+
+
+class ConsoleProgress(TrainingProgress):
+    """Shows a run's beginning, its losses, its speed and the time that is left."""
+
+    @typed
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            _Details(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.steps = self.download = None
+        self.validation = ""
+        self.details = ""
+        self.last_line = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    @typed
+    def downloaded(self, received: int, total: int | None) -> None:
+        """Move the download's bar."""
+        if self.download is None:
+            self.console.print("downloading tiny Shakespeare")
+            self.download = self.bar.add_task("download", total=total)
+        self.bar.update(self.download, completed=received)
+
+    @typed
+    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
+        """Say what will be trained on what, and start the bar."""
+        if self.download is not None:
+            self.bar.remove_task(self.download)
+        total = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+        step = int(state.step)
+        self.say(
+            f"{config.name}: {total:,} parameters, vocabulary {dataset.tokenizer.vocab_size}, on "
+            f"{jax.devices()[0].device_kind}",
+            f"data: {' '.join(config.dataset.data)}: {len(dataset.train):,} tokens to learn from, "
+            f"{len(dataset.validation):,} held out",
+            *describe_optimizer_groups(config.optimizer, state.weights),
+            f"resumed at step {step} of {config.steps}: {out}"
+            if step
+            else f"{config.steps} steps of {config.batch_size} x {config.model.block_size} tokens "
+            f"into {out}; compiling",
+        )
+        self.steps = self.bar.add_task("train", total=config.steps, completed=step)
+
+    @typed
+    def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        """Move the bar; where there is none, print a line now and then."""
+        speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
+        self.details = f"loss {loss:.3f}{speed}"
+        if self.steps is not None:
+            details = f"{self.details}{self.validation}"
+            self.bar.update(self.steps, completed=step, details=details)
+        if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_PER_LINE:
+            self._line(f"step {step}: {self.details}")
+
+    @typed
+    def evaluated(self, step: int, validation_loss: float) -> None:
+        """A line for each evaluation, which stays."""
+        self.validation = f"  validation {validation_loss:.3f}"
+        self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
+
+    @typed
+    def stopping(self) -> None:
+        """A first signal has come."""
+        self.say("stopping after the call in flight, to save; once more leaves at once")
+
+    @typed
+    def leaving(self) -> None:
+        """A second one has: leave the terminal as it was."""
+        self.console.show_cursor(True)
+
+    @typed
+    def warned(self, message: str) -> None:
+        """A line of its own."""
+        self.say(message)
+
+    def _line(self, line: str) -> None:
+        self.say(line)
+        self.last_line = time.monotonic()
+
+    @typed
+    def say(self, *lines: str) -> None:
+        """Plain text: nothing in it is markup."""
+        for line in lines:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@typed
+def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list[str]:
+    """The parameters of each optimizer group, and which of them decay: a line for each."""
+    groups = jax.tree.leaves(partition(config, weights))
+    decays = jax.tree.leaves(decay_mask(weights))
+    leaves = list(zip(groups, decays, jax.tree.leaves(weights), strict=True))
+    lines = []
+    for group in dict.fromkeys(groups):
+        decay = config.muon_weight_decay if group == "muon" else config.weight_decay
+        counts = {
+            decayed: [
+                leaf.size for its, decays, leaf in leaves if (its, decays) == (group, decayed)
+            ]
+            for decayed in (True, False)
+        }
+        parts = [
+            f"{len(sizes)} {one if len(sizes) == 1 else many}{note} with {sum(sizes):,} parameters"
+            for sizes, one, many, note in (
+                (counts[True], "matrix", "matrices", f" (decay {decay:g})"),
+                (counts[False], "vector", "vectors", ""),
+            )
+            if sizes
+        ]
+        lines.append(f"{group}: {', '.join(parts)}")
+    return lines
+
+
+@typed
+def describe(plan: Plan) -> list[str]:
+    """A plan in lines."""
+    config = plan.config
+    tokens = config.batch_size * config.model.block_size
+    epochs = config.steps * tokens / plan.training_tokens
+    lines = [
+        f"{config.name}: {plan.parameters:,} parameters, vocabulary {config.model.vocab_size}, on "
+        f"{jax.devices()[0].device_kind}, into {plan.out}",
+        f"data: {' '.join(config.dataset.data)}: {plan.training_tokens:,} tokens to learn from, "
+        f"{plan.held_out_tokens:,} held out",
+        f"{config.steps:,} steps of {config.batch_size} x {config.model.block_size} tokens: "
+        f"{epochs:.1f} times the text, {plan.flops:.3g} floating-point operations",
+        f"an evaluation and a checkpoint every {config.eval_interval} steps",
+    ]
+    if plan.memory is not None:
+        lines.append(f"memory on the device: {plan.memory}")
+    return [*lines, "nothing was written: leave out --dry-run to train"]

@@ -1,0 +1,119 @@
+"""Batches as a function of (seed, step), from tokens on the device or memory-mapped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Integer
+
+from jgpt.contracts import typed
+
+RESIDENT_BYTES = 1 << 30
+"""Splits up to this size are kept on the device, as int32; larger ones stay memory-mapped."""
+
+
+@typed
+def resident(
+    tokens: Integer[np.ndarray, " tokens"],
+) -> Int[Array, " tokens"] | Integer[np.ndarray, " tokens"]:
+    """Tokens on the device as int32 if they fit there, else where they are."""
+    if 4 * len(tokens) > RESIDENT_BYTES:
+        return tokens
+    return jnp.asarray(np.asarray(tokens, np.int32))
+
+
+@typed
+def batches(
+    tokens: Int[Array, " tokens"] | Integer[np.ndarray, " tokens"],
+    seed: int,
+    first_step: int,
+    steps: int,
+    batch_size: int,
+    block_size: int,
+) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
+    """The windows that steps `first_step` to `first_step + steps` train on.
+
+    A window holds a block's inputs and, one further, its targets. Which windows a step sees
+    depends on the seed and the step alone, and on nothing that happened before.
+    """
+    starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
+    if isinstance(tokens, jax.Array):
+        return _gather(tokens, starts, block_size)
+    index = np.asarray(starts)[..., None] + np.arange(block_size + 1)
+    return jnp.asarray(tokens[index].astype(np.int32))
+
+
+@typed
+def batch(
+    tokens: Int[Array, " tokens"] | Integer[np.ndarray, " tokens"],
+    seed: int,
+    step: int,
+    batch_size: int,
+    block_size: int,
+) -> tuple[Int[Array, "{batch_size} {block_size}"], Int[Array, "{batch_size} {block_size}"]]:
+    """One step's inputs and targets: the targets are the inputs one token later."""
+    window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
+    return window[:, :-1], window[:, 1:]
+
+
+@typed
+def window_starts(
+    seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
+) -> Integer[Array, "{steps} {batch_size}"]:
+    """Where in a text of so many tokens the windows of steps begin: the steps' data, exactly."""
+    places = tokens - block_size
+    if not 0 < places < 1 << 32:
+        raise ValueError(
+            f"{tokens} tokens can't give windows of {block_size + 1}: more than a block and "
+            "fewer than 2**32 are needed"
+        )
+    return _window_starts(np.uint32(seed), first_step, np.uint32(places), steps, batch_size)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+@typed
+def _window_starts(
+    seed: Integer[Array, ""],
+    first_step: Integer[Array, ""],
+    places: Integer[Array, ""],
+    steps: int,
+    batch_size: int,
+) -> Integer[Array, "{steps} {batch_size}"]:
+    def at(step):
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return jax.random.randint(key, (batch_size,), 0, places, jnp.uint32)
+
+    return jax.vmap(at)(first_step + jnp.arange(steps))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+@typed
+def _gather(
+    tokens: Int[Array, " tokens"], starts: Integer[Array, "steps batch"], block_size: int
+) -> Int[Array, "steps batch {block_size}+1"]:
+    return tokens[starts[..., None] + jnp.arange(block_size + 1)]
+
+
+@typed
+def evaluation_windows(
+    tokens: Integer[np.ndarray, " tokens"], block_size: int, batch_size: int
+) -> tuple[
+    Int[np.ndarray, "{-(-(len(tokens)-1)//block_size//batch_size)} {batch_size} {block_size}+1"],
+    Bool[np.ndarray, "{-(-(len(tokens)-1)//block_size//batch_size)} {batch_size} {block_size}"],
+]:
+    """Windows that cover a split, and which of their targets count: each target exactly once.
+
+    Windows don't overlap, so a target sees at most the block before it. The last ones are filled
+    up with repeats that don't count.
+    """
+    targets = len(tokens) - 1
+    windows = -(-targets // block_size)
+    rows = -(-windows // batch_size) * batch_size
+    position = np.arange(rows)[:, None] * block_size + np.arange(block_size + 1)
+    counts = position[:, 1:] <= targets
+    filled = np.asarray(tokens)[np.minimum(position, targets)].astype(np.int32)
+    return (
+        filled.reshape(-1, batch_size, block_size + 1),
+        counts.reshape(-1, batch_size, block_size),
+    )

@@ -1,0 +1,155 @@
+"""A text as tokens, split: loaded, or prepared where it is larger than memory."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer
+
+from jgpt.config import DataConfig
+from jgpt.contracts import record, typed
+from jgpt.data.corpus import Download, read_text, text_chunks
+from jgpt.data.tokenizers import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    tokenizer_from_json,
+)
+
+TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
+
+
+@record
+@dataclass(frozen=True)
+class Dataset:
+    """A text as tokens, split by position into what is learned from and what is held out."""
+
+    train: Integer[np.ndarray, " tokens"]
+    validation: Integer[np.ndarray, " held_out"]
+    tokenizer: Tokenizer
+    characters_per_token: float
+    digest: str
+    """SHA-256 of all tokens."""
+
+
+@typed
+def load_dataset(
+    config: DataConfig,
+    block_size: int,
+    *,
+    tokenizer: Tokenizer | None = None,
+    on_download: Download | None = None,
+) -> Dataset:
+    """Read, tokenize and split what the config names, with a given tokenizer or its own.
+
+    Raises ValueError or OSError for text that can't be read, is too short, or is not of the given
+    tokenizer.
+    """
+    prepared = [source for source in config.data if (Path(source) / INDEX_FILE).is_file()]
+    if prepared:
+        if len(config.data) > 1:
+            raise ValueError(f"prepared data {prepared[0]} can't be mixed with other data")
+        tokens, its_tokenizer, characters = _open_prepared(Path(prepared[0]))
+        if tokenizer is not None and tokenizer.to_json() != its_tokenizer.to_json():
+            raise ValueError(f"{prepared[0]} was prepared with another tokenizer: prepare it again")
+        tokenizer = its_tokenizer
+    else:
+        text = read_text(config.data, on_download=on_download)
+        tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
+        tokens, characters = tokenizer.encode(text), len(text)
+    held_out = int(len(tokens) * (1 - config.validation_fraction))
+    train, validation = tokens[:held_out], tokens[held_out:]
+    for name, split in (("training", train), ("validation", validation)):
+        if len(split) <= block_size:
+            raise ValueError(
+                f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
+                "and its targets: use more text or a smaller block_size"
+            )
+    return Dataset(train, validation, tokenizer, characters / len(tokens), _digest(tokens))
+
+
+@typed
+def prepare(
+    config: DataConfig, directory: Path, *, on_progress: Callable[[int], None] | None = None
+) -> int:
+    """Tokenize text larger than memory into a folder to train from; return its tokens' count.
+
+    The folder holds the tokens as the smallest unsigned integers that hold the vocabulary, the
+    tokenizer, and an index of what they are. It appears whole or not at all.
+    """
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists already: choose another folder")
+    tokenizer = _make_tokenizer(config, lambda: text_chunks(config.data))
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    partial = directory.with_name(directory.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    count = characters = 0
+    try:
+        with (partial / TOKENS_FILE).open("wb") as file:
+            for chunk in text_chunks(config.data):
+                tokens = tokenizer.encode(chunk).astype(dtype)
+                file.write(tokens.tobytes())
+                count, characters = count + len(tokens), characters + len(chunk)
+                if on_progress:
+                    on_progress(count)
+        index = {"dtype": dtype.name, "tokens": count, "characters": characters}
+        (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+        (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
+        os.replace(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return count
+
+
+@typed
+def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer, int]:
+    """Memory-map a prepared folder. Raises ValueError where its parts contradict each other."""
+    try:
+        index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+        dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
+        count, characters = int(index["tokens"]), int(index["characters"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{directory / INDEX_FILE} is damaged: {error!r}") from None
+    tokenizer = tokenizer_from_json((directory / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    path = directory / TOKENS_FILE
+    sizes_fit = path.stat().st_size == count * dtype.itemsize
+    if not (sizes_fit and count >= 2 and 1 <= characters < 1 << 62):
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
+            "prepare it again"
+        )
+    tokens = np.memmap(path, dtype, mode="r")
+    largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, count, 1 << 24))
+    if largest >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{path} holds token {largest}, outside its tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size}: prepare it again"
+        )
+    return tokens, tokenizer, characters
+
+
+def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+    match config.tokenizer:
+        case "byte":
+            return ByteTokenizer()
+        case "bpe":
+            return BPETokenizer.train(texts(), config.bpe_vocab_size)
+        case "gpt2":
+            assert config.tokenizer_files is not None  # the config has seen to it
+            return BPETokenizer.from_gpt2(config.tokenizer_files)
+        case _:
+            return CharTokenizer.from_text("".join(sorted(set().union(*map(set, texts())))))
+
+
+@typed
+def _digest(tokens: Integer[np.ndarray, " tokens"]) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(tokens), 1 << 24):
+        digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
+    return digest.hexdigest()

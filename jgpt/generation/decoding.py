@@ -1,0 +1,224 @@
+"""Generation: prefill, and the decode loop over a KV cache."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from jgpt.contracts import typed
+from jgpt.generation.sampling import Sampling, next_token
+from jgpt.nn.cache import KVCache
+from jgpt.nn.models import LanguageModel
+
+TOKENS_PER_CALL = 32
+
+
+@typed
+def generate(
+    model: LanguageModel,
+    prompt: Int[Array, "batch time"],
+    max_new_tokens: int,
+    *,
+    key: Key[Array, ""],
+    lengths: Int[np.ndarray, " batch"] | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Int[Array, "batch {prompt.shape[1]+max_new_tokens}"]:
+    """The prompts, each continued by `max_new_tokens` tokens.
+
+    Prompts of different `lengths` are filled up at their ends; a continuation begins where its
+    prompt ends, and what is beyond it is 0. A row depends on its own prompt, the key and its index
+    alone, to rounding. Raises ValueError for an empty prompt or a bad sampling parameter.
+
+    A model reads the last `block_size` tokens. Past them, rotary positions go on from the cache,
+    each layer reading the last `block_size` of the layer below; learned positions move, so that
+    every new token reads the whole window again, all rows as soon as the longest one must.
+    Products are in the model's own dtype, to which its weights are converted before the loop.
+    """
+    pieces = stream(
+        model,
+        prompt,
+        max_new_tokens,
+        key=key,
+        lengths=lengths,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
+    batch, time = prompt.shape
+    ends = np.full(batch, time) if lengths is None else lengths
+    new = np.concatenate([np.zeros((batch, 0), np.int32), *pieces], axis=1)
+    whole = np.pad(np.asarray(prompt), ((0, 0), (0, max_new_tokens)))
+    for row, end in enumerate(ends):
+        whole[row, end:] = 0
+        whole[row, end : end + max_new_tokens] = new[row]
+    return jax.device_put(whole)
+
+
+@typed
+def stream(
+    model: LanguageModel,
+    prompt: Int[Array, "batch time"],
+    max_new_tokens: int,
+    *,
+    key: Key[Array, ""],
+    lengths: Int[np.ndarray, " batch"] | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Iterator[Int[np.ndarray, "batch tokens"]]:
+    """What `generate` appends, piece by piece as it is drawn, each (batch, tokens)."""
+    for name, value, fine, wanted in (
+        ("temperature", temperature, 0 <= temperature < float("inf"), "0 or more"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "in (0, 1]"),
+        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "in [0, 1]"),
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 0, "0 or more"),
+    ):
+        if not fine:
+            raise ValueError(f"{name}={value} must be {wanted}")
+    ends = np.full(prompt.shape[0], prompt.shape[1]) if lengths is None else lengths
+    if prompt.size == 0 or ends.min() < 1:
+        raise ValueError("the prompt is empty: give at least one token to continue from")
+    if ends.max() > prompt.shape[1]:
+        raise ValueError(f"lengths reach {ends.max()}, beyond the prompt's {prompt.shape[1]}")
+    tokens = np.asarray(prompt)
+    outside = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"the prompt holds token {outside[0]}, outside the vocabulary of {model.vocab_size}"
+        )
+    sampling = Sampling(
+        jnp.float32(temperature),
+        None if top_p is None else jnp.float32(top_p),
+        None if min_p is None else jnp.float32(min_p),
+    )
+    return _pieces(model, tokens, ends, max_new_tokens, key, sampling, top_k)
+
+
+@typed
+def _pieces(
+    model: LanguageModel,
+    prompt: Int[np.ndarray, "batch time"],
+    ends: Int[np.ndarray, " batch"],
+    max_new_tokens: int,
+    key: Key[Array, ""],
+    sampling: Sampling,
+    top_k: int | None,
+) -> Iterator[Int[np.ndarray, "batch tokens"]]:
+    graph, weights = nnx.split(model)
+    size = model.block_size
+    length = np.minimum(ends, size).astype(np.int32)
+    rows = [
+        row[end - size if end > size else 0 : end] for row, end in zip(prompt, ends, strict=True)
+    ]
+    window = np.stack([np.pad(row.astype(np.int32), (size - len(row), 0)) for row in rows])
+    context = int(length.max()) - 1  # the last token is read when the next one is drawn
+    # widths are powers of two, so that prompts of other lengths find a program that fits
+    width = min(size, 1 << (context - 1).bit_length()) if context else 0
+    tokens = np.pad(window, ((0, 0), (1, 0)))[:, size - width : size]  # all but the last one
+    cache = _prefill(weights, tokens, length - 1, graph=graph)
+    rereads = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
+    for start in range(0, max_new_tokens, TOKENS_PER_CALL):
+        count = min(TOKENS_PER_CALL, max_new_tokens - start)
+        window, length, cache, drawn, finite = _draw(
+            weights,
+            window,
+            length,
+            cache,
+            start,
+            count,
+            key,
+            sampling,
+            graph=graph,
+            top_k=top_k,
+            rereads=rereads,
+        )
+        if not finite:
+            raise FloatingPointError("the model's logits are not finite: its weights are broken")
+        yield np.asarray(drawn)[:, :count]
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+@typed
+def _prefill(
+    weights: PyTree[Float[Array, "..."]],
+    tokens: Int[Array, "batch time"],
+    length: Int[Array, " batch"],
+    *,
+    graph: nnx.GraphDef,
+) -> KVCache:
+    """A cache that has read these tokens: the last of each row are its sequence's."""
+    model = nnx.merge(graph, weights)
+    cache = model.empty_cache(tokens.shape[0])
+    cache.begin(length - tokens.shape[1])
+    if tokens.size:
+        model.hidden(tokens, cache=cache)
+    return cache
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "top_k", "rereads"), donate_argnames=("window", "cache")
+)
+@typed
+def _draw(
+    weights: PyTree[Float[Array, "..."]],
+    window: Int[Array, "batch time"],
+    length: Int[Array, " batch"],
+    cache: KVCache,
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+    key: Key[Array, ""],
+    sampling: Sampling,
+    *,
+    graph: nnx.GraphDef,
+    top_k: int | None,
+    rereads: bool,
+) -> tuple[
+    Int[Array, "batch time"],
+    Int[Array, " batch"],
+    KVCache,
+    Int[Array, f"batch {TOKENS_PER_CALL}"],
+    Bool[Array, ""],
+]:
+    """Draw `count` tokens; each row's tokens end at the end of its window."""
+    model = nnx.merge(graph, weights)
+    batch, size = window.shape
+    first_length = length
+
+    def next_logits(tokens, cache):
+        return model.logits(model.hidden(tokens, cache=cache)[:, -1:])[:, 0]
+
+    def read_last(window, length, cache):
+        return next_logits(window[:, -1:], cache)
+
+    def read_window(window, length, _):
+        cache = model.empty_cache(batch)
+        cache.begin(jnp.minimum(length, size) - size)
+        return next_logits(window, cache)
+
+    def step(read, i, carry):
+        window, cache, drawn, finite = carry
+        logits = read(window, first_length + i, cache)
+        token = next_token(logits, jax.random.fold_in(key, start + i), sampling, top_k)
+        window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
+        return window, cache, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()
+
+    drawn = jnp.zeros((batch, TOKENS_PER_CALL), jnp.int32)
+    carry = (window, cache, drawn, jnp.array(True))
+    # a window that is full can be read from the cache once more; then learned positions move
+    count = count.astype(jnp.int32)
+    cached = jnp.clip(size + 1 - length.max(), 0, count) if rereads else count
+    carry = jax.lax.fori_loop(0, cached, functools.partial(step, read_last), carry)
+    if rereads:
+        carry = jax.lax.fori_loop(cached, count, functools.partial(step, read_window), carry)
+    window, cache, drawn, finite = carry
+    return window, length + count, cache, drawn, finite

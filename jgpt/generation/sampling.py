@@ -1,0 +1,56 @@
+"""The next token: temperature, top-k, top-p, min-p."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jgpt.contracts import record, typed
+
+
+@record
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw: what may change from call to call without another compilation."""
+
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""] | None = None
+    min_p: Float[Array, ""] | None = None
+
+
+@typed
+def next_token(
+    logits: Float[Array, "batch vocab"],
+    key: Key[Array, ""],
+    sampling: Sampling,
+    top_k: int | None = None,
+) -> Int[Array, " batch"]:
+    """Draw a token for each row. What a row draws doesn't depend on the others.
+
+    `top_k` keeps the likeliest tokens, then `top_p` the fewest that hold it (Holtzman et al. 2020,
+    section 3.1), then `min_p` those at least that fraction as likely as the likeliest (Nguyen et
+    al. 2024, section 3); all after temperature. Temperature 0 takes the likeliest.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    greedy = jnp.argmax(logits, axis=-1)
+    warm = (
+        sampling.temperature >= jnp.finfo(sampling.temperature.dtype).tiny
+    )  # less divides as zero does
+    # the likeliest becomes 0 and the others less: no temperature makes them overflow
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    logits = logits / jnp.where(warm, sampling.temperature, 1)
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if sampling.top_p is not None:
+        descending = jnp.sort(logits, axis=-1)[:, ::-1]
+        probability = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        kept = (before < sampling.top_p).at[:, 0].set(True)
+        smallest = jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True)
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if sampling.min_p is not None:
+        logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)  # the likeliest is 0
+    sampled = jax.random.categorical(key, logits)
+    return jnp.where(warm, sampled, greedy).astype(jnp.int32)

@@ -1,0 +1,63 @@
+"""What machine this is: peak speed, capability, memory. Nothing else asks."""
+
+import sys
+
+import jax
+import jax.monitoring
+
+from jgpt.contracts import typed
+
+_PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "Tesla T4": 65e12,
+    "Tesla V100": 125e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+}
+
+
+@typed
+def peak_flops() -> float | None:
+    """A device's dense 16-bit peak, or None where the maker's figure is unknown."""
+    kind = jax.devices()[0].device_kind
+    # a GPU's kind goes on with its form and memory, a TPU's is exact
+    known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
+    known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
+    return _PEAK_FLOPS[max(known, key=len)] if known else None
+
+
+@typed
+def cuda_capability() -> float | None:
+    """The compute capability of the GPU that JAX computes on, or None where it is no CUDA GPU."""
+    device = jax.devices()[0]
+    is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version
+    return float(device.compute_capability) if is_cuda else None
+
+
+@typed
+def memory_in_use() -> int | None:
+    """The most bytes that were in use so far: on the device, or on a CPU by this process."""
+    statistics = jax.local_devices()[0].memory_stats()
+    if statistics:
+        return statistics.get("peak_bytes_in_use")
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+@typed
+def memory_limit() -> int | None:
+    """The bytes that a device has for arrays, or None where it doesn't say."""
+    statistics = jax.local_devices()[0].memory_stats()
+    return statistics.get("bytes_limit") if statistics else None

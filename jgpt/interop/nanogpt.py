@@ -1,0 +1,53 @@
+"""nanoGPT's checkpoints, read by PyTorch without unpickling code."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from jgpt.config import ModelConfig
+from jgpt.contracts import typed
+from jgpt.interop.names import from_gpt2, naming, plain_names, sizes_of
+from jgpt.nn.transformer import GPT
+
+
+@typed
+def load_nanogpt(file: str | Path) -> GPT:
+    """The model in a `ckpt.pt` of nanoGPT, read by PyTorch without running what it says.
+
+    Raises ModuleNotFoundError without PyTorch, OSError or ValueError for what is no such file.
+    """
+    file = Path(file)
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("nanoGPT's checkpoints need PyTorch: pip install torch") from None
+    with file.open("rb") as opened, naming(file):
+        try:
+            with warnings.catch_warnings(action="ignore"):  # what fails is said in one line
+                checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
+            arguments = dict(checkpoint["model_args"])
+            # the prefix is torch.compile's
+            stored = {
+                name.removeprefix("_orig_mod."): tensor
+                for name, tensor in checkpoint["model"].items()
+            }
+            tensors = {
+                short: stored[name].float().numpy() for short, name in plain_names(stored).items()
+            }
+        except Exception as error:  # a damaged file may be wrong in any way
+            reason = (str(error).splitlines() or [""])[0][:200]
+            raise ValueError(
+                f"not nanoGPT's checkpoint ({type(error).__name__}: {reason})"
+            ) from None
+        return from_gpt2(_config_from_nanogpt(arguments), tensors, linear=True)
+
+
+def _config_from_nanogpt(arguments: dict[str, Any]) -> ModelConfig:
+    bias = arguments.get("bias", True)  # it always had them before it had the option
+    return ModelConfig(
+        **sizes_of(arguments, "block_size"),
+        activation="gelu",
+        qkv_bias=bias,
+        use_bias=bias,
+        dropout=arguments.get("dropout", 0.0),
+    )

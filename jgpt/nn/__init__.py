@@ -1,0 +1,1 @@
+"""Tokens to logits: pure functions and modules of arrays."""

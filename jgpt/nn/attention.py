@@ -1,0 +1,191 @@
+"""Attention as pure functions: masks, weights, weighted means, and moving heads about."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jgpt.contracts import check, typed
+from jgpt.nn.layers import dropped
+
+
+@typed
+def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {time}"]:
+    """True where the query of a row may look at the key of a column: itself and its past.
+
+    With a `window`, only the last so many positions of that, itself included. Raises ValueError
+    for one that holds none.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be positive: a query reads at least itself")
+    mask = jnp.tril(jnp.ones((time, time), dtype=bool))
+    return mask if window is None else mask & ~jnp.tril(mask, -window)
+
+
+@typed
+def attention_weights(
+    query: Float[Array, "*batch query head_dim"],
+    key: Float[Array, "*batch key head_dim"],
+    mask: Bool[Array, "query key"] | None = None,
+    *,
+    scale: float | None = None,
+) -> Float[Array, "*batch query key"]:
+    """Scaled dot-product attention's weights: how much each query reads from each key.
+
+    The affinities are scaled by `head_dim ** -0.5`, or by `scale`, and the softmax is never below
+    float32 (Vaswani et al. 2017, section 3.2.1). A query that may look nowhere reads every key
+    alike.
+    """
+    at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
+    affinity = check(
+        jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32),
+        Float[Array, "*batch query key"],
+    )
+    affinity = affinity * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        affinity = jnp.where(mask, affinity, jnp.finfo(affinity.dtype).min)
+    return jax.nn.softmax(affinity, axis=-1).astype(query.dtype)
+
+
+@typed
+def attend(
+    query: Float[Array, "*batch query head_dim"],
+    key: Float[Array, "*batch key head_dim"],
+    value: Float[Array, "*batch key value_dim"],
+    mask: Bool[Array, "query key"] | None = None,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+) -> Float[Array, "*batch query value_dim"]:
+    """Each query's mean of the values, weighted by `attention_weights`.
+
+    With a `dropout_key`, weights are dropped after the softmax at the rate `dropout`.
+    """
+    weights = dropped(attention_weights(query, key, mask, scale=scale), dropout, dropout_key)
+    return jnp.einsum("...qk,...kv->...qv", weights, value)
+
+
+@typed
+def attend_locally(
+    query: Float[Array, "*batch time head_dim"],
+    key: Float[Array, "*batch time head_dim"],
+    value: Float[Array, "*batch time value_dim"],
+    window: int,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+) -> Float[Array, "*batch time value_dim"]:
+    """What `attend` computes under `causal_mask(time, window)`, in time that grows with the window.
+
+    Sequences are cut into windows; each reads itself and the one before (Beltagy et al. 2020,
+    section 3.1, in blocks). Raises ValueError for a window that holds nothing.
+    """
+    time, mask = query.shape[-2], causal_mask(2 * window, window)
+    windows = -(-time // window)
+
+    def cut(x):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, windows * window - time), (0, 0)])
+        return x.reshape(*x.shape[:-2], windows, window, x.shape[-1])
+
+    def with_the_one_before(x):
+        return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
+
+    query, key, value = cut(query), cut(key), cut(value)
+    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    first = attend(
+        query[..., :1, :, :],
+        key[..., :1, :, :],
+        value[..., :1, :, :],
+        mask[:window, :window],
+        scale=scale,
+        dropout=dropout,
+        dropout_key=keys[0],
+    )
+    others = attend(
+        query[..., 1:, :, :],
+        with_the_one_before(key),
+        with_the_one_before(value),
+        mask[window:],
+        scale=scale,
+        dropout=dropout,
+        dropout_key=keys[1],
+    )
+    heads = jnp.concatenate([first, others], axis=-3)
+    return heads.reshape(*heads.shape[:-3], windows * window, heads.shape[-1])[..., :time, :]
+
+
+@typed
+def fused_attend(
+    query: Float[Array, "batch heads query head_dim"],
+    key: Float[Array, "batch kv_heads key head_dim"],
+    value: Float[Array, "batch kv_heads key head_dim"],
+    *,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "batch heads query head_dim"]:
+    """What `attend` computes, in one kernel that never holds the weights (Dao et al. 2022).
+
+    The mask is `causal_mask`'s or none. A head of keys and values is read by as many heads of
+    queries as there are for it. Raises ValueError if that is no whole number. `can_fuse` says where
+    cuDNN does it.
+    """
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads can't share {kv_heads} heads of keys and values")
+    # heads go behind time, as dot_product_attention has them
+    query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=causal,
+        local_window_size=(window - 1, 0) if causal and window is not None else None,
+        implementation=implementation,
+    ).swapaxes(1, 2)
+
+
+@typed
+def rotate(
+    x: Float[Array, "*batch time head_dim"], position: Int[Array, " time"]
+) -> Float[Array, "*batch time head_dim"]:
+    """Turn pairs of features by angles that grow with the position, each pair at its own pace.
+
+    Affinities then depend on distances alone (Su et al. 2021, section 3.2.2). Feature i is paired
+    with feature i + head_dim / 2. Raises ValueError where one would be left over.
+    """
+    half = x.shape[-1] // 2
+    if x.shape[-1] % 2:
+        raise ValueError(f"rotary positions turn pairs: head_dim={x.shape[-1]} must be even")
+    pace = 10_000.0 ** -(jnp.arange(half) / half)
+    angle = position[..., None] * pace
+    cosine, sine = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate(
+        [first * cosine - second * sine, first * sine + second * cosine], axis=-1
+    )
+
+
+@typed
+def split_heads(
+    x: Float[Array, "batch time features"], heads: int
+) -> Float[Array, "batch {heads} time {x.shape[-1]//heads}"]:
+    """Cut the features into heads and put the heads before time."""
+    batch, time, features = x.shape
+    if heads < 1 or features % heads:
+        raise ValueError(f"{features} features can't be cut into {heads} heads of one size")
+    return x.reshape(batch, time, heads, features // heads).transpose(0, 2, 1, 3)
+
+
+@typed
+def merge_heads(
+    x: Float[Array, "batch heads time value_dim"],
+) -> Float[Array, "batch time heads*value_dim"]:
+    """Put the heads' features side by side again: the inverse of `split_heads`."""
+    batch, heads, time, value_dim = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(batch, time, heads * value_dim)

@@ -1,0 +1,65 @@
+"""The lecture's first language model: what comes next, from the last token alone."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jgpt.contracts import typed
+from jgpt.nn.cache import KVCache
+from jgpt.nn.layers import Embedding, Module
+
+
+class BigramLM(Module):
+    """A table whose row of a token holds the logits of the next one, drawn from N(0, 1)."""
+
+    block_size = 1  # the context: the last token
+    supports_rolling_cache = True
+
+    @typed
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        init_std: float = 1.0,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.table = Embedding(
+            vocab_size, vocab_size, init_std=init_std, param_dtype=param_dtype, rngs=rngs
+        )
+
+    @typed
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """The logits of each position's next token; there is nothing to cache or to drop."""
+        return self.logits(self.hidden(tokens))
+
+    @typed
+    def hidden(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """Each token's row."""
+        return self.table(tokens)
+
+    @typed
+    def logits(
+        self, x: Float[Array, "batch time {self.vocab_size}"]
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """The same: there is no head on top of the table."""
+        return x
+
+    @typed
+    def empty_cache(self, batch: int) -> KVCache:
+        """A cache of no layers."""
+        return KVCache((), batch=batch)

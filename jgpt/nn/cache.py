@@ -1,0 +1,105 @@
+"""The KV cache: the keys and values of the tokens read so far, for the tokens that come."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jgpt.contracts import typed
+from jgpt.nn.layers import Module
+
+
+class LayerCache(Module):
+    """The keys and values of one attention layer: a ring of places, updated in place.
+
+    All sequences end at the same slot, `end - 1`, and slot s lies at place s modulo the places. A
+    sequence that is n tokens shorter begins n slots later: its length starts at -n.
+    """
+
+    @typed
+    def __init__(
+        self,
+        batch: int,
+        places: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
+        # batch and heads share an axis: XLA copies a cache with an axis of size 1 at each write
+        shape = (batch * num_kv_heads, places, head_dim)
+        self.keys, self.values = (nnx.Cache(jnp.zeros(shape, dtype)) for _ in range(2))
+        self.length = nnx.Cache(jnp.zeros(batch, jnp.int32))
+        self.end = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    @typed
+    def positions(
+        self, new: Shaped[Array, "{self.batch} time *features"]
+    ) -> Int[Array, "{self.batch} time"]:
+        """Where the next tokens stand in their sequences: below 0 before one begins."""
+        return self.length[...][:, None] + jnp.arange(new.shape[1])
+
+    @typed
+    def append(
+        self,
+        key: Float[Array, "{self.batch} {self.num_kv_heads} time {self.head_dim}"],
+        value: Float[Array, "{self.batch} {self.num_kv_heads} time {self.head_dim}"],
+    ) -> None:
+        """Write the next positions, which must not pass the last place.
+
+        Raises ValueError for more of them than places.
+        """
+        time, places = key.shape[2], self.keys.shape[1]
+        if time > places:
+            raise ValueError(f"{time} positions don't fit into a cache of {places} places")
+        place = self.end[...] % places
+        for kept, new in ((self.keys, key), (self.values, value)):
+            new = new.reshape(-1, time, self.head_dim).astype(kept.dtype)
+            kept[...] = jax.lax.dynamic_update_slice_in_dim(kept[...], new, place, axis=1)
+        self.length[...] = self.length[...] + time
+        self.end[...] = self.end[...] + time
+
+    @typed
+    def mask(
+        self, time: int, window: int | None = None
+    ) -> Bool[Array, "{self.batch} {time} {self.keys.shape[1]}"]:
+        """True where one of the last `time` positions (row) may attend to a place (column).
+
+        That is to itself and the past, as far back as the cache, the sequence and the window go.
+        """
+        places, newest = self.keys.shape[1], self.end[...] - 1
+        slot = newest - (newest - jnp.arange(places)) % places  # of each place's newest entry
+        query = newest + 1 - time + jnp.arange(time)[:, None]
+        mask = (slot <= query) & (slot > newest - self.length[...][:, None, None])
+        return mask if window is None else mask & (slot > query - window)
+
+
+class KVCache(Module):
+    """The caches of a model's layers, and the last tokens where n-grams look back at them."""
+
+    @typed
+    def __init__(self, layers: tuple[LayerCache, ...], *, batch: int, lookback: int = 0) -> None:
+        self.layers, self.batch, self.lookback = nnx.List(layers), batch, lookback
+        self.tokens = nnx.Cache(jnp.full((batch, lookback), -1, jnp.int32))
+
+    @typed
+    def begin(self, length: Int[Array, "{self.batch}"]) -> None:
+        """Before anything is read: -n for a sequence that begins n tokens later, else 0."""
+        for layer in self.layers:
+            layer.length[...] = length
+
+    @typed
+    def append_tokens(
+        self, tokens: Int[Array, "{self.batch} time"]
+    ) -> Int[Array, "{self.batch} {self.lookback}+time"]:
+        """The next tokens behind the last `lookback` ones; -1 where a sequence has not begun.
+
+        Call it before the layers append.
+        """
+        has_begun = self.layers[0].positions(tokens) >= 0
+        tokens = jnp.where(has_begun, tokens, -1)
+        known = jnp.concatenate([self.tokens[...].astype(tokens.dtype), tokens], axis=1)
+        self.tokens[...] = known[:, tokens.shape[1] :].astype(jnp.int32)
+        return known

@@ -1,0 +1,318 @@
+"""One attention head, and many heads in one computation, with or without a cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jgpt.contracts import check, typed
+from jgpt.hardware import cuda_capability
+from jgpt.nn.attention import (
+    attend,
+    attend_locally,
+    attention_weights,
+    causal_mask,
+    fused_attend,
+    merge_heads,
+    rotate,
+    split_heads,
+)
+from jgpt.nn.cache import LayerCache
+from jgpt.nn.layers import INIT_STD, Linear, Module, dropped, next_dropout_key, rms_normed
+from jgpt.nn.precision import can_fuse
+
+
+class _Attention(Module):
+    """What one head and many share: whom a query may look at."""
+
+    embed_dim: int
+    head_dim: int
+    causal: bool
+    window: int | None
+    rotary: bool
+    qk_norm: bool
+    scale: float | None
+    dropout: float
+
+    @typed
+    def _normalise_and_rotate(
+        self,
+        x: Float[Array, "*batch time {self.head_dim}"],
+        position: Int[Array, " time"] | None = None,
+    ) -> Float[Array, "*batch time {self.head_dim}"]:
+        """QK-norm, then rotary embedding, where the module has them."""
+        if self.qk_norm:
+            x = rms_normed(x, 1e-6).astype(x.dtype)
+        if self.rotary:
+            x = rotate(x, jnp.arange(x.shape[-2]) if position is None else position)
+        return x
+
+    @typed
+    def _source_length(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None,
+    ) -> int:
+        return (x if context is None else context).shape[1]
+
+    @typed
+    def _mask(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None,
+    ) -> Bool[Array, "time time"] | None:
+        if self.window is not None and not self.causal:
+            raise ValueError(f"window={self.window} needs causal=True: it is of a position's past")
+        # no mask where there is no order: across sequences, or when the future may be seen
+        return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
+
+    @typed
+    def _attended(
+        self,
+        query: Float[Array, "*batch query {self.head_dim}"],
+        key: Float[Array, "*batch key {self.head_dim}"],
+        value: Float[Array, "*batch key {self.head_dim}"],
+        mask: Bool[Array, "query key"] | None,
+        drop_with: Key[Array, ""] | None,
+    ) -> Float[Array, "*batch query {self.head_dim}"]:
+        """What the queries read under this module's mask, in the cheapest way."""
+        how = {"scale": self.scale, "dropout": self.dropout, "dropout_key": drop_with}
+        if mask is not None and self.window is not None and self.window < key.shape[-2]:
+            return attend_locally(query, key, value, self.window, **how)
+        return attend(query, key, value, mask, **how)
+
+
+class Head(_Attention):
+    """One attention head; over `x` itself, or from `x` to a context of another length.
+
+    "Attention Is All You Need", section 3.2.1. Kernels are (in, out).
+    """
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        head_dim: int,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        use_bias: bool = False,
+        rotary: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.embed_dim, self.head_dim = embed_dim, head_dim
+        self.causal, self.window, self.dropout = causal, window, dropout
+        self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
+        linear = functools.partial(
+            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query = linear(embed_dim, head_dim)
+        self.key = linear(embed_dim, head_dim)
+        self.value = linear(embed_dim, head_dim)
+
+    @typed
+    def __call__(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.head_dim}"]:
+        """Each position's mean of the values it may see, weighted."""
+        source = x if context is None else context
+        return self._attended(
+            self._normalise_and_rotate(self.query(x)),
+            self._normalise_and_rotate(self.key(source)),
+            self.value(source),
+            self._mask(x, context),
+            next_dropout_key(rngs),
+        )
+
+    @typed
+    def weights(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+    ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
+        """How much each position of `x` reads from each of the source's."""
+        source = x if context is None else context
+        return attention_weights(
+            self._normalise_and_rotate(self.query(x)),
+            self._normalise_and_rotate(self.key(source)),
+            self._mask(x, context),
+            scale=self.scale,
+        )
+
+
+class MultiHeadAttention(_Attention):
+    """All heads in one computation, side by side, projected back ("Attention", section 3.2.2)."""
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        qkv_bias: bool = False,
+        use_bias: bool = True,
+        rotary: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        projection_std: float = INIT_STD,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}"
+            )
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.causal, self.window, self.dropout = causal, window, dropout
+        self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
+        self.dtype, self.param_dtype = dtype, param_dtype
+        linear = functools.partial(
+            Linear, embed_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query = linear(embed_dim, use_bias=qkv_bias)
+        self.key = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
+        self.value = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
+        self.projection = linear(embed_dim, use_bias=use_bias, init_std=projection_std)
+
+    @typed
+    def __call__(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+        *,
+        cache: LayerCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """Multi-head attention with output projection.
+
+        With a `cache`, the positions of `x` are appended to it and attend over it.
+        """
+        trains = rngs is not None and self.dropout > 0
+        if cache is not None and (context is not None or trains or not self.causal):
+            raise ValueError("a KV cache is for causal self-attention in evaluation")
+        position = None if cache is None else jnp.maximum(cache.positions(x), 0)
+        query, key, value = self._project(x, x if context is None else context, position)
+        mask, drop_with = self._mask(x, context), next_dropout_key(rngs)
+        if cache is not None:
+            cache.append(key, value)
+            heads = self._attend_over(cache, query)
+        elif can_fuse(query.dtype, self.head_dim, drops=trains, cuda_capability=cuda_capability()):
+            heads = fused_attend(
+                query,
+                key,
+                value,
+                causal=mask is not None,
+                window=self.window,
+                scale=self.scale,
+            )
+        else:
+            heads = self._attended(query, self._shared(key), self._shared(value), mask, drop_with)
+        check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
+        return dropped(self.projection(merge_heads(heads)), self.dropout, next_dropout_key(rngs))
+
+    @typed
+    def weights(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+    ) -> Float[Array, "batch {self.num_heads} time {self._source_length(x,context)}"]:
+        """Each head's attention weights."""
+        query, key, _ = self._project(x, x if context is None else context)
+        mask = self._mask(x, context)
+        return attention_weights(query, self._shared(key), mask, scale=self.scale)
+
+    @typed
+    def _project(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        source: Float[Array, "batch key {self.embed_dim}"],
+        position: Int[Array, "batch time"] | None = None,
+    ) -> tuple[
+        Float[Array, "batch {self.num_heads} time {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
+    ]:
+        """Queries, keys and values, split into heads."""
+        ready, at = self._normalise_and_rotate, ()
+        if position is not None:  # each sequence has its own
+            ready, at = jax.vmap(self._normalise_and_rotate), (position,)
+        return (
+            ready(split_heads(self.query(x), self.num_heads), *at),
+            ready(split_heads(self.key(source), self.num_kv_heads), *at),
+            split_heads(self.value(source), self.num_kv_heads),
+        )
+
+    @typed
+    def _shared(
+        self, x: Float[Array, "*batch {self.num_kv_heads} key {self.head_dim}"]
+    ) -> Float[Array, "*batch {self.num_heads} key {self.head_dim}"]:
+        """Keys or values for each query head: each is read by a group (Ainslie et al. 2023)."""
+        groups = self.num_heads // self.num_kv_heads
+        return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
+
+    @typed
+    def _attend_over(
+        self,
+        cache: LayerCache,
+        query: Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"],
+    ) -> Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"]:
+        """The attention of a cache's newest positions over all of it."""
+        time, groups = query.shape[2], self.num_heads // self.num_kv_heads
+        mask = jnp.tile(cache.mask(time, self.window), (1, groups, 1))
+        heads = jax.vmap(functools.partial(attend, scale=self.scale))(
+            # the query heads that share a head of keys attend as one with more queries
+            query.reshape(-1, groups * time, self.head_dim).astype(cache.keys.dtype),
+            cache.keys[...],
+            cache.values[...],
+            jnp.repeat(mask, self.num_kv_heads, axis=0),
+        )
+        return heads.reshape(query.shape)
+
+    @typed
+    def head(self, index: int) -> Head:
+        """The `Head` that computes what this module's head `index` computes, parameters copied."""
+        if not 0 <= index < self.num_heads:
+            raise ValueError(f"head {index} is not one of the {self.num_heads} heads, from 0 on")
+        head = Head(
+            self.embed_dim,
+            self.head_dim,
+            causal=self.causal,
+            window=self.window,
+            use_bias=self.query.bias is not None,
+            rotary=self.rotary,
+            qk_norm=self.qk_norm,
+            scale=self.scale,
+            dropout=self.dropout,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            rngs=nnx.Rngs(0),
+        )
+        shared = index * self.num_kv_heads // self.num_heads
+        for name, place in (("query", index), ("key", shared), ("value", shared)):
+            mine, its = getattr(self, name), getattr(head, name)
+            columns = slice(place * self.head_dim, (place + 1) * self.head_dim)
+            its.kernel[...] = mine.kernel[:, columns]
+            if mine.bias is not None and its.bias is not None:
+                its.bias[...] = mine.bias[columns]
+        return head

@@ -1,0 +1,297 @@
+"""What the transformer is made of: projections, embeddings and norms."""
+
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Key
+
+from jgpt.config import NormKind
+from jgpt.contracts import typed
+from jgpt.nn.precision import activation_dtype, available
+
+INIT_STD = 0.02
+
+
+MANY_FEATURES, TILE = 1024, 128
+"""Products with more features than that are padded to whole tiles of an accelerator."""
+
+
+class Module(nnx.Module):
+    """An NNX module whose class shows its own signature, which NNX's metaclass hides."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        signature = inspect.signature(cls.__init__)
+        shown = list(signature.parameters.values())[1:]  # without self
+        cls.__signature__ = inspect.Signature(shown)
+
+
+class Linear(Module):
+    """`x @ kernel + bias`, computed in `dtype` and accumulated in at least float32."""
+
+    @typed
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        init_std: float = INIT_STD,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        self.dtype = available(dtype)
+        shape = (in_features, out_features)
+        param_dtype = available(param_dtype)
+        self.kernel = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "*rows {self.in_features}"]
+    ) -> Float[Array, "*rows {self.out_features}"]:
+        """The projection of each row."""
+        y = project(x, self.kernel[...], self.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+@typed
+def project(
+    x: Float[Array, "*rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+) -> Float[Array, "*rows out_features"]:
+    """`x @ kernel` of operands in `dtype`, as wide as activations are, with the rows flattened.
+
+    The gradient of a product with more than one leading axis leaves XLA's fast path on the CPU.
+    """
+    rows, in_features = x.shape[:-1], x.shape[-1]
+    wide = jnp.promote_types(dtype, jnp.float32)
+    flat = x.reshape(math.prod(rows), in_features).astype(wide)
+    product = _narrow_product if jnp.finfo(dtype).bits < 32 else _product
+    return product(flat, kernel.astype(wide), dtype).reshape(*rows, kernel.shape[-1])
+
+
+@typed
+def project_to_many(
+    x: Float[Array, "*rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+) -> Float[Array, "*rows out_features"]:
+    """`project`, with very many features padded inside: GPT-2's 50,257 would be slow to multiply.
+
+    A product with few is left as it is: there the padding would cost more.
+    """
+    features = kernel.shape[1]
+    padding = -features % TILE if features > MANY_FEATURES else 0
+    padded = jnp.pad(kernel, ((0, 0), (0, padding)))
+    return project(x, padded, dtype)[..., :features]
+
+
+@typed
+def _product(
+    x: Float[Array, "rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+) -> Float[Array, "rows out_features"]:
+    """`x @ kernel` of operands in `dtype`, accumulated in at least float32."""
+    accumulate = jnp.promote_types(dtype, jnp.float32)
+    y = jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=accumulate)
+    return y.astype(activation_dtype(dtype))
+
+
+# What autodiff makes of narrow operands multiplies them by a wide gradient: no fast path takes it.
+_narrow_product = jax.custom_vjp(_product, nondiff_argnums=(2,))
+
+
+_narrow_product.defvjp(
+    lambda x, kernel, dtype: (
+        _product(x, kernel, dtype),
+        (x.astype(dtype), kernel.astype(dtype)),
+    ),
+    lambda dtype, saved, gradient: tuple(
+        _product(*operands, dtype).astype(jnp.float32)  # as the operands came
+        for operands in ((gradient, saved[1].T), (saved[0].T, gradient))
+    ),
+)
+
+
+class Embedding(Module):
+    """A row of the table for each index. Indices outside the table are the caller's error."""
+
+    @typed
+    def __init__(
+        self,
+        num_embeddings: int,
+        embed_dim: int,
+        *,
+        init_std: float = INIT_STD,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_embeddings, self.embed_dim = num_embeddings, embed_dim
+        shape = (num_embeddings, embed_dim)
+        param_dtype = available(param_dtype)
+        self.embedding = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
+
+    @typed
+    def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
+        """The row of each index."""
+        return jnp.take(self.embedding[...], index, axis=0)
+
+
+class NGramEmbedding(Module):
+    """At each position, the sum of a row for each of the n-grams that end there.
+
+    A hash finds the rows, so that n-grams may share one; those that begin before the text count
+    what is missing as a token of its own (Pagnoni et al. 2024, section 3.2.1).
+    """
+
+    @typed
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        num_rows: int,
+        embed_dim: int,
+        *,
+        init_std: float = INIT_STD,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.sizes, self.num_rows, self.embed_dim = sizes, num_rows, embed_dim
+        self.table = Embedding(
+            len(sizes) * num_rows, embed_dim, init_std=init_std, param_dtype=param_dtype, rngs=rngs
+        )
+
+    @typed
+    def __call__(
+        self, tokens: Int[Array, "batch time"]
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """The rows' sums. A token of -1 is one that is missing."""
+        return self.table(self.rows(tokens)).sum(axis=-2)
+
+    @typed
+    def rows(self, tokens: Int[Array, "batch time"]) -> Int[Array, "batch time {len(self.sizes)}"]:
+        """Which row of the table stands for the n-gram of each size."""
+        longest = max(self.sizes)
+        padded = jnp.pad(tokens, ((0, 0), (longest - 1, 0)), constant_values=-1)
+        mixed = jnp.zeros(tokens.shape, jnp.uint32)
+        rows = []
+        for size in range(1, longest + 1):
+            ago = padded[:, longest - size : padded.shape[1] - size + 1]
+            # multiplied by 2**32 over the golden ratio, whose high bits then go to the low ones
+            mixed = (mixed + (ago + 1).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+            mixed = mixed ^ (mixed >> 15)
+            if size in self.sizes:
+                row = (mixed % jnp.uint32(self.num_rows)).astype(jnp.int32)
+                rows.append(len(rows) * self.num_rows + row)
+        return jnp.stack(rows, axis=-1)
+
+
+class LayerNorm(Module):
+    """Each position's features to mean 0 and variance 1, then scaled (Ba et al. 2016).
+
+    Computed in at least float32, and returned so: the residual stream is never narrower.
+    """
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        epsilon: float = 1e-5,
+        use_scale: bool = True,
+        use_bias: bool = True,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        self.embed_dim, self.epsilon = embed_dim, epsilon
+        self.scale = nnx.Param(jnp.ones(embed_dim, param_dtype)) if use_scale else None
+        self.bias = nnx.Param(jnp.zeros(embed_dim, param_dtype)) if use_bias else None
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "*rows {self.embed_dim}"]
+    ) -> Float[Array, "*rows {self.embed_dim}"]:
+        """The normed rows."""
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = rms_normed(x - x.mean(axis=-1, keepdims=True), self.epsilon)
+        if self.scale is not None:
+            y = y * self.scale[...].astype(y.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class RMSNorm(Module):
+    """Each position's features divided by the root of their mean square, then scaled.
+
+    Zhang and Sennrich 2019, section 4. Computed in at least float32, and returned so.
+    """
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        epsilon: float = 1e-5,
+        use_scale: bool = True,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        self.embed_dim, self.epsilon = embed_dim, epsilon
+        self.scale = nnx.Param(jnp.ones(embed_dim, param_dtype)) if use_scale else None
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "*rows {self.embed_dim}"]
+    ) -> Float[Array, "*rows {self.embed_dim}"]:
+        """The normed rows."""
+        y = rms_normed(x, self.epsilon)
+        return y if self.scale is None else y * self.scale[...].astype(y.dtype)
+
+
+@typed
+def make_norm(
+    kind: NormKind,
+    embed_dim: int,
+    epsilon: float,
+    use_scale: bool,
+    use_bias: bool,
+    param_dtype: DTypeLike,
+) -> LayerNorm | RMSNorm:
+    """The norm of a kind; without a scale or a bias where they are not wanted."""
+    shared = {"epsilon": epsilon, "use_scale": use_scale, "param_dtype": param_dtype}
+    if kind == "rms":
+        return RMSNorm(embed_dim, **shared)
+    return LayerNorm(embed_dim, use_bias=use_bias, **shared)
+
+
+@typed
+def rms_normed(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
+    """Rows divided by the root of their mean square, in at least float32."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
+
+
+@typed
+def next_dropout_key(rngs: nnx.Rngs | None) -> Key[Array, ""] | None:
+    """The next key to drop with, or none where nothing is dropped."""
+    return None if rngs is None else rngs.dropout()
+
+
+@typed
+def dropped(
+    x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
+) -> Float[Array, "*rows"]:
+    """Set each entry to zero with probability `rate` and scale the rest to keep the mean.
+
+    Without a key nothing is dropped: that is evaluation (Srivastava et al. 2014, section 4).
+    """
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

@@ -1,0 +1,124 @@
+"""The model that a config describes: made, abstract, and counted."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
+
+from jgpt.config import ModelConfig
+from jgpt.contracts import typed
+from jgpt.nn.bigram import BigramLM
+from jgpt.nn.cache import KVCache
+from jgpt.nn.transformer import GPT
+
+Weights = PyTree[Float[Array, "..."]]
+"""A model's parameters as a plain tree of arrays."""
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """What the steps and generation need of a model."""
+
+    vocab_size: int
+    block_size: int
+    """The longest context, in tokens."""
+    supports_rolling_cache: bool
+    """Whether a cache may go on past `block_size`."""
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time features"]:
+        """Final hidden states."""
+        ...
+
+    def logits(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
+        """The language-model head."""
+        ...
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time vocab"]:
+        """The head of the hidden states: the logits of each position's next token."""
+        ...
+
+    def empty_cache(self, batch: int) -> KVCache:
+        """A cache for so many sequences, none of them begun."""
+        ...
+
+
+@typed
+def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
+    """The model that a config describes."""
+    if config.architecture == "bigram":
+        return BigramLM(config.vocab_size, param_dtype=config.param_dtype, rngs=rngs)
+    return GPT(config, rngs=rngs)
+
+
+@typed
+def abstract_model(config: ModelConfig) -> LanguageModel:
+    """The same without its numbers: shapes and dtypes to count, or to restore into."""
+    return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a model, all blocks together."""
+
+    name: str
+    parameters: int
+    size: int
+    """In bytes."""
+    product_parameters: int
+    """Those that multiply each token's features in a matrix product."""
+
+
+@typed
+def parts_of(config: ModelConfig) -> tuple[Part, ...]:
+    """The parts of the model that a config describes, in the order of a forward pass."""
+    weights = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+    leaves: dict[str, list[tuple[str, jax.ShapeDtypeStruct]]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        names = [str(entry.key) for entry in path]
+        part = f"{names[0]}.{names[2]}" if names[0] == "blocks" else names[0]
+        leaves.setdefault(part, []).append((names[-1], leaf))
+    tied = {"token_embedding"} if config.tie_embeddings else set()
+    parts = (
+        Part(
+            name,
+            parameters=sum(math.prod(leaf.shape) for _, leaf in its),
+            size=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in its),
+            product_parameters=sum(
+                math.prod(leaf.shape) for kind, leaf in its if kind == "kernel" or name in tied
+            ),
+        )
+        for name, its in leaves.items()
+    )
+    order = ("token", "position", "ngram", "shortcut", "blocks", "final", "head", "table")
+    return tuple(sorted(parts, key=lambda part: order.index(part.name.split("_")[0].split(".")[0])))
+
+
+@typed
+def flops_per_token(config: ModelConfig) -> int:
+    """Floating-point operations of a forward pass per token, at a full block.
+
+    Two for each multiplication and addition in matrix products, attention's included as if it were
+    not causal (Chowdhery et al. 2022, appendix B), but within its window. Training takes three
+    times that.
+    """
+    if config.architecture == "bigram":
+        return 0
+    products = sum(part.product_parameters for part in parts_of(config))
+    reach = min(config.block_size, config.attention_window or config.block_size)
+    attention = 2 * config.num_layers * reach * config.embed_dim
+    return 2 * (products + attention)

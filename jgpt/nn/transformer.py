@@ -1,0 +1,376 @@
+"""The transformer: feed-forward network, block, GPT.
+
+Modules hold parameters only. `module(x)` is evaluation; `module(x, rngs=nnx.Rngs(dropout=key))`
+is training. Models map tokens to logits; the loss is a function beside them.
+"""
+
+import functools
+import math
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from jgpt.config import Activation, ModelConfig, NormKind
+from jgpt.contracts import check, typed
+from jgpt.nn.cache import KVCache, LayerCache
+from jgpt.nn.heads import MultiHeadAttention
+from jgpt.nn.layers import (
+    INIT_STD,
+    Embedding,
+    Linear,
+    Module,
+    NGramEmbedding,
+    dropped,
+    make_norm,
+    next_dropout_key,
+    project_to_many,
+)
+from jgpt.nn.precision import activation_dtype, with_dtype
+
+_Block = TypeVar("_Block", bound="Block")
+
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, section 4
+}
+
+
+class FeedForward(Module):
+    """Two projections with a non-linearity between, each position for itself (section 3.3)."""
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int | None = None,
+        *,
+        activation: Activation = "gelu",
+        use_bias: bool = True,
+        dropout: float = 0.0,
+        projection_std: float = INIT_STD,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.embed_dim = embed_dim
+        self.hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
+        self.activation, self.dropout = activation, dropout
+        linear = functools.partial(
+            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.expansion = linear(embed_dim, self.hidden_dim)
+        self.projection = linear(self.hidden_dim, embed_dim, init_std=projection_std)
+
+    @typed
+    def __call__(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        *,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """Each position's features, thought over."""
+        hidden = check(
+            ACTIVATIONS[self.activation](self.expansion(x)),
+            Float[Array, "batch time {self.hidden_dim}"],
+        )
+        return dropped(self.projection(hidden), self.dropout, next_dropout_key(rngs))
+
+
+class Block(Module):
+    """Communication, then computation: pre-norm attention and feed-forward, both residual.
+
+    Pre-norm is GPT-2's order (Radford et al. 2019, section 2.3).
+    """
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        hidden_dim: int | None = None,
+        *,
+        activation: Activation = "gelu",
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        qkv_bias: bool = False,
+        use_bias: bool = True,
+        rotary: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        norm: NormKind = "layer",
+        norm_scale: bool = True,
+        norm_epsilon: float = 1e-5,
+        dropout: float = 0.0,
+        projection_std: float = INIT_STD,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.embed_dim = embed_dim
+        new_norm = functools.partial(
+            make_norm, norm, embed_dim, norm_epsilon, norm_scale, use_bias, param_dtype
+        )
+        shared = {"dropout": dropout, "projection_std": projection_std, "dtype": dtype}
+        self.attention_norm = new_norm()
+        self.attention = MultiHeadAttention(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            window=window,
+            qkv_bias=qkv_bias,
+            use_bias=use_bias,
+            rotary=rotary,
+            qk_norm=qk_norm,
+            scale=scale,
+            param_dtype=param_dtype,
+            rngs=rngs,
+            **shared,
+        )
+        self.feed_forward_norm = new_norm()
+        self.feed_forward = FeedForward(
+            embed_dim,
+            hidden_dim,
+            activation=activation,
+            use_bias=use_bias,
+            param_dtype=param_dtype,
+            rngs=rngs,
+            **shared,
+        )
+
+    @classmethod
+    @typed
+    def from_config(cls: type[_Block], config: ModelConfig, *, rngs: nnx.Rngs) -> _Block:
+        """A block of the transformer that a config describes."""
+        residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
+        return cls(
+            config.embed_dim,
+            config.num_heads,
+            config.hidden_dim,
+            activation=config.activation,
+            num_kv_heads=config.num_kv_heads,
+            window=config.attention_window,
+            qkv_bias=config.qkv_bias,
+            use_bias=config.use_bias,
+            rotary=config.positions == "rotary",
+            qk_norm=config.qk_norm,
+            scale=config.attention_scale,
+            norm=config.norm,
+            norm_scale=config.norm_scale,
+            norm_epsilon=config.norm_epsilon,
+            dropout=config.dropout,
+            projection_std=0.0 if config.zero_init else residual_std,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+
+    @typed
+    def __call__(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        *,
+        cache: LayerCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """Pre-norm attention and MLP with residual connections."""
+        x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs)
+        return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
+
+
+class GPT(Module):
+    """Tokens to the logits of each next token.
+
+    Initialised as GPT-2 is: N(0, 0.02), and the projections that write into the residual stream
+    divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3).
+    """
+
+    @typed
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config = with_dtype(config)
+        self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
+        self.block_size = config.block_size
+        self.supports_rolling_cache = config.positions == "rotary"
+        self.token_embedding = Embedding(
+            config.vocab_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
+        )
+        self.position_embedding = (
+            Embedding(
+                config.block_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
+            )
+            if config.positions == "learned"
+            else None
+        )
+        self.ngram_embedding = (
+            NGramEmbedding(
+                config.ngram_sizes,
+                config.ngram_rows,
+                config.embed_dim,
+                param_dtype=config.param_dtype,
+                rngs=rngs,
+            )
+            if config.ngram_sizes
+            else None
+        )
+        self.shortcut = (
+            nnx.Param(jnp.zeros(config.num_layers, config.param_dtype))
+            if config.embedding_shortcut
+            else None
+        )
+        self.blocks = nnx.List(
+            Block.from_config(config, rngs=rngs) for _ in range(config.num_layers)
+        )
+        self.final_norm = make_norm(
+            config.norm,
+            config.embed_dim,
+            config.norm_epsilon,
+            config.norm_scale,
+            config.use_bias,
+            config.param_dtype,
+        )
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(
+                config.embed_dim,
+                config.vocab_size,
+                use_bias=config.head_bias,
+                init_std=0.0 if config.zero_init else INIT_STD,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                rngs=rngs,
+            )
+        )
+
+    @typed
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """The logits of each position's next token. Raises ValueError past `block_size`.
+
+        With a `cache`, the tokens come after those in it, and join them.
+        """
+        return self.logits(self.hidden(tokens, cache=cache, rngs=rngs))
+
+    @typed
+    def hidden(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """Final hidden states, the input of `logits`."""
+        return self.final_norm(self.hidden_states(tokens, cache=cache, rngs=rngs)[-1])
+
+    @typed
+    def hidden_states(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
+        """The residual stream: the input of each block, then the output of the last.
+
+        Raises ValueError past `block_size`, and for a cache of another number of layers. Rotary
+        positions may pass `block_size` with a cache, one token at a time: each layer then attends
+        to its last `block_size` positions. For learned ones the caller stays below it.
+        """
+        layers = [None] * len(self.blocks) if cache is None else [*cache.layers]
+        if len(layers) != len(self.blocks):
+            raise ValueError(
+                f"the cache has {len(layers)} layers and the model {len(self.blocks)}: "
+                "begin with empty_cache"
+            )
+
+        def call(block, x, rngs):  # a subclass has a call of its own
+            return block(x, rngs=rngs)
+
+        run = nnx.remat(call) if self.config.rematerialise else call
+        x = embedded = self.embed(tokens, cache=cache, rngs=rngs)
+        states = []
+        for index, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
+            if self.shortcut is not None:
+                x = x + self.shortcut[index].astype(x.dtype) * embedded
+            states.append(x)
+            x = run(block, x, rngs) if layer is None else block(x, cache=layer)
+        return *states, x
+
+    @typed
+    def attention_weights(
+        self, tokens: Int[Array, "batch time"]
+    ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
+        """The attention weights of each layer and head, of what the forward pass computes."""
+        inputs = self.hidden_states(tokens)[:-1]
+        return jnp.stack(
+            [
+                block.attention.weights(block.attention_norm(x))
+                for block, x in zip(self.blocks, inputs, strict=True)
+            ]
+        )
+
+    @typed
+    def embed(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        """Sum of token, position and n-gram embeddings. Raises ValueError past `block_size`."""
+        time = tokens.shape[1]
+        if time > self.block_size:
+            raise ValueError(
+                f"{time} tokens are more than block_size={self.block_size}: "
+                "crop the input to its last block_size tokens"
+            )
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            position = jnp.arange(time)
+            if cache is not None:
+                position = jnp.maximum(cache.layers[0].positions(tokens), 0)
+            x = x + self.position_embedding(position)
+        if self.ngram_embedding is not None:
+            whole = jnp.ones((*tokens.shape, 1), x.dtype)
+            kept = dropped(whole, self.config.ngram_dropout, next_dropout_key(rngs))
+            known = tokens if cache is None else cache.append_tokens(tokens)
+            x = x + kept * self.ngram_embedding(known)[:, -time:]
+        # the residual stream is never below float32
+        x = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
+        return dropped(x, self.config.dropout, next_dropout_key(rngs))
+
+    @typed
+    def empty_cache(self, batch: int) -> KVCache:
+        """A cache for `batch` sequences of `block_size` positions, none of them read yet."""
+        attention = self.blocks[0].attention
+        sizes = (batch, self.block_size, attention.num_kv_heads, attention.head_dim)
+        dtype = activation_dtype(self.config.dtype)
+        layers = tuple(LayerCache(*sizes, dtype=dtype) for _ in self.blocks)
+        lookback = max(self.config.ngram_sizes, default=1) - 1
+        return KVCache(layers, batch=batch, lookback=lookback)
+
+    @typed
+    def logits(
+        self, x: Float[Array, "batch time {self.embed_dim}"]
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        """The language-model head, its logits softly capped if the config says so."""
+        head = self.head
+        kernel = self.token_embedding.embedding[...].T if head is None else head.kernel[...]
+        logits = project_to_many(x, kernel, self.config.dtype)
+        if head is not None and head.bias is not None:
+            logits = logits + head.bias[...].astype(logits.dtype)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

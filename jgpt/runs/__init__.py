@@ -1,0 +1,1 @@
+"""One run: its directory, its checkpoints, its metrics, and the loop that makes them."""

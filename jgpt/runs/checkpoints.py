@@ -1,0 +1,399 @@
+"""Checkpoints: a run's train states, saved in the background, checksummed, and verified at load."""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from jgpt.config import TrainConfig
+from jgpt.contracts import typed
+from jgpt.data.tokenizers import Tokenizer
+from jgpt.nn.models import LanguageModel, Weights, abstract_model
+from jgpt.runs.directory import CHECKPOINTS, RunDirectory
+from jgpt.runs.manifest import Manifest, files_below, sha256_of, sync_directory, verify
+from jgpt.training.optimizer import make_optimizer
+from jgpt.training.step import TrainState, abstract_state
+
+Which = Literal["best", "last"] | int
+"""A checkpoint by its validation loss, by its age, or by its step."""
+_MAY_DIFFER = {
+    *("steps", "eval_interval", "steps_per_call", "sample_tokens", "out", "name"),
+    *("patience", "keep_best", "keep_last", "keep_every", "trackers", "model.vocab_size"),
+}
+
+_STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
+
+
+class _OrbaxWarnings(logging.Filter):
+    """Leaves out what Orbax says of each save, below an error; absl's other users are heard."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts
+
+
+class Checkpoints:
+    """A run's checkpoints, one directory a step: `checkpoints/STEP`.
+
+    Orbax writes to a directory of another name; when all of it is on disk its manifest is, and
+    only then is it renamed. So a directory named as a step is whole, or was damaged later.
+    """
+
+    @typed
+    def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
+        """Open the run's checkpoints. Use it as a context manager: saves finish at its end."""
+        self._path = (run.path / CHECKPOINTS).resolve()
+        self._config, self._run = run.config(), run
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(weights=_handler(), optimizer=_handler())
+        )
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._quiet = _OrbaxWarnings()
+        self._saving: Future[None] | None = None
+        if not read_only:
+            self._path.mkdir(exist_ok=True)
+            self._remove_unfinished()
+
+    def __enter__(self) -> Self:
+        """Orbax is quiet from here to the end."""
+        logging.getLogger("absl").addFilter(self._quiet)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for saves under way."""
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            self._orbax.close()
+            logging.getLogger("absl").removeFilter(self._quiet)
+
+    @typed
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, oldest first."""
+        if not self._path.is_dir():
+            return []
+        names = [entry.name for entry in self._path.iterdir()]
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
+    @typed
+    def save(self, state: TrainState, validation_loss: float | None) -> None:
+        """Save the state under its step, in the background. Raises OSError if the last save failed.
+
+        Where the step has a checkpoint already, it stays.
+        """
+        self.wait()
+        step = int(state.step)
+        if step in self.steps():
+            return
+        partial = self._path / f"saving-{step}"
+        try:
+            self._orbax.save(
+                partial,
+                args=ocp.args.Composite(
+                    weights=ocp.args.StandardSave(state.weights),
+                    optimizer=ocp.args.StandardSave(state.optimizer),
+                ),
+            )
+        except Exception as error:
+            raise self._failed(step, error) from error
+        self._saving = self._background.submit(self._finish, partial, step, validation_loss)
+
+    @typed
+    def wait(self) -> None:
+        """Wait for the save under way. Raises OSError if it failed."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    @typed
+    def raise_if_failed(self) -> None:
+        """Raise OSError if a save has failed; don't wait for one under way."""
+        if self._saving is not None and self._saving.done():
+            self.wait()
+
+    @typed
+    def step(self, which: Which) -> int | None:
+        """The step of a checkpoint, or None where there is none at all.
+
+        Raises ValueError for a step without a checkpoint, and where damage hides which is best.
+        """
+        steps = self.steps()
+        if not steps:
+            return None
+        if isinstance(which, int):
+            if which not in steps:
+                known = ", ".join(map(str, steps))
+                raise ValueError(f"{self._path} has no checkpoint {which}: it has {known}")
+            return which
+        return self._by_loss()[0] if which == "best" else steps[-1]
+
+    @typed
+    def best(self) -> Manifest:
+        """The manifest of the best checkpoint."""
+        return Manifest.read(self._path / str(self._require_step("best")))
+
+    @typed
+    def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
+        """A state, verified. Raises ValueError where it is damaged or another model's."""
+        step = self._verified_step(config, which)
+        abstract = abstract_state(config)
+        items = self._restore(step, {"weights": abstract.weights, "optimizer": abstract.optimizer})
+        return TrainState(items["weights"], items["optimizer"], jnp.int32(step))
+
+    @typed
+    def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
+        """The weights alone, verified. Raises ValueError where they are damaged."""
+        step = self._verified_step(config, which)  # before a model is made, whatever its size
+        abstract = nnx.to_pure_dict(nnx.state(abstract_model(config.model), nnx.Param))
+        return self._restore(step, {"weights": abstract})["weights"]
+
+    def _by_loss(self) -> list[int]:
+        """The steps, the best first; those without a validation loss last, newest first."""
+        losses = {}
+        for step in self.steps():
+            try:
+                loss = Manifest.read(self._path / str(step)).validation_loss
+            except ValueError as error:
+                raise ValueError(f"{error}{self._instead_of(step)}") from None
+            losses[step] = (math.inf, -step) if loss is None else (loss, step)
+        return sorted(losses, key=lambda step: losses[step])
+
+    def _require_step(self, which: Which) -> int:
+        step = self.step(which)
+        if step is None:
+            raise FileNotFoundError(f"{self._path} holds no checkpoint: the run never saved one")
+        return step
+
+    def _verified_step(self, config: TrainConfig, which: Which) -> int:
+        step = self._require_step(which)
+        self._require_same_model(config, step)
+        try:
+            verify(self._path / str(step))
+        except ValueError as error:
+            raise ValueError(f"{error}{self._instead_of(step)}") from None
+        return step
+
+    def _require_same_model(self, config: TrainConfig, step: int) -> None:
+        directory = self._path / str(step)
+        try:
+            manifest = Manifest.read(directory)
+        except ValueError as error:
+            raise ValueError(f"{error}{self._instead_of(step)}") from None
+        given = json.loads(json.dumps(dataclasses.asdict(config.model)))  # as the manifest has it
+        for name, saved in manifest.model.items():
+            if name in given and given[name] != saved:
+                raise ValueError(
+                    f"checkpoint {directory} was saved with {name}={saved!r}, the config has "
+                    f"{name}={given[name]!r}; they are not of the same run"
+                )
+        if manifest.tokenizer != self._run.tokenizer_digest():
+            raise ValueError(
+                f"checkpoint {directory} was saved with another tokenizer than the run's; "
+                "they are not of the same run"
+            )
+
+    def _restore(self, step: int, abstract: dict[str, Any]) -> Any:
+        directory = self._path / str(step)
+        _require_plausible_arrays(directory, jax.tree.leaves(abstract))
+        here = jnp.zeros(()).sharding  # where new arrays are made: jax.default_device decides
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract
+        )
+        try:
+            restored = self._orbax.restore(
+                directory,
+                args=ocp.args.Composite(
+                    **{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+                ),
+            )
+            items = {name: restored[name] for name in wanted}
+        except Exception as error:  # Orbax raises whatever its parts do
+            raise ValueError(
+                f"checkpoint {directory} can't be read: it is damaged, or of another model than "
+                f"the config's ({_reason(error)})"
+            ) from error
+        for (path, leaf), (_, found) in zip(
+            jax.tree_util.tree_leaves_with_path(wanted),
+            jax.tree_util.tree_leaves_with_path(items),
+            strict=True,
+        ):
+            if (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+                raise ValueError(
+                    f"checkpoint {directory} does not match the config: "
+                    f"{jax.tree_util.keystr(path, simple=True, separator='.')} is "
+                    f"{found.dtype}{list(found.shape)}, not {leaf.dtype}{list(leaf.shape)}"
+                )
+        return items
+
+    def _instead_of(self, step: int) -> str:
+        """What to do without a damaged checkpoint."""
+        for other in reversed(self.steps()):
+            try:
+                if other != step:
+                    verify(self._path / str(other))
+                    return (
+                        f"; checkpoint {other} is whole: use --checkpoint {other}, or delete "
+                        f"{self._path / str(step)} to go on from what is left"
+                    )
+            except ValueError:
+                continue
+        return "; the run has no other whole checkpoint"
+
+    def _finish(self, partial: Path, step: int, validation_loss: float | None) -> None:
+        """In the background: wait for Orbax, write the manifest, rename, and tidy up."""
+        try:
+            self._orbax.wait_until_finished()
+            Manifest(
+                step=step,
+                validation_loss=validation_loss,
+                model=dataclasses.asdict(self._config.model),
+                tokenizer=self._run.tokenizer_digest(),
+                files={
+                    name: (path.stat().st_size, sha256_of(path))
+                    for name, path in files_below(partial)
+                },
+            ).write(partial)
+            sync_directory(partial)
+            os.replace(partial, self._path / str(step))
+            sync_directory(self._path)
+        except Exception as error:
+            self._remove_unfinished()
+            raise self._failed(step, error) from error
+        self._remove_superfluous()
+
+    def _failed(self, step: int, error: Exception) -> OSError:
+        steps = self.steps()
+        last = f"the last good checkpoint is step {steps[-1]}" if steps else "there is none yet"
+        return OSError(
+            f"the checkpoint of step {step} could not be written to {self._path} "
+            f"({_reason(error)}); {last}: make room and go on with --resume"
+        )
+
+    def _remove_superfluous(self) -> None:
+        """Keep the best, the last and every Nth; rename first, so that none is ever half there."""
+        steps = self.steps()
+        try:
+            best = self._by_loss()[: self._config.keep_best]
+        except ValueError:
+            return  # where one is damaged, none is superfluous
+        kept = {*best, *steps[-self._config.keep_last :]}
+        every = self._config.keep_every
+        for step in set(steps) - kept:
+            if every is None or step % every:
+                doomed = self._path / f"deleting-{step}"
+                os.replace(self._path / str(step), doomed)
+                shutil.rmtree(doomed)
+
+    def _remove_unfinished(self) -> None:
+        for entry in self._path.iterdir():
+            if entry.name.startswith(("saving-", "deleting-")) and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+@typed
+def load(
+    run_directory: str | Path, *, which: Which = "best"
+) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
+    """A trained model with its tokenizer and config; nothing is written.
+
+    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where a file of
+    theirs is damaged.
+    """
+    run = RunDirectory.open(run_directory)
+    config, tokenizer = run.config(), run.tokenizer()
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise ValueError(
+            f"{run.path}: its tokenizer has {tokenizer.vocab_size} tokens, its config "
+            f"vocab_size={config.model.vocab_size}; they are not of the same run"
+        )
+    with Checkpoints(run, read_only=True) as checkpoints:
+        weights = checkpoints.restore_weights(config, which)
+    return nnx.merge(nnx.graphdef(abstract_model(config.model)), weights), tokenizer, config
+
+
+@typed
+def write_run(
+    path: Path, model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig
+) -> RunDirectory:
+    """A run at step 0 of a model that was trained elsewhere; it appears whole or not at all."""
+    if path.exists():
+        raise FileExistsError(f"{path} exists already: choose another directory")
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        run = RunDirectory.create(partial, config, tokenizer)
+        with Checkpoints(run) as checkpoints:
+            checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return RunDirectory(path)
+
+
+@typed
+def require_same_run(saved: TrainConfig, given: TrainConfig) -> None:
+    """Raise ValueError naming each field in which a config can't go on with a saved run."""
+    differences = [
+        f"{name}={old!r} there, {new!r} here"
+        for (name, old), (_, new) in zip(_fields(saved), _fields(given), strict=True)
+        if old != new and name not in _MAY_DIFFER
+    ]
+    if differences:
+        raise ValueError(
+            "the config doesn't match the run to resume: "
+            + "; ".join(differences)
+            + ". Use the same values, or another --out"
+        )
+
+
+def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
+    """Raise ValueError for an array that claims more room than the model's largest.
+
+    TensorStore allocates what an array's header says before it reads, and aborts the process where
+    that fails; a manifest can be made to fit a header that lies.
+    """
+    largest = max(math.prod(leaf.shape) for leaf in leaves)
+    for path in directory.rglob(".zarray"):
+        try:
+            header = json.loads(path.read_text(encoding="utf-8"))
+            if header["dtype"] not in _STORED_DTYPES:  # one may be of any number of bytes
+                raise ValueError(f"dtype {header['dtype']!r} is none that jgpt stores")
+            for name in ("shape", "chunks"):
+                sizes = header[name]
+                if not all(type(size) is int and size >= 0 for size in sizes):
+                    raise ValueError(f"{name} is {sizes!r}")
+                if math.prod(sizes) > largest:
+                    raise ValueError(f"{name} {sizes!r} is more than the model's largest array")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _handler() -> ocp.StandardCheckpointHandler:
+    # plain Zarr, one directory an array: files that refer to no others, and can be looked at
+    return ocp.StandardCheckpointHandler(use_ocdbt=False)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0][:200]

@@ -1,0 +1,244 @@
+"""The run directory: one run's files, written whole or not at all, by one process at a time."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jgpt.config import TrainConfig, from_json, to_json
+from jgpt.contracts import typed
+from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(descriptor: int) -> None:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+
+else:
+    import fcntl
+
+    def _lock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+Parsed = TypeVar("Parsed")
+_RunDirectory = TypeVar("_RunDirectory", bound="RunDirectory")  # it can't name itself yet
+CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
+PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
+CHECKPOINTS, SAMPLES, LOSS_PICTURE = "checkpoints", "samples.txt", "loss.png"
+TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb.id"
+_OWN_FILE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run's files: config, tokenizer, metrics, checkpoints, samples and the loss picture."""
+
+    path: Path
+
+    @classmethod
+    @typed
+    def create(
+        cls: type[_RunDirectory], path: Path, config: TrainConfig, tokenizer: Tokenizer
+    ) -> _RunDirectory:
+        """Make the directory and write what never changes; its config makes it a run."""
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / TOKENIZER, tokenizer.to_json())
+        run = cls(path)
+        run.write_config(config)
+        return run
+
+    @typed
+    def write_config(self, config: TrainConfig) -> None:
+        """The config, which may have more steps when a run goes on."""
+        _write(self.path / CONFIG, to_json(config))
+
+    @classmethod
+    @typed
+    def open(cls: type[_RunDirectory], path: str | Path) -> _RunDirectory:
+        """An existing run. Raises FileNotFoundError where there is none."""
+        path = Path(path)
+        if not (path / CONFIG).is_file():
+            raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
+        for entry in path.iterdir():
+            if entry.is_symlink():
+                raise ValueError(f"{entry} is a link: a run reads and writes its own files only")
+        return cls(path)
+
+    @staticmethod
+    @typed
+    def exists(path: Path) -> bool:
+        """Whether a run is there."""
+        return (path / CONFIG).is_file()
+
+    @staticmethod
+    @typed
+    def holds_nothing_else(path: Path) -> bool:
+        """Whether a directory is empty but for what a run killed while it was made leaves."""
+        return all(
+            entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial")
+            for entry in path.iterdir()
+        )
+
+    @contextlib.contextmanager
+    @typed
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training here; the lock goes with the process that holds it.
+
+        Raises BlockingIOError where another process trains.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _OWN_FILE, 0o666)
+        try:
+            try:
+                _lock(descriptor)
+            except OSError:
+                holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
+                raise BlockingIOError(
+                    f"{self.path} is in use by process {holder}: wait for it, or choose another out"
+                ) from None
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+            yield
+        finally:
+            os.close(descriptor)
+
+    @typed
+    def config(self) -> TrainConfig:
+        """The run's config, the tokenizer's vocabulary size in it."""
+        return read_config(self.path / CONFIG)
+
+    @typed
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer."""
+        return _read(self.path / TOKENIZER, tokenizer_from_json)
+
+    @typed
+    def tokenizer_digest(self) -> str:
+        """The tokenizer file's SHA-256."""
+        return hashlib.sha256((self.path / TOKENIZER).read_bytes()).hexdigest()
+
+    @typed
+    def append_metrics(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
+        """Append objects to the metrics, one a line, all of them or none."""
+        self._append(METRICS, lines, durable=durable)
+
+    @typed
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics so far; a line that is cut short or damaged is passed over."""
+        return [
+            line
+            for line, _ in self._lines(METRICS)
+            if all(type(value) in (int, float) and abs(value) < 1e300 for value in line.values())
+        ]
+
+    @typed
+    def forget_metrics_after(self, step: int) -> None:
+        """Cut off the metrics of steps that will be taken again, and a last line cut short."""
+        self._cut_off(METRICS, step)
+
+    @typed
+    def append_provenance(self, line: dict[str, Any]) -> None:
+        """Write down with what training starts, or goes on."""
+        self._cut_off(PROVENANCE, None)
+        self._append(PROVENANCE, [line], durable=True)
+
+    @typed
+    def provenance(self) -> list[dict[str, Any]]:
+        """With what training started, and each time that it went on."""
+        return [line for line, _ in self._lines(PROVENANCE)]
+
+    @typed
+    def write_samples(self, text: str) -> None:
+        """The sample at the end of training."""
+        _write(self.path / SAMPLES, text)
+
+    @typed
+    def delete(self) -> None:
+        """Remove what a run consists of, as `--overwrite` asks, and nothing else."""
+        for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
+            if (self.path / name).is_dir():
+                shutil.rmtree(self.path / name)
+        # the lock stays, whose holder asks for this; the config goes last: it says what this is
+        for name in (TOKENIZER, METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID, CONFIG):
+            (self.path / name).unlink(missing_ok=True)
+
+    def _append(self, name: str, lines: list[dict[str, Any]], *, durable: bool) -> None:
+        """Append to a file, which a failed write leaves as it was."""
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
+        descriptor = os.open(
+            self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _OWN_FILE, 0o666
+        )
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                while text:
+                    text = text[os.write(descriptor, text) :]
+                if durable:
+                    os.fsync(descriptor)
+            except OSError as error:
+                os.truncate(descriptor, size)
+                raise OSError(
+                    f"{self.path / name} can't be written: {error.strerror}; the checkpoints are "
+                    "as they were: make room and go on with --resume"
+                ) from error
+        finally:
+            os.close(descriptor)
+
+    def _cut_off(self, name: str, step: int | None) -> None:
+        """Shorten a file to its last whole line, and to the last one up to a step."""
+        ends = (end for line, end in self._lines(name) if step is None or line["step"] <= step)
+        end, path = max(ends, default=0), self.path / name
+        if path.is_file() and path.stat().st_size > end:
+            os.truncate(path, end)
+
+    def _lines(self, name: str) -> Iterator[tuple[dict[str, Any], int]]:
+        """Each whole line that is an object with a step, and where in the file it ends."""
+        path = self.path / name
+        if not path.is_file():
+            return
+        end = 0
+        with path.open("rb") as file:
+            for text in file:
+                end += len(text)
+                if not text.endswith(b"\n"):
+                    return
+                try:
+                    line = json.loads(text)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(line, dict) and type(line.get("step")) is int:
+                    yield line, end
+
+
+@typed
+def read_config(path: Path) -> TrainConfig:
+    """A run's config. Raises ValueError where it is damaged."""
+    return _read(path, lambda text: from_json(TrainConfig, text))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file")
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error

@@ -1,0 +1,351 @@
+"""`fit`: the training loop. It orchestrates; the maths is in step.py."""
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jgpt.config import TrainConfig
+from jgpt.contracts import typed
+from jgpt.data.batches import batches, evaluation_windows, resident
+from jgpt.data.dataset import Dataset, load_dataset
+from jgpt.data.tokenizers import Tokenizer
+from jgpt.generation.decoding import generate
+from jgpt.generation.text import opening
+from jgpt.hardware import memory_limit
+from jgpt.nn.loss import bits_per_character
+from jgpt.nn.models import LanguageModel, Weights
+from jgpt.nn.precision import with_dtype
+from jgpt.runs.checkpoints import Checkpoints, Which, load, require_same_run
+from jgpt.runs.directory import LOSS_PICTURE, PROFILE, RunDirectory
+from jgpt.runs.metrics import Recorder
+from jgpt.runs.plots import plot_losses
+from jgpt.runs.profiling import CompilationWatch, Profiler
+from jgpt.runs.progress import Progress
+from jgpt.runs.provenance import provenance, require_same_corpus
+from jgpt.runs.trackers import open_tracker
+from jgpt.training.plan import Plan, bytes_of, make_plan, require_feasible
+from jgpt.training.step import (
+    TrainState,
+    abstract_state,
+    dropout_stream,
+    init_state,
+    make_eval_step,
+    make_train_steps,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: where it lies, what it learned, and how well."""
+
+    directory: Path
+    model: LanguageModel
+    tokenizer: Tokenizer
+    config: TrainConfig
+    validation_loss: float
+    """The best exact validation loss, in nats per token: the model's."""
+    best_step: int
+    sample: str
+    seconds: float
+
+
+class TrainingStopped(Exception):
+    """Training was asked to stop, and has saved where it is."""
+
+    @typed
+    def __init__(self, step: int, directory: Path) -> None:
+        super().__init__(f"stopped after step {step}, which is saved in {directory}")
+        self.step, self.directory = step, directory
+
+
+@typed
+def fit(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    profile_steps: int = 0,
+) -> Run:
+    """Train as the config says, into a run directory; return the run with its best model.
+
+    `resume` goes on from the directory's last checkpoint, or begins where there is none yet;
+    `overwrite` deletes what is there. `should_stop` is asked after each call of steps;
+    `profile_steps` are traced into the run's folder `profile`.
+    Raises ValueError or OSError before anything is written or deleted, OSError when something
+    can't be written later, FloatingPointError when a loss or a gradient is not finite, and
+    TrainingStopped: the last good state is then a checkpoint.
+    """
+    began = time.perf_counter()
+    progress = progress or Progress()
+    config, dataset, out = _prepare(config, resume, overwrite, progress)
+    with (
+        RunDirectory(out).locked(),
+        _open_run(out, config, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
+        contextlib.ExitStack() as stack,
+    ):
+        goes_on = checkpoints.step("last") is not None
+        state = checkpoints.restore(config) if goes_on else init_state(config)
+        first_step = int(state.step)
+        run.forget_metrics_after(first_step)
+        trackers = [
+            stack.enter_context(
+                contextlib.closing(open_tracker(name, run.path, out.name, first_step))
+            )
+            for name in config.trackers
+        ]
+        run.append_provenance(provenance(config, dataset, first_step))
+        progress.started(config, dataset, state, out)
+        recorder = Recorder(config, run, trackers, len(dataset.train))
+        profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
+        _train(config, dataset, state, run, checkpoints, recorder, profiler, progress, should_stop)
+        checkpoints.wait()
+        best = checkpoints.best()
+    plot_losses(run.metrics(), run.path / LOSS_PICTURE)
+    model, tokenizer, _ = load(run.path)
+    sample = _sample(model, tokenizer, config)
+    run.write_samples(sample)
+    assert best.validation_loss is not None  # training evaluates its last step
+    return Run(
+        directory=run.path,
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        validation_loss=best.validation_loss,
+        best_step=best.step,
+        sample=sample,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@typed
+def plan(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """What `fit` would do; nothing is written, and it raises what `fit` would."""
+    return make_plan(*_prepare(config, resume, overwrite, progress or Progress()))
+
+
+def _prepare(
+    config: TrainConfig, resume: bool, overwrite: bool, progress: Progress
+) -> tuple[TrainConfig, Dataset, Path]:
+    """All that can be found wrong before anything is written or compiled."""
+    out = _run_directory(config, resume=resume, overwrite=overwrite)
+    goes_on = resume and RunDirectory.exists(out)
+    dataset = load_dataset(
+        config.dataset,
+        config.model.block_size,
+        tokenizer=RunDirectory.open(out).tokenizer() if goes_on else None,
+        on_download=progress.downloaded,
+    )
+    model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    config = dataclasses.replace(config, model=with_dtype(model))  # a run says what it was
+    if goes_on:
+        run = RunDirectory.open(out)
+        require_same_run(run.config(), config)
+        require_same_corpus(run.provenance(), dataset, str(out))
+    require_feasible(config, memory_limit())
+    _require_room(config, out)
+    return config, dataset, out
+
+
+def _require_room(config: TrainConfig, out: Path) -> None:
+    """Raise OSError where the disk can't hold the checkpoints to keep."""
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
+    if needed > free:
+        raise OSError(
+            f"{existing} has {free / 2**20:.0f} MiB left, the checkpoints to keep need "
+            f"{needed / 2**20:.0f} MiB: make room, or lower keep_best and keep_last"
+        )
+
+
+def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
+    if resume and overwrite:
+        raise ValueError("resume goes on with a run and overwrite deletes it: choose one")
+    if config.out is None:
+        if resume:
+            raise ValueError("resume needs to know which run: give its directory as out")
+        return _free_directory(Path("runs"), config.name)
+    out = Path(config.out)
+    if not out.exists():
+        return out
+    if not resume and not overwrite:
+        raise FileExistsError(f"{out} exists already: --resume goes on, --overwrite starts again")
+    if not RunDirectory.holds_nothing_else(out):  # but what a run begins with
+        RunDirectory.open(out).config()  # change runs only, whatever the user has named
+    return out
+
+
+def _free_directory(parent: Path, name: str) -> Path:
+    number, path = 1, parent / name
+    while path.exists():
+        number += 1
+        path = parent / f"{name}-{number}"
+    return path
+
+
+@contextlib.contextmanager
+def _open_run(
+    out: Path, config: TrainConfig, dataset: Dataset, *, resume: bool, overwrite: bool
+) -> Iterator[tuple[RunDirectory, Checkpoints]]:
+    """The locked directory's run, old or new."""
+    if RunDirectory.exists(out) and resume:
+        run = RunDirectory.open(out)
+        run.write_config(config)
+    elif RunDirectory.exists(out) and not overwrite:
+        raise FileExistsError(f"{out} has become another process's run: choose another out")
+    else:
+        RunDirectory(out).delete()
+        run = RunDirectory.create(out, config, dataset.tokenizer)
+    with Checkpoints(run) as checkpoints:
+        yield run, checkpoints
+
+
+def _train(
+    config: TrainConfig,
+    dataset: Dataset,
+    state: TrainState,
+    run: RunDirectory,
+    checkpoints: Checkpoints,
+    recorder: Recorder,
+    profiler: Profiler,
+    progress: Progress,
+    should_stop: Callable[[], bool],
+) -> None:
+    """Calls of many steps, one in flight while the last one's metrics are read."""
+    train_steps, evaluate = make_train_steps(config), _evaluator(config, dataset)
+    tokens, key = resident(dataset.train), dropout_stream(config.seed)
+    losses = [line["validation_loss"] for line in run.metrics() if "validation_loss" in line]
+    first_step = step = int(state.step)
+    with CompilationWatch(progress.warned) as watch:
+        try:
+            while step < config.steps and not _out_of_patience(losses, config.patience):
+                if should_stop():
+                    recorder.finish()
+                    checkpoints.save(state, None)
+                    checkpoints.wait()
+                    raise TrainingStopped(step, run.path)
+                boundary = step - step % config.eval_interval + config.eval_interval
+                boundary = min(boundary, config.steps)
+                count = profiler.limit(min(config.steps_per_call, boundary - step))
+                windows = batches(
+                    tokens,
+                    config.seed,
+                    step,
+                    config.steps_per_call,
+                    config.batch_size,
+                    config.model.block_size,
+                )
+                state, metrics = train_steps(state, windows, key, count, step)
+                begins, step = step, step + count
+                profiler.stepped(count, metrics)
+                if begins == first_step:
+                    jax.block_until_ready(metrics)  # it has compiled: no speed to be measured
+                _report(progress, recorder.add(begins, count, metrics))
+                if begins == first_step:
+                    recorder.start_clock()
+                checkpoints.raise_if_failed()
+                if step == boundary:
+                    _report(progress, recorder.wait())
+                    losses.append(evaluate(state.weights))
+                    if not math.isfinite(losses[-1]):
+                        raise FloatingPointError(
+                            f"the validation loss is {losses[-1]} after step {step}"
+                        )
+                    recorder.finish(losses[-1])
+                    progress.evaluated(step, losses[-1])
+                    checkpoints.save(state, losses[-1])
+                    watch.arm()
+                    recorder.start_clock()
+        except FloatingPointError as error:
+            recorder.finish()
+            if int(state.step) < step:  # the step that was not finite was not taken
+                checkpoints.save(state, None)
+            checkpoints.wait()  # one under way is not yet one that is kept
+            good = checkpoints.step("last")
+            kept = "nothing was saved yet" if good is None else f"checkpoint {good} is kept"
+            raise FloatingPointError(f"{error}: lower learning_rate; {kept}") from None
+
+
+def _report(progress: Progress, line: dict[str, Any] | None) -> None:
+    if line is not None:
+        progress.stepped(line["step"], line["loss"], line.get("tokens_per_second"))
+
+
+def _out_of_patience(losses: list[float], patience: int | None) -> bool:
+    """Whether the best loss is so many evaluations old."""
+    if patience is None or not losses:
+        return False
+    return len(losses) - 1 - losses.index(min(losses)) >= patience
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model predicts a text that it has not learned from."""
+
+    loss: float
+    """Exact: every held-out target once. Nats per token."""
+    perplexity: float
+    bits_per_character: float
+    tokens: int
+    """How many targets that were."""
+
+
+@typed
+def evaluate(
+    run_directory: str | Path,
+    *,
+    which: Which = "best",
+    progress: Progress | None = None,
+) -> Evaluation:
+    """The exact loss of a run's model on the text that its training held out."""
+    model, tokenizer, config = load(run_directory, which=which)
+    dataset = load_dataset(
+        config.dataset,
+        config.model.block_size,
+        tokenizer=tokenizer,
+        on_download=(progress or Progress()).downloaded,
+    )
+    run = RunDirectory.open(run_directory)
+    require_same_corpus(run.provenance(), dataset, str(run.path))
+    loss = _evaluator(config, dataset)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(loss),
+        bits_per_character=bits_per_character(loss, dataset.characters_per_token),
+        tokens=len(dataset.validation[: config.eval_tokens]) - 1,
+    )
+
+
+def _evaluator(config: TrainConfig, dataset: Dataset) -> Callable[[Weights], float]:
+    """The exact mean loss over the held-out split."""
+    evaluate_windows = make_eval_step(config.model)
+    held_out = dataset.validation[: config.eval_tokens]
+    windows, counts = evaluation_windows(held_out, config.model.block_size, config.batch_size)
+    on_device = jnp.asarray(windows), jnp.asarray(counts)
+    return lambda weights: float(evaluate_windows(weights, *on_device)) / int(counts.sum())
+
+
+def _sample(model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig) -> str:
+    prompt = jnp.asarray(opening(tokenizer))[None]
+    key = jax.random.key(np.uint32(config.seed))
+    tokens = generate(model, prompt, config.sample_tokens, key=key, temperature=0.8)
+    return tokenizer.decode(np.asarray(tokens[0]))

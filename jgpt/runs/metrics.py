@@ -1,0 +1,158 @@
+"""What a run writes down of itself while it trains: `metrics.jsonl`, one object a step."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jgpt.config import TrainConfig
+from jgpt.contracts import typed
+from jgpt.data.batches import window_starts
+from jgpt.hardware import memory_in_use, peak_flops
+from jgpt.nn.models import flops_per_token
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.trackers import Tracker
+from jgpt.training.step import Metrics
+
+SCHEMA = {
+    "step": "optimizer steps taken; each appears once, in order",
+    "loss": "the step's training loss, in nats per token",
+    "gradient_norm": "the gradient's global norm before clipping",
+    "learning_rate": "the step's learning rate",
+    "validation_loss": "exact, every held-out target once; on the steps that were evaluated",
+    "tokens": "tokens trained on since step 0; this and the rest on the last step of each call",
+    "seconds": "spent training since step 0, evaluations and resumed runs included",
+    "tokens_per_second": "of training alone since the last evaluation; absent while compiling",
+    "model_flops_utilisation": "of the device's dense 16-bit peak; absent where that is unknown",
+    "memory_bytes": "the most in use so far: on the device, or by the process on a CPU",
+}
+"""Every name in `metrics.jsonl`, and what it means."""
+
+
+class Recorder:
+    """Reads a call's metrics while the next call runs, so that the device never waits."""
+
+    @typed
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        trackers: Sequence[Tracker],
+        training_tokens: int,
+    ) -> None:
+        """Go on where the run's metrics end."""
+        self._config, self._run, self._trackers = config, run, trackers
+        self._training_tokens = training_tokens
+        self._tokens_per_step = config.batch_size * config.model.block_size
+        self._flops_per_token = 3 * flops_per_token(config.model)
+        self._peak = peak_flops()
+        self._pending: list[tuple[int, int, Metrics]] = []
+        self._held: dict[str, Any] | None = None
+        seconds = [line["seconds"] for line in run.metrics() if "seconds" in line]
+        self._began = time.perf_counter() - (seconds[-1] if seconds else 0.0)
+        self._clock: float | None = None
+        self._tokens = 0
+
+    @typed
+    def start_clock(self) -> None:
+        """Measure speed from here: what came before was not training alone."""
+        self._clock, self._tokens = time.perf_counter(), 0
+
+    @typed
+    def add(self, first_step: int, count: int, metrics: Metrics) -> dict[str, Any] | None:
+        """Take a call that was just started, and write down those that are done.
+
+        Returns the line of the last step written down, if any was. Raises FloatingPointError for
+        the first step whose loss or gradient is not finite.
+        """
+        self._pending.append((first_step, count, metrics))
+        return self._read(wait_for_all=False)
+
+    @typed
+    def wait(self) -> dict[str, Any] | None:
+        """Wait for all calls, and return as `add` does."""
+        return self._read(wait_for_all=True)
+
+    @typed
+    def finish(self, validation_loss: float | None = None) -> None:
+        """Wait for all calls and have them on disk, the last step with its validation loss."""
+        self.wait()
+        if self._held is not None and validation_loss is not None:
+            self._held["validation_loss"] = validation_loss
+        self._write([], durable=True)
+
+    def _read(self, *, wait_for_all: bool) -> dict[str, Any] | None:
+        last = None
+        while self._pending and (
+            wait_for_all or len(self._pending) > 1 or _is_ready(self._pending[0][2].loss)
+        ):
+            lines = self._lines(*self._pending.pop(0))
+            # the last line waits: it may be the one that is evaluated
+            self._write(lines[:-1])
+            self._held = last = lines[-1]
+        return last
+
+    def _lines(self, first_step: int, count: int, metrics: Metrics) -> list[dict[str, Any]]:
+        rows = {
+            name: np.asarray(getattr(metrics, name))[:count].tolist()
+            for name in ("loss", "gradient_norm", "learning_rate")
+        }
+        lines: list[dict[str, Any]] = []
+        for i in range(count):
+            line = {"step": first_step + i + 1, **{name: row[i] for name, row in rows.items()}}
+            if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
+                self._write(lines)
+                self._pending.clear()  # what follows was not taken
+                raise FloatingPointError(self._complaint(line))
+            lines.append(line)
+        self._tokens += count * self._tokens_per_step
+        lines[-1] |= self._measurements(lines[-1]["step"])
+        return lines
+
+    def _measurements(self, step: int) -> dict[str, Any]:
+        now = time.perf_counter()
+        measured: dict[str, Any] = {
+            "tokens": step * self._tokens_per_step,
+            "seconds": round(now - self._began, 3),
+        }
+        if self._clock is not None:
+            speed = self._tokens / (now - self._clock)
+            measured["tokens_per_second"] = round(speed, 1)
+            if self._peak and self._flops_per_token:
+                utilisation = speed * self._flops_per_token / self._peak
+                measured["model_flops_utilisation"] = round(utilisation, 5)
+        if (memory := memory_in_use()) is not None:
+            measured["memory_bytes"] = memory
+        return measured
+
+    def _write(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
+        """Append the line that waited, and these."""
+        if self._held is not None:
+            lines, self._held = [self._held, *lines], None
+        self._run.append_metrics(lines, durable=durable)
+        for tracker in self._trackers:
+            for line in lines:
+                tracker.log(line)
+
+    def _complaint(self, line: dict[str, Any]) -> str:
+        step = line["step"]
+        starts = window_starts(
+            self._config.seed,
+            step - 1,
+            self._config.steps_per_call,  # as training does: compiled already
+            self._training_tokens,
+            self._config.batch_size,
+            self._config.model.block_size,
+        )[0].tolist()
+        name = "gradient_norm" if math.isfinite(line["loss"]) else "loss"
+        return (
+            f"{name} is {line[name]} at step {step} (learning_rate {line['learning_rate']:.3g}, "
+            f"gradient_norm {line['gradient_norm']:.3g}; its windows begin at tokens "
+            f"{', '.join(map(str, starts[:8]))}{', …' if starts[8:] else ''} of the training text)"
+        )
+
+
+def _is_ready(array: Any) -> bool:
+    return array.is_ready()

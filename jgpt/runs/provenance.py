@@ -1,0 +1,56 @@
+"""What a run was made with: versions, devices, data, tokenizer, command and seed."""
+
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+import jax
+
+from jgpt.config import TrainConfig
+from jgpt.contracts import typed
+from jgpt.data.dataset import Dataset
+
+_PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping")
+
+
+@typed
+def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, Any]:
+    """With what training starts, or goes on, at a step: one line of provenance.jsonl."""
+    return {
+        "step": step,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "seed": config.seed,
+        "corpus_sha256": dataset.digest,
+        "corpus_tokens": len(dataset.train) + len(dataset.validation),
+        "tokenizer_sha256": hashlib.sha256(dataset.tokenizer.to_json().encode()).hexdigest(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "backend": jax.default_backend(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+@typed
+def require_same_corpus(lines: list[dict[str, Any]], dataset: Dataset, run: str) -> None:
+    """Raise ValueError where the text is no longer the one that a run was trained on."""
+    known = [line["corpus_sha256"] for line in lines if "corpus_sha256" in line]
+    if known and known[0] != dataset.digest:
+        raise ValueError(
+            f"the text has changed since {run} was trained on it (SHA-256 of its tokens "
+            f"{dataset.digest[:12]}…, not {str(known[0])[:12]}…): bring the old text back, "
+            "or train a new run"
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""Batches to better weights: pure functions of a train state."""

@@ -1,0 +1,101 @@
+"""What a run will need, before anything is allocated or written; and whether it can work at all."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Shaped
+
+from jgpt.config import TrainConfig
+from jgpt.contracts import typed
+from jgpt.data.dataset import Dataset
+from jgpt.nn.models import flops_per_token, parts_of
+from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """The bytes that a call of training steps needs on the device, by the compiler's analysis."""
+
+    state: int
+    """Parameters and the optimizer's state; a checkpoint's size too."""
+    working: int
+    """Activations, gradients and batches."""
+
+    def __str__(self) -> str:
+        total, state, working = (
+            f"{size / 2**20:,.1f} MiB"
+            for size in (self.state + self.working, self.state, self.working)
+        )
+        return f"{total}: {state} parameters and optimizer, {working} activations and gradients"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What training would do."""
+
+    config: TrainConfig
+    out: Path
+    training_tokens: int
+    held_out_tokens: int
+    parameters: int
+    memory: TrainingMemory | None
+    flops: int
+    """Of all steps."""
+
+
+@typed
+def training_memory(config: TrainConfig) -> TrainingMemory | None:
+    """Compile the steps and read what they need; None where the compiler doesn't say."""
+    state = abstract_state(config)
+    shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
+    windows = jax.ShapeDtypeStruct(shape, jnp.int32)
+    key = dropout_stream(config.seed)
+    compiled = make_train_steps(config).lower(state, windows, key, 0, 0).compile()
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+    total = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes  # the state is donated: it is there once
+        + analysis.temp_size_in_bytes
+    )
+    return TrainingMemory(bytes_of(state), max(total - bytes_of(state), 0))
+
+
+@typed
+def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
+    """The plan of a run whose text is known."""
+    tokens = config.steps * config.batch_size * config.model.block_size
+    return Plan(
+        config=config,
+        out=out,
+        training_tokens=len(dataset.train),
+        held_out_tokens=len(dataset.validation),
+        parameters=sum(part.parameters for part in parts_of(config.model)),
+        memory=training_memory(config),
+        flops=3 * flops_per_token(config.model) * tokens,
+    )
+
+
+@typed
+def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
+    """Raise ValueError for what can't work on a device of so many bytes, before it is compiled."""
+    for name in ("dtype", "param_dtype"):
+        if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
+            raise ValueError(f"{name}=float64 needs JAX_ENABLE_X64=1 in the environment")
+    state = bytes_of(abstract_state(config))
+    if memory_limit is not None and state > memory_limit:
+        raise ValueError(
+            f"parameters and optimizer take {state / 2**30:.1f} GiB, the device has "
+            f"{memory_limit / 2**30:.1f} GiB: choose a smaller model"
+        )
+
+
+@typed
+def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
+    """The bytes of a tree's arrays."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,196 @@
+"""The train and evaluation steps: what training compiles, and its only donation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from jgpt.config import ModelConfig, TrainConfig
+from jgpt.contracts import record, typed
+from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
+from jgpt.nn.models import Weights, abstract_model, create_model
+from jgpt.nn.precision import with_dtype
+from jgpt.training.optimizer import learning_rate_schedule, make_optimizer
+
+_INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches use the seed's key itself, folded with the step
+
+
+@record
+@dataclass(frozen=True)
+class TrainState:
+    """All that training carries from step to step."""
+
+    weights: Weights
+    optimizer: PyTree[Float[Array, "..."] | Int[Array, ""]]
+    step: Int[Array, ""]
+
+
+@record
+@dataclass(frozen=True)
+class Metrics:
+    """What each step of a call measured; only the first `count` entries are steps."""
+
+    loss: Float[Array, " steps"]
+    gradient_norm: Float[Array, " steps"]
+    learning_rate: Float[Array, " steps"]
+
+
+TrainSteps = jax.stages.Wrapped
+"""(state, windows, key, count, first_step=None) to the new state and what the steps measured."""
+EvalStep = Callable[
+    [Weights, Int[Array, "batches batch window"], Bool[Array, "batches batch window-1"]],
+    Float[Array, ""],
+]
+
+
+@typed
+def init_state(config: TrainConfig) -> TrainState:
+    """Fresh parameters, their optimizer's state, and step 0, decided by the seed."""
+    # not one program: a small one for each shape compiles sooner, and to far less code
+    model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    return TrainState(weights, jax.jit(optimizer.init)(weights), jnp.zeros((), jnp.int32))
+
+
+@typed
+def dropout_stream(seed: int) -> Key[Array, ""]:
+    """The key from which each step of a seed derives its own, to drop features out with.
+
+    The steps are given it, rather than know it, so that a new seed compiles nothing anew.
+    """
+    return _stream(seed, _DROPOUT_STREAM)
+
+
+@typed
+def abstract_state(config: TrainConfig) -> TrainState:
+    """The state's shapes and dtypes, to restore a checkpoint into."""
+    return jax.eval_shape(lambda: init_state(config))
+
+
+@typed
+def make_train_steps(config: TrainConfig) -> TrainSteps:
+    """A function that takes the first `count` of the steps whose windows it is given.
+
+    It is compiled once for every count, and its state is donated: use the one it returns.
+    A step whose loss or gradient is not finite is not taken: the state stays as it was before, and
+    so it does in the calls that follow, whose `first_step` is no longer where the state is.
+    """
+    graph = nnx.graphdef(abstract_model(config.model))
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    at_once = rows_at_once(config.model.vocab_size)
+
+    @typed
+    def loss_of(
+        weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
+    ) -> Float[Array, ""]:
+        model = nnx.merge(graph, weights)
+        x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
+        return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
+
+    @typed
+    def gradients_of(
+        weights: PyTree[Float[Array, "?*shape"], "Weights"],
+        window: Int[Array, "batch window"],
+        key: Key[Array, ""],
+    ) -> tuple[Float[Array, ""], PyTree[Float[Array, "?*shape"], "Weights"]]:
+        if config.micro_batches == 1:
+            return jax.value_and_grad(loss_of)(weights, window, key)
+        parts = window.reshape(config.micro_batches, -1, window.shape[1])
+        keys = jax.random.split(key, config.micro_batches)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(weights, *part)), None
+
+        nothing = jnp.zeros((), _loss_dtype(config.model)), jax.tree.map(jnp.zeros_like, weights)
+        total, _ = jax.lax.scan(add, nothing, (parts, keys))
+        return jax.tree.map(lambda leaf: leaf / config.micro_batches, total)
+
+    @typed
+    def step(
+        state: TrainState, window: Int[Array, "batch window"], key: Key[Array, ""]
+    ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
+        step_key = jax.random.fold_in(key, state.step)
+        loss, gradients = gradients_of(state.weights, window, step_key)
+        norm = optax.tree.norm(gradients)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
+        weights = optax.apply_updates(state.weights, updates)
+        stepped = TrainState(weights, optimizer_state, state.step + 1)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
+        return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
+
+    @typed
+    def steps(
+        state: TrainState,
+        windows: Int[Array, "steps batch window"],
+        key: Key[Array, ""],
+        count: Int[Array, ""],
+        first_step: Int[Array, ""] | None = None,
+    ) -> tuple[TrainState, Metrics]:
+        first = state.step if first_step is None else first_step
+
+        # A loop with a dynamic count: one program whatever the count, and bitwise the same steps
+        # however they are grouped into calls.
+        def unfinished(carry):
+            i, state, _ = carry
+            return (i < count) & (state.step == first + i)
+
+        def body(carry):
+            i, state, metrics = carry
+            state, measured = step(state, windows[i], key)
+            metrics = tuple(
+                row.at[i].set(value) for row, value in zip(metrics, measured, strict=True)
+            )
+            return i + 1, state, metrics
+
+        empty = jnp.zeros(windows.shape[0], _loss_dtype(config.model))
+        carry = jnp.zeros((), jnp.int32), state, (empty, empty, empty)
+        _, state, metrics = jax.lax.while_loop(unfinished, body, carry)
+        return state, Metrics(*metrics)
+
+    return jax.jit(steps, donate_argnums=0)
+
+
+@typed
+def make_eval_step(config: ModelConfig) -> EvalStep:
+    """A function that sums the losses of the targets that count, over batches of windows."""
+    graph = nnx.graphdef(abstract_model(config))
+    loss_dtype = _loss_dtype(config)
+    at_once = rows_at_once(config.vocab_size)
+
+    @jax.jit
+    @typed
+    def evaluate(
+        weights: Weights,
+        windows: Int[Array, "batches batch window"],
+        counts: Bool[Array, "batches batch window-1"],
+    ) -> Float[Array, ""]:
+        model = nnx.merge(graph, weights)
+
+        def add(total, batch):
+            window, counted = batch
+            x = model.hidden(window[:, :-1])
+            losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
+            return total + jnp.where(counted, losses, 0).sum(), None
+
+        return jax.lax.scan(add, jnp.zeros((), loss_dtype), (windows, counts))[0]
+
+    return evaluate
+
+
+def _loss_dtype(config: ModelConfig) -> jnp.dtype:
+    """The widest of what parameters, logits and their loss may be."""
+    config = with_dtype(config)
+    return jnp.promote_types(jnp.promote_types(config.dtype, config.param_dtype), jnp.float32)
+
+
+@typed
+def _stream(seed: int, stream: int) -> Key[Array, ""]:
+    return jax.random.fold_in(jax.random.key(np.uint32(seed)), stream)
