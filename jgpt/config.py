@@ -14,8 +14,6 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 
-from jgpt.contracts import typed
-
 Config = TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared"]
 NormKind = Literal["layer", "rms"]
@@ -303,13 +301,11 @@ class TrainConfig:
             raise ValueError(f"name={self.name!r} must be a plain folder name")
 
 
-@typed
 def to_json(config: Any) -> str:
     """A config as JSON text, one field a line."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
-@typed
 def from_json(kind: type[Config], text: str) -> Config:
     """A config from what `to_json` wrote. Raises ValueError for anything else."""
     try:
@@ -338,7 +334,6 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     return kind(**fields)
 
 
-@typed
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A suggestion to put behind an unknown word, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)

@@ -13,21 +13,20 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
+import numpy as np
 from beartype import BeartypeConf
 from beartype.door import die_if_unbearable, is_bearable
 from beartype.roar import BeartypeCallHintViolation
-from jaxtyping import AbstractArray, AnnotationError, TypeCheckError, config
-
-# what jaxtyping's decorator is made of: it checks arguments twice, and goes three frames deeper
-from jaxtyping._storage import (
-    clear_treepath_memo,
-    get_shape_memo,
-    pop_shape_memo,
-    push_shape_memo,
-    set_treepath_memo,
+from jaxtyping import (
+    AbstractArray,
+    AnnotationError,
+    Shaped,
+    TypeCheckError,
+    config,
+    jaxtyped,
 )
 
 Parameters = ParamSpec("Parameters")
@@ -63,6 +62,8 @@ LEGEND: dict[str, str] = {
 """Every dimension name that an annotation here may use; a module's own sizes are `{self.name}`."""
 
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
+_UNIONS = (typing.Union, types.UnionType)
+_Accepts = Callable[[Any], bool]
 
 
 def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -78,18 +79,13 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         __tracebackhide__ = True
         if config.jaxtyping_disable or not __debug__:
             return function(*args, **kwargs)
-        arguments = contract.bind(args, kwargs)
-        push_shape_memo(arguments)
         try:
-            if complaint := contract.complaint_about_arguments(arguments):
-                raise TypeCheckError(complaint)
-            # no frame between this one and the function's: JAX walks the stack at each operation
-            result = function(*args, **kwargs)
-            if complaint := contract.complaint_about_result(result, arguments):
-                raise TypeCheckError(complaint)
-            return result
-        finally:
-            pop_shape_memo()
+            result, error = contract.call(*args, **kwargs)
+        except TypeError as misfit:  # with the signature: all else is returned
+            raise TypeError(f"{function.__qualname__}() {misfit}") from None
+        if error is not None:
+            raise error
+        return result
 
     wrapper.__shape_checked__ = True  # type: ignore[attr-defined]
     return wrapper
@@ -104,12 +100,10 @@ def check(value: Result, annotation: Any) -> Result:
         return value
     if reason := _mismatch(annotation, value):
         frame = sys._getframe(1)
-        subject = (
-            f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}() computed a wrong "
-            "intermediate"
-        )
+        name = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+        subject = f"{name}() computed a wrong intermediate"
         reason = _in_plain_words(reason, annotation, value)
-        raise TypeCheckError(_complaint(subject, annotation, value, frame.f_locals, reason))
+        raise TypeCheckError(_complaint(subject, annotation, value, reason))
     return value
 
 
@@ -135,10 +129,6 @@ def record(kind: type[Record]) -> type[Record]:
     return kind
 
 
-_UNIONS = (typing.Union, types.UnionType)
-_Accepts = Callable[[Any], bool]
-
-
 class _Contract:
     """What a function's annotations ask for, read when it is first called: imports stay cheap."""
 
@@ -146,13 +136,35 @@ class _Contract:
         self.function = function
 
     @functools.cached_property
+    def call(self) -> Callable[..., tuple[Any, Exception | None]]:
+        """The function in a scope of its own for sizes; its result, or what it raised.
+
+        An exception that passes through `jaxtyped` is given a note, which would stand behind the
+        reason: none does.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+            __tracebackhide__ = True
+            if complaint := self._complaint_about_arguments(args, kwargs):
+                return None, TypeCheckError(complaint)
+            try:
+                result = self.function(*args, **kwargs)
+            except Exception as error:
+                return None, error
+            if complaint := self._complaint_about_result(result):
+                return None, TypeCheckError(complaint)
+            return result, None
+
+        call.__signature__ = self.signature  # type: ignore[attr-defined]  # of what braces may name
+        return jaxtyped(call, typechecker=None)
+
+    @functools.cached_property
     def signature(self) -> inspect.Signature:
         return inspect.signature(self.function)
 
     @functools.cached_property
     def hints(self) -> dict[str, Any]:
-        hints = typing.get_type_hints(self.function, include_extras=True)
-        return {name: _resolved(hint) for name, hint in hints.items()}
+        return typing.get_type_hints(self.function, include_extras=True)
 
     @functools.cached_property
     def parameters(self) -> list[tuple[str, Any, _Accepts]]:
@@ -167,33 +179,25 @@ class _Contract:
     def accepts_result(self) -> _Accepts:
         return _acceptor(self.hints.get("return", Any))
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by name. Raises TypeError, naming the function, where they don't fit."""
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.function.__qualname__}() {error}") from None
-        bound.apply_defaults()
-        return bound.arguments
-
-    def complaint_about_arguments(self, arguments: dict[str, Any]) -> str:
+    def _complaint_about_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What is wrong with the first argument that is wrong, or nothing."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
         for name, kind, accepts in self.parameters:
-            for value in _values(kind, arguments[name]):
+            for value in _values(kind, bound.arguments[name]):
                 if not accepts(value):
-                    return self._complaint(f"was given a wrong {name}", name, value, arguments)
+                    return self._complaint(f"was given a wrong {name}", self.hints[name], value)
         return ""
 
-    def complaint_about_result(self, result: Any, arguments: dict[str, Any]) -> str:
+    def _complaint_about_result(self, result: Any) -> str:
         """What is wrong with the result, or nothing."""
         if self.accepts_result(result):
             return ""
-        return self._complaint("returned a wrong result", "return", result, arguments)
+        return self._complaint("returned a wrong result", self.hints["return"], result)
 
-    def _complaint(self, what: str, name: str, value: Any, arguments: dict[str, Any]) -> str:
+    def _complaint(self, what: str, hint: Any, value: Any) -> str:
         subject = f"{self.function.__module__}.{self.function.__qualname__}() {what}"
-        hint = self.hints[name]
-        return _complaint(subject, hint, value, arguments, _reason(hint, value))
+        return _complaint(subject, hint, value, _reason(hint, value))
 
 
 def _values(kind: Any, argument: Any) -> Iterable[Any]:
@@ -203,14 +207,8 @@ def _values(kind: Any, argument: Any) -> Iterable[Any]:
     return argument.values() if kind is inspect.Parameter.VAR_KEYWORD else (argument,)
 
 
-def _resolved(hint: Any) -> Any:
-    """An annotation with the class itself for a type variable that names its bound."""
-    if not isinstance(hint, type) and (variables := getattr(hint, "__parameters__", ())):
-        return hint[tuple(map(_resolved, variables))]
-    bound = getattr(hint, "__bound__", None)
-    if not isinstance(bound, typing.ForwardRef):
-        return hint
-    return getattr(sys.modules[hint.__module__], bound.__forward_arg__, hint)
+def _is_array(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
 
 def _holds_arrays(hint: Any) -> bool:
@@ -218,10 +216,6 @@ def _holds_arrays(hint: Any) -> bool:
     return getattr(hint, "__module__", None) == "jaxtyping" or any(
         map(_holds_arrays, get_args(hint))
     )
-
-
-def _is_array(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
 
 def _is_fixed_tuple(hint: Any) -> bool:
@@ -234,8 +228,6 @@ def _acceptor(hint: Any) -> _Accepts:
         return lambda value: True
     if _is_array(hint):
         return lambda value: not _mismatch(hint, value)
-    if hint in (int, bool, str, types.NoneType):  # as beartype does, without its detour
-        return lambda value: isinstance(value, hint)
     if get_origin(hint) in _UNIONS:
         some = [part for part in get_args(hint) if part is not types.NoneType]
         if len(some) == 1:
@@ -249,51 +241,51 @@ def _acceptor(hint: Any) -> _Accepts:
             and all(accepts(item) for accepts, item in zip(parts, value, strict=True))
         )
     if leaf_types := _leaf_types(hint):
-        return functools.partial(_accepts_tree, hint, leaf_types, _acceptor(hint.leaftype))
+        return functools.partial(_accepts_tree, hint, leaf_types)
     return lambda value: is_bearable(value, hint, conf=_BEARTYPE)
 
 
-def _leaf_types(hint: Any) -> tuple[Any, ...]:
-    """The classes of a tree's leaves, where `_accepts_tree` can judge the tree; else none."""
-    leaf: Any = getattr(hint, "leaftype", None)
-    leaves = get_args(leaf) if get_origin(leaf) in _UNIONS else (leaf,)
-    classes = tuple(getattr(each, "array_type", each) for each in leaves)
-    plain = all(_is_array(each) or each in (bool, int, float, str) for each in leaves)
-    whole = plain and (hint.structure is None or hint.structure.isidentifier())
-    return classes if whole and Any not in classes else ()
-
-
-def _accepts_tree(
-    hint: Any, leaf_types: tuple[Any, ...], accepts_leaf: _Accepts, value: Any
-) -> bool:
-    """What jaxtyping says of a tree, without the type checker that it starts twice for a leaf."""
+def _leaf_types(hint: Any) -> tuple[type, ...]:
+    """The classes of a tree's leaves, where each leaf can be judged by itself; else none."""
+    leaf = getattr(hint, "leaftype", None)
+    if leaf is None or leaf is Any or ("?" in str(leaf) and not _is_array(leaf)):
+        return ()
     import jax
 
-    if value is None:
+    leaves = get_args(leaf) if get_origin(leaf) in _UNIONS else (leaf,)
+    classes = {getattr(each, "array_type", each) for each in leaves}
+    return tuple(classes) if classes <= {jax.Array, np.ndarray, bool, int, str} else ()
+
+
+def _accepts_tree(hint: Any, leaf_types: tuple[type, ...], tree: Any) -> bool:
+    """What jaxtyping says of a tree of arrays, without the type checker it starts for each leaf."""
+    import jax
+    from jaxtyping import PyTree
+
+    if tree is None:
         return True
-    leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: isinstance(node, leaf_types))
-    if hint.structure is None:
-        return all(map(accepts_leaf, _distinct(leaves, leaf_types)))
-    if get_shape_memo()[2].get(hint.structure, structure) != structure:
+    if hint.structure is not None and not isinstance(tree, PyTree[Any, hint.structure]):
         return False
-    for i, leaf in enumerate(leaves):
-        set_treepath_memo(i, hint.structure)
-        try:
-            if not accepts_leaf(leaf):
-                return False
-        finally:
-            clear_treepath_memo()
-    get_shape_memo()[2][hint.structure] = structure
-    return True
-
-
-def _distinct(leaves: list[Any], leaf_types: tuple[Any, ...]) -> Iterable[Any]:
-    """One leaf of each kind that an annotation tells apart: what it says of one, it says of all."""
+    leaves = jax.tree.leaves(tree)
+    if "?" in str(hint.leaftype):  # sizes that are each leaf's own
+        return all(
+            not _mismatch(_of_leaf(hint.leaftype, f"{hint.structure}{index}"), leaf)
+            for index, leaf in enumerate(leaves)
+        )
+    accepts = _acceptor(hint.leaftype)
+    # what an annotation says of one leaf it says of all of that kind, shape and dtype
     kinds = {}
     for leaf in leaves:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         kinds[type(leaf), isinstance(leaf, leaf_types), shape, dtype] = leaf
-    return kinds.values()
+    return all(map(accepts, kinds.values()))
+
+
+@functools.cache
+def _of_leaf(hint: Any, leaf: str) -> Any:
+    """An array annotation with names of one leaf's own: `?size` is `size_LEAF`."""
+    dimensions = re.sub(r"\?(\*?\w+)", rf"\1_{leaf}", hint.dim_str)
+    return hint.dtype[hint.array_type, dimensions]
 
 
 def _mismatch(hint: Any, value: Any) -> str:
@@ -306,11 +298,9 @@ def _mismatch(hint: Any, value: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _complaint(
-    subject: str, hint: Any, value: Any, arguments: Mapping[str, Any], reason: str
-) -> str:
+def _complaint(subject: str, hint: Any, value: Any, reason: str) -> str:
     expected = _spelled(hint)
-    sizes = ", ".join(f"{name}={size}" for name, size in _sizes(expected, arguments).items())
+    sizes = ", ".join(f"{name}={size}" for name, size in _sizes(expected))
     return (
         f"{subject}.\n"
         f"Expected: {expected}{' with ' if sizes else ''}{sizes}\n"
@@ -391,15 +381,20 @@ class _Shapes(reprlib.Repr):
 _described = _Shapes().repr
 
 
-def _sizes(expected: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that are bound already, of the names and braces that an annotation uses."""
-    single, variadic, trees, _ = get_shape_memo()
-    bound = {**single, **{name: shape for name, (_, shape) in variadic.items()}, **trees}
-    sizes = {}
-    for dimension in re.findall(r"\{[^}]*\}|\w+", " ".join(re.findall(r'"([^"]*)"', expected))):
-        if dimension.startswith("{"):
+_NO_SIZE = np.broadcast_to(np.False_, 987_654_321)  # of one byte
+
+
+def _sizes(expected: str) -> Iterable[tuple[str, str]]:
+    """The sizes that the names and braces of an annotation stand for in this call.
+
+    jaxtyping evaluates braces and keeps what names are bound to. It says so of an array of another
+    size; of a name that is not bound yet it says nothing.
+    """
+    dimensions = re.findall(r"\{[^}]*\}|\w+", " ".join(re.findall(r'"([^"]*)"', expected)))
+    for dimension in dict.fromkeys(dimensions):
+        for spelled in (dimension, f"*{dimension}"):
             with contextlib.suppress(Exception):  # what can't be read is the reason, not a size
-                sizes[dimension] = eval(dimension[1:-1], {}, dict(arguments))
-        elif dimension in bound:
-            sizes[dimension] = bound[dimension]
-    return sizes
+                said = _mismatch(Shaped[np.ndarray, spelled], _NO_SIZE)
+                if found := re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", said):
+                    yield dimension, found[1]
+                    break

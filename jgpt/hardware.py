@@ -5,8 +5,6 @@ import sys
 import jax
 import jax.monitoring
 
-from jgpt.contracts import typed
-
 _PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -24,7 +22,6 @@ _PEAK_FLOPS = {
 }
 
 
-@typed
 def peak_flops() -> float | None:
     """A device's dense 16-bit peak, or None where the maker's figure is unknown."""
     kind = jax.devices()[0].device_kind
@@ -34,7 +31,6 @@ def peak_flops() -> float | None:
     return _PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-@typed
 def cuda_capability() -> float | None:
     """The compute capability of the GPU that JAX computes on, or None where it is no CUDA GPU."""
     device = jax.devices()[0]
@@ -42,7 +38,6 @@ def cuda_capability() -> float | None:
     return float(device.compute_capability) if is_cuda else None
 
 
-@typed
 def memory_in_use() -> int | None:
     """The most bytes that were in use so far: on the device, or on a CPU by this process."""
     statistics = jax.local_devices()[0].memory_stats()
@@ -56,7 +51,6 @@ def memory_in_use() -> int | None:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-@typed
 def memory_limit() -> int | None:
     """The bytes that a device has for arrays, or None where it doesn't say."""
     statistics = jax.local_devices()[0].memory_stats()

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from jgpt.cli.commands import COMMANDS
 from jgpt.config import did_you_mean
-from jgpt.contracts import typed
 
 
-@typed
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command; a user's error is one line and exit code 2."""
     args = list(sys.argv[1:] if args is None else args)

@@ -24,7 +24,6 @@ from jgpt.cli.options import (
     parse,
 )
 from jgpt.config import DataConfig, OptimizerConfig, TrainConfig, did_you_mean
-from jgpt.contracts import typed
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
 Options = TypeVar("Options")
@@ -36,7 +35,6 @@ SIDE_BY_SIDE = 16
 BETWEEN_TEXTS = "---------------"
 
 
-@typed
 def train(args: list[str]) -> None:
     """`jgpt train [PRESET] ...`"""
     default, args = _train_default(args)
@@ -102,7 +100,6 @@ def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
     return preset(name or DEFAULT_PRESET), args
 
 
-@typed
 def sample(args: list[str]) -> None:
     """`jgpt sample RUN ...`"""
     options = parse(SampleOptions, "sample", args)
@@ -153,7 +150,6 @@ def _print_texts(prompts: tuple[str, ...], pieces: Iterator[tuple[str, ...]]) ->
         print(f"{BETWEEN_TEXTS}\n{text}")
 
 
-@typed
 def evaluate(args: list[str]) -> None:
     """`jgpt eval RUN`"""
     options = parse(EvalOptions, "eval", args)
@@ -175,7 +171,6 @@ def evaluate(args: list[str]) -> None:
     print(f"bits per character  {result.bits_per_character:.4f}")
 
 
-@typed
 def info(args: list[str]) -> None:
     """`jgpt info PRESET|RUN`"""
     options = parse(InfoOptions, "info", args)
@@ -203,7 +198,6 @@ def info(args: list[str]) -> None:
         print(f"memory to train with batch_size={config.batch_size}: {memory}")
 
 
-@typed
 def prepare(args: list[str]) -> None:
     """`jgpt prepare FILES --out DIR`"""
     options = parse(PrepareOptions, "prepare", args)
@@ -220,7 +214,6 @@ def prepare(args: list[str]) -> None:
     print(f"{count:,} tokens in {options.out}; next: jgpt train --data {options.out}")
 
 
-@typed
 def import_(args: list[str]) -> None:
     """`jgpt import SOURCE --out RUN`"""
     options = parse(ImportOptions, "import", args)
@@ -253,7 +246,6 @@ def import_(args: list[str]) -> None:
     )
 
 
-@typed
 def export(args: list[str]) -> None:
     """`jgpt export RUN --out DIR`"""
     options = parse(ExportOptions, "export", args)
@@ -272,7 +264,6 @@ def export(args: list[str]) -> None:
         )
 
 
-@typed
 def presets(args: list[str]) -> None:
     """`jgpt presets`"""
     parse(PresetsOptions, "presets", args)
@@ -281,7 +272,6 @@ def presets(args: list[str]) -> None:
         print(f"{name:<14} {promise}{default}; {config.steps:,} steps")
 
 
-@typed
 def plot(args: list[str]) -> None:
     """`jgpt plot RUN...`"""
     options = parse(PlotOptions, "plot", args)
@@ -293,7 +283,6 @@ def plot(args: list[str]) -> None:
     print(f"drawn in {options.out}")
 
 
-@typed
 def attention(args: list[str]) -> None:
     """`jgpt attention RUN --prompt TEXT`"""
     options = parse(AttentionOptions, "attention", args)

@@ -29,7 +29,6 @@ class _Details(ProgressColumn):
 class ConsoleProgress(TrainingProgress):
     """Shows a run's beginning, its losses, its speed and the time that is left."""
 
-    @typed
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar = Progress(
@@ -54,7 +53,6 @@ class ConsoleProgress(TrainingProgress):
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    @typed
     def downloaded(self, received: int, total: int | None) -> None:
         """Move the download's bar."""
         if self.download is None:
@@ -62,7 +60,6 @@ class ConsoleProgress(TrainingProgress):
             self.download = self.bar.add_task("download", total=total)
         self.bar.update(self.download, completed=received)
 
-    @typed
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Say what will be trained on what, and start the bar."""
         if self.download is not None:
@@ -82,7 +79,6 @@ class ConsoleProgress(TrainingProgress):
         )
         self.steps = self.bar.add_task("train", total=config.steps, completed=step)
 
-    @typed
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Move the bar; where there is none, print a line now and then."""
         speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
@@ -93,23 +89,19 @@ class ConsoleProgress(TrainingProgress):
         if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_PER_LINE:
             self._line(f"step {step}: {self.details}")
 
-    @typed
     def evaluated(self, step: int, validation_loss: float) -> None:
         """A line for each evaluation, which stays."""
         self.validation = f"  validation {validation_loss:.3f}"
         self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
-    @typed
     def stopping(self) -> None:
         """A first signal has come."""
         self.say("stopping after the call in flight, to save; once more leaves at once")
 
-    @typed
     def leaving(self) -> None:
         """A second one has: leave the terminal as it was."""
         self.console.show_cursor(True)
 
-    @typed
     def warned(self, message: str) -> None:
         """A line of its own."""
         self.say(message)
@@ -118,7 +110,6 @@ class ConsoleProgress(TrainingProgress):
         self.say(line)
         self.last_line = time.monotonic()
 
-    @typed
     def say(self, *lines: str) -> None:
         """Plain text: nothing in it is markup."""
         for line in lines:
@@ -152,7 +143,6 @@ def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list
     return lines
 
 
-@typed
 def describe(plan: Plan) -> list[str]:
     """A plan in lines."""
     config = plan.config

@@ -10,7 +10,6 @@ import tyro
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from jgpt.config import DataConfig, TokenizerName, TrainConfig
-from jgpt.contracts import typed
 
 Options = TypeVar("Options")
 FROM = "from"  # no field can be called so
@@ -165,7 +164,6 @@ class AttentionOptions:
     """By validation loss, by age, or by its step."""
 
 
-@typed
 def parse(
     options: type[Options], command: str, args: list[str], default: Any = tyro.MISSING_NONPROP
 ) -> Options:

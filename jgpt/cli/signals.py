@@ -7,38 +7,31 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from jgpt.contracts import typed
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
     """Whether somebody wants the program to stop, and the exit code that says so."""
 
-    @typed
     def __init__(self) -> None:
         """Nobody does."""
         self._signal: int | None = None
 
-    @typed
     def __call__(self) -> bool:
         """Whether a stop was asked for."""
         return self._signal is not None
 
     @property
-    @typed
     def exit_code(self) -> int:
         """What a shell reports of a program that a signal ended."""
         return 128 + (self._signal or 0)
 
-    @typed
     def receive(self, number: int) -> None:
         """Take a signal."""
         self._signal = number
 
 
 @contextlib.contextmanager
-@typed
 def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Iterator[StopRequest]:
     """Catch both signals; call `first` at the first one, and `second` before leaving at the next.
 

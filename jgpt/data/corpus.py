@@ -12,7 +12,6 @@ from pathlib import Path
 import platformdirs
 
 from jgpt.config import did_you_mean
-from jgpt.contracts import typed
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -28,7 +27,6 @@ Download = Callable[[int, int | None], None]
 """Told of the bytes that have come and of how many there will be, if that is known."""
 
 
-@typed
 def read_text(sources: Sequence[str], *, on_download: Download | None = None) -> str:
     """All the text of corpora, files and folders of .txt, one after the other."""
     return "".join(
@@ -36,7 +34,6 @@ def read_text(sources: Sequence[str], *, on_download: Download | None = None) ->
     )
 
 
-@typed
 def text_chunks(
     sources: Sequence[str], chunk_size: int = 1 << 22, *, on_download: Download | None = None
 ) -> Iterator[str]:
@@ -79,7 +76,6 @@ def _read_source(source: str, on_download: Download | None, chunk_size: int) -> 
             yield from _read_file(path, chunk_size)
 
 
-@typed
 def python_reference() -> str:
     """The topics that `help()` shows, in alphabetical order: about 0.47 million characters."""
     try:
@@ -91,7 +87,6 @@ def python_reference() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-@typed
 def shakespeare_file(*, on_download: Download | None = None) -> Path:
     """Tiny Shakespeare: in `$JGPT_DATA_DIR`, else in the user's cache, else downloaded there."""
     given = os.environ.get("JGPT_DATA_DIR")

@@ -38,7 +38,6 @@ class Dataset:
     """SHA-256 of all tokens."""
 
 
-@typed
 def load_dataset(
     config: DataConfig,
     block_size: int,
@@ -74,7 +73,6 @@ def load_dataset(
     return Dataset(train, validation, tokenizer, characters / len(tokens), _digest(tokens))
 
 
-@typed
 def prepare(
     config: DataConfig, directory: Path, *, on_progress: Callable[[int], None] | None = None
 ) -> int:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Integer, UInt32
@@ -13,9 +13,6 @@ from jgpt.contracts import typed
 END_OF_TEXT = "<|endoftext|>"
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
-# the class that a constructor is called on, which can't be named before it is made
-_Characters = TypeVar("_Characters", bound="CharTokenizer")
-_BytePairs = TypeVar("_BytePairs", bound="BPETokenizer")
 
 
 @runtime_checkable
@@ -43,7 +40,6 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """A token for each character that a text contains, in the order of their code points."""
 
-    @typed
     def __init__(self, characters: str) -> None:
         """Make the vocabulary of exactly these characters, which must be sorted and unique."""
         if not characters or list(characters) != sorted(set(characters)):
@@ -52,15 +48,13 @@ class CharTokenizer:
         self._code_points = _code_points(characters)
 
     @classmethod
-    @typed
-    def from_text(cls: type[_Characters], text: str) -> _Characters:
+    def from_text(cls, text: str) -> Self:
         """The vocabulary of a text."""
         if not text:
             raise ValueError("an empty text has no characters to make a vocabulary of")
         return cls("".join(sorted(set(text))))
 
     @property
-    @typed
     def vocab_size(self) -> int:
         """How many characters there are."""
         return len(self.characters)
@@ -85,7 +79,6 @@ class CharTokenizer:
         """The characters side by side."""
         return "".join(self.characters[token] for token in _in_range(tokens, self.vocab_size))
 
-    @typed
     def to_json(self) -> str:
         """The characters as one string."""
         return json.dumps({"type": "char", "characters": self.characters})
@@ -106,7 +99,6 @@ class ByteTokenizer:
         """The bytes as UTF-8; what is not UTF-8 reads as the replacement character."""
         return bytes(_in_range(tokens, self.vocab_size)).decode("utf-8", "replace")
 
-    @typed
     def to_json(self) -> str:
         """Its name says it all."""
         return json.dumps({"type": "byte"})
@@ -115,14 +107,12 @@ class ByteTokenizer:
 class BPETokenizer:
     """Byte-level byte-pair encoding on the tokenizers library (the extra `jgpt[bpe]`)."""
 
-    @typed
     def __init__(self, backend: Any) -> None:
         """Wrap a `tokenizers.Tokenizer`."""
         self._backend = backend
 
     @classmethod
-    @typed
-    def train(cls: type[_BytePairs], texts: Iterable[str], vocab_size: int) -> _BytePairs:
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """Learn merges on texts until there are `vocab_size` tokens."""
         tokenizers = _tokenizers()
         backend = _byte_level(tokenizers, tokenizers.models.BPE())
@@ -135,8 +125,7 @@ class BPETokenizer:
         return cls(backend)
 
     @classmethod
-    @typed
-    def from_gpt2(cls: type[_BytePairs], directory: str | Path) -> _BytePairs:
+    def from_gpt2(cls, directory: str | Path) -> Self:
         """GPT-2's own, from its `encoder.json` and `vocab.bpe`, or `vocab.json`, `merges.txt`.
 
         In a text, `<|endoftext|>` is that one token.
@@ -164,19 +153,16 @@ class BPETokenizer:
             backend.add_special_tokens([END_OF_TEXT])
         return cls(backend)
 
-    @typed
     def save_gpt2(self, directory: str | Path) -> None:
         """Write `vocab.json` and `merges.txt` into a directory."""
         self._backend.model.save(str(directory))
 
     @property
-    @typed
     def end_of_text(self) -> int | None:
         """The token that parts documents, if there is one."""
         return self._backend.token_to_id(END_OF_TEXT)
 
     @property
-    @typed
     def vocab_size(self) -> int:
         """How many tokens there are."""
         return self._backend.get_vocab_size()
@@ -194,13 +180,11 @@ class BPETokenizer:
         """The text; bytes that are not UTF-8 read as the replacement character."""
         return self._backend.decode(_in_range(tokens, self.vocab_size), skip_special_tokens=False)
 
-    @typed
     def to_json(self) -> str:
         """The library's own JSON, wrapped."""
         return json.dumps({"type": "bpe", "tokenizer": json.loads(self._backend.to_str())})
 
 
-@typed
 def tokenizer_from_json(text: str) -> Tokenizer:
     """The tokenizer that `to_json` wrote. Raises ValueError for anything else."""
     try:

@@ -44,13 +44,11 @@ def from_torch(
     return _from_names(leaves, like)
 
 
-@typed
 def torch_name(name: str) -> str:
     """PyTorch's name of a leaf: kernels, scales and embeddings are all called weight there."""
     return re.sub(r"(kernel|scale|embedding)$", "weight", name)
 
 
-@typed
 def from_gpt2(config: ModelConfig, tensors: dict[str, Any], *, linear: bool) -> GPT:
     """A model of GPT-2's tensors, which are used up.
 
@@ -96,7 +94,6 @@ def to_gpt2(model: GPT) -> Tensors:
     return tensors
 
 
-@typed
 def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
     """The model with its first `vocab_size` tokens alone: the rest is padding nobody encodes to.
 
@@ -116,7 +113,6 @@ def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
     return _model(dataclasses.replace(model.config, vocab_size=vocab_size), leaves)
 
 
-@typed
 def require_names(found: set[str], wanted: set[str]) -> None:
     """Raise ValueError naming what is missing or left over."""
     for problem, names in (("missing", wanted - found), ("left over", found - wanted)):
@@ -205,7 +201,6 @@ SIZES = {
 
 
 @contextlib.contextmanager
-@typed
 def naming(path: Path) -> Iterator[None]:
     """Say which file a ValueError is about."""
     try:
@@ -214,14 +209,12 @@ def naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from None
 
 
-@typed
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """The layout's names, and what they are in a file: prefixed or not. Masks are no weights."""
     plain = {name.removeprefix("transformer."): name for name in names}
     return {short: name for short, name in plain.items() if not _STORED_MASK.fullmatch(short)}
 
 
-@typed
 def sizes_of(values: dict[str, Any], context: str) -> dict[str, Any]:
     """A config's sizes under our names. Raises ValueError for one that is missing."""
     names = {**SIZES, context: "block_size"}

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import typed
 from jgpt.interop.names import from_gpt2, naming, plain_names, sizes_of
 from jgpt.nn.transformer import GPT
 
 
-@typed
 def load_nanogpt(file: str | Path) -> GPT:
     """The model in a `ckpt.pt` of nanoGPT, read by PyTorch without running what it says.
 

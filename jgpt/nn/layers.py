@@ -254,7 +254,6 @@ class RMSNorm(Module):
         return y if self.scale is None else y * self.scale[...].astype(y.dtype)
 
 
-@typed
 def make_norm(
     kind: NormKind,
     embed_dim: int,

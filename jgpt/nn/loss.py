@@ -36,7 +36,6 @@ def cross_entropy(
     return token_losses(logits, targets).mean()
 
 
-@typed
 def rows_at_once(vocab_size: int) -> int:
     """How many rows of logits a loss holds at once."""
     return max(1, LOGITS_BYTES // (4 * vocab_size))
@@ -129,7 +128,6 @@ def _chunked(
     return cut(x), cut(targets), cut(jnp.ones(targets.shape, bool))
 
 
-@typed
 def bits_per_character(loss: float, characters_per_token: float) -> float:
     """A loss in nats per token as bits per character of the text that the tokens stand for."""
     return loss / (characters_per_token * math.log(2))

@@ -65,7 +65,6 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
     return GPT(config, rngs=rngs)
 
 
-@typed
 def abstract_model(config: ModelConfig) -> LanguageModel:
     """The same without its numbers: shapes and dtypes to count, or to restore into."""
     return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
@@ -83,7 +82,6 @@ class Part:
     """Those that multiply each token's features in a matrix product."""
 
 
-@typed
 def parts_of(config: ModelConfig) -> tuple[Part, ...]:
     """The parts of the model that a config describes, in the order of a forward pass."""
     weights = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
@@ -108,7 +106,6 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: order.index(part.name.split("_")[0].split(".")[0])))
 
 
-@typed
 def flops_per_token(config: ModelConfig) -> int:
     """Floating-point operations of a forward pass per token, at a full block.
 

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import typed
 from jgpt.hardware import cuda_capability
 
 
-@typed
 def with_dtype(config: ModelConfig) -> ModelConfig:
     """The config with what `auto` stands for on this device in its place."""
     if config.dtype != "auto":
@@ -21,7 +19,6 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, dtype="bfloat16" if is_narrow else "float32")
 
 
-@typed
 def computes_narrow(platform: str, cuda_capability: float | None) -> bool:
     """Whether a device multiplies in bfloat16 faster than in float32: TPUs, and GPUs since Ampere.
 
@@ -30,7 +27,6 @@ def computes_narrow(platform: str, cuda_capability: float | None) -> bool:
     return platform == "tpu" or (cuda_capability is not None and cuda_capability >= 8.0)
 
 
-@typed
 def activation_dtype(dtype: DTypeLike) -> jnp.dtype:
     """What is kept of a computation in `dtype`: the same, but on a CPU at least float32.
 
@@ -41,7 +37,6 @@ def activation_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, narrowest)
 
 
-@typed
 def can_fuse(
     dtype: DTypeLike, head_dim: int, *, drops: bool, cuda_capability: float | None
 ) -> bool:
@@ -61,7 +56,6 @@ def can_fuse(
     )
 
 
-@typed
 def available(dtype: DTypeLike) -> DTypeLike:
     """The same dtype. Raises ValueError for float64 where JAX would make float32 of it."""
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):

@@ -6,7 +6,7 @@ is training. Models map tokens to logits; the loss is a function beside them.
 
 import functools
 import math
-from typing import TypeVar
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,6 @@ from jgpt.nn.layers import (
     project_to_many,
 )
 from jgpt.nn.precision import activation_dtype, with_dtype
-
-_Block = TypeVar("_Block", bound="Block")
-
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -147,8 +144,7 @@ class Block(Module):
         )
 
     @classmethod
-    @typed
-    def from_config(cls: type[_Block], config: ModelConfig, *, rngs: nnx.Rngs) -> _Block:
+    def from_config(cls, config: ModelConfig, *, rngs: nnx.Rngs) -> Self:
         """A block of the transformer that a config describes."""
         residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
         return cls(

@@ -49,7 +49,6 @@ class Checkpoints:
     only then is it renamed. So a directory named as a step is whole, or was damaged later.
     """
 
-    @typed
     def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
         """Open the run's checkpoints. Use it as a context manager: saves finish at its end."""
         self._path = (run.path / CHECKPOINTS).resolve()
@@ -78,7 +77,6 @@ class Checkpoints:
             self._orbax.close()
             logging.getLogger("absl").removeFilter(self._quiet)
 
-    @typed
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first."""
         if not self._path.is_dir():
@@ -86,7 +84,6 @@ class Checkpoints:
         names = [entry.name for entry in self._path.iterdir()]
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
-    @typed
     def save(self, state: TrainState, validation_loss: float | None) -> None:
         """Save the state under its step, in the background. Raises OSError if the last save failed.
 
@@ -109,20 +106,17 @@ class Checkpoints:
             raise self._failed(step, error) from error
         self._saving = self._background.submit(self._finish, partial, step, validation_loss)
 
-    @typed
     def wait(self) -> None:
         """Wait for the save under way. Raises OSError if it failed."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.result()
 
-    @typed
     def raise_if_failed(self) -> None:
         """Raise OSError if a save has failed; don't wait for one under way."""
         if self._saving is not None and self._saving.done():
             self.wait()
 
-    @typed
     def step(self, which: Which) -> int | None:
         """The step of a checkpoint, or None where there is none at all.
 
@@ -138,12 +132,10 @@ class Checkpoints:
             return which
         return self._by_loss()[0] if which == "best" else steps[-1]
 
-    @typed
     def best(self) -> Manifest:
         """The manifest of the best checkpoint."""
         return Manifest.read(self._path / str(self._require_step("best")))
 
-    @typed
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """A state, verified. Raises ValueError where it is damaged or another model's."""
         step = self._verified_step(config, which)
@@ -322,7 +314,6 @@ def load(
     return nnx.merge(nnx.graphdef(abstract_model(config.model)), weights), tokenizer, config
 
 
-@typed
 def write_run(
     path: Path, model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RunDirectory:
@@ -343,7 +334,6 @@ def write_run(
     return RunDirectory(path)
 
 
-@typed
 def require_same_run(saved: TrainConfig, given: TrainConfig) -> None:
     """Raise ValueError naming each field in which a config can't go on with a saved run."""
     differences = [

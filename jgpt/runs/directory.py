@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from jgpt.config import TrainConfig, from_json, to_json
-from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 
 if sys.platform == "win32":
@@ -29,7 +28,6 @@ else:
 
 
 Parsed = TypeVar("Parsed")
-_RunDirectory = TypeVar("_RunDirectory", bound="RunDirectory")  # it can't name itself yet
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
 CHECKPOINTS, SAMPLES, LOSS_PICTURE = "checkpoints", "samples.txt", "loss.png"
@@ -44,10 +42,7 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    @typed
-    def create(
-        cls: type[_RunDirectory], path: Path, config: TrainConfig, tokenizer: Tokenizer
-    ) -> _RunDirectory:
+    def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
         """Make the directory and write what never changes; its config makes it a run."""
         path.mkdir(parents=True, exist_ok=True)
         _write(path / TOKENIZER, tokenizer.to_json())
@@ -55,14 +50,12 @@ class RunDirectory:
         run.write_config(config)
         return run
 
-    @typed
     def write_config(self, config: TrainConfig) -> None:
         """The config, which may have more steps when a run goes on."""
         _write(self.path / CONFIG, to_json(config))
 
     @classmethod
-    @typed
-    def open(cls: type[_RunDirectory], path: str | Path) -> _RunDirectory:
+    def open(cls, path: str | Path) -> Self:
         """An existing run. Raises FileNotFoundError where there is none."""
         path = Path(path)
         if not (path / CONFIG).is_file():
@@ -73,13 +66,11 @@ class RunDirectory:
         return cls(path)
 
     @staticmethod
-    @typed
     def exists(path: Path) -> bool:
         """Whether a run is there."""
         return (path / CONFIG).is_file()
 
     @staticmethod
-    @typed
     def holds_nothing_else(path: Path) -> bool:
         """Whether a directory is empty but for what a run killed while it was made leaves."""
         return all(
@@ -88,7 +79,6 @@ class RunDirectory:
         )
 
     @contextlib.contextmanager
-    @typed
     def locked(self) -> Iterator[None]:
         """Keep other processes from training here; the lock goes with the process that holds it.
 
@@ -110,27 +100,22 @@ class RunDirectory:
         finally:
             os.close(descriptor)
 
-    @typed
     def config(self) -> TrainConfig:
         """The run's config, the tokenizer's vocabulary size in it."""
         return read_config(self.path / CONFIG)
 
-    @typed
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer."""
         return _read(self.path / TOKENIZER, tokenizer_from_json)
 
-    @typed
     def tokenizer_digest(self) -> str:
         """The tokenizer file's SHA-256."""
         return hashlib.sha256((self.path / TOKENIZER).read_bytes()).hexdigest()
 
-    @typed
     def append_metrics(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
         """Append objects to the metrics, one a line, all of them or none."""
         self._append(METRICS, lines, durable=durable)
 
-    @typed
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics so far; a line that is cut short or damaged is passed over."""
         return [
@@ -139,28 +124,23 @@ class RunDirectory:
             if all(type(value) in (int, float) and abs(value) < 1e300 for value in line.values())
         ]
 
-    @typed
     def forget_metrics_after(self, step: int) -> None:
         """Cut off the metrics of steps that will be taken again, and a last line cut short."""
         self._cut_off(METRICS, step)
 
-    @typed
     def append_provenance(self, line: dict[str, Any]) -> None:
         """Write down with what training starts, or goes on."""
         self._cut_off(PROVENANCE, None)
         self._append(PROVENANCE, [line], durable=True)
 
-    @typed
     def provenance(self) -> list[dict[str, Any]]:
         """With what training started, and each time that it went on."""
         return [line for line, _ in self._lines(PROVENANCE)]
 
-    @typed
     def write_samples(self, text: str) -> None:
         """The sample at the end of training."""
         _write(self.path / SAMPLES, text)
 
-    @typed
     def delete(self) -> None:
         """Remove what a run consists of, as `--overwrite` asks, and nothing else."""
         for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
@@ -218,7 +198,6 @@ class RunDirectory:
                     yield line, end
 
 
-@typed
 def read_config(path: Path) -> TrainConfig:
     """A run's config. Raises ValueError where it is damaged."""
     return _read(path, lambda text: from_json(TrainConfig, text))

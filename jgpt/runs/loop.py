@@ -63,7 +63,6 @@ class Run:
 class TrainingStopped(Exception):
     """Training was asked to stop, and has saved where it is."""
 
-    @typed
     def __init__(self, step: int, directory: Path) -> None:
         super().__init__(f"stopped after step {step}, which is saved in {directory}")
         self.step, self.directory = step, directory
@@ -130,7 +129,6 @@ def fit(
     )
 
 
-@typed
 def plan(
     config: TrainConfig,
     *,
@@ -309,7 +307,6 @@ class Evaluation:
     """How many targets that were."""
 
 
-@typed
 def evaluate(
     run_directory: str | Path,
     *,

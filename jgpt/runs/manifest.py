@@ -7,14 +7,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from beartype.door import is_bearable
 
-from jgpt.contracts import typed
-
 MANIFEST = "manifest.json"
-_Manifest = TypeVar("_Manifest", bound="Manifest")  # it can't name itself yet
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,7 @@ class Manifest:
     files: dict[str, tuple[int, str]]
 
     @classmethod
-    @typed
-    def read(cls: type[_Manifest], directory: Path) -> _Manifest:
+    def read(cls, directory: Path) -> Self:
         """A checkpoint's manifest. Raises ValueError where it is missing or not as written."""
         path = directory / MANIFEST
         try:
@@ -54,7 +50,6 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
 
-    @typed
     def write(self, directory: Path) -> None:
         """Write it into its checkpoint, with its own SHA-256."""
         values = dataclasses.asdict(self)
@@ -65,7 +60,6 @@ class Manifest:
             os.fsync(file.fileno())
 
 
-@typed
 def verify(directory: Path) -> None:
     """Raise ValueError naming the first file of a checkpoint that is not as it was written."""
     manifest = Manifest.read(directory)
@@ -83,7 +77,6 @@ def verify(directory: Path) -> None:
             raise ValueError(f"{path} is damaged: its SHA-256 is not the one it was written with")
 
 
-@typed
 def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
     """All files below a directory by their relative names. Raises ValueError for a link."""
     for path in directory.rglob("*"):
@@ -93,14 +86,12 @@ def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
             yield path.relative_to(directory).as_posix(), path
 
 
-@typed
 def sha256_of(path: Path) -> str:
     """A file's SHA-256, whatever its size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@typed
 def sync_directory(directory: Path) -> None:
     """Have a directory's entries on disk, not only its files."""
     if hasattr(os, "O_DIRECTORY"):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jgpt.config import TrainConfig
-from jgpt.contracts import typed
 from jgpt.data.batches import window_starts
 from jgpt.hardware import memory_in_use, peak_flops
 from jgpt.nn.models import flops_per_token
@@ -34,7 +33,6 @@ SCHEMA = {
 class Recorder:
     """Reads a call's metrics while the next call runs, so that the device never waits."""
 
-    @typed
     def __init__(
         self,
         config: TrainConfig,
@@ -55,12 +53,10 @@ class Recorder:
         self._clock: float | None = None
         self._tokens = 0
 
-    @typed
     def start_clock(self) -> None:
         """Measure speed from here: what came before was not training alone."""
         self._clock, self._tokens = time.perf_counter(), 0
 
-    @typed
     def add(self, first_step: int, count: int, metrics: Metrics) -> dict[str, Any] | None:
         """Take a call that was just started, and write down those that are done.
 
@@ -70,12 +66,10 @@ class Recorder:
         self._pending.append((first_step, count, metrics))
         return self._read(wait_for_all=False)
 
-    @typed
     def wait(self) -> dict[str, Any] | None:
         """Wait for all calls, and return as `add` does."""
         return self._read(wait_for_all=True)
 
-    @typed
     def finish(self, validation_loss: float | None = None) -> None:
         """Wait for all calls and have them on disk, the last step with its validation loss."""
         self.wait()

@@ -19,7 +19,6 @@ from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import RunDirectory
 
 
-@typed
 def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the training loss of each step and the validation losses, against steps."""
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -37,7 +36,6 @@ def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-@typed
 def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
     """Draw runs over one another: their losses against steps, tokens and seconds."""
     _require_picture(path)
@@ -80,7 +78,6 @@ def _draw_run(
     axes.plot(places[evaluated], losses, color=colour, marker="o", label=name)
 
 
-@typed
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
     """Draw the attention weights over a text: a row for each layer, a column for each head."""
     _require_picture(path)

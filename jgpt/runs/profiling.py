@@ -15,7 +15,6 @@ from jgpt.contracts import typed
 _MAX_COMPILED_BYTES = 1 << 30
 
 
-@typed
 def keep_compilations() -> None:
     """Read compiled programs from the user's cache, and put new ones there.
 
@@ -38,7 +37,6 @@ class CompilationWatch:
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
-    @typed
     def __init__(self, tell: Callable[[str], None]) -> None:
         """Tell through a function, which is called at most once."""
         self._tell: Callable[[str], None] | None = tell
@@ -53,7 +51,6 @@ class CompilationWatch:
         """Stop listening."""
         jax.monitoring.unregister_event_duration_listener(self._hear)
 
-    @typed
     def arm(self) -> None:
         """From now on, whatever is compiled is one compilation too many."""
         self._armed = True
@@ -70,7 +67,6 @@ class CompilationWatch:
 class Profiler:
     """Traces some steps after the first, which compiles; use it as a context manager."""
 
-    @typed
     def __init__(self, directory: Path, steps: int) -> None:
         """Trace so many steps, or none, into a directory."""
         self._directory, self._left = directory, steps
@@ -85,7 +81,6 @@ class Profiler:
         if self._tracing:
             jax.profiler.stop_trace()
 
-    @typed
     def limit(self, count: int) -> int:
         """How many of these steps to take at once; the trace begins where they do."""
         if self._left == 0:

@@ -11,13 +11,11 @@ from typing import Any
 import jax
 
 from jgpt.config import TrainConfig
-from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
 
 _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping")
 
 
-@typed
 def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, Any]:
     """With what training starts, or goes on, at a step: one line of provenance.jsonl."""
     return {
@@ -37,7 +35,6 @@ def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, An
     }
 
 
-@typed
 def require_same_corpus(lines: list[dict[str, Any]], dataset: Dataset, run: str) -> None:
     """Raise ValueError where the text is no longer the one that a run was trained on."""
     known = [line["corpus_sha256"] for line in lines if "corpus_sha256" in line]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jgpt.config import TrackerName
-from jgpt.contracts import typed
 from jgpt.runs.directory import TENSORBOARD, WANDB_ID
 
 
@@ -23,7 +22,6 @@ class Tracker(Protocol):
         ...
 
 
-@typed
 def open_tracker(name: TrackerName, run: Path, run_name: str, first_step: int) -> Tracker:
     """A tracker that writes into the run directory. Raises ModuleNotFoundError for its extra."""
     kinds = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
@@ -38,20 +36,17 @@ def open_tracker(name: TrackerName, run: Path, run_name: str, first_step: int) -
 class TensorBoard:
     """Scalars for `tensorboard --logdir RUN/tensorboard`."""
 
-    @typed
     def __init__(self, run: Path, run_name: str, first_step: int) -> None:
         """Go on after `first_step`: what was written of later steps is purged."""
         writer = importlib.import_module("tensorboardX").SummaryWriter
         self._writer = writer(str(run / TENSORBOARD), purge_step=first_step + 1)
 
-    @typed
     def log(self, line: dict[str, Any]) -> None:
         """A scalar of each value."""
         for name, value in line.items():
             if name != "step":
                 self._writer.add_scalar(name, value, line["step"])
 
-    @typed
     def close(self) -> None:
         """Write what is pending."""
         self._writer.close()
@@ -60,7 +55,6 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of the project jgpt; with `WANDB_MODE=offline` it stays in `RUN/wandb`."""
 
-    @typed
     def __init__(self, run: Path, run_name: str, first_step: int) -> None:
         """Start it, or go on with the one that this directory has."""
         wandb = importlib.import_module("wandb")
@@ -71,13 +65,11 @@ class WeightsAndBiases:
             project="jgpt", name=run_name, dir=str(run), id=identity, resume="allow"
         )
 
-    @typed
     def log(self, line: dict[str, Any]) -> None:
         """All values under their step."""
         values = {name: value for name, value in line.items() if name != "step"}
         self._run.log(values, step=line["step"])
 
-    @typed
     def close(self) -> None:
         """Wait until it is sent, or on disk."""
         self._run.finish()

@@ -16,7 +16,6 @@ from jgpt.nn.models import Weights
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 
 
-@typed
 def learning_rate_schedule(
     config: OptimizerConfig, steps: int, peak: float | None = None
 ) -> optax.Schedule:
@@ -52,7 +51,6 @@ def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, 
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, weights)
 
 
-@typed
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """Scale all gradients down together when their joint norm is above `limit`.
 
@@ -89,7 +87,6 @@ def partition(
     return jax.tree_util.tree_map_with_path(group, weights)
 
 
-@typed
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """What the config says, for a run of `steps` steps.
 

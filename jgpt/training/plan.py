@@ -46,7 +46,6 @@ class Plan:
     """Of all steps."""
 
 
-@typed
 def training_memory(config: TrainConfig) -> TrainingMemory | None:
     """Compile the steps and read what they need; None where the compiler doesn't say."""
     state = abstract_state(config)
@@ -66,7 +65,6 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
     return TrainingMemory(bytes_of(state), max(total - bytes_of(state), 0))
 
 
-@typed
 def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
     """The plan of a run whose text is known."""
     tokens = config.steps * config.batch_size * config.model.block_size
@@ -81,7 +79,6 @@ def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
     )
 
 
-@typed
 def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
     """Raise ValueError for what can't work on a device of so many bytes, before it is compiled."""
     for name in ("dtype", "param_dtype"):

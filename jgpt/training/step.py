@@ -48,7 +48,6 @@ EvalStep = Callable[
 ]
 
 
-@typed
 def init_state(config: TrainConfig) -> TrainState:
     """Fresh parameters, their optimizer's state, and step 0, decided by the seed."""
     # not one program: a small one for each shape compiles sooner, and to far less code
@@ -67,13 +66,11 @@ def dropout_stream(seed: int) -> Key[Array, ""]:
     return _stream(seed, _DROPOUT_STREAM)
 
 
-@typed
 def abstract_state(config: TrainConfig) -> TrainState:
     """The state's shapes and dtypes, to restore a checkpoint into."""
     return jax.eval_shape(lambda: init_state(config))
 
 
-@typed
 def make_train_steps(config: TrainConfig) -> TrainSteps:
     """A function that takes the first `count` of the steps whose windows it is given.
 
@@ -158,7 +155,6 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     return jax.jit(steps, donate_argnums=0)
 
 
-@typed
 def make_eval_step(config: ModelConfig) -> EvalStep:
     """A function that sums the losses of the targets that count, over batches of windows."""
     graph = nnx.graphdef(abstract_model(config))

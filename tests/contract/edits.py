@@ -10,6 +10,7 @@ from tests.contract.inspection import dimension_strings, is_array_annotation, un
 
 LAZY = {"Callable", "Iterator", "Iterable"}
 VALUE_FILES = (
+    "contracts.py",
     "nn/attention.py",
     "nn/bigram.py",
     "nn/cache.py",

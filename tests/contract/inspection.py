@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeGuard, get_args, get_origin
 
 import jaxtyping
 import numpy as np
+from flax import nnx
 from jax import Array
 
 ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
@@ -83,6 +85,21 @@ def handles_arrays(function: Any) -> bool:
     return any(is_array(each) for hint in annotations(function).values() for each in parts(hint))
 
 
+def takes_sizes(function: Any) -> bool:
+    return int in annotations(function).values() or "<string>" in _file(function)
+
+
+def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
+    """What takes or returns arrays, makes a module, or is one of the package's public functions."""
+    names = name.split(".")
+    parent = getattr(sys.modules[function.__module__], names[-2], None)
+    makes_module = (
+        names[-1] == "__init__" and isinstance(parent, type) and issubclass(parent, nnx.Module)
+    )
+    is_public = getattr(package, names[-1], None) is function
+    return handles_arrays(function) or makes_module or is_public
+
+
 def violations(package: ModuleType, cases: set[str], legend: set[str]) -> list[str]:
     """What is wrong, each with what to do about it."""
     found = []
@@ -90,11 +107,10 @@ def violations(package: ModuleType, cases: set[str], legend: set[str]) -> list[s
         if module.__name__ == "jgpt.contracts":  # it can't check itself
             continue
         for name, function in callables(module):
-            public = not any(
-                part.startswith("_") and not part.endswith("__") for part in name.split(".")
-            )
-            if public or handles_arrays(function):
+            if must_be_checked(package, name, function):
                 found += _violations_of(name, function, cases)
+            elif getattr(function, "__shape_checked__", False) and not takes_sizes(function):
+                found.append(f"{name} has neither arrays nor sizes: pyright is enough for it")
         found += _nested_violations(module, cases)
         found += [
             f"{module.__name__}: the annotation {text!r} is a string, so may go unchecked: write "

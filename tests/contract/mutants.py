@@ -39,6 +39,14 @@ COPIED = ("jgpt", "tests", "pyproject.toml")
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
 # the tests of what computes, rather than reads files and starts commands
 ABOUT = {
+    "contracts.py": (
+        "contract/test_calls",
+        "contract/test_messages",
+        "contract/test_agreement",
+        "contract/test_users",
+        "contract/test_switch",
+        "contract/test_returns",
+    ),
     "nn/attention.py": ("test_attention", "test_windows", "test_dropout"),
     "nn/bigram.py": ("test_model", "test_generation"),
     "nn/cache.py": ("test_cache", "test_heads", "test_generation", "test_generation_modern"),
@@ -92,10 +100,9 @@ class Trial:
 
 def mutants(files: list[str]) -> list[Edit]:
     paths = sorted((ROOT / "jgpt").rglob("*.py"))
-    chosen = [path for path in paths if path.name != "contracts.py"]
     return [
         edit
-        for path in chosen
+        for path in paths
         if not files or path.stem in files
         for edit in Editor(
             path.relative_to(ROOT / "jgpt").as_posix(), path.read_text(encoding="utf-8")

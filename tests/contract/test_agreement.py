@@ -69,6 +69,13 @@ HINTS: dict[str, Any] = {
     "tree of one size": PyTree[Float[Array, "size ..."]],
     "named tree": PyTree[Float[Array, "..."], "Tree"],
     "named tree of its leaves' shapes": PyTree[Float[Array, "?*shape"], "Tree"],
+    "tree of one size a leaf": PyTree[Float[Array, "?size ..."], "Tree"],
+    "two trees of one size a leaf": tuple[
+        PyTree[Float[Array, "?size ..."], "Tree"], PyTree[Float[Array, "?size ..."], "Other"]
+    ],
+    "tree of a size a leaf, of two kinds": PyTree[
+        Float[Array, "?size"] | Int[Array, "?size"], "Tree"
+    ],
     "optional tree": PyTree[Float[Array, "?*shape"], "Tree"] | None,
     "tree or number": PyTree[Float[Array, "..."], "Tree"] | int,
     "tree of two kinds": PyTree[Float[Array, "..."] | Int[np.ndarray, "size"]],

@@ -32,7 +32,7 @@ def test_the_walk_finds_the_package():
         "jgpt.nn.heads.Head.__init__",
         "jgpt.nn.heads._Attention._mask",
         "jgpt.generation.decoding._draw",  # below jax.jit
-        "jgpt.data.tokenizers.CharTokenizer.from_text",  # a classmethod
+        "jgpt.nn.transformer.Block.from_config",  # a classmethod
         "jgpt.data.tokenizers.BPETokenizer.vocab_size",  # a property
         "jgpt.training.step.Metrics.__init__",  # a record's
     } <= names
@@ -43,7 +43,11 @@ PLANTED = {
         "def f(x: Float[Array, 'batch']) -> Float[Array, 'batch']: return x",
         "planted.escape.f is not checked: put @typed on it",
     ),
-    "host function": ("def f(n: int) -> int: return n", "planted.escape.f is not checked"),
+    "public function": ("def f(n: int) -> int: return n", "planted.escape.f is not checked"),
+    "needlessly": (
+        "@typed\ndef _f(n: str) -> str: return n",
+        "planted.escape._f has neither arrays nor sizes: pyright is enough for it",
+    ),
     "private": (
         "def _f(x: Float[Array, 'batch']) -> None: return None",
         "planted.escape._f is not checked",
@@ -76,19 +80,19 @@ PLANTED = {
         "dimension 'bacth' is not in LEGEND",
     ),
     "method": (
-        "class C:\n    def f(self, x: int) -> int: return x",
+        "class C:\n    def f(self, x: Float[Array, 'batch']) -> int: return x",
         "planted.escape.C.f is not checked",
     ),
     "init": (
-        "class C:\n    def __init__(self, x: int) -> None: pass",
+        "class C(nnx.Module):\n    def __init__(self, x: int) -> None: pass",
         "planted.escape.C.__init__ is not checked",
     ),
     "classmethod": (
-        "class C:\n    @classmethod\n    def f(cls, x: int) -> int: return x",
+        "class C:\n    @classmethod\n    def f(cls, x: Float[Array, 'batch']) -> int: return x",
         "planted.escape.C.f is not checked",
     ),
     "property": (
-        "class C:\n    @property\n    def f(self) -> int: return 1",
+        "class C:\n    @property\n    def f(self) -> Float[Array, 'batch']: return 1",
         "planted.escape.C.f is not checked",
     ),
     "jitted": (
@@ -115,9 +119,10 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def plant(source: str):
         package = tmp_path / "planted"
         package.mkdir()
-        (package / "__init__.py").touch()
+        (package / "__init__.py").write_text("from planted.escape import *\n")
         (package / "escape.py").write_text(
-            "import jax\nfrom dataclasses import dataclass\nfrom jaxtyping import Array, Float\n"
+            "import jax\nfrom flax import nnx\nfrom dataclasses import dataclass\n"
+            "from jaxtyping import Array, Float\n"
             f"from jgpt.contracts import check, record, typed\n{source}\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
