@@ -331,9 +331,11 @@ def jgpt_sampler(config: TrainConfig) -> Callable[[int, int], None]:
     from flax import nnx
 
     from jgpt.generation.decoding import generate
+    from jgpt.hardware import current_platform
     from jgpt.nn.models import create_model
+    from jgpt.nn.precision import for_platform
 
-    model = create_model(config.model, rngs=nnx.Rngs(0))
+    model = create_model(for_platform(config.model, current_platform()), rngs=nnx.Rngs(0))
 
     def draw(batch: int, count: int) -> None:
         prompt = jnp.zeros((batch, 1), jnp.int32)

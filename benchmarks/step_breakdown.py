@@ -22,6 +22,8 @@ from stepping import some_tokens
 
 from jgpt.config import ComputeDtype, TrainConfig
 from jgpt.data.batches import batches, resident
+from jgpt.hardware import current_platform
+from jgpt.nn.precision import run_for_platform
 from jgpt.presets import preset
 from jgpt.training.step import dropout_stream, init_state, make_train_steps
 
@@ -132,7 +134,8 @@ def traced_milliseconds(directory: Path, kind: dict[str, str]) -> dict[str, floa
 def configured(options: Options) -> TrainConfig:
     config = preset(options.preset)
     dtype = options.dtype or config.model.dtype
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    return run_for_platform(config, current_platform())
 
 
 def main(options: Options) -> None:

@@ -87,8 +87,11 @@ TakeSteps = Callable[[int], float]
 def jgpt_steps(config: Any) -> TakeSteps:
     """As `jgpt train` takes them: many in a call, their batches drawn on the device."""
     from jgpt.data.batches import batches, resident
+    from jgpt.hardware import current_platform
+    from jgpt.nn.precision import run_for_platform
     from jgpt.training.step import dropout_stream, init_state, make_train_steps
 
+    config = run_for_platform(config, current_platform())
     train_steps, state = make_train_steps(config), init_state(config)
     tokens, key, step = resident(some_tokens(config)), dropout_stream(config.seed), 0
 

@@ -3,12 +3,14 @@ from .contracts import LEGEND, check, record, typed
 from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
 from .generation.decoding import generate
 from .generation.text import generate_text
+from .hardware import Platform, current_platform
 from .interop.huggingface import load_gpt2, save_gpt2
 from .nn.attention import attend, attention_weights, causal_mask
 from .nn.bigram import BigramLM
 from .nn.heads import Head, MultiHeadAttention
 from .nn.loss import cross_entropy
 from .nn.models import create_model
+from .nn.precision import for_platform
 from .nn.transformer import GPT, Block, FeedForward
 from .presets import preset
 from .runs.checkpoints import load
@@ -28,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "MultiHeadAttention",
     "OptimizerConfig",
+    "Platform",
     "Run",
     "TrainConfig",
     "attend",
@@ -36,7 +39,9 @@ __all__ = [
     "check",
     "create_model",
     "cross_entropy",
+    "current_platform",
     "fit",
+    "for_platform",
     "generate",
     "generate_text",
     "load",

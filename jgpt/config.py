@@ -19,6 +19,7 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared"]
 NormKind = Literal["layer", "rms"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
+AttentionKernel = Literal["auto", "xla", "cudnn"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
 MAX_LAYERS = 1024  # a config from anywhere must not take hours to look at
@@ -126,6 +127,12 @@ class ModelConfig:
     dtype: ComputeDtype = "float32"
     """What products are computed in. Softmax, norms and loss are never below float32. auto is
     bfloat16 on a TPU and on GPUs since Ampere, else float32."""
+    activation_dtype: ComputeDtype = "auto"
+    """What is kept between products. auto is dtype, but on a CPU at least float32, which is faster
+    there."""
+    attention_kernel: AttentionKernel = "auto"
+    """What computes attention; auto is cuDNN's fused kernel on GPUs that have it for such heads,
+    unless weights are dropped."""
     param_dtype: Dtype = "float32"
     """What parameters are stored in."""
     rematerialise: bool = False

@@ -1,9 +1,12 @@
 """What machine this is: peak speed, capability, memory. Nothing else asks."""
 
 import sys
+from dataclasses import dataclass
 
 import jax
 import jax.monitoring
+
+from jgpt.contracts import typed
 
 _PEAK_FLOPS = {
     "TPU v4": 275e12,
@@ -24,18 +27,35 @@ _PEAK_FLOPS = {
 
 def peak_flops() -> float | None:
     """A device's dense 16-bit peak, or None where the maker's figure is unknown."""
-    kind = jax.devices()[0].device_kind
+    kind = device_kinds()[0]
     # a GPU's kind goes on with its form and memory, a TPU's is exact
     known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
     known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
     return _PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-def cuda_capability() -> float | None:
-    """The compute capability of the GPU that JAX computes on, or None where it is no CUDA GPU."""
+@dataclass(frozen=True)
+class Platform:
+    """What decides dtypes and kernels: it can be named on a machine that has none of it."""
+
+    name: str
+    """As JAX calls it: cpu, gpu or tpu."""
+    cuda_capability: float | None = None
+    """The compute capability of a CUDA GPU, such as 9.0; None elsewhere."""
+
+
+@typed
+def current_platform() -> Platform:
+    """The platform that JAX computes on."""
     device = jax.devices()[0]
     is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version
-    return float(device.compute_capability) if is_cuda else None
+    capability = float(device.compute_capability) if is_cuda else None
+    return Platform(jax.default_backend(), capability)
+
+
+def device_kinds() -> list[str]:
+    """What each device calls itself."""
+    return [device.device_kind for device in jax.devices()]
 
 
 def memory_in_use() -> int | None:

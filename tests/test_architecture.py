@@ -92,6 +92,11 @@ def test_the_floors_hold():
     ]
 
 
+def test_every_public_name_is_there():
+    assert "fit" in jgpt.__all__
+    assert all(getattr(jgpt, name) is not None for name in jgpt.__all__)
+
+
 def test_readme_names_the_same_floors():
     text = (PACKAGE.parent / "README.md").read_text()
     section = text[text.index("## Architecture") :].partition("```text\n")[2].partition("```")[0]

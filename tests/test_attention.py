@@ -9,11 +9,9 @@ import pytest
 from flax import nnx
 
 from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask
-from jgpt.hardware import cuda_capability
 from jgpt.nn import heads as heads_module
 from jgpt.nn.attention import fused_attend, merge_heads, rotate, split_heads
 from jgpt.nn.layers import dropped
-from jgpt.nn.precision import can_fuse
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
 
@@ -257,34 +255,15 @@ def test_heads_that_can_t_be_shared_are_refused():
         fused_attend(query, key, key, causal=True, implementation="xla")
 
 
-@pytest.mark.parametrize(
-    ("fuses", "dtype", "head_dim", "drops", "capability"),
-    [
-        (True, "bfloat16", 64, False, 9.0),
-        (True, "float16", 128, False, 8.0),
-        (True, "bfloat16", 256, False, 9.0),
-        (True, "bfloat16", 256, False, 12.0),
-        (False, "float32", 64, False, 9.0),
-        (False, "bfloat16", 64, True, 9.0),
-        (False, "bfloat16", 64, False, None),  # a CPU, a TPU
-        (False, "bfloat16", 64, False, 7.5),
-        (False, "bfloat16", 256, False, 8.9),
-        (False, "bfloat16", 20, False, 9.0),
-    ],
-)
-def test_attention_is_fused_where_cudnn_can(fuses, dtype, head_dim, drops, capability):
-    assert can_fuse(dtype, head_dim, drops=drops, cuda_capability=capability) == fuses
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU does")
-def test_a_cpu_has_no_cuda_capability():
-    assert cuda_capability() is None
-
-
-def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
+def test_a_module_fuses_what_can_be_fused(monkeypatch):
     """The kernel's place is taken by XLA's own, which computes the same anywhere."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # where queries are narrow
-    options = {"dtype": jnp.bfloat16, "num_kv_heads": 1, "scale": 0.3, "window": 2}
+    options = {
+        "dtype": jnp.bfloat16,
+        "activation_dtype": jnp.bfloat16,
+        "num_kv_heads": 1,
+        "scale": 0.3,
+        "window": 2,
+    }
     module = MultiHeadAttention(16, 2, rngs=nnx.Rngs(0), dropout=0.5, **options)
     x, context = normal(1, BATCH, TIME, 16), normal(2, BATCH, CONTEXT, 16)
     plain, plain_cross = module(x), module(x, context)
@@ -295,7 +274,7 @@ def test_a_module_fuses_on_a_gpu_what_can_be_fused(monkeypatch):
         calls.append((options["causal"], key.shape[1:3]))
         return fused_attend(query, key, value, implementation="xla", **options)
 
-    monkeypatch.setattr(heads_module, "cuda_capability", lambda: 9.0)
+    module.attention_kernel = "cudnn"
     monkeypatch.setattr(heads_module, "fused_attend", kernel)
     np.testing.assert_allclose(module(x), plain, rtol=2**-6, atol=2**-10)
     np.testing.assert_allclose(module(x, context), plain_cross, rtol=2**-6, atol=2**-10)

@@ -52,17 +52,23 @@ def train(args: list[str]) -> None:
     from jgpt.runs.profiling import keep_compilations
 
     keep_compilations()
-    how = {"resume": options.resume, "overwrite": options.overwrite}
     console = Console()
     with ConsoleProgress(console) as progress:
         if options.dry_run:
-            progress.say(*describe(plan(options.run, **how, progress=progress)))
+            planned = plan(
+                options.run,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                progress=progress,
+            )
+            progress.say(*describe(planned))
             return
         with stop_requested(progress.stopping, progress.leaving) as stop:
             try:
                 run = fit(
                     options.run,
-                    **how,
+                    resume=options.resume,
+                    overwrite=options.overwrite,
                     progress=progress,
                     should_stop=stop,
                     profile_steps=options.profile,
@@ -175,7 +181,9 @@ def info(args: list[str]) -> None:
     """`jgpt info PRESET|RUN`"""
     options = parse(InfoOptions, "info", args)
 
+    from jgpt.hardware import current_platform
     from jgpt.nn.models import flops_per_token, parts_of
+    from jgpt.nn.precision import run_for_platform
     from jgpt.runs.directory import RunDirectory
     from jgpt.training.plan import training_memory
 
@@ -194,7 +202,7 @@ def info(args: list[str]) -> None:
         print(f"{name:<28} {parameters:>13,} parameters {size / 2**20:>9.2f} MiB")
     flops = flops_per_token(config.model)
     print(f"FLOPs per token at a full block: {flops:,} forward, {3 * flops:,} in training")
-    if (memory := training_memory(config)) is not None:
+    if (memory := training_memory(run_for_platform(config, current_platform()))) is not None:
         print(f"memory to train with batch_size={config.batch_size}: {memory}")
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
+from jgpt.hardware import device_kinds
 from jgpt.nn.models import Weights
 from jgpt.runs.progress import Progress as TrainingProgress
 from jgpt.training.optimizer import decay_mask, partition
@@ -68,7 +69,7 @@ class ConsoleProgress(TrainingProgress):
         step = int(state.step)
         self.say(
             f"{config.name}: {total:,} parameters, vocabulary {dataset.tokenizer.vocab_size}, on "
-            f"{jax.devices()[0].device_kind}",
+            f"{device_kinds()[0]}",
             f"data: {' '.join(config.dataset.data)}: {len(dataset.train):,} tokens to learn from, "
             f"{len(dataset.validation):,} held out",
             *describe_optimizer_groups(config.optimizer, state.weights),
@@ -150,7 +151,7 @@ def describe(plan: Plan) -> list[str]:
     epochs = config.steps * tokens / plan.training_tokens
     lines = [
         f"{config.name}: {plan.parameters:,} parameters, vocabulary {config.model.vocab_size}, on "
-        f"{jax.devices()[0].device_kind}, into {plan.out}",
+        f"{device_kinds()[0]}, into {plan.out}",
         f"data: {' '.join(config.dataset.data)}: {plan.training_tokens:,} tokens to learn from, "
         f"{plan.held_out_tokens:,} held out",
         f"{config.steps:,} steps of {config.batch_size} x {config.model.block_size} tokens: "

@@ -131,8 +131,8 @@ def fused_attend(
     """What `attend` computes, in one kernel that never holds the weights (Dao et al. 2022).
 
     The mask is `causal_mask`'s or none. A head of keys and values is read by as many heads of
-    queries as there are for it. Raises ValueError if that is no whole number. `can_fuse` says where
-    cuDNN does it.
+    queries as there are for it. Raises ValueError if that is no whole number. `cudnn_attends` says
+    where cuDNN does it.
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % kv_heads:

@@ -8,8 +8,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jgpt.config import AttentionKernel
 from jgpt.contracts import check, typed
-from jgpt.hardware import cuda_capability
 from jgpt.nn.attention import (
     attend,
     attend_locally,
@@ -22,7 +22,6 @@ from jgpt.nn.attention import (
 )
 from jgpt.nn.cache import LayerCache
 from jgpt.nn.layers import INIT_STD, Linear, Module, dropped, next_dropout_key, rms_normed
-from jgpt.nn.precision import can_fuse
 
 
 class _Attention(Module):
@@ -105,6 +104,7 @@ class Head(_Attention):
         scale: float | None = None,
         dropout: float = 0.0,
         dtype: DTypeLike = jnp.float32,
+        activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
@@ -112,7 +112,12 @@ class Head(_Attention):
         self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
         linear = functools.partial(
-            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            activation_dtype=activation_dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         self.query = linear(embed_dim, head_dim)
         self.key = linear(embed_dim, head_dim)
@@ -171,7 +176,9 @@ class MultiHeadAttention(_Attention):
         scale: float | None = None,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
+        attention_kernel: AttentionKernel = "xla",
         dtype: DTypeLike = jnp.float32,
+        activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
@@ -186,9 +193,15 @@ class MultiHeadAttention(_Attention):
         self.head_dim = embed_dim // num_heads
         self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
-        self.dtype, self.param_dtype = dtype, param_dtype
+        self.attention_kernel, self.dtype, self.param_dtype = attention_kernel, dtype, param_dtype
+        self.activation_dtype = activation_dtype
         linear = functools.partial(
-            Linear, embed_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            Linear,
+            embed_dim,
+            dtype=dtype,
+            activation_dtype=activation_dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         self.query = linear(embed_dim, use_bias=qkv_bias)
         self.key = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
@@ -217,7 +230,7 @@ class MultiHeadAttention(_Attention):
         if cache is not None:
             cache.append(key, value)
             heads = self._attend_over(cache, query)
-        elif can_fuse(query.dtype, self.head_dim, drops=trains, cuda_capability=cuda_capability()):
+        elif self.attention_kernel == "cudnn" and not trains:  # it drops no weights
             heads = fused_attend(
                 query,
                 key,
@@ -305,6 +318,7 @@ class MultiHeadAttention(_Attention):
             scale=self.scale,
             dropout=self.dropout,
             dtype=self.dtype,
+            activation_dtype=self.activation_dtype,
             param_dtype=self.param_dtype,
             rngs=nnx.Rngs(0),
         )

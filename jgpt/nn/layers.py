@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jgpt.config import NormKind
 from jgpt.contracts import typed
-from jgpt.nn.precision import activation_dtype, available
+from jgpt.nn.precision import available
 
 INIT_STD = 0.02
 
@@ -32,7 +32,10 @@ class Module(nnx.Module):
 
 
 class Linear(Module):
-    """`x @ kernel + bias`, computed in `dtype` and accumulated in at least float32."""
+    """`x @ kernel + bias`, computed in `dtype`, accumulated in at least float32.
+
+    The result is in `activation_dtype`, by default as it was accumulated.
+    """
 
     @typed
     def __init__(
@@ -43,11 +46,12 @@ class Linear(Module):
         use_bias: bool = True,
         init_std: float = INIT_STD,
         dtype: DTypeLike = jnp.float32,
+        activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
-        self.dtype = available(dtype)
+        self.dtype, self.activation_dtype = available(dtype), activation_dtype
         shape = (in_features, out_features)
         param_dtype = available(param_dtype)
         self.kernel = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
@@ -58,7 +62,7 @@ class Linear(Module):
         self, x: Float[Array, "*rows {self.in_features}"]
     ) -> Float[Array, "*rows {self.out_features}"]:
         """The projection of each row."""
-        y = project(x, self.kernel[...], self.dtype)
+        y = project(x, self.kernel[...], self.dtype, self.activation_dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
@@ -67,8 +71,9 @@ def project(
     x: Float[Array, "*rows in_features"],
     kernel: Float[Array, "in_features out_features"],
     dtype: DTypeLike,
+    activation_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows out_features"]:
-    """`x @ kernel` of operands in `dtype`, as wide as activations are, with the rows flattened.
+    """`x @ kernel` of operands in `dtype`, a result in `activation_dtype`, with the rows flattened.
 
     The gradient of a product with more than one leading axis leaves XLA's fast path on the CPU.
     """
@@ -76,7 +81,8 @@ def project(
     wide = jnp.promote_types(dtype, jnp.float32)
     flat = x.reshape(math.prod(rows), in_features).astype(wide)
     product = _narrow_product if jnp.finfo(dtype).bits < 32 else _product
-    return product(flat, kernel.astype(wide), dtype).reshape(*rows, kernel.shape[-1])
+    y = product(flat, kernel.astype(wide), dtype, activation_dtype)
+    return y.reshape(*rows, kernel.shape[-1])
 
 
 @typed
@@ -84,6 +90,7 @@ def project_to_many(
     x: Float[Array, "*rows in_features"],
     kernel: Float[Array, "in_features out_features"],
     dtype: DTypeLike,
+    activation_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows out_features"]:
     """`project`, with very many features padded inside: GPT-2's 50,257 would be slow to multiply.
 
@@ -92,7 +99,7 @@ def project_to_many(
     features = kernel.shape[1]
     padding = -features % TILE if features > MANY_FEATURES else 0
     padded = jnp.pad(kernel, ((0, 0), (0, padding)))
-    return project(x, padded, dtype)[..., :features]
+    return project(x, padded, dtype, activation_dtype)[..., :features]
 
 
 @typed
@@ -100,24 +107,25 @@ def _product(
     x: Float[Array, "rows in_features"],
     kernel: Float[Array, "in_features out_features"],
     dtype: DTypeLike,
+    activation_dtype: DTypeLike | None,
 ) -> Float[Array, "rows out_features"]:
     """`x @ kernel` of operands in `dtype`, accumulated in at least float32."""
     accumulate = jnp.promote_types(dtype, jnp.float32)
     y = jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=accumulate)
-    return y.astype(activation_dtype(dtype))
+    return y.astype(accumulate if activation_dtype is None else activation_dtype)
 
 
 # What autodiff makes of narrow operands multiplies them by a wide gradient: no fast path takes it.
-_narrow_product = jax.custom_vjp(_product, nondiff_argnums=(2,))
+_narrow_product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
 
 
 _narrow_product.defvjp(
-    lambda x, kernel, dtype: (
-        _product(x, kernel, dtype),
+    lambda x, kernel, dtype, activation_dtype: (
+        _product(x, kernel, dtype, activation_dtype),
         (x.astype(dtype), kernel.astype(dtype)),
     ),
-    lambda dtype, saved, gradient: tuple(
-        _product(*operands, dtype).astype(jnp.float32)  # as the operands came
+    lambda dtype, activation_dtype, saved, gradient: tuple(
+        _product(*operands, dtype, activation_dtype).astype(jnp.float32)  # as the operands came
         for operands in ((gradient, saved[1].T), (saved[0].T, gradient))
     ),
 )

@@ -1,58 +1,66 @@
-"""Which dtype is computed in and which is kept, and where attention has a fused kernel."""
+"""What is computed and kept in which dtype, and by which attention kernel, on which platform."""
 
 import dataclasses
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgpt.config import ModelConfig
-from jgpt.hardware import cuda_capability
+from jgpt.config import ModelConfig, TrainConfig
+from jgpt.contracts import typed
+from jgpt.hardware import Platform
+
+ANYWHERE = Platform("cpu")
+"""What runs on a CPU runs everywhere."""
 
 
-def with_dtype(config: ModelConfig) -> ModelConfig:
-    """The config with what `auto` stands for on this device in its place."""
-    if config.dtype != "auto":
-        return config
-    is_narrow = computes_narrow(jax.default_backend(), cuda_capability())
-    return dataclasses.replace(config, dtype="bfloat16" if is_narrow else "float32")
+@typed
+def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
+    """The config with what each `auto` stands for on a platform in its place.
 
-
-def computes_narrow(platform: str, cuda_capability: float | None) -> bool:
-    """Whether a device multiplies in bfloat16 faster than in float32: TPUs, and GPUs since Ampere.
-
-    A CPU may, too, but then it depends on which one it is.
+    Products are in bfloat16 on TPUs, and on CUDA GPUs since Ampere. On a CPU what is kept between
+    them is float32: products of narrow numbers are fast there and all else with them is not, for
+    XLA widens each number before and narrows it after.
     """
-    return platform == "tpu" or (cuda_capability is not None and cuda_capability >= 8.0)
+    dtype, activation, kernel = config.dtype, config.activation_dtype, config.attention_kernel
+    if dtype == "auto":
+        dtype = "bfloat16" if _computes_narrow(platform) else "float32"
+    if activation == "auto":
+        is_cpu = platform.name == "cpu"
+        activation = jnp.promote_types(dtype, jnp.float32 if is_cpu else dtype).name
+    if kernel == "auto":
+        head_dim = config.embed_dim // config.num_heads
+        kernel = "cudnn" if cudnn_attends(activation, head_dim, platform) else "xla"
+    return dataclasses.replace(
+        config, dtype=dtype, activation_dtype=activation, attention_kernel=kernel
+    )
 
 
-def activation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """What is kept of a computation in `dtype`: the same, but on a CPU at least float32.
+def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
+    """The same of a run's config: what its programs are made of.
 
-    There a product of narrow numbers is fast, and all else with them is not: XLA widens each of
-    them before, and narrows it after.
+    What is saved of a run leaves to each platform what was left to it.
     """
-    narrowest = jnp.float32 if jax.default_backend() == "cpu" else dtype
-    return jnp.promote_types(dtype, narrowest)
+    return dataclasses.replace(config, model=for_platform(config.model, platform))
 
 
-def can_fuse(
-    dtype: DTypeLike, head_dim: int, *, drops: bool, cuda_capability: float | None
-) -> bool:
-    """Whether cuDNN's kernel computes attention of such queries on such a device.
+def _computes_narrow(platform: Platform) -> bool:
+    """Whether bfloat16 products are faster than float32; a CPU's depend on which one it is."""
+    return platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
 
-    It takes 16-bit numbers and drops no weights; a CUDA GPU before Ampere (8.0) doesn't have it,
-    and before Hopper (9.0) it takes heads of at most 128 features. Elsewhere than on a CUDA GPU
-    the capability is None.
+
+def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
+    """Whether cuDNN's kernel takes queries of a dtype and a head size on a platform.
+
+    It takes 16-bit numbers, on CUDA GPUs since Ampere (8.0), and before Hopper (9.0) heads of at
+    most 128 features.
     """
+    capability = platform.cuda_capability or 0.0
     return (
-        cuda_capability is not None
-        and cuda_capability >= 8.0
+        capability >= 8.0
         and jnp.finfo(dtype).bits == 16
         and head_dim % 8 == 0
-        and head_dim <= (256 if cuda_capability >= 9.0 else 128)
-        and not drops
+        and head_dim <= (256 if capability >= 9.0 else 128)
     )
 
 

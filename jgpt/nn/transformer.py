@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import Activation, ModelConfig, NormKind
+from jgpt.config import Activation, AttentionKernel, ModelConfig, NormKind
 from jgpt.contracts import check, typed
 from jgpt.nn.cache import KVCache, LayerCache
 from jgpt.nn.heads import MultiHeadAttention
@@ -29,7 +29,7 @@ from jgpt.nn.layers import (
     next_dropout_key,
     project_to_many,
 )
-from jgpt.nn.precision import activation_dtype, with_dtype
+from jgpt.nn.precision import ANYWHERE, for_platform
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -53,6 +53,7 @@ class FeedForward(Module):
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
         dtype: DTypeLike = jnp.float32,
+        activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
@@ -60,7 +61,12 @@ class FeedForward(Module):
         self.hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
         self.activation, self.dropout = activation, dropout
         linear = functools.partial(
-            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            activation_dtype=activation_dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         self.expansion = linear(embed_dim, self.hidden_dim)
         self.projection = linear(self.hidden_dim, embed_dim, init_std=projection_std)
@@ -107,7 +113,9 @@ class Block(Module):
         norm_epsilon: float = 1e-5,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
+        attention_kernel: AttentionKernel = "xla",
         dtype: DTypeLike = jnp.float32,
+        activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
@@ -115,7 +123,14 @@ class Block(Module):
         new_norm = functools.partial(
             make_norm, norm, embed_dim, norm_epsilon, norm_scale, use_bias, param_dtype
         )
-        shared = {"dropout": dropout, "projection_std": projection_std, "dtype": dtype}
+        shared = {
+            "dropout": dropout,
+            "projection_std": projection_std,
+            "dtype": dtype,
+            "activation_dtype": activation_dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
         self.attention_norm = new_norm()
         self.attention = MultiHeadAttention(
             embed_dim,
@@ -128,8 +143,7 @@ class Block(Module):
             rotary=rotary,
             qk_norm=qk_norm,
             scale=scale,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            attention_kernel=attention_kernel,
             **shared,
         )
         self.feed_forward_norm = new_norm()
@@ -138,14 +152,13 @@ class Block(Module):
             hidden_dim,
             activation=activation,
             use_bias=use_bias,
-            param_dtype=param_dtype,
-            rngs=rngs,
             **shared,
         )
 
     @classmethod
     def from_config(cls, config: ModelConfig, *, rngs: nnx.Rngs) -> Self:
         """A block of the transformer that a config describes."""
+        config = for_platform(config, ANYWHERE)
         residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
         return cls(
             config.embed_dim,
@@ -164,7 +177,9 @@ class Block(Module):
             norm_epsilon=config.norm_epsilon,
             dropout=config.dropout,
             projection_std=0.0 if config.zero_init else residual_std,
+            attention_kernel=config.attention_kernel,
             dtype=config.dtype,
+            activation_dtype=config.activation_dtype,
             param_dtype=config.param_dtype,
             rngs=rngs,
         )
@@ -186,12 +201,14 @@ class GPT(Module):
     """Tokens to the logits of each next token.
 
     Initialised as GPT-2 is: N(0, 0.02), and the projections that write into the residual stream
-    divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3).
+    divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). What the config leaves to
+    the platform (`auto`) is as on a CPU, unless `for_platform` has decided it.
     """
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config = with_dtype(config)
+        self.config, config = config, for_platform(config, ANYWHERE)
+        self.dtype, self.activation_dtype = config.dtype, config.activation_dtype
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
         self.supports_rolling_cache = config.positions == "rotary"
@@ -241,6 +258,7 @@ class GPT(Module):
                 use_bias=config.head_bias,
                 init_std=0.0 if config.zero_init else INIT_STD,
                 dtype=config.dtype,
+                activation_dtype=config.activation_dtype,
                 param_dtype=config.param_dtype,
                 rngs=rngs,
             )
@@ -345,7 +363,7 @@ class GPT(Module):
             known = tokens if cache is None else cache.append_tokens(tokens)
             x = x + kept * self.ngram_embedding(known)[:, -time:]
         # the residual stream is never below float32
-        x = x.astype(jnp.promote_types(self.config.dtype, jnp.float32))
+        x = x.astype(jnp.promote_types(self.dtype, jnp.float32))
         return dropped(x, self.config.dropout, next_dropout_key(rngs))
 
     @typed
@@ -353,8 +371,7 @@ class GPT(Module):
         """A cache for `batch` sequences of `block_size` positions, none of them read yet."""
         attention = self.blocks[0].attention
         sizes = (batch, self.block_size, attention.num_kv_heads, attention.head_dim)
-        dtype = activation_dtype(self.config.dtype)
-        layers = tuple(LayerCache(*sizes, dtype=dtype) for _ in self.blocks)
+        layers = tuple(LayerCache(*sizes, dtype=self.activation_dtype) for _ in self.blocks)
         lookback = max(self.config.ngram_sizes, default=1) - 1
         return KVCache(layers, batch=batch, lookback=lookback)
 
@@ -365,7 +382,7 @@ class GPT(Module):
         """The language-model head, its logits softly capped if the config says so."""
         head = self.head
         kernel = self.token_embedding.embedding[...].T if head is None else head.kernel[...]
-        logits = project_to_many(x, kernel, self.config.dtype)
+        logits = project_to_many(x, kernel, self.dtype, self.activation_dtype)
         if head is not None and head.bias is not None:
             logits = logits + head.bias[...].astype(logits.dtype)
         cap = self.config.logit_softcap

@@ -19,7 +19,9 @@ from flax import nnx
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
+from jgpt.hardware import Platform, current_platform
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
+from jgpt.nn.precision import for_platform
 from jgpt.runs.directory import CHECKPOINTS, RunDirectory
 from jgpt.runs.manifest import Manifest, files_below, sha256_of, sync_directory, verify
 from jgpt.training.optimizer import make_optimizer
@@ -295,10 +297,11 @@ class Checkpoints:
 
 @typed
 def load(
-    run_directory: str | Path, *, which: Which = "best"
+    run_directory: str | Path, *, which: Which = "best", platform: Platform | None = None
 ) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
     """A trained model with its tokenizer and config; nothing is written.
 
+    The `platform`, by default the one at hand, decides what the config leaves to it.
     Raises FileNotFoundError where there is no run or no checkpoint, ValueError where a file of
     theirs is damaged.
     """
@@ -311,7 +314,8 @@ def load(
         )
     with Checkpoints(run, read_only=True) as checkpoints:
         weights = checkpoints.restore_weights(config, which)
-    return nnx.merge(nnx.graphdef(abstract_model(config.model)), weights), tokenizer, config
+    model = abstract_model(for_platform(config.model, platform or current_platform()))
+    return nnx.merge(nnx.graphdef(model), weights), tokenizer, config
 
 
 def write_run(

@@ -22,10 +22,10 @@ from jgpt.data.dataset import Dataset, load_dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import opening
-from jgpt.hardware import memory_limit
+from jgpt.hardware import Platform, current_platform, memory_limit
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
-from jgpt.nn.precision import with_dtype
+from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load, require_same_run
 from jgpt.runs.directory import LOSS_PICTURE, PROFILE, RunDirectory
 from jgpt.runs.metrics import Recorder
@@ -77,19 +77,21 @@ def fit(
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     profile_steps: int = 0,
+    platform: Platform | None = None,
 ) -> Run:
     """Train as the config says, into a run directory; return the run with its best model.
 
     `resume` goes on from the directory's last checkpoint, or begins where there is none yet;
     `overwrite` deletes what is there. `should_stop` is asked after each call of steps;
-    `profile_steps` are traced into the run's folder `profile`.
+    `profile_steps` are traced into the run's folder `profile`. The `platform`, by default the one
+    at hand, decides what the config leaves to it.
     Raises ValueError or OSError before anything is written or deleted, OSError when something
     can't be written later, FloatingPointError when a loss or a gradient is not finite, and
     TrainingStopped: the last good state is then a checkpoint.
     """
     began = time.perf_counter()
-    progress = progress or Progress()
-    config, dataset, out = _prepare(config, resume, overwrite, progress)
+    progress, platform = progress or Progress(), platform or current_platform()
+    config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     with (
         RunDirectory(out).locked(),
         _open_run(out, config, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
@@ -109,11 +111,21 @@ def fit(
         progress.started(config, dataset, state, out)
         recorder = Recorder(config, run, trackers, len(dataset.train))
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
-        _train(config, dataset, state, run, checkpoints, recorder, profiler, progress, should_stop)
+        _train(
+            run_for_platform(config, platform),
+            dataset,
+            state,
+            run,
+            checkpoints,
+            recorder,
+            profiler,
+            progress,
+            should_stop,
+        )
         checkpoints.wait()
         best = checkpoints.best()
     plot_losses(run.metrics(), run.path / LOSS_PICTURE)
-    model, tokenizer, _ = load(run.path)
+    model, tokenizer, _ = load(run.path, platform=platform)
     sample = _sample(model, tokenizer, config)
     run.write_samples(sample)
     assert best.validation_loss is not None  # training evaluates its last step
@@ -135,13 +147,16 @@ def plan(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    platform: Platform | None = None,
 ) -> Plan:
     """What `fit` would do; nothing is written, and it raises what `fit` would."""
-    return make_plan(*_prepare(config, resume, overwrite, progress or Progress()))
+    progress, platform = progress or Progress(), platform or current_platform()
+    config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
+    return make_plan(run_for_platform(config, platform), dataset, out)
 
 
 def _prepare(
-    config: TrainConfig, resume: bool, overwrite: bool, progress: Progress
+    config: TrainConfig, resume: bool, overwrite: bool, progress: Progress, platform: Platform
 ) -> tuple[TrainConfig, Dataset, Path]:
     """All that can be found wrong before anything is written or compiled."""
     out = _run_directory(config, resume=resume, overwrite=overwrite)
@@ -153,7 +168,9 @@ def _prepare(
         on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
-    config = dataclasses.replace(config, model=with_dtype(model))  # a run says what it was
+    # a run says in what its products were, wherever it goes on
+    model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
+    config = dataclasses.replace(config, model=model)
     if goes_on:
         run = RunDirectory.open(out)
         require_same_run(run.config(), config)
@@ -312,9 +329,11 @@ def evaluate(
     *,
     which: Which = "best",
     progress: Progress | None = None,
+    platform: Platform | None = None,
 ) -> Evaluation:
     """The exact loss of a run's model on the text that its training held out."""
-    model, tokenizer, config = load(run_directory, which=which)
+    platform = platform or current_platform()
+    model, tokenizer, config = load(run_directory, which=which, platform=platform)
     dataset = load_dataset(
         config.dataset,
         config.model.block_size,
@@ -323,7 +342,9 @@ def evaluate(
     )
     run = RunDirectory.open(run_directory)
     require_same_corpus(run.provenance(), dataset, str(run.path))
-    loss = _evaluator(config, dataset)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    loss = _evaluator(run_for_platform(config, platform), dataset)(
+        nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    )
     return Evaluation(
         loss=loss,
         perplexity=math.exp(loss),

@@ -8,10 +8,9 @@ import platform
 import sys
 from typing import Any
 
-import jax
-
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
+from jgpt.hardware import current_platform, device_kinds
 
 _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping")
 
@@ -26,8 +25,8 @@ def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, An
         "corpus_sha256": dataset.digest,
         "corpus_tokens": len(dataset.train) + len(dataset.validation),
         "tokenizer_sha256": hashlib.sha256(dataset.tokenizer.to_json().encode()).hexdigest(),
-        "devices": [device.device_kind for device in jax.devices()],
-        "backend": jax.default_backend(),
+        "devices": device_kinds(),
+        "backend": current_platform().name,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -14,7 +14,7 @@ from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import Weights, abstract_model, create_model
-from jgpt.nn.precision import with_dtype
+from jgpt.nn.precision import ANYWHERE, for_platform
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer
 
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches use the seed's key itself, folded with the step
@@ -183,8 +183,8 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:
     """The widest of what parameters, logits and their loss may be."""
-    config = with_dtype(config)
-    return jnp.promote_types(jnp.promote_types(config.dtype, config.param_dtype), jnp.float32)
+    dtype = for_platform(config, ANYWHERE).dtype
+    return jnp.promote_types(jnp.promote_types(dtype, config.param_dtype), jnp.float32)
 
 
 @typed

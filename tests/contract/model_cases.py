@@ -194,7 +194,7 @@ LAYERS = [
         "jgpt.nn.layers._product",
         {"x": "float batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 29),
-        static={"dtype": "bfloat16"},
+        static={"dtype": "bfloat16", "activation_dtype": None},
     ),
     Case(
         "jgpt.nn.layers.Embedding.__call__",

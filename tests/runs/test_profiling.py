@@ -1,0 +1,49 @@
+"""What is compiled is kept, and heard of."""
+
+import platform
+from pathlib import Path
+
+import jax
+import pytest
+
+from jgpt.runs.profiling import keep_compilations
+
+COMPILATION_CACHE = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_compilation_cache_max_size",
+)
+
+
+@pytest.fixture
+def compilation_cache():
+    """What JAX is told of it, which a test may change."""
+
+    def settings():
+        return [getattr(jax.config, name) for name in COMPILATION_CACHE]
+
+    before = settings()
+    yield settings
+    for name, value in zip(COMPILATION_CACHE, before, strict=True):
+        jax.config.update(name, value)
+
+
+def test_compilations_are_kept_in_a_folder_of_the_machine_in_the_users_cache(
+    compilation_cache, user_cache
+):
+    jax.config.update("jax_compilation_cache_dir", None)
+    keep_compilations()
+    folder, seconds, size = compilation_cache()
+    assert Path(folder) == user_cache / "compiled" / platform.node()
+    assert 0 < seconds < 1  # JAX's own default leaves out what takes less than a second
+    assert size == 2**30
+    keep_compilations()
+    assert compilation_cache() == [folder, seconds, size]
+
+
+def test_a_compilation_cache_that_was_chosen_is_left_alone(compilation_cache, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    chosen = compilation_cache()
+    keep_compilations()
+    assert compilation_cache() == chosen
+    assert chosen[0] == str(tmp_path)
