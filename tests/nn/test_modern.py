@@ -10,7 +10,7 @@ from flax import nnx
 
 from jgpt import GPT
 from jgpt.nn.layers import LayerNorm, RMSNorm
-from tests.test_model import (
+from tests.nn.test_transformer import (
     EMBED_DIM,
     config_of,
     loud,

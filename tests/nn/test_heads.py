@@ -11,7 +11,7 @@ from jaxtyping import TypeCheckError
 from jgpt import Head, MultiHeadAttention
 from jgpt.nn.attention import rotate
 from jgpt.nn.cache import LayerCache
-from tests.test_attention import BATCH, CONTEXT, TIME, loud, normal
+from tests.nn.test_attention import BATCH, CONTEXT, TIME, loud, normal
 
 EMBED_DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 6, 2, 4
 

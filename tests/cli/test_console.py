@@ -8,7 +8,7 @@ from flax import nnx
 from jgpt import ModelConfig, OptimizerConfig
 from jgpt.cli.console import describe_optimizer_groups
 from jgpt.nn.models import abstract_model
-from tests.test_size import ATTENTION, FEED_FORWARD, MODERN
+from tests.nn.test_models import ATTENTION, FEED_FORWARD, MODERN
 
 NGRAMS = ModelConfig(**{**vars(MODERN), "ngram_sizes": (2, 4), "ngram_rows": 19})
 MUON = {"optimizer": "muon", "muon_weight_decay": 0.25, "weight_decay": 0.1}

@@ -19,7 +19,7 @@ def jgpt(*arguments: object, stdin: bytes = b"", cwd: Path | None = None):
         capture_output=True,
         cwd=cwd,
         timeout=300,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "80"},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "80"},
     )
 
 

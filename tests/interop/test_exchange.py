@@ -11,10 +11,10 @@ import torch
 import jgpt
 from jgpt.cli import main
 from jgpt.runs.checkpoints import load
+from tests.cli.test_cli import worked
+from tests.interop.test_huggingface import assert_same_weights, random_model
 from tests.parity.ladder import GPT2, SIZES
 from tests.parity.test_nanogpt import write as write_nanogpt
-from tests.test_cli import worked
-from tests.test_interop import assert_same_weights, random_model
 
 TEXT = "abcdefghijklmnop\n" * 40
 

@@ -8,7 +8,7 @@ import pytest
 
 from jgpt import MultiHeadAttention, preset
 from jgpt.nn.attention import merge_heads, split_heads
-from tests.test_model import FAMILIES, config_of, loud, tokens_of
+from tests.nn.test_transformer import FAMILIES, config_of, loud, tokens_of
 
 CONFIGS = {
     **{family: config_of(family) for family in FAMILIES},

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, generate
-from tests.test_generation import BLOCK_SIZE, KEY, MODERN, random_model
+from tests.generation.test_decoding import BLOCK_SIZE, KEY, MODERN, random_model
 
 COUNT = 7 * BLOCK_SIZE  # more than one call draws
 NGRAMS = {"ngram_sizes": (2, 5), "ngram_rows": 23}

@@ -15,7 +15,7 @@ from jgpt import fit
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.loop import TrainingStopped
 from jgpt.runs.progress import Progress
-from tests.test_model import FAMILIES
+from tests.nn.test_transformer import FAMILIES
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
