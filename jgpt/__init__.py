@@ -1,6 +1,6 @@
-"""A GPT in JAX and Flax NNX whose every shape is written down and checked."""
+"""A GPT in JAX and Flax NNX with checked array shapes."""
 
 import lazy_loader
 
-# names are imported when they are first used: `jgpt --help` needs no jax
+# lazy imports: `jgpt --help` doesn't import jax
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

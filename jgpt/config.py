@@ -1,6 +1,6 @@
-"""What a model, an optimizer and a run are made of: frozen dataclasses, checked when made.
+"""Configs: frozen dataclasses, validated when made, JSON on disk.
 
-Their attribute docstrings are the command line's help. Nothing here imports jax.
+Attribute docstrings are the command line's help. Nothing here imports jax.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
-MAX_LAYERS = 1024  # a config from anywhere must not take hours to look at
+MAX_LAYERS = 1024  # bounds the work on a config from an untrusted file
 
 _ints_are_floats = BeartypeConf(is_pep484_tower=True)
 
 
 def _check_types(config: Any) -> None:
-    """Wrong types come from JSON that somebody edited, and from Python callers."""
+    """Raise ValueError for a field of another type, as from edited JSON."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
-        # bool is an int to Python, and never what a size means
+        # a bool is an int to Python
         if not is_bearable(value, hint, conf=_ints_are_floats) or (
             isinstance(value, bool) and hint is not bool
         ):
@@ -67,79 +67,78 @@ def _require_multiple(config: Any, name: str, of: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The transformer's shape and parts. Families of GPT differ by these values alone."""
+    """The model. Families of GPT differ only by values of these fields."""
 
     architecture: Literal["gpt", "bigram"] = "gpt"
-    """A transformer, or the lecture's table of next-token logits (which has no other size than
-    the vocabulary's)."""
+    """A transformer, or a bigram: a table of next-token logits, whose only size is vocab_size."""
     vocab_size: int = 65
-    """Tokens the model can name. Training takes it from the tokenizer."""
+    """Tokens in the vocabulary. Training takes it from the tokenizer."""
     block_size: int = 64
-    """The longest context, in tokens."""
+    """The context length, in tokens."""
     num_layers: int = 4
-    """Blocks on top of each other."""
+    """Transformer blocks."""
     num_heads: int = 4
-    """Attention heads in a block."""
+    """Attention heads per block."""
     num_kv_heads: int | None = None
-    """Heads of keys and values, each read by a group of query heads; as many by default."""
+    """Key-value heads, each shared by a group of query heads (GQA); num_heads by default."""
     embed_dim: int = 128
     """Features of the residual stream."""
     hidden_dim: int | None = None
-    """Features inside the feed-forward; four times embed_dim by default."""
+    """Hidden features of the MLP; four times embed_dim by default."""
     activation: Activation = "gelu"
-    """The feed-forward's non-linearity; gelu is exact (erf), gelu_tanh is GPT-2's."""
+    """The MLP's activation function; gelu is exact (erf), gelu_tanh is GPT-2's."""
     qkv_bias: bool = False
     """Biases in the query, key and value projections."""
     use_bias: bool = False
-    """Biases in the output projections, the feed-forward and layer norms."""
+    """Biases in output projections, MLP and layer norms."""
     head_bias: bool = False
-    """A bias in the language-model head (untied heads only)."""
+    """A bias in the language-model head, which must be untied."""
     tie_embeddings: bool = True
-    """The language-model head is the token embedding transposed."""
+    """Share the token embedding's weights with the language-model head."""
     positions: Literal["learned", "rotary"] = "learned"
-    """A vector learned for each position, or queries and keys turned by it."""
+    """Learned position embeddings, or rotary embedding of queries and keys."""
     norm: NormKind = "layer"
-    """Layer norm, or division by the root of the mean square."""
+    """Layer norm or RMS norm."""
     norm_scale: bool = True
-    """A learned scale in the norms."""
+    """Learned scales in the norms."""
     norm_epsilon: float = 1e-5
-    """Added to the variance, or to the mean square, in norms."""
+    """Added to the variance or mean square in norms."""
     qk_norm: bool = False
-    """Queries and keys divided by the root of their mean square."""
+    """QK-norm: RMS norm of queries and keys, without scales."""
     attention_scale: float | None = None
-    """What affinities are multiplied with; one over the root of the head's size by default."""
+    """The scale of attention scores; head_dim ** -0.5 by default."""
     attention_window: int | None = None
-    """The last positions that a query reads, its own included; all of the block by default."""
+    """Sliding-window attention: positions a query attends to, its own included; all by default."""
     ngram_sizes: tuple[int, ...] = ()
-    """Lengths of n-grams whose embeddings are added to the tokens', such as (2, 3)."""
+    """Sizes of n-grams whose hashed embeddings are added to the tokens', such as 2 3."""
     ngram_rows: int = 8192
-    """Rows of embeddings for the n-grams of each length, which a hash finds."""
+    """Rows of the embedding table for the n-grams of each size."""
     ngram_dropout: float = 0.0
-    """How often, in training, a position goes without the embeddings of its n-grams."""
+    """Dropout of a position's n-gram embeddings, all features at once."""
     zero_init: bool = False
-    """Projections into the residual stream, and an untied head, begin at zero."""
+    """Initialise output projections and an untied head with zeros."""
     embedding_shortcut: bool = False
-    """Each block also reads the embeddings, scaled by a number that it learns."""
+    """Add the embeddings to the input of each block, times a learned scalar."""
     logit_softcap: float | None = None
-    """Logits are bent, by a tanh, to stay below this."""
+    """Softcap of logits: cap * tanh(logits / cap)."""
     dropout: float = 0.0
-    """Dropout after the embeddings, on attention weights, and on each residual branch."""
+    """Dropout of embeddings, attention weights and residual branches."""
     dtype: ComputeDtype = "float32"
-    """What products are computed in. Softmax, norms and loss are never below float32. auto is
-    bfloat16 on a TPU and on GPUs since Ampere, else float32."""
+    """The dtype of matrix products. Softmax, norms and loss are in at least float32. auto is
+    bfloat16 on TPUs and on GPUs since Ampere, else float32."""
     activation_dtype: ComputeDtype = "auto"
-    """What is kept between products. auto is dtype, but on a CPU at least float32, which is faster
-    there."""
+    """The dtype of activations between products. auto is dtype, but at least float32 on CPUs,
+    where that is faster."""
     attention_kernel: AttentionKernel = "auto"
-    """What computes attention; auto is cuDNN's fused kernel on GPUs that have it for such heads,
-    unless weights are dropped."""
+    """The attention kernel. auto is cuDNN's fused kernel where the GPU supports it; attention
+    dropout always uses XLA's."""
     param_dtype: Dtype = "float32"
-    """What parameters are stored in."""
+    """The dtype of parameters."""
     rematerialise: bool = False
-    """Compute each block again in the backward pass instead of keeping its activations."""
+    """Rematerialise: recompute each block in the backward pass instead of storing activations."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be built."""
+        """Validate."""
         _check_types(self)
         _require_positive(self, "vocab_size", "block_size", "num_layers", "num_heads")
         _require_positive(self, "embed_dim", "hidden_dim", "norm_epsilon")
@@ -168,40 +167,40 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, or Muon for matrices, with decoupled decay, a schedule, and clipping."""
+    """The optimizer: AdamW, or Muon for matrices, with a schedule and clipping."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW for all parameters, or Muon for the matrices inside the blocks."""
+    """AdamW for all parameters, or Muon for the blocks' weight matrices and AdamW for the rest."""
     learning_rate: float = 1e-3
     """The peak learning rate."""
     min_learning_rate: float = 1e-4
-    """Where the cosine, or wsd's line, ends; peaks of their own end at the same part of theirs."""
+    """The final learning rate of cosine and wsd; groups with another peak end at the same ratio."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    """After the warmup: down a half cosine until the last step, flat, or flat and then down a line
-    (warmup-stable-decay)."""
+    """After the warmup: cosine decay, constant, or wsd (warmup-stable-decay: constant, then linear
+    decay)."""
     decay_fraction: float = 0.5
-    """The part of the steps in which wsd goes down."""
+    """The fraction of the steps in which wsd decays."""
     warmup_steps: int = 100
     """Steps of linear warmup."""
     weight_decay: float = 0.1
-    """Decoupled decay (times the learning rate) of matrices; vectors are never decayed."""
+    """Decoupled weight decay of matrices and embeddings, times the learning rate."""
     beta1: float = 0.9
-    """Decay of the mean of the gradients."""
+    """Decay rate of the first moment."""
     beta2: float = 0.99
-    """Decay of the mean of their squares."""
+    """Decay rate of the second moment."""
     gradient_clip: float = 1.0
-    """The largest global gradient norm; 0 never clips."""
+    """Clip gradients to this global norm; 0 is off."""
     muon_learning_rate: float = 0.02
-    """Muon's peak learning rate; learning_rate is then that of all other parameters."""
+    """Muon's peak learning rate; learning_rate is that of the other parameters."""
     muon_weight_decay: float = 0.0
-    """Muon's decoupled decay, times its learning rate."""
+    """Muon's decoupled weight decay, times its learning rate."""
     muon_momentum: float = 0.95
-    """Decay of Muon's mean of the gradients."""
+    """Muon's momentum."""
     embedding_learning_rate: float | None = None
     """The embeddings' peak learning rate; learning_rate by default."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't train."""
+        """Validate."""
         _check_types(self)
         _require_positive(self, "learning_rate", "muon_learning_rate", "embedding_learning_rate")
         _require_not_negative(
@@ -218,7 +217,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, and how it becomes tokens."""
+    """The data and its tokenizer."""
 
     data: tuple[str, ...] = ("pydocs",)
     """The corpora pydocs or shakespeare, UTF-8 files, folders of .txt, or one folder that
@@ -231,13 +230,13 @@ class DataConfig:
     tokenizer_files: str | None = None
     """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
     validation_fraction: float = 0.1
-    """The end of the text that is held out."""
+    """The fraction at the end of the text that is held out."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty selection and impossible splits."""
+        """Validate."""
         _check_types(self)
         for source in self.data:
-            if not isinstance(source, str):  # a tuple's type check samples one item
+            if not isinstance(source, str):  # beartype checks one item only
                 raise ValueError(f"data={self.data!r} must be names and paths, not {source!r}")
         if not self.data or not all(self.data):
             raise ValueError("data is empty: name a corpus (pydocs, shakespeare) or a file")
@@ -255,44 +254,44 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run, whole: the same config on the same machine gives the same run."""
+    """A training run. The same config on the same machine gives the same run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     dataset: DataConfig = field(default_factory=DataConfig)
     name: str = "gpt"
-    """Names the run's folder below runs/ when out is not given."""
+    """The name of the run's folder in runs/ if out is not given."""
     out: str | None = None
-    """The run directory; runs/NAME, numbered if taken, by default."""
+    """The run directory; runs/NAME by default, numbered if it exists."""
     seed: int = 1337
-    """Decides parameters, batches and dropout."""
+    """The seed of initial parameters, batches and dropout."""
     steps: int = 2000
     """Optimizer steps."""
     batch_size: int = 12
-    """Sequences in a step."""
+    """Sequences per step."""
     micro_batches: int = 1
-    """Parts that a step's batch is computed in, one after the other: less memory, same result."""
+    """Gradient accumulation: compute a batch in this many parts, for less memory."""
     eval_interval: int = 250
-    """Steps between exact evaluations and checkpoints; the last step always has both."""
+    """Steps between evaluations and checkpoints; the last step always has both."""
     eval_tokens: int | None = None
-    """Held-out tokens in an evaluation; all of them by default."""
+    """Validation tokens per evaluation; all by default."""
     steps_per_call: int = 50
-    """Steps that the device takes without coming back."""
+    """Steps per dispatch to the device."""
     patience: int | None = None
-    """Evaluations in a row without a better loss after which training stops early."""
+    """Early stopping after this many evaluations without a better loss."""
     keep_best: int = 1
-    """Checkpoints to keep for their validation loss."""
+    """How many of the best checkpoints to keep."""
     keep_last: int = 2
-    """The newest checkpoints to keep; two, so that damage to the last one is no loss."""
+    """How many of the last checkpoints to keep; with two, damage to one loses little."""
     keep_every: int | None = None
-    """Keep each checkpoint whose step is a multiple of this, too."""
+    """Also keep checkpoints whose step is a multiple of this."""
     trackers: tuple[TrackerName, ...] = ()
-    """Where metrics go besides metrics.jsonl; each is an extra of the same name."""
+    """Trackers besides metrics.jsonl; each needs the extra of its name."""
     sample_tokens: int = 500
-    """Tokens in the sample at the end; 0 for none."""
+    """Tokens of the sample after training; 0 for none."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't run."""
+        """Validate."""
         _check_types(self)
         _require_positive(self, "steps", "batch_size", "eval_interval", "steps_per_call")
         _require_positive(self, "micro_batches", "patience", "keep_best", "keep_last", "keep_every")
@@ -309,12 +308,12 @@ class TrainConfig:
 
 
 def to_json(config: Any) -> str:
-    """A config as JSON text, one field a line."""
+    """Serialise as JSON, one field per line."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
 def from_json(kind: type[Config], text: str) -> Config:
-    """A config from what `to_json` wrote. Raises ValueError for anything else."""
+    """The inverse of `to_json`. Raises ValueError for anything else."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -342,6 +341,6 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A suggestion to put behind an unknown word, or nothing."""
+    """A suggestion for an unknown word, to append to a message, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

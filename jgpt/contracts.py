@@ -34,32 +34,31 @@ Result = TypeVar("Result")
 Record = TypeVar("Record")
 
 LEGEND: dict[str, str] = {
-    "batch": "sequences side by side; `*batch` is any number of leading axes",
+    "batch": "sequences in a batch; `*batch` is any number of leading axes",
     "time": "positions in a sequence",
-    "query": "positions that ask",
-    "key": "positions that answer",
+    "query": "positions of the queries",
+    "key": "positions of the keys and values",
     "head_dim": "features of one head's queries and keys",
     "value_dim": "features of one head's values",
     "heads": "attention heads",
-    "layers": "blocks on top of each other",
-    "kv_heads": "heads of keys and values",
+    "layers": "transformer blocks",
+    "kv_heads": "key-value heads, each shared by a group of query heads",
     "embed_dim": "features of the residual stream",
-    "vocab": "tokens a model can name",
-    "features": "features of all heads side by side",
-    "in_features": "features a projection reads",
-    "out_features": "features a projection writes",
-    "rows": "any leading axes that a projection or a norm leaves alone",
-    "chunks": "parts of a batch whose logits are computed one after the other",
-    "chunk": "positions in each of them",
-    "places": "positions that a cache of keys and values has room for",
-    "steps": "optimizer steps in one call",
-    "window": "a block and the target after it",
+    "vocab": "tokens in the vocabulary",
+    "features": "features of all heads concatenated",
+    "in_features": "input features of a linear layer",
+    "out_features": "output features of a linear layer",
+    "rows": "any leading axes, which an operation on the last axis leaves alone",
+    "chunks": "chunks of a batch whose logits are computed in turn",
+    "chunk": "positions in a chunk",
+    "steps": "optimizer steps in a call",
+    "window": "a block of inputs and one more token, the last target",
     "batches": "batches of evaluation windows",
     "tokens": "tokens in a text, a split or a file",
     "held_out": "tokens in the validation split",
-    "shape": "whatever shape a parameter has; `?*shape` is each leaf's own",
+    "shape": "the shape of a parameter; `?*shape` is each leaf's own",
 }
-"""Every dimension name that an annotation here may use; a module's own sizes are `{self.name}`."""
+"""The dimension names of all annotations. A module's own sizes are written `{self.name}`."""
 
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 _UNIONS = (typing.Union, types.UnionType)
@@ -81,7 +80,7 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
             return function(*args, **kwargs)
         try:
             result, error = contract.call(*args, **kwargs)
-        except TypeError as misfit:  # with the signature: all else is returned
+        except TypeError as misfit:  # from binding the arguments: all else is returned
             raise TypeError(f"{function.__qualname__}() {misfit}") from None
         if error is not None:
             raise error
@@ -130,17 +129,17 @@ def record(kind: type[Record]) -> type[Record]:
 
 
 class _Contract:
-    """What a function's annotations ask for, read when it is first called: imports stay cheap."""
+    """A function's annotations, resolved at its first call, so that imports stay cheap."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
 
     @functools.cached_property
     def call(self) -> Callable[..., tuple[Any, Exception | None]]:
-        """The function in a scope of its own for sizes; its result, or what it raised.
+        """The function in its own jaxtyping scope; returns its result, or what it raised.
 
-        An exception that passes through `jaxtyped` is given a note, which would stand behind the
-        reason: none does.
+        Exceptions are returned, not raised: `jaxtyped` adds a note to those that pass through it,
+        which would stand behind the reason.
         """
 
         def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
@@ -168,7 +167,7 @@ class _Contract:
 
     @functools.cached_property
     def parameters(self) -> list[tuple[str, Any, _Accepts]]:
-        """In the signature's order, which is the order in which sizes are bound."""
+        """In signature order, which is the order in which sizes are bound."""
         return [
             (name, parameter.kind, _acceptor(self.hints[name]))
             for name, parameter in self.signature.parameters.items()
@@ -180,7 +179,7 @@ class _Contract:
         return _acceptor(self.hints.get("return", Any))
 
     def _complaint_about_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What is wrong with the first argument that is wrong, or nothing."""
+        """The message about the first wrong argument, or an empty string."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, kind, accepts in self.parameters:
@@ -190,7 +189,7 @@ class _Contract:
         return ""
 
     def _complaint_about_result(self, result: Any) -> str:
-        """What is wrong with the result, or nothing."""
+        """The message about a wrong result, or an empty string."""
         if self.accepts_result(result):
             return ""
         return self._complaint("returned a wrong result", self.hints["return"], result)
@@ -201,7 +200,7 @@ class _Contract:
 
 
 def _values(kind: Any, argument: Any) -> Iterable[Any]:
-    """What a parameter's annotation is about: of `*args` and `**kwargs` it is each of them."""
+    """The values that a parameter's annotation applies to: each of `*args` and `**kwargs`."""
     if kind is inspect.Parameter.VAR_POSITIONAL:
         return argument
     return argument.values() if kind is inspect.Parameter.VAR_KEYWORD else (argument,)
@@ -212,7 +211,7 @@ def _is_array(hint: Any) -> bool:
 
 
 def _holds_arrays(hint: Any) -> bool:
-    # jaxtyping's PyTree has no public base class, and lives where its arrays do
+    # jaxtyping's PyTree has no public base class
     return getattr(hint, "__module__", None) == "jaxtyping" or any(
         map(_holds_arrays, get_args(hint))
     )
@@ -223,7 +222,7 @@ def _is_fixed_tuple(hint: Any) -> bool:
 
 
 def _acceptor(hint: Any) -> _Accepts:
-    """A function that says whether a value is of an annotation, and binds the sizes it names."""
+    """A predicate: whether a value matches an annotation. It binds the sizes that it names."""
     if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
         return lambda value: True
     if _is_array(hint):
@@ -246,7 +245,7 @@ def _acceptor(hint: Any) -> _Accepts:
 
 
 def _leaf_types(hint: Any) -> tuple[type, ...]:
-    """The classes of a tree's leaves, where each leaf can be judged by itself; else none."""
+    """The classes of a tree's leaves, if each leaf can be checked by itself; else none."""
     leaf = getattr(hint, "leaftype", None)
     if leaf is None or leaf is Any or ("?" in str(leaf) and not _is_array(leaf)):
         return ()
@@ -258,7 +257,7 @@ def _leaf_types(hint: Any) -> tuple[type, ...]:
 
 
 def _accepts_tree(hint: Any, leaf_types: tuple[type, ...], tree: Any) -> bool:
-    """What jaxtyping says of a tree of arrays, without the type checker it starts for each leaf."""
+    """Check a tree as jaxtyping does, without the type checker that it starts for each leaf."""
     import jax
     from jaxtyping import PyTree
 
@@ -267,13 +266,13 @@ def _accepts_tree(hint: Any, leaf_types: tuple[type, ...], tree: Any) -> bool:
     if hint.structure is not None and not isinstance(tree, PyTree[Any, hint.structure]):
         return False
     leaves = jax.tree.leaves(tree)
-    if "?" in str(hint.leaftype):  # sizes that are each leaf's own
+    if "?" in str(hint.leaftype):  # sizes per leaf
         return all(
             not _mismatch(_of_leaf(hint.leaftype, f"{hint.structure}{index}"), leaf)
             for index, leaf in enumerate(leaves)
         )
     accepts = _acceptor(hint.leaftype)
-    # what an annotation says of one leaf it says of all of that kind, shape and dtype
+    # leaves of equal kind, shape and dtype are equal to an annotation
     kinds = {}
     for leaf in leaves:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
@@ -283,18 +282,18 @@ def _accepts_tree(hint: Any, leaf_types: tuple[type, ...], tree: Any) -> bool:
 
 @functools.cache
 def _of_leaf(hint: Any, leaf: str) -> Any:
-    """An array annotation with names of one leaf's own: `?size` is `size_LEAF`."""
+    """An array annotation for one leaf: `?size` becomes `size_LEAF`."""
     dimensions = re.sub(r"\?(\*?\w+)", rf"\1_{leaf}", hint.dim_str)
     return hint.dtype[hint.array_type, dimensions]
 
 
 def _mismatch(hint: Any, value: Any) -> str:
-    """jaxtyping's reason why a value is not of an array annotation, or nothing."""
+    """jaxtyping's reason why a value does not match an array annotation, or an empty string."""
     try:
         return hint.__instancecheck_str__(value)
     except AnnotationError:
         raise
-    except Exception as error:  # out of the annotation's braces
+    except Exception as error:  # raised inside the annotation's braces
         return f"{type(error).__name__}: {error}"
 
 
@@ -310,7 +309,7 @@ def _complaint(subject: str, hint: Any, value: Any, reason: str) -> str:
 
 
 def _reason(hint: Any, value: Any) -> str:
-    """Why a value is not of an annotation that didn't accept it."""
+    """Why a value does not match an annotation."""
     if reason := _reason_in_arrays(hint, value):
         return reason
     try:
@@ -318,11 +317,11 @@ def _reason(hint: Any, value: Any) -> str:
     except BeartypeCallHintViolation as violation:
         reason = str(violation).partition(", as ")[2].strip()
         return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
-    return "one of its items is wrong"  # beartype looks at a random one of many
+    return "one of its items is wrong"  # beartype checks a random item, not always the same
 
 
 def _reason_in_arrays(hint: Any, value: Any) -> str:
-    """Why a value is not of an annotation that holds arrays, or nothing."""
+    """Why a value does not match an annotation with arrays in it, or an empty string."""
     if _is_array(hint):
         return _in_plain_words(_mismatch(hint, value), hint, value)
     if get_origin(hint) in _UNIONS:
@@ -359,7 +358,7 @@ def _in_plain_words(reason: str, hint: Any, value: Any) -> str:
 
 
 def _spelled(hint: Any) -> str:
-    """An annotation as one writes it: without modules, except in what the quotes hold."""
+    """An annotation as it is written in source, without module names."""
     if hint is types.NoneType:
         return "None"
     text = hint.__name__ if isinstance(hint, type) else str(hint)
@@ -368,7 +367,7 @@ def _spelled(hint: Any) -> str:
 
 
 class _Shapes(reprlib.Repr):
-    """Arrays by dtype and shape, also inside containers, and other objects by their class."""
+    """Formats arrays as dtype and shape, in containers too, and other objects as their class."""
 
     def repr1(self, x: Any, level: int) -> str:
         if hasattr(x, "shape") and hasattr(x, "dtype"):
@@ -385,15 +384,17 @@ _NO_SIZE = np.broadcast_to(np.False_, 987_654_321)  # of one byte
 
 
 def _sizes(expected: str) -> Iterable[tuple[str, str]]:
-    """The sizes that the names and braces of an annotation stand for in this call.
+    """The values of an annotation's names and braces in this call.
 
-    jaxtyping evaluates braces and keeps what names are bound to. It says so of an array of another
-    size; of a name that is not bound yet it says nothing.
+    jaxtyping states them in its reason against an array of a size that nothing has. For a name
+    that is not bound yet it states none.
     """
     dimensions = re.findall(r"\{[^}]*\}|\w+", " ".join(re.findall(r'"([^"]*)"', expected)))
     for dimension in dict.fromkeys(dimensions):
         for spelled in (dimension, f"*{dimension}"):
-            with contextlib.suppress(Exception):  # what can't be read is the reason, not a size
+            with contextlib.suppress(
+                Exception
+            ):  # a brace that can't be evaluated is the reason itself
                 said = _mismatch(Shaped[np.ndarray, spelled], _NO_SIZE)
                 if found := re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", said):
                     yield dimension, found[1]

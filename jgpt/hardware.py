@@ -1,4 +1,4 @@
-"""What machine this is: peak speed, capability, memory. Nothing else asks."""
+"""The machine: platform, peak FLOP/s, memory. No other file asks for them."""
 
 import sys
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ _PEAK_FLOPS = {
 
 
 def peak_flops() -> float | None:
-    """A device's dense 16-bit peak, or None where the maker's figure is unknown."""
+    """A device's dense 16-bit peak in FLOP/s, or None if it is not in the table."""
     kind = device_kinds()[0]
-    # a GPU's kind goes on with its form and memory, a TPU's is exact
+    # a GPU's kind ends with its form factor and memory, a TPU's is exact
     known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
     known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
     return _PEAK_FLOPS[max(known, key=len)] if known else None
@@ -36,10 +36,10 @@ def peak_flops() -> float | None:
 
 @dataclass(frozen=True)
 class Platform:
-    """What decides dtypes and kernels: it can be named on a machine that has none of it."""
+    """A platform to compile for, which need not be the current one."""
 
     name: str
-    """As JAX calls it: cpu, gpu or tpu."""
+    """cpu, gpu or tpu."""
     cuda_capability: float | None = None
     """The compute capability of a CUDA GPU, such as 9.0; None elsewhere."""
 
@@ -54,12 +54,12 @@ def current_platform() -> Platform:
 
 
 def device_kinds() -> list[str]:
-    """What each device calls itself."""
+    """The kind of each device."""
     return [device.device_kind for device in jax.devices()]
 
 
 def memory_in_use() -> int | None:
-    """The most bytes that were in use so far: on the device, or on a CPU by this process."""
+    """Peak memory in bytes: of the device, or on a CPU of this process."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics:
         return statistics.get("peak_bytes_in_use")
@@ -72,6 +72,6 @@ def memory_in_use() -> int | None:
 
 
 def memory_limit() -> int | None:
-    """The bytes that a device has for arrays, or None where it doesn't say."""
+    """A device's memory in bytes, or None if it doesn't report it."""
     statistics = jax.local_devices()[0].memory_stats()
     return statistics.get("bytes_limit") if statistics else None

@@ -1,4 +1,4 @@
-"""Named runs to start from."""
+"""Presets: named configs."""
 
 from jgpt.config import (
     DataConfig,
@@ -156,14 +156,14 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         ),
     ),
 }
-"""Each preset's one-line promise and its run."""
+"""A description and a config per preset."""
 
 DEFAULT_PRESET = "modern-cpu"
 
 
 @typed
 def preset(name: str) -> TrainConfig:
-    """The run that a preset's name stands for. Raises ValueError for an unknown name."""
+    """The config of a preset. Raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(
             f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; "

@@ -88,8 +88,8 @@ def train(args: list[str]) -> None:
 
 
 def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
-    """The config that options change: a preset's, a file's, or that of the run to resume."""
-    # tyro is to see options alone
+    """The config that options override: of a preset, a file, or the run to resume."""
+    # the preset's name is no option: tyro must not see it
     name, args = _preset_name(args)
     file, out = _value_after("--config", args), _value_after("--out", args)
     if file is not None:
@@ -145,7 +145,7 @@ def sample(args: list[str]) -> None:
 
 
 def _print_texts(prompts: tuple[str, ...], pieces: Iterator[tuple[str, ...]]) -> None:
-    """The first text as it comes, and then the others."""
+    """Stream the first text, then print the others."""
     print(prompts[0], end="", flush=True)
     others = list(prompts[1:])
     for first, *more in pieces:
@@ -226,7 +226,7 @@ def import_(args: list[str]) -> None:
     """`jgpt import SOURCE --out RUN`"""
     options = parse(ImportOptions, "import", args)
     out = Path(options.out)
-    if out.exists():  # asked again when it is written; loading may take a while
+    if out.exists():  # before loading, which may take a while
         raise ValueError(f"{out} exists already: choose another directory")
 
     from jgpt.interop.huggingface import load_gpt2
@@ -239,7 +239,7 @@ def import_(args: list[str]) -> None:
     model = crop_vocabulary(model, tokenizer.vocab_size)
     config = TrainConfig(
         model=model.config,
-        # small and steady, as is usual for training further
+        # small and constant, as is usual for fine-tuning
         optimizer=OptimizerConfig(
             learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
         ),
@@ -345,7 +345,7 @@ def _tokenizer(options: ImportOptions) -> Any:
 
 
 def _prompts(options: SampleOptions) -> tuple[str, ...]:
-    """The texts to continue; an empty one stands for a line's beginning."""
+    """The prompts; an empty one stands for a newline."""
     if options.prompt and options.prompt_file is not None:
         raise ValueError("prompt and prompt_file are two prompts: give one")
     if options.prompt_file == "-":

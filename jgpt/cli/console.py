@@ -1,4 +1,4 @@
-"""Training as a person sees it: a progress bar on a terminal, plain lines elsewhere."""
+"""Training progress: a bar on a terminal, plain lines elsewhere."""
 
 import time
 from pathlib import Path
@@ -28,7 +28,7 @@ class _Details(ProgressColumn):
 
 
 class ConsoleProgress(TrainingProgress):
-    """Shows a run's beginning, its losses, its speed and the time that is left."""
+    """Shows the start of a run, its losses, throughput and remaining time."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -55,14 +55,14 @@ class ConsoleProgress(TrainingProgress):
         self.bar.stop()
 
     def downloaded(self, received: int, total: int | None) -> None:
-        """Move the download's bar."""
+        """Show the download's bar."""
         if self.download is None:
             self.console.print("downloading tiny Shakespeare")
             self.download = self.bar.add_task("download", total=total)
         self.bar.update(self.download, completed=received)
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
-        """Say what will be trained on what, and start the bar."""
+        """Print model and data, and start the bar."""
         if self.download is not None:
             self.bar.remove_task(self.download)
         total = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
@@ -81,7 +81,7 @@ class ConsoleProgress(TrainingProgress):
         self.steps = self.bar.add_task("train", total=config.steps, completed=step)
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
-        """Move the bar; where there is none, print a line now and then."""
+        """Move the bar; without one, print a line now and then."""
         speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
         self.details = f"loss {loss:.3f}{speed}"
         if self.steps is not None:
@@ -91,20 +91,20 @@ class ConsoleProgress(TrainingProgress):
             self._line(f"step {step}: {self.details}")
 
     def evaluated(self, step: int, validation_loss: float) -> None:
-        """A line for each evaluation, which stays."""
+        """Print a line."""
         self.validation = f"  validation {validation_loss:.3f}"
         self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
     def stopping(self) -> None:
-        """A first signal has come."""
+        """After the first signal."""
         self.say("stopping after the call in flight, to save; once more leaves at once")
 
     def leaving(self) -> None:
-        """A second one has: leave the terminal as it was."""
+        """After the second signal: restore the terminal."""
         self.console.show_cursor(True)
 
     def warned(self, message: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         self.say(message)
 
     def _line(self, line: str) -> None:
@@ -112,14 +112,14 @@ class ConsoleProgress(TrainingProgress):
         self.last_line = time.monotonic()
 
     def say(self, *lines: str) -> None:
-        """Plain text: nothing in it is markup."""
+        """Print plain text, without markup."""
         for line in lines:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @typed
 def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list[str]:
-    """The parameters of each optimizer group, and which of them decay: a line for each."""
+    """A line per optimizer group: its parameters, and which of them decay."""
     groups = jax.tree.leaves(partition(config, weights))
     decays = jax.tree.leaves(decay_mask(weights))
     leaves = list(zip(groups, decays, jax.tree.leaves(weights), strict=True))
@@ -145,7 +145,7 @@ def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list
 
 
 def describe(plan: Plan) -> list[str]:
-    """A plan in lines."""
+    """A plan as lines of text."""
     config = plan.config
     tokens = config.batch_size * config.model.block_size
     epochs = config.steps * tokens / plan.training_tokens

@@ -1,4 +1,4 @@
-"""The options of each command, and how they are read: attribute docstrings are the help."""
+"""The options of each command, parsed with tyro; attribute docstrings are the help."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from jgpt.config import DataConfig, TokenizerName, TrainConfig
 
 Options = TypeVar("Options")
-FROM = "from"  # no field can be called so
+FROM = "from"  # a Python keyword can't name a field
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class AttentionOptions:
 def parse(
     options: type[Options], command: str, args: list[str], default: Any = tyro.MISSING_NONPROP
 ) -> Options:
-    """Parse with tyro; what it refuses in a box becomes a ValueError in a line."""
+    """Parse with tyro; its boxed error messages become one-line ValueErrors."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -185,7 +185,7 @@ def parse(
 
 
 def _unboxed(box: str) -> str:
-    """The first paragraph of tyro's boxed message, and the option it thinks was meant."""
+    """The first paragraph of tyro's boxed message, and its suggestion."""
     lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
     end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
     message = " ".join(lines[:end])

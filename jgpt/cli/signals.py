@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for a stop, the second leaves at once."""
+"""SIGINT and SIGTERM: the first requests a stop, the second exits at once."""
 
 import contextlib
 import os
@@ -11,35 +11,34 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether somebody wants the program to stop, and the exit code that says so."""
+    """Whether a signal requested a stop, and the exit code for it."""
 
     def __init__(self) -> None:
-        """Nobody does."""
         self._signal: int | None = None
 
     def __call__(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether a stop was requested."""
         return self._signal is not None
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a program that a signal ended."""
+        """128 plus the signal, as shells report it."""
         return 128 + (self._signal or 0)
 
     def receive(self, number: int) -> None:
-        """Take a signal."""
+        """Receive a signal."""
         self._signal = number
 
 
 @contextlib.contextmanager
 def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Iterator[StopRequest]:
-    """Catch both signals; call `first` at the first one, and `second` before leaving at the next.
+    """Handle both signals: call `first` at the first one, `second` before exiting at the next.
 
-    A thread of its own hears them: Python's handlers wait until the main thread comes back from a
-    call of many steps, and would take two signals for one.
+    A thread receives them through a wakeup socket: Python's handlers would run only when the main
+    thread returns from a call of many steps, and merge two signals into one.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield StopRequest()  # signals are the main thread's affair
+        yield StopRequest()  # only the main thread can handle signals
         return
     request, (here, there) = StopRequest(), socket.socketpair()
     there.setblocking(False)

@@ -17,7 +17,7 @@ RESIDENT_BYTES = 1 << 30
 def resident(
     tokens: Integer[np.ndarray, " tokens"],
 ) -> Int[Array, " tokens"] | Integer[np.ndarray, " tokens"]:
-    """Tokens on the device as int32 if they fit there, else where they are."""
+    """Tokens as an int32 array on the device if they are small enough, else as they are."""
     if 4 * len(tokens) > RESIDENT_BYTES:
         return tokens
     return jnp.asarray(np.asarray(tokens, np.int32))
@@ -32,10 +32,9 @@ def batches(
     batch_size: int,
     block_size: int,
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
-    """The windows that steps `first_step` to `first_step + steps` train on.
+    """The windows of steps `first_step` to `first_step + steps`: a pure function of (seed, step).
 
-    A window holds a block's inputs and, one further, its targets. Which windows a step sees
-    depends on the seed and the step alone, and on nothing that happened before.
+    A window holds a block of inputs and, shifted by one, its targets.
     """
     starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
@@ -52,7 +51,7 @@ def batch(
     batch_size: int,
     block_size: int,
 ) -> tuple[Int[Array, "{batch_size} {block_size}"], Int[Array, "{batch_size} {block_size}"]]:
-    """One step's inputs and targets: the targets are the inputs one token later."""
+    """One step's inputs and targets, which are the inputs shifted by one token."""
     window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
     return window[:, :-1], window[:, 1:]
 
@@ -61,7 +60,7 @@ def batch(
 def window_starts(
     seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
 ) -> Integer[Array, "{steps} {batch_size}"]:
-    """Where in a text of so many tokens the windows of steps begin: the steps' data, exactly."""
+    """The offsets of the steps' windows in a text of `tokens` tokens."""
     places = tokens - block_size
     if not 0 < places < 1 << 32:
         raise ValueError(
@@ -102,10 +101,9 @@ def evaluation_windows(
     Int[np.ndarray, "{-(-(len(tokens)-1)//block_size//batch_size)} {batch_size} {block_size}+1"],
     Bool[np.ndarray, "{-(-(len(tokens)-1)//block_size//batch_size)} {batch_size} {block_size}"],
 ]:
-    """Windows that cover a split, and which of their targets count: each target exactly once.
+    """Non-overlapping windows that cover a split, and a mask that counts each target once.
 
-    Windows don't overlap, so a target sees at most the block before it. The last ones are filled
-    up with repeats that don't count.
+    The last batch is padded.
     """
     targets = len(tokens) - 1
     windows = -(-targets // block_size)

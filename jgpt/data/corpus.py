@@ -1,4 +1,4 @@
-"""Where text comes from: the built-in corpus, tiny Shakespeare, or the user's own files."""
+"""Corpora: the built-in one, tiny Shakespeare, and the user's files."""
 
 import hashlib
 import http.client
@@ -28,7 +28,7 @@ Download = Callable[[int, int | None], None]
 
 
 def read_text(sources: Sequence[str], *, on_download: Download | None = None) -> str:
-    """All the text of corpora, files and folders of .txt, one after the other."""
+    """The text of corpora, files and folders of .txt, concatenated."""
     return "".join(
         chunk for source in sources for chunk in _read_source(source, on_download, 1 << 30)
     )
@@ -37,9 +37,9 @@ def read_text(sources: Sequence[str], *, on_download: Download | None = None) ->
 def text_chunks(
     sources: Sequence[str], chunk_size: int = 1 << 22, *, on_download: Download | None = None
 ) -> Iterator[str]:
-    """The same text in pieces of about `chunk_size` characters, so that it may exceed memory.
+    """The same text in chunks of about `chunk_size` characters, for text larger than memory.
 
-    Pieces end where a line ends and a word begins, so that no tokenizer sees the seam.
+    Chunks end between a line end and a word, where tokenizers would split anyway.
     """
     pending = ""
     for source in sources:
@@ -55,7 +55,7 @@ def text_chunks(
 
 
 def _last_seam(text: str) -> int:
-    """The last place where a single line end stands between two visible characters, or 0."""
+    """The last index after a single newline between two non-space characters, or 0."""
     end = len(text)
     while (newline := text.rfind("\n", 1, end)) > 0:
         if newline + 1 < len(text) and not (
@@ -114,7 +114,7 @@ def _wrong_checksum(path: Path) -> str:
 
 
 def _download(url: str, target: Path, on_download: Download | None) -> None:
-    """Write to a neighbour and rename, so that a broken download leaves nothing behind."""
+    """Download to a temporary file and rename it: a broken download leaves nothing behind."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=target.name)
     try:
@@ -166,7 +166,7 @@ def _files(source: str) -> list[Path]:
 
 
 def _read_file(path: Path, chunk_size: int) -> Iterator[str]:
-    """Decode strictly, piece by piece; line ends stay as they are."""
+    """Decode UTF-8 in chunks, strictly."""
     decoded, empty = 0, True
     pending = b""
     with path.open("rb") as file:
@@ -175,7 +175,7 @@ def _read_file(path: Path, chunk_size: int) -> Iterator[str]:
             try:
                 text = block.decode("utf-8")
             except UnicodeDecodeError as error:
-                # a character may be cut by the end of the block, not by the end of the file
+                # the end of a chunk may split a character, the end of the file may not
                 cut = error.reason == "unexpected end of data" and len(block) - error.start < 4
                 if not cut:
                     raise _not_text(path, decoded + error.start) from None

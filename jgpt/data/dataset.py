@@ -1,4 +1,4 @@
-"""A text as tokens, split: loaded, or prepared where it is larger than memory."""
+"""Datasets: load and split a text as tokens, or prepare one that is larger than memory."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokeniz
 @record
 @dataclass(frozen=True)
 class Dataset:
-    """A text as tokens, split by position into what is learned from and what is held out."""
+    """A tokenized text, split by position into training and validation."""
 
     train: Integer[np.ndarray, " tokens"]
     validation: Integer[np.ndarray, " held_out"]
@@ -45,10 +45,10 @@ def load_dataset(
     tokenizer: Tokenizer | None = None,
     on_download: Download | None = None,
 ) -> Dataset:
-    """Read, tokenize and split what the config names, with a given tokenizer or its own.
+    """Read, tokenize and split the data of a config, with the given tokenizer or its own.
 
-    Raises ValueError or OSError for text that can't be read, is too short, or is not of the given
-    tokenizer.
+    Raises ValueError or OSError for text that can't be read, is too short, or that the given
+    tokenizer can't encode.
     """
     prepared = [source for source in config.data if (Path(source) / INDEX_FILE).is_file()]
     if prepared:
@@ -76,10 +76,10 @@ def load_dataset(
 def prepare(
     config: DataConfig, directory: Path, *, on_progress: Callable[[int], None] | None = None
 ) -> int:
-    """Tokenize text larger than memory into a folder to train from; return its tokens' count.
+    """Tokenize text of any size into a folder to train from; return the number of tokens.
 
-    The folder holds the tokens as the smallest unsigned integers that hold the vocabulary, the
-    tokenizer, and an index of what they are. It appears whole or not at all.
+    The folder holds the tokens as uint16 or uint32, the tokenizer, and an index. It is written
+    atomically.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists already: choose another folder")
@@ -107,7 +107,7 @@ def prepare(
 
 @typed
 def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer, int]:
-    """Memory-map a prepared folder. Raises ValueError where its parts contradict each other."""
+    """Memory-map a prepared folder. Raises ValueError if its files are inconsistent."""
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
@@ -139,7 +139,7 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
         case "bpe":
             return BPETokenizer.train(texts(), config.bpe_vocab_size)
         case "gpt2":
-            assert config.tokenizer_files is not None  # the config has seen to it
+            assert config.tokenizer_files is not None  # the config checks that
             return BPETokenizer.from_gpt2(config.tokenizer_files)
         case _:
             return CharTokenizer.from_text("".join(sorted(set().union(*map(set, texts())))))

@@ -1,4 +1,4 @@
-"""Text to tokens and back: characters, bytes, or byte-pairs. JSON on disk."""
+"""Tokenizers: characters, bytes, byte-pairs; JSON on disk."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -21,27 +21,27 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """The size of the vocabulary."""
         ...
 
     def encode(self, text: str) -> Tokens:
-        """The tokens of a text."""
+        """Text to tokens."""
         ...
 
     def decode(self, tokens: AnyTokens) -> str:
-        """The text of tokens. Raises ValueError for a token outside the vocabulary."""
+        """Tokens to text. Raises ValueError for a token outside the vocabulary."""
         ...
 
     def to_json(self) -> str:
-        """All of it as JSON, for `tokenizer_from_json`."""
+        """Serialise, for `tokenizer_from_json`."""
         ...
 
 
 class CharTokenizer:
-    """A token for each character that a text contains, in the order of their code points."""
+    """Character-level: a token for each character of a text, ordered by code point."""
 
     def __init__(self, characters: str) -> None:
-        """Make the vocabulary of exactly these characters, which must be sorted and unique."""
+        """Make a tokenizer of these characters, which must be sorted and unique."""
         if not characters or list(characters) != sorted(set(characters)):
             raise ValueError("a character vocabulary must be sorted, unique and not empty")
         self.characters = characters
@@ -49,14 +49,14 @@ class CharTokenizer:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """The vocabulary of a text."""
+        """The tokenizer of the characters in a text."""
         if not text:
             raise ValueError("an empty text has no characters to make a vocabulary of")
         return cls("".join(sorted(set(text))))
 
     @property
     def vocab_size(self) -> int:
-        """How many characters there are."""
+        """The number of characters."""
         return len(self.characters)
 
     @typed
@@ -76,16 +76,16 @@ class CharTokenizer:
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
-        """The characters side by side."""
+        """The characters of tokens."""
         return "".join(self.characters[token] for token in _in_range(tokens, self.vocab_size))
 
     def to_json(self) -> str:
-        """The characters as one string."""
+        """Serialise."""
         return json.dumps({"type": "char", "characters": self.characters})
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens: 256 of them, and no text is ever unknown."""
+    """Byte-level: the 256 UTF-8 bytes, which encode any text."""
 
     vocab_size = 256
 
@@ -96,11 +96,11 @@ class ByteTokenizer:
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
-        """The bytes as UTF-8; what is not UTF-8 reads as the replacement character."""
+        """Decode UTF-8; invalid bytes become the replacement character."""
         return bytes(_in_range(tokens, self.vocab_size)).decode("utf-8", "replace")
 
     def to_json(self) -> str:
-        """Its name says it all."""
+        """Serialise."""
         return json.dumps({"type": "byte"})
 
 
@@ -113,7 +113,7 @@ class BPETokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """Learn merges on texts until there are `vocab_size` tokens."""
+        """Learn merges from texts up to `vocab_size` tokens."""
         tokenizers = _tokenizers()
         backend = _byte_level(tokenizers, tokenizers.models.BPE())
         trainer = tokenizers.trainers.BpeTrainer(
@@ -126,9 +126,9 @@ class BPETokenizer:
 
     @classmethod
     def from_gpt2(cls, directory: str | Path) -> Self:
-        """GPT-2's own, from its `encoder.json` and `vocab.bpe`, or `vocab.json`, `merges.txt`.
+        """GPT-2's tokenizer, from `encoder.json` and `vocab.bpe` or `vocab.json` and `merges.txt`.
 
-        In a text, `<|endoftext|>` is that one token.
+        `<|endoftext|>` in a text is encoded as that token.
         """
         directory = Path(directory)
         for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
@@ -159,29 +159,29 @@ class BPETokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that parts documents, if there is one."""
+        """The token of `<|endoftext|>`, which separates documents, if there is one."""
         return self._backend.token_to_id(END_OF_TEXT)
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """The size of the vocabulary."""
         return self._backend.get_vocab_size()
 
     @typed
     def encode(self, text: str) -> Tokens:
-        """The text's byte-pairs."""
+        """Text to byte-pairs."""
         try:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
-        except TypeError:  # all that the library says of a str that is not Unicode
+        except TypeError:  # the library's error for a lone surrogate
             raise ValueError("the text holds a lone surrogate, which is not UTF-8") from None
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
-        """The text; bytes that are not UTF-8 read as the replacement character."""
+        """Decode; invalid UTF-8 becomes the replacement character."""
         return self._backend.decode(_in_range(tokens, self.vocab_size), skip_special_tokens=False)
 
     def to_json(self) -> str:
-        """The library's own JSON, wrapped."""
+        """Serialise, with the library's own JSON inside."""
         return json.dumps({"type": "bpe", "tokenizer": json.loads(self._backend.to_str())})
 
 
@@ -198,7 +198,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return BPETokenizer(_tokenizers().Tokenizer.from_str(json.dumps(values["tokenizer"])))
     except (ModuleNotFoundError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # bad JSON in any of its ways; tokenizers panics with its own
+    except BaseException as error:  # tokenizers panics with an exception of its own
         raise ValueError(f"not a tokenizer: {error!r}") from error
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 

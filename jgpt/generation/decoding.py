@@ -30,16 +30,15 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Int[Array, "batch {prompt.shape[1]+max_new_tokens}"]:
-    """The prompts, each continued by `max_new_tokens` tokens.
+    """Continue each prompt by `max_new_tokens` sampled tokens, with a KV cache.
 
-    Prompts of different `lengths` are filled up at their ends; a continuation begins where its
-    prompt ends, and what is beyond it is 0. A row depends on its own prompt, the key and its index
-    alone, to rounding. Raises ValueError for an empty prompt or a bad sampling parameter.
+    Prompts of different `lengths` are right-padded; each continuation starts where its prompt
+    ends, and the rest is 0. A row depends only on its prompt, the key and its index, up to
+    rounding. Raises ValueError for an empty prompt or an invalid sampling parameter.
 
-    A model reads the last `block_size` tokens. Past them, rotary positions go on from the cache,
-    each layer reading the last `block_size` of the layer below; learned positions move, so that
-    every new token reads the whole window again, all rows as soon as the longest one must.
-    Products are in the model's own dtype, to which its weights are converted before the loop.
+    The context is the last `block_size` tokens. Past it, models with rotary positions go on with a
+    rolling cache; models with learned positions recompute the whole context for each token, for
+    all rows as soon as the longest one needs it.
     """
     pieces = stream(
         model,
@@ -75,7 +74,7 @@ def stream(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
-    """What `generate` appends, piece by piece as it is drawn, each (batch, tokens)."""
+    """The tokens that `generate` appends, in pieces, as they are sampled."""
     for name, value, fine, wanted in (
         ("temperature", temperature, 0 <= temperature < float("inf"), "0 or more"),
         ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
@@ -121,10 +120,10 @@ def _pieces(
         row[end - size if end > size else 0 : end] for row, end in zip(prompt, ends, strict=True)
     ]
     window = np.stack([np.pad(row.astype(np.int32), (size - len(row), 0)) for row in rows])
-    context = int(length.max()) - 1  # the last token is read when the next one is drawn
-    # widths are powers of two, so that prompts of other lengths find a program that fits
+    context = int(length.max()) - 1  # without the last token, which the decode loop starts with
+    # padded to a power of two, so that few programs serve prompts of all lengths
     width = min(size, 1 << (context - 1).bit_length()) if context else 0
-    tokens = np.pad(window, ((0, 0), (1, 0)))[:, size - width : size]  # all but the last one
+    tokens = np.pad(window, ((0, 0), (1, 0)))[:, size - width : size]
     cache = _prefill(weights, tokens, length - 1, graph=graph)
     rereads = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
     for start in range(0, max_new_tokens, TOKENS_PER_CALL):
@@ -156,7 +155,7 @@ def _prefill(
     *,
     graph: nnx.GraphDef,
 ) -> KVCache:
-    """A cache that has read these tokens: the last of each row are its sequence's."""
+    """The KV cache of left-padded prompts of these lengths."""
     model = nnx.merge(graph, weights)
     cache = model.empty_cache(tokens.shape[0])
     cache.begin(length - tokens.shape[1])
@@ -189,7 +188,7 @@ def _draw(
     Int[Array, f"batch {TOKENS_PER_CALL}"],
     Bool[Array, ""],
 ]:
-    """Draw `count` tokens; each row's tokens end at the end of its window."""
+    """Sample `count` tokens. Rows of `window` are left-padded."""
     model = nnx.merge(graph, weights)
     batch, size = window.shape
     first_length = length
@@ -214,7 +213,7 @@ def _draw(
 
     drawn = jnp.zeros((batch, TOKENS_PER_CALL), jnp.int32)
     carry = (window, cache, drawn, jnp.array(True))
-    # a window that is full can be read from the cache once more; then learned positions move
+    # a full context is good for one more token from the cache; then learned positions shift
     count = count.astype(jnp.int32)
     cached = jnp.clip(size + 1 - length.max(), 0, count) if rereads else count
     carry = jax.lax.fori_loop(0, cached, functools.partial(step, read_last), carry)

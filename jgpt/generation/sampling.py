@@ -1,4 +1,4 @@
-"""The next token: temperature, top-k, top-p, min-p."""
+"""Sampling the next token: temperature, top-k, top-p, min-p."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from jgpt.contracts import record, typed
 @record
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw: what may change from call to call without another compilation."""
+    """Sampling parameters that are traced: changing them needs no new compilation."""
 
     temperature: Float[Array, ""]
     top_p: Float[Array, ""] | None = None
@@ -26,18 +26,18 @@ def next_token(
     sampling: Sampling,
     top_k: int | None = None,
 ) -> Int[Array, " batch"]:
-    """Draw a token for each row. What a row draws doesn't depend on the others.
+    """Sample a token for each row, independently.
 
-    `top_k` keeps the likeliest tokens, then `top_p` the fewest that hold it (Holtzman et al. 2020,
-    section 3.1), then `min_p` those at least that fraction as likely as the likeliest (Nguyen et
-    al. 2024, section 3); all after temperature. Temperature 0 takes the likeliest.
+    After temperature, `top_k` keeps the k most likely tokens, `top_p` the nucleus (Holtzman et al.
+    2020, section 3.1), and `min_p` tokens with at least that fraction of the highest probability
+    (Nguyen et al. 2024, section 3). Temperature 0 is greedy.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greedy = jnp.argmax(logits, axis=-1)
     warm = (
         sampling.temperature >= jnp.finfo(sampling.temperature.dtype).tiny
-    )  # less divides as zero does
-    # the likeliest becomes 0 and the others less: no temperature makes them overflow
+    )  # below it, division overflows
+    # shifted to a maximum of 0, logits can't overflow at any temperature
     logits = logits - logits.max(axis=-1, keepdims=True)
     logits = logits / jnp.where(warm, sampling.temperature, 1)
     if top_k is not None and top_k < logits.shape[-1]:
@@ -51,6 +51,6 @@ def next_token(
         smallest = jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     if sampling.min_p is not None:
-        logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)  # the likeliest is 0
+        logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)  # the maximum is 0
     sampled = jax.random.categorical(key, logits)
     return jnp.where(warm, sampled, greedy).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Text from a model: prompts in, and what comes after them, as it comes."""
+"""Text generation: streaming, stop strings."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def generate_text(
     stop: tuple[str, ...] = (),
     **sampling: Any,
 ) -> tuple[str, ...]:
-    """What `stream_text` says after each prompt, whole."""
+    """The continuation of each prompt."""
     said = stream_text(model, tokenizer, prompts, max_new_tokens, key=key, stop=stop, **sampling)
     return tuple("".join(pieces) for pieces in zip(*said, strict=True))
 
@@ -40,13 +40,13 @@ def stream_text(
     stop: tuple[str, ...] = (),
     **sampling: Any,
 ) -> Iterator[tuple[str, ...]]:
-    """What comes after each prompt, piece by piece: all prompts are continued side by side.
+    """Stream the continuations of prompts, which are sampled as one batch.
 
-    `sampling` is what `jgpt.generate` takes. A text ends before the first `stop` string in it, or
-    after `max_new_tokens`; when all texts have ended, no more is drawn. A stop string may lie
-    across tokens; one that begins in the prompt is none. An empty prompt is a line's beginning.
+    `sampling` are the parameters of `jgpt.generate`. A text ends before the first `stop` string in
+    it, or after `max_new_tokens`; sampling ends when all texts have. A stop string may span
+    tokens, but not begin in the prompt. An empty prompt stands for a newline.
     Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
-    encode, or a bad sampling parameter.
+    encode, or an invalid sampling parameter.
     """
     if not prompts:
         raise ValueError("prompts is empty: give at least one, which may be an empty text")
@@ -73,9 +73,9 @@ def _texts(
 def decode_stream(
     tokenizer: Tokenizer, pieces: Iterable[Integer[np.ndarray, " _"]], stop: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """The text of one sequence's pieces as soon as it is certain, up to a stop string.
+    """Decode one sequence as its tokens arrive, up to a stop string.
 
-    What may still become a stop string, or a whole character, is held back until it is decided.
+    Text that may still turn out to be a stop string, or an incomplete character, is held back.
     """
     writer = _Writer(tokenizer, stop)
     for piece in pieces:
@@ -89,7 +89,7 @@ def decode_stream(
 
 @typed
 def opening(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
-    """Where a sample without a prompt begins: a new line, or the first token if there is none."""
+    """The prompt of a sample without one: a newline, or the first token if there is none."""
     try:
         return tokenizer.encode("\n")
     except ValueError:
@@ -97,7 +97,7 @@ def opening(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
 
 
 class _Writer:
-    """Makes text of a sequence's tokens as they come, and ends before a stop string."""
+    """Incremental detokenizer of one sequence, which ends before a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         if "" in stop:
@@ -109,21 +109,21 @@ class _Writer:
 
     @typed
     def write(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        """The text that is certain with these tokens, and was not before."""
+        """Add tokens; return the text that has become certain."""
         if self.ended:
             return ""
         self._tokens.extend(tokens.tolist())
-        # bytes of an unfinished character decode to the replacement character: wait for the rest
+        # an incomplete character decodes to the replacement character: wait for its other bytes
         text = self._tokenizer.decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
         return self._say(text, len(text) - self._undecided(text))
 
     def finish(self) -> str:
-        """The text that was held back, when no more tokens come."""
+        """The text that was held back; no more tokens come."""
         text = self._tokenizer.decode(self._tokens)
         return "" if self.ended else self._say(text, len(text))
 
     def _undecided(self, text: str) -> int:
-        """How many characters at the end of the text a stop string may begin with."""
+        """How many characters at the end may begin a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         for length in range(min(longest, len(text) - self._said), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):

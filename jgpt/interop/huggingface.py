@@ -1,8 +1,4 @@
-"""Models in and out: Hugging Face's GPT-2 directories, and nanoGPT's checkpoints.
-
-Nothing here unpickles: what comes from outside is JSON, safetensors, or, for nanoGPT's
-checkpoints alone, what `torch.load(weights_only=True)` makes of them.
-"""
+"""Hugging Face's GPT-2 directories: JSON and safetensors, in and out."""
 
 import json
 import os
@@ -58,10 +54,10 @@ _ONLY = {
 
 @typed
 def load_gpt2(directory: str | Path) -> GPT:
-    """The model in a Hugging Face GPT-2 directory, in float32 whatever the files' precision.
+    """Load a Hugging Face GPT-2 directory, in float32.
 
-    Raises FileNotFoundError for a missing file, ValueError for anything that is not that format
-    or that jgpt has no equal for.
+    Raises FileNotFoundError for a missing file, and ValueError for another format or a feature that
+    jgpt doesn't have.
     """
     directory = Path(directory)
     config = _read_json(directory / HF_CONFIG, _config_from_gpt2)
@@ -77,11 +73,10 @@ def save_gpt2(
     tokenizer: Tokenizer | None = None,
     zero_biases: bool = False,
 ) -> None:
-    """Write what `transformers.GPT2LMHeadModel.from_pretrained` loads; whole, or nothing.
+    """Save a directory for `transformers.GPT2LMHeadModel.from_pretrained`, atomically.
 
-    A byte-pair tokenizer is written too, as `vocab.json` and `merges.txt`. `zero_biases` writes
-    zeros for the biases that a model lacks: the same function, though trained on it would have
-    biases. Raises ValueError for what the format can't say.
+    A byte-pair tokenizer is saved too, as `vocab.json` and `merges.txt`. `zero_biases` saves zeros
+    for biases that the model lacks. Raises ValueError for a model that the format can't express.
     """
     directory = Path(directory)
     if not isinstance(model, GPT):
@@ -97,7 +92,9 @@ def save_gpt2(
     try:
         (partial / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write_tensors(to_gpt2(model), partial / HF_WEIGHTS)
-        shutil.copymode(partial / HF_CONFIG, partial / HF_WEIGHTS)  # safetensors' own is 0600
+        shutil.copymode(
+            partial / HF_CONFIG, partial / HF_WEIGHTS
+        )  # safetensors writes with mode 0600
         if isinstance(tokenizer, BPETokenizer):
             tokenizer.save_gpt2(partial)
         os.replace(partial, directory)
@@ -117,7 +114,7 @@ def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _read_tensors(directory: Path) -> dict[str, Any]:
-    """The tensors of one file, or of the shards that an index names, by the layout's names."""
+    """The tensors of one file, or of all shards of an index, by name."""
     if (directory / HF_WEIGHTS).is_file() or not (directory / HF_INDEX).is_file():
         return _read_file(directory / HF_WEIGHTS)
     tensors, shard_of = {}, _read_json(directory / HF_INDEX, _shards)
@@ -145,7 +142,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is missing: weights are read from safetensors alone")
     with naming(Path(path.name)):
         try:
-            # as jax's arrays, which know bfloat16 whatever safetensors' version
+            # as JAX arrays, which support bfloat16
             with safe_open(path, "flax") as file:
                 names = plain_names(file.keys())
                 for name in names.values():
@@ -159,8 +156,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 @typed
 def _write_tensors(tensors: Tensors, path: Path) -> None:
-    # safetensors 0.8.0 writes the wrong numbers for arrays that are not C-contiguous, which
-    # transposed kernels are not (huggingface/safetensors#825)
+    # safetensors 0.8.0 saves wrong values for arrays that are not C-contiguous, such as transposed
+    # kernels (huggingface/safetensors#825)
     named = {
         name if name.startswith("lm_head.") else f"transformer.{name}": np.ascontiguousarray(tensor)
         for name, tensor in tensors.items()

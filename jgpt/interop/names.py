@@ -1,4 +1,4 @@
-"""The same weights under other names: those of PyTorch's modules, and those of GPT-2's files."""
+"""Weight names: those of PyTorch's modules and of GPT-2's files."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leav
 
 @typed
 def to_torch(weights: Weights) -> Tensors:
-    """Weights, or their gradients, under the names and in the layout of PyTorch's modules."""
+    """Weights, or gradients, with the names and layouts of PyTorch modules."""
     return {
         torch_name(name): np.ascontiguousarray(_kernel_transposed(name, leaf))
         for name, leaf in _by_name(weights).items()
@@ -34,9 +34,9 @@ def to_torch(weights: Weights) -> Tensors:
 def from_torch(
     tensors: Tensors, like: PyTree[Float[Array | jax.ShapeDtypeStruct, "..."]]
 ) -> Weights:
-    """The inverse of `to_torch`, in the structure, shapes and dtypes of `like`.
+    """The inverse of `to_torch`, with the structure, shapes and dtypes of `like`.
 
-    Raises ValueError for a tensor that is missing, left over, or of another shape.
+    Raises ValueError for a missing or unexpected tensor, or another shape.
     """
     names = {name: torch_name(name) for name in _by_name(like)}
     require_names(set(tensors), set(names.values()))
@@ -45,18 +45,18 @@ def from_torch(
 
 
 def torch_name(name: str) -> str:
-    """PyTorch's name of a leaf: kernels, scales and embeddings are all called weight there."""
+    """PyTorch's name of a parameter: kernels, scales and embeddings are called weight."""
     return re.sub(r"(kernel|scale|embedding)$", "weight", name)
 
 
 def from_gpt2(config: ModelConfig, tensors: dict[str, Any], *, linear: bool) -> GPT:
-    """A model of GPT-2's tensors, which are used up.
+    """A model with GPT-2's tensors, which are removed from `tensors` one by one.
 
-    `linear` says that kernels are (out, in), as nanoGPT's are and Hugging Face's aren't. Raises
-    ValueError for a tensor that is missing, left over, or of another shape.
+    `linear`: kernels are (out, in), as in nanoGPT, not (in, out) as in Hugging Face's Conv1D.
+    Raises ValueError for a missing or unexpected tensor, or another shape.
     """
     blocks = {name.split(".")[1] for name in tensors if name.startswith("h.")}
-    if len(blocks) != config.num_layers:  # before a lying config makes us count to it
+    if len(blocks) != config.num_layers:  # before a wrong config makes a huge layout
         raise ValueError(f"n_layer={config.num_layers}, but the weights have {len(blocks)} blocks")
     if config.tie_embeddings and {"lm_head.weight", "wte.weight"} <= tensors.keys():
         head = tensors.pop("lm_head.weight")
@@ -79,7 +79,7 @@ def from_gpt2(config: ModelConfig, tensors: dict[str, Any], *, linear: bool) -> 
 
 @typed
 def to_gpt2(model: GPT) -> Tensors:
-    """GPT-2's tensors of a model in at least float32, with zeros for the biases that it lacks."""
+    """A model's weights as GPT-2's tensors in at least float32, with zeros for missing biases."""
     config, leaves = model.config, _by_name(_weights(model))
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
     tensors = {}
@@ -95,9 +95,9 @@ def to_gpt2(model: GPT) -> Tensors:
 
 
 def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
-    """The model with its first `vocab_size` tokens alone: the rest is padding nobody encodes to.
+    """Remove the padding of a model's vocabulary.
 
-    Raises ValueError unless rounding up to a multiple of 64 or 128 explains the difference.
+    Raises ValueError unless the padding is up to a multiple of 64 or 128.
     """
     if vocab_size == model.vocab_size:
         return model
@@ -114,7 +114,7 @@ def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
 
 
 def require_names(found: set[str], wanted: set[str]) -> None:
-    """Raise ValueError naming what is missing or left over."""
+    """Raise ValueError naming missing and unexpected tensors."""
     for problem, names in (("missing", wanted - found), ("left over", found - wanted)):
         if names:
             shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
@@ -122,9 +122,9 @@ def require_names(found: set[str], wanted: set[str]) -> None:
 
 
 def _gpt2_layout(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Each of GPT-2's tensors, and the leaves that lie in it side by side on the last axis.
+    """GPT-2's tensors, each with our parameters that are concatenated in it on the last axis.
 
-    Leaves that the model lacks are left out: its tied head, its absent biases.
+    Only those of parameters that the model has.
     """
     modules = {
         "wte": ("token_embedding",),
@@ -153,7 +153,7 @@ def _gpt2_layout(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _is_transposed(name: str, parts: tuple[str, ...], linear: bool) -> bool:
-    # the head is PyTorch's Linear in both formats; GPT-2's other kernels are (in, out) as ours
+    # the head is nn.Linear in both formats; GPT-2's other kernels are (in, out), as ours are
     return parts[0].endswith(".kernel") and (linear or name == "lm_head.weight")
 
 
@@ -173,7 +173,7 @@ def _model(config: ModelConfig, leaves: dict[str, Any]) -> GPT:
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    """Leaves by their names, such as blocks.0.attention.query.kernel."""
+    """Leaves by dotted names, such as blocks.0.attention.query.kernel."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -181,7 +181,7 @@ def _by_name(tree: Any) -> dict[str, Any]:
 
 
 def _from_names(leaves: dict[str, Any], like: Any) -> Any:
-    """The inverse of `_by_name`. Raises ValueError where a shape differs from that of `like`."""
+    """The inverse of `_by_name`. Raises ValueError for a shape that differs from `like`."""
     for name, wanted in _by_name(like).items():
         if leaves[name].shape != wanted.shape:
             raise ValueError(
@@ -202,7 +202,7 @@ SIZES = {
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Say which file a ValueError is about."""
+    """Prefix ValueErrors with the file that they are about."""
     try:
         yield
     except ValueError as error:
@@ -210,13 +210,13 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """The layout's names, and what they are in a file: prefixed or not. Masks are no weights."""
+    """Names without the prefix `transformer.`, to those in the file; stored masks are left out."""
     plain = {name.removeprefix("transformer."): name for name in names}
     return {short: name for short, name in plain.items() if not _STORED_MASK.fullmatch(short)}
 
 
 def sizes_of(values: dict[str, Any], context: str) -> dict[str, Any]:
-    """A config's sizes under our names. Raises ValueError for one that is missing."""
+    """A config's sizes with our names. Raises ValueError for a missing one."""
     names = {**SIZES, context: "block_size"}
     if missing := [name for name in names if name not in values]:
         raise ValueError(f"it has no {', '.join(missing)}")

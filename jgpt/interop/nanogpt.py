@@ -1,4 +1,4 @@
-"""nanoGPT's checkpoints, read by PyTorch without unpickling code."""
+"""nanoGPT's checkpoints, read with `torch.load(weights_only=True)`."""
 
 import warnings
 from pathlib import Path
@@ -10,9 +10,9 @@ from jgpt.nn.transformer import GPT
 
 
 def load_nanogpt(file: str | Path) -> GPT:
-    """The model in a `ckpt.pt` of nanoGPT, read by PyTorch without running what it says.
+    """Load the model of a nanoGPT `ckpt.pt`; no code in the file is run.
 
-    Raises ModuleNotFoundError without PyTorch, OSError or ValueError for what is no such file.
+    Raises ModuleNotFoundError without PyTorch, and OSError or ValueError for any other file.
     """
     file = Path(file)
     try:
@@ -21,10 +21,10 @@ def load_nanogpt(file: str | Path) -> GPT:
         raise ModuleNotFoundError("nanoGPT's checkpoints need PyTorch: pip install torch") from None
     with file.open("rb") as opened, naming(file):
         try:
-            with warnings.catch_warnings(action="ignore"):  # what fails is said in one line
+            with warnings.catch_warnings(action="ignore"):  # the error below says it in one line
                 checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
             arguments = dict(checkpoint["model_args"])
-            # the prefix is torch.compile's
+            # torch.compile adds the prefix
             stored = {
                 name.removeprefix("_orig_mod."): tensor
                 for name, tensor in checkpoint["model"].items()
@@ -32,7 +32,7 @@ def load_nanogpt(file: str | Path) -> GPT:
             tensors = {
                 short: stored[name].float().numpy() for short, name in plain_names(stored).items()
             }
-        except Exception as error:  # a damaged file may be wrong in any way
+        except Exception as error:  # a damaged file can raise anything
             reason = (str(error).splitlines() or [""])[0][:200]
             raise ValueError(
                 f"not nanoGPT's checkpoint ({type(error).__name__}: {reason})"
@@ -41,7 +41,7 @@ def load_nanogpt(file: str | Path) -> GPT:
 
 
 def _config_from_nanogpt(arguments: dict[str, Any]) -> ModelConfig:
-    bias = arguments.get("bias", True)  # it always had them before it had the option
+    bias = arguments.get("bias", True)  # checkpoints older than the option have biases
     return ModelConfig(
         **sizes_of(arguments, "block_size"),
         activation="gelu",

@@ -1,4 +1,4 @@
-"""Attention as pure functions: masks, weights, weighted means, and moving heads about."""
+"""Scaled dot-product attention: masks, kernels, rotary embedding, head reshapes."""
 
 from typing import Literal
 
@@ -12,10 +12,10 @@ from jgpt.nn.layers import dropped
 
 @typed
 def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {time}"]:
-    """True where the query of a row may look at the key of a column: itself and its past.
+    """True where a query (row) may attend to a key (column): itself and the past.
 
-    With a `window`, only the last so many positions of that, itself included. Raises ValueError
-    for one that holds none.
+    A `window` limits that to the last `window` positions, its own included (sliding-window
+    attention). Raises ValueError for a window below 1.
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be positive: a query reads at least itself")
@@ -31,11 +31,10 @@ def attention_weights(
     *,
     scale: float | None = None,
 ) -> Float[Array, "*batch query key"]:
-    """Scaled dot-product attention's weights: how much each query reads from each key.
+    """The weights of scaled dot-product attention: the softmax over keys of each query's scores.
 
-    The affinities are scaled by `head_dim ** -0.5`, or by `scale`, and the softmax is never below
-    float32 (Vaswani et al. 2017, section 3.2.1). A query that may look nowhere reads every key
-    alike.
+    Scores are scaled by `head_dim ** -0.5`, or by `scale`; the softmax is computed in at least
+    float32 (Vaswani et al. 2017, section 3.2.1). A fully masked row gets uniform weights.
     """
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
     affinity = check(
@@ -59,9 +58,9 @@ def attend(
     dropout: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*batch query value_dim"]:
-    """Each query's mean of the values, weighted by `attention_weights`.
+    """Scaled dot-product attention: the values averaged with `attention_weights`.
 
-    With a `dropout_key`, weights are dropped after the softmax at the rate `dropout`.
+    With a `dropout_key`, dropout at the rate `dropout` is applied to the weights.
     """
     weights = dropped(attention_weights(query, key, mask, scale=scale), dropout, dropout_key)
     return jnp.einsum("...qk,...kv->...qv", weights, value)
@@ -78,10 +77,11 @@ def attend_locally(
     dropout: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*batch time value_dim"]:
-    """What `attend` computes under `causal_mask(time, window)`, in time that grows with the window.
+    """Causal sliding-window attention, in blocks: linear instead of quadratic in `time`.
 
-    Sequences are cut into windows; each reads itself and the one before (Beltagy et al. 2020,
-    section 3.1, in blocks). Raises ValueError for a window that holds nothing.
+    Equals `attend` under `causal_mask(time, window)`. Each block of `window` queries attends to
+    its own keys and to those of the block before (Beltagy et al. 2020, section 3.1). Raises
+    ValueError for a window below 1.
     """
     time, mask = query.shape[-2], causal_mask(2 * window, window)
     windows = -(-time // window)
@@ -90,7 +90,7 @@ def attend_locally(
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, windows * window - time), (0, 0)])
         return x.reshape(*x.shape[:-2], windows, window, x.shape[-1])
 
-    def with_the_one_before(x):
+    def with_previous_window(x):
         return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
 
     query, key, value = cut(query), cut(key), cut(value)
@@ -106,8 +106,8 @@ def attend_locally(
     )
     others = attend(
         query[..., 1:, :, :],
-        with_the_one_before(key),
-        with_the_one_before(value),
+        with_previous_window(key),
+        with_previous_window(value),
         mask[window:],
         scale=scale,
         dropout=dropout,
@@ -128,16 +128,15 @@ def fused_attend(
     scale: float | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "batch heads query head_dim"]:
-    """What `attend` computes, in one kernel that never holds the weights (Dao et al. 2022).
+    """`attend` in a fused kernel that never stores the weights (FlashAttention, Dao et al. 2022).
 
-    The mask is `causal_mask`'s or none. A head of keys and values is read by as many heads of
-    queries as there are for it. Raises ValueError if that is no whole number. `cudnn_attends` says
-    where cuDNN does it.
+    The mask is `causal_mask` or none. Query heads share key-value heads in groups (Ainslie et al.
+    2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN has it.
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} heads can't share {kv_heads} heads of keys and values")
-    # heads go behind time, as dot_product_attention has them
+    # jax.nn.dot_product_attention wants time before heads
     query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
     return jax.nn.dot_product_attention(
         query,
@@ -154,16 +153,16 @@ def fused_attend(
 def rotate(
     x: Float[Array, "*batch time head_dim"], position: Int[Array, " time"]
 ) -> Float[Array, "*batch time head_dim"]:
-    """Turn pairs of features by angles that grow with the position, each pair at its own pace.
+    """Apply rotary position embedding (Su et al. 2021, section 3.2.2), with base 10,000.
 
-    Affinities then depend on distances alone (Su et al. 2021, section 3.2.2). Feature i is paired
-    with feature i + head_dim / 2. Raises ValueError where one would be left over.
+    Feature i is paired with feature i + head_dim / 2, as in GPT-NeoX. Raises ValueError for an odd
+    head size.
     """
     half = x.shape[-1] // 2
     if x.shape[-1] % 2:
         raise ValueError(f"rotary positions turn pairs: head_dim={x.shape[-1]} must be even")
-    pace = 10_000.0 ** -(jnp.arange(half) / half)
-    angle = position[..., None] * pace
+    frequency = 10_000.0 ** -(jnp.arange(half) / half)
+    angle = position[..., None] * frequency
     cosine, sine = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate(
@@ -175,7 +174,7 @@ def rotate(
 def split_heads(
     x: Float[Array, "batch time features"], heads: int
 ) -> Float[Array, "batch {heads} time {x.shape[-1]//heads}"]:
-    """Cut the features into heads and put the heads before time."""
+    """(batch, time, features) to (batch, heads, time, features // heads)."""
     batch, time, features = x.shape
     if heads < 1 or features % heads:
         raise ValueError(f"{features} features can't be cut into {heads} heads of one size")
@@ -186,6 +185,6 @@ def split_heads(
 def merge_heads(
     x: Float[Array, "batch heads time value_dim"],
 ) -> Float[Array, "batch time heads*value_dim"]:
-    """Put the heads' features side by side again: the inverse of `split_heads`."""
+    """The inverse of `split_heads`: heads concatenated."""
     batch, heads, time, value_dim = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch, time, heads * value_dim)

@@ -1,4 +1,4 @@
-"""The lecture's first language model: what comes next, from the last token alone."""
+"""The bigram language model: next-token logits from the last token alone."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,9 +11,9 @@ from jgpt.nn.layers import Embedding, Module
 
 
 class BigramLM(Module):
-    """A table whose row of a token holds the logits of the next one, drawn from N(0, 1)."""
+    """A table of next-token logits, initialised from N(0, 1)."""
 
-    block_size = 1  # the context: the last token
+    block_size = 1  # its context is one token
     supports_rolling_cache = True
 
     @typed
@@ -38,7 +38,7 @@ class BigramLM(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The logits of each position's next token; there is nothing to cache or to drop."""
+        """Next-token logits. Neither `cache` nor `rngs` has anything to do."""
         return self.logits(self.hidden(tokens))
 
     @typed
@@ -49,17 +49,17 @@ class BigramLM(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Each token's row."""
+        """Final hidden states: each token's row of the table."""
         return self.table(tokens)
 
     @typed
     def logits(
         self, x: Float[Array, "batch time {self.vocab_size}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The same: there is no head on top of the table."""
+        """The identity: the rows are logits already."""
         return x
 
     @typed
     def empty_cache(self, batch: int) -> KVCache:
-        """A cache of no layers."""
+        """A KV cache without layers."""
         return KVCache((), batch=batch)

@@ -1,4 +1,4 @@
-"""The KV cache: the keys and values of the tokens read so far, for the tokens that come."""
+"""The KV cache: append, positions, mask."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ from jgpt.nn.layers import Module
 
 
 class LayerCache(Module):
-    """The keys and values of one attention layer: a ring of places, updated in place.
+    """The KV cache of one layer: a ring buffer, updated in place.
 
-    All sequences end at the same slot, `end - 1`, and slot s lies at place s modulo the places. A
-    sequence that is n tokens shorter begins n slots later: its length starts at -n.
+    Sequences are left-padded to a common end: slot s of a sequence lies at index s modulo the
+    buffer's size, the newest at `end - 1`. With n slots of padding a sequence's length starts at
+    -n.
     """
 
     @typed
@@ -38,7 +39,7 @@ class LayerCache(Module):
     def positions(
         self, new: Shaped[Array, "{self.batch} time *features"]
     ) -> Int[Array, "{self.batch} time"]:
-        """Where the next tokens stand in their sequences: below 0 before one begins."""
+        """The positions of the next tokens in their sequences; negative for left padding."""
         return self.length[...][:, None] + jnp.arange(new.shape[1])
 
     @typed
@@ -47,9 +48,9 @@ class LayerCache(Module):
         key: Float[Array, "{self.batch} {self.num_kv_heads} time {self.head_dim}"],
         value: Float[Array, "{self.batch} {self.num_kv_heads} time {self.head_dim}"],
     ) -> None:
-        """Write the next positions, which must not pass the last place.
+        """Append keys and values, without wrapping around within one call.
 
-        Raises ValueError for more of them than places.
+        Raises ValueError for more positions than the buffer holds.
         """
         time, places = key.shape[2], self.keys.shape[1]
         if time > places:
@@ -65,19 +66,16 @@ class LayerCache(Module):
     def mask(
         self, time: int, window: int | None = None
     ) -> Bool[Array, "{self.batch} {time} {self.keys.shape[1]}"]:
-        """True where one of the last `time` positions (row) may attend to a place (column).
-
-        That is to itself and the past, as far back as the cache, the sequence and the window go.
-        """
+        """True where one of the last `time` queries (row) may attend to a cached key (column)."""
         places, newest = self.keys.shape[1], self.end[...] - 1
-        slot = newest - (newest - jnp.arange(places)) % places  # of each place's newest entry
+        slot = newest - (newest - jnp.arange(places)) % places  # of the key at each index
         query = newest + 1 - time + jnp.arange(time)[:, None]
         mask = (slot <= query) & (slot > newest - self.length[...][:, None, None])
         return mask if window is None else mask & (slot > query - window)
 
 
 class KVCache(Module):
-    """The caches of a model's layers, and the last tokens where n-grams look back at them."""
+    """The KV caches of a model's layers, and the last tokens, which n-grams look back at."""
 
     @typed
     def __init__(self, layers: tuple[LayerCache, ...], *, batch: int, lookback: int = 0) -> None:
@@ -86,7 +84,7 @@ class KVCache(Module):
 
     @typed
     def begin(self, length: Int[Array, "{self.batch}"]) -> None:
-        """Before anything is read: -n for a sequence that begins n tokens later, else 0."""
+        """Set the lengths of an empty cache: -n for a sequence with n tokens of left padding."""
         for layer in self.layers:
             layer.length[...] = length
 
@@ -94,7 +92,7 @@ class KVCache(Module):
     def append_tokens(
         self, tokens: Int[Array, "{self.batch} time"]
     ) -> Int[Array, "{self.batch} {self.lookback}+time"]:
-        """The next tokens behind the last `lookback` ones; -1 where a sequence has not begun.
+        """`tokens` with the `lookback` tokens before them; -1 for padding.
 
         Call it before the layers append.
         """

@@ -1,4 +1,4 @@
-"""One attention head, and many heads in one computation, with or without a cache."""
+"""Head and MultiHeadAttention: self-attention, cross-attention, and attention over a KV cache."""
 
 import functools
 
@@ -25,7 +25,7 @@ from jgpt.nn.layers import INIT_STD, Linear, Module, dropped, next_dropout_key, 
 
 
 class _Attention(Module):
-    """What one head and many share: whom a query may look at."""
+    """What Head and MultiHeadAttention share: mask, QK-norm, rotary embedding, choice of kernel."""
 
     embed_dim: int
     head_dim: int
@@ -42,7 +42,7 @@ class _Attention(Module):
         x: Float[Array, "*batch time {self.head_dim}"],
         position: Int[Array, " time"] | None = None,
     ) -> Float[Array, "*batch time {self.head_dim}"]:
-        """QK-norm, then rotary embedding, where the module has them."""
+        """QK-norm, then rotary embedding, if the module has them."""
         if self.qk_norm:
             x = rms_normed(x, 1e-6).astype(x.dtype)
         if self.rotary:
@@ -65,7 +65,7 @@ class _Attention(Module):
     ) -> Bool[Array, "time time"] | None:
         if self.window is not None and not self.causal:
             raise ValueError(f"window={self.window} needs causal=True: it is of a position's past")
-        # no mask where there is no order: across sequences, or when the future may be seen
+        # cross-attention and encoders have no causal order
         return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
 
     @typed
@@ -77,7 +77,7 @@ class _Attention(Module):
         mask: Bool[Array, "query key"] | None,
         drop_with: Key[Array, ""] | None,
     ) -> Float[Array, "*batch query {self.head_dim}"]:
-        """What the queries read under this module's mask, in the cheapest way."""
+        """Attention in blocks where a sliding window allows it, else in full."""
         how = {"scale": self.scale, "dropout": self.dropout, "dropout_key": drop_with}
         if mask is not None and self.window is not None and self.window < key.shape[-2]:
             return attend_locally(query, key, value, self.window, **how)
@@ -85,9 +85,8 @@ class _Attention(Module):
 
 
 class Head(_Attention):
-    """One attention head; over `x` itself, or from `x` to a context of another length.
-
-    "Attention Is All You Need", section 3.2.1. Kernels are (in, out).
+    """One attention head (Vaswani et al. 2017, section 3.2.1): `head(x)`, or `head(x, context)`
+    for cross-attention. Kernels are (in, out).
     """
 
     @typed
@@ -131,7 +130,7 @@ class Head(_Attention):
         *,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.head_dim}"]:
-        """Each position's mean of the values it may see, weighted."""
+        """Attend from `x` to itself, or to `context`."""
         source = x if context is None else context
         return self._attended(
             self._normalise_and_rotate(self.query(x)),
@@ -147,7 +146,7 @@ class Head(_Attention):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
-        """How much each position of `x` reads from each of the source's."""
+        """The attention weights of `x` over itself, or over `context`."""
         source = x if context is None else context
         return attention_weights(
             self._normalise_and_rotate(self.query(x)),
@@ -158,7 +157,7 @@ class Head(_Attention):
 
 
 class MultiHeadAttention(_Attention):
-    """All heads in one computation, side by side, projected back ("Attention", section 3.2.2)."""
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), all heads in one computation."""
 
     @typed
     def __init__(
@@ -219,7 +218,7 @@ class MultiHeadAttention(_Attention):
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Multi-head attention with output projection.
 
-        With a `cache`, the positions of `x` are appended to it and attend over it.
+        With a `cache`, keys and values of `x` are appended to it, and `x` attends over it.
         """
         trains = rngs is not None and self.dropout > 0
         if cache is not None and (context is not None or trains or not self.causal):
@@ -230,7 +229,7 @@ class MultiHeadAttention(_Attention):
         if cache is not None:
             cache.append(key, value)
             heads = self._attend_over(cache, query)
-        elif self.attention_kernel == "cudnn" and not trains:  # it drops no weights
+        elif self.attention_kernel == "cudnn" and not trains:  # the kernel has no dropout
             heads = fused_attend(
                 query,
                 key,
@@ -250,7 +249,7 @@ class MultiHeadAttention(_Attention):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch {self.num_heads} time {self._source_length(x,context)}"]:
-        """Each head's attention weights."""
+        """The attention weights of each head."""
         query, key, _ = self._project(x, x if context is None else context)
         mask = self._mask(x, context)
         return attention_weights(query, self._shared(key), mask, scale=self.scale)
@@ -268,7 +267,7 @@ class MultiHeadAttention(_Attention):
     ]:
         """Queries, keys and values, split into heads."""
         ready, at = self._normalise_and_rotate, ()
-        if position is not None:  # each sequence has its own
+        if position is not None:  # per sequence
             ready, at = jax.vmap(self._normalise_and_rotate), (position,)
         return (
             ready(split_heads(self.query(x), self.num_heads), *at),
@@ -280,7 +279,7 @@ class MultiHeadAttention(_Attention):
     def _shared(
         self, x: Float[Array, "*batch {self.num_kv_heads} key {self.head_dim}"]
     ) -> Float[Array, "*batch {self.num_heads} key {self.head_dim}"]:
-        """Keys or values for each query head: each is read by a group (Ainslie et al. 2023)."""
+        """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
         groups = self.num_heads // self.num_kv_heads
         return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
 
@@ -290,11 +289,11 @@ class MultiHeadAttention(_Attention):
         cache: LayerCache,
         query: Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"],
     ) -> Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"]:
-        """The attention of a cache's newest positions over all of it."""
+        """Attend from the newest positions over the KV cache."""
         time, groups = query.shape[2], self.num_heads // self.num_kv_heads
         mask = jnp.tile(cache.mask(time, self.window), (1, groups, 1))
         heads = jax.vmap(functools.partial(attend, scale=self.scale))(
-            # the query heads that share a head of keys attend as one with more queries
+            # query heads that share a key-value head are folded into its time axis
             query.reshape(-1, groups * time, self.head_dim).astype(cache.keys.dtype),
             cache.keys[...],
             cache.values[...],
@@ -304,7 +303,7 @@ class MultiHeadAttention(_Attention):
 
     @typed
     def head(self, index: int) -> Head:
-        """The `Head` that computes what this module's head `index` computes, parameters copied."""
+        """A copy of head `index` as a `Head`. Raises ValueError if there is none."""
         if not 0 <= index < self.num_heads:
             raise ValueError(f"head {index} is not one of the {self.num_heads} heads, from 0 on")
         head = Head(

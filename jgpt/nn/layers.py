@@ -1,4 +1,4 @@
-"""What the transformer is made of: projections, embeddings and norms."""
+"""Layers: linear, embeddings, norms, dropout."""
 
 import inspect
 import math
@@ -18,11 +18,11 @@ INIT_STD = 0.02
 
 
 MANY_FEATURES, TILE = 1024, 128
-"""Products with more features than that are padded to whole tiles of an accelerator."""
+"""Products with more output features than that are padded to a multiple of the tile size."""
 
 
 class Module(nnx.Module):
-    """An NNX module whose class shows its own signature, which NNX's metaclass hides."""
+    """An NNX module whose class keeps its own signature, which NNX's metaclass hides."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -32,9 +32,9 @@ class Module(nnx.Module):
 
 
 class Linear(Module):
-    """`x @ kernel + bias`, computed in `dtype`, accumulated in at least float32.
+    """Affine layer `x @ kernel + bias` with operands in `dtype`, accumulated in at least float32.
 
-    The result is in `activation_dtype`, by default as it was accumulated.
+    The result is cast to `activation_dtype`; by default it keeps the accumulation's dtype.
     """
 
     @typed
@@ -61,7 +61,7 @@ class Linear(Module):
     def __call__(
         self, x: Float[Array, "*rows {self.in_features}"]
     ) -> Float[Array, "*rows {self.out_features}"]:
-        """The projection of each row."""
+        """Apply the layer to the last axis."""
         y = project(x, self.kernel[...], self.dtype, self.activation_dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
@@ -73,9 +73,10 @@ def project(
     dtype: DTypeLike,
     activation_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows out_features"]:
-    """`x @ kernel` of operands in `dtype`, a result in `activation_dtype`, with the rows flattened.
+    """`x @ kernel` with operands in `dtype` and the result in `activation_dtype`.
 
-    The gradient of a product with more than one leading axis leaves XLA's fast path on the CPU.
+    Leading axes are flattened: XLA's CPU backend has no fast path for the gradient of a batched
+    product.
     """
     rows, in_features = x.shape[:-1], x.shape[-1]
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -92,9 +93,9 @@ def project_to_many(
     dtype: DTypeLike,
     activation_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows out_features"]:
-    """`project`, with very many features padded inside: GPT-2's 50,257 would be slow to multiply.
+    """`project` to a vocabulary: output features are padded to a multiple of 128 inside.
 
-    A product with few is left as it is: there the padding would cost more.
+    GPT-2's 50,257 is slow to multiply. Up to 1,024 features padding costs more than it saves.
     """
     features = kernel.shape[1]
     padding = -features % TILE if features > MANY_FEATURES else 0
@@ -115,7 +116,7 @@ def _product(
     return y.astype(accumulate if activation_dtype is None else activation_dtype)
 
 
-# What autodiff makes of narrow operands multiplies them by a wide gradient: no fast path takes it.
+# Autodiff would multiply 16-bit operands by a 32-bit cotangent, which has no fast path.
 _narrow_product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
 
 
@@ -125,14 +126,14 @@ _narrow_product.defvjp(
         (x.astype(dtype), kernel.astype(dtype)),
     ),
     lambda dtype, activation_dtype, saved, gradient: tuple(
-        _product(*operands, dtype, activation_dtype).astype(jnp.float32)  # as the operands came
+        _product(*operands, dtype, activation_dtype).astype(jnp.float32)  # the primals are float32
         for operands in ((gradient, saved[1].T), (saved[0].T, gradient))
     ),
 )
 
 
 class Embedding(Module):
-    """A row of the table for each index. Indices outside the table are the caller's error."""
+    """Embedding table. Indices must lie in it: the gather checks nothing."""
 
     @typed
     def __init__(
@@ -151,15 +152,15 @@ class Embedding(Module):
 
     @typed
     def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
-        """The row of each index."""
+        """Look up each index."""
         return jnp.take(self.embedding[...], index, axis=0)
 
 
 class NGramEmbedding(Module):
-    """At each position, the sum of a row for each of the n-grams that end there.
+    """Hashed n-gram embeddings: the sum over sizes of the n-gram that ends at each position.
 
-    A hash finds the rows, so that n-grams may share one; those that begin before the text count
-    what is missing as a token of its own (Pagnoni et al. 2024, section 3.2.1).
+    N-grams share `num_rows` rows per size through a hash. Before the start of the text the token
+    is -1, which hashes like one more token (Pagnoni et al. 2024, section 3.2.1).
     """
 
     @typed
@@ -182,19 +183,19 @@ class NGramEmbedding(Module):
     def __call__(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """The rows' sums. A token of -1 is one that is missing."""
+        """Embed the n-grams that end at each position; -1 is a missing token."""
         return self.table(self.rows(tokens)).sum(axis=-2)
 
     @typed
     def rows(self, tokens: Int[Array, "batch time"]) -> Int[Array, "batch time {len(self.sizes)}"]:
-        """Which row of the table stands for the n-gram of each size."""
+        """The table row of each size's n-gram, by hash."""
         longest = max(self.sizes)
         padded = jnp.pad(tokens, ((0, 0), (longest - 1, 0)), constant_values=-1)
         mixed = jnp.zeros(tokens.shape, jnp.uint32)
         rows = []
         for size in range(1, longest + 1):
             ago = padded[:, longest - size : padded.shape[1] - size + 1]
-            # multiplied by 2**32 over the golden ratio, whose high bits then go to the low ones
+            # Fibonacci hashing: multiply by 2**32 / golden ratio, then fold high bits into low ones
             mixed = (mixed + (ago + 1).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
             mixed = mixed ^ (mixed >> 15)
             if size in self.sizes:
@@ -204,10 +205,7 @@ class NGramEmbedding(Module):
 
 
 class LayerNorm(Module):
-    """Each position's features to mean 0 and variance 1, then scaled (Ba et al. 2016).
-
-    Computed in at least float32, and returned so: the residual stream is never narrower.
-    """
+    """Layer normalisation (Ba et al. 2016), computed and returned in at least float32."""
 
     @typed
     def __init__(
@@ -227,7 +225,7 @@ class LayerNorm(Module):
     def __call__(
         self, x: Float[Array, "*rows {self.embed_dim}"]
     ) -> Float[Array, "*rows {self.embed_dim}"]:
-        """The normed rows."""
+        """Normalise the last axis."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = rms_normed(x - x.mean(axis=-1, keepdims=True), self.epsilon)
         if self.scale is not None:
@@ -236,10 +234,7 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """Each position's features divided by the root of their mean square, then scaled.
-
-    Zhang and Sennrich 2019, section 4. Computed in at least float32, and returned so.
-    """
+    """Root mean square normalisation (Zhang and Sennrich 2019, section 4), in at least float32."""
 
     @typed
     def __init__(
@@ -257,7 +252,7 @@ class RMSNorm(Module):
     def __call__(
         self, x: Float[Array, "*rows {self.embed_dim}"]
     ) -> Float[Array, "*rows {self.embed_dim}"]:
-        """The normed rows."""
+        """Normalise the last axis."""
         y = rms_normed(x, self.epsilon)
         return y if self.scale is None else y * self.scale[...].astype(y.dtype)
 
@@ -270,7 +265,7 @@ def make_norm(
     use_bias: bool,
     param_dtype: DTypeLike,
 ) -> LayerNorm | RMSNorm:
-    """The norm of a kind; without a scale or a bias where they are not wanted."""
+    """Layer norm or RMS norm, with or without learned scale and bias."""
     shared = {"epsilon": epsilon, "use_scale": use_scale, "param_dtype": param_dtype}
     if kind == "rms":
         return RMSNorm(embed_dim, **shared)
@@ -279,14 +274,14 @@ def make_norm(
 
 @typed
 def rms_normed(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
-    """Rows divided by the root of their mean square, in at least float32."""
+    """Divide the last axis by its root mean square, in at least float32."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
 
 
 @typed
 def next_dropout_key(rngs: nnx.Rngs | None) -> Key[Array, ""] | None:
-    """The next key to drop with, or none where nothing is dropped."""
+    """The next key of the `dropout` stream, or None in evaluation."""
     return None if rngs is None else rngs.dropout()
 
 
@@ -294,10 +289,7 @@ def next_dropout_key(rngs: nnx.Rngs | None) -> Key[Array, ""] | None:
 def dropped(
     x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*rows"]:
-    """Set each entry to zero with probability `rate` and scale the rest to keep the mean.
-
-    Without a key nothing is dropped: that is evaluation (Srivastava et al. 2014, section 4).
-    """
+    """Inverted dropout (Srivastava et al. 2014, section 4); the identity without a key."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)

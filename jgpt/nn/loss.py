@@ -1,4 +1,4 @@
-"""The loss: cross entropy per token, and what that is per character."""
+"""Cross entropy, whole or in chunks, and bits per character."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jgpt.contracts import typed
 
 LOGITS_BYTES = 1 << 30
-"""Logits, as float32, that a loss holds at once; those of more rows are computed in chunks."""
+"""The largest float32 logits that a loss materialises; beyond it computes in chunks."""
 
 LanguageModelHead = Callable[
     [Float[Array, "batch time embed_dim"]], Float[Array, "batch time vocab"]
 ]
-"""Features to logits, as a model's `logits`."""
+"""Hidden states to logits, as a model's `logits`."""
 
 
 @typed
@@ -37,7 +37,7 @@ def cross_entropy(
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """How many rows of logits a loss holds at once."""
+    """The rows of logits that a loss materialises at once."""
     return max(1, LOGITS_BYTES // (4 * vocab_size))
 
 
@@ -48,7 +48,7 @@ def token_losses_from(
     head: LanguageModelHead,
     at_once: int,
 ) -> Float[Array, "batch time"]:
-    """`token_losses(head(x), targets)`, without holding the logits of more rows than so many."""
+    """`token_losses(head(x), targets)`, materialising at most `at_once` rows of logits."""
     if targets.size <= at_once:
         return token_losses(head(x), targets)
     xs, parts, _ = _chunked(x, targets, at_once)
@@ -63,16 +63,16 @@ def cross_entropy_from(
     head: LanguageModelHead,
     at_once: int,
 ) -> Float[Array, ""]:
-    """`cross_entropy(head(x), targets)`, without holding the logits of more rows than so many.
+    """`cross_entropy(head(x), targets)`, materialising at most `at_once` rows of logits.
 
-    A chunk's gradient is computed together with its loss, so that its logits needn't be kept, or
-    computed once more, for the backward pass (fused linear cross entropy, Hsu et al. 2024).
+    Fused linear cross entropy (Hsu et al. 2024): a chunk's gradient is computed with its loss, so
+    its logits are neither kept nor recomputed for the backward pass.
     """
     if targets.size <= at_once:
         return cross_entropy(head(x), targets)
     rows = targets.size
     xs, parts, counts = _chunked(x, targets, at_once)
-    # what the head closes over has a gradient only as an argument
+    # closed-over weights get a gradient only as arguments
     head, weights = jax.closure_convert(head, xs[0])
 
     def loss_of(x, weights, targets, counts):
@@ -111,14 +111,14 @@ def _chunked(
     Int[Array, "chunks batch chunk"],
     Bool[Array, "chunks batch chunk"],
 ]:
-    """A batch cut along time into chunks of at most so many rows, and which of these count.
+    """A batch cut along time into chunks of at most `at_once` rows, and which of them are real.
 
-    Along time, so that a batch that is spread over devices stays so.
+    Along time, so that a batch sharded over devices stays sharded.
     """
     batch, time = targets.shape
     size = max(1, at_once // batch)
     chunks = -(-time // size)
-    size = -(-time // chunks)  # no longer than they need be
+    size = -(-time // chunks)  # balance the chunks
     padding = chunks * size - time
 
     def cut(array):
@@ -129,5 +129,5 @@ def _chunked(
 
 
 def bits_per_character(loss: float, characters_per_token: float) -> float:
-    """A loss in nats per token as bits per character of the text that the tokens stand for."""
+    """A loss in nats per token as bits per character of the text."""
     return loss / (characters_per_token * math.log(2))

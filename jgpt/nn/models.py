@@ -1,4 +1,4 @@
-"""The model that a config describes: made, abstract, and counted."""
+"""Models from configs: the LanguageModel protocol, create and abstract, parameters and FLOPs."""
 
 import math
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ Weights = PyTree[Float[Array, "..."]]
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """What the steps and generation need of a model."""
+    """What training and generation need of a model."""
 
     vocab_size: int
     block_size: int
     """The longest context, in tokens."""
     supports_rolling_cache: bool
-    """Whether a cache may go on past `block_size`."""
+    """Whether decoding with a cache may go past `block_size`."""
 
     def hidden(
         self,
@@ -49,11 +49,11 @@ class LanguageModel(Protocol):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time vocab"]:
-        """The head of the hidden states: the logits of each position's next token."""
+        """Next-token logits: `logits(hidden(tokens))`."""
         ...
 
     def empty_cache(self, batch: int) -> KVCache:
-        """A cache for so many sequences, none of them begun."""
+        """An empty KV cache for `batch` sequences."""
         ...
 
 
@@ -66,24 +66,24 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
-    """The same without its numbers: shapes and dtypes to count, or to restore into."""
+    """The same with abstract parameters: shapes and dtypes without memory."""
     return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model, all blocks together."""
+    """A part of a model, summed over all blocks."""
 
     name: str
     parameters: int
     size: int
     """In bytes."""
     product_parameters: int
-    """Those that multiply each token's features in a matrix product."""
+    """Parameters that take part in a matrix product for each token."""
 
 
 def parts_of(config: ModelConfig) -> tuple[Part, ...]:
-    """The parts of the model that a config describes, in the order of a forward pass."""
+    """A model's parts and their parameter counts, in the order of the forward pass."""
     weights = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
     leaves: dict[str, list[tuple[str, jax.ShapeDtypeStruct]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
@@ -107,11 +107,10 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
 
 
 def flops_per_token(config: ModelConfig) -> int:
-    """Floating-point operations of a forward pass per token, at a full block.
+    """FLOPs of a forward pass per token, at full context.
 
-    Two for each multiplication and addition in matrix products, attention's included as if it were
-    not causal (Chowdhery et al. 2022, appendix B), but within its window. Training takes three
-    times that.
+    Matrix products only, attention counted without the causal mask but within its window
+    (Chowdhery et al. 2022, appendix B). A training step takes three times that.
     """
     if config.architecture == "bigram":
         return 0

@@ -1,4 +1,4 @@
-"""What is computed and kept in which dtype, and by which attention kernel, on which platform."""
+"""Compute dtypes, activation dtypes and attention kernels by platform."""
 
 import dataclasses
 
@@ -11,16 +11,16 @@ from jgpt.contracts import typed
 from jgpt.hardware import Platform
 
 ANYWHERE = Platform("cpu")
-"""What runs on a CPU runs everywhere."""
+"""The choices that work on every platform."""
 
 
 @typed
 def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
-    """The config with what each `auto` stands for on a platform in its place.
+    """The config with each `auto` decided for a platform.
 
-    Products are in bfloat16 on TPUs, and on CUDA GPUs since Ampere. On a CPU what is kept between
-    them is float32: products of narrow numbers are fast there and all else with them is not, for
-    XLA widens each number before and narrows it after.
+    Products are in bfloat16 on TPUs and on CUDA GPUs since Ampere. Activations are in the same
+    dtype, but float32 on CPUs: there 16-bit products are fast, and element-wise operations on
+    16-bit numbers are slow because XLA converts each operand.
     """
     dtype, activation, kernel = config.dtype, config.activation_dtype, config.attention_kernel
     if dtype == "auto":
@@ -37,23 +37,23 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
 
 
 def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
-    """The same of a run's config: what its programs are made of.
+    """A run's config with its model's `auto` decided, to compile from.
 
-    What is saved of a run leaves to each platform what was left to it.
+    The config that a run saves keeps its `auto`, so that it can go on elsewhere.
     """
     return dataclasses.replace(config, model=for_platform(config.model, platform))
 
 
 def _computes_narrow(platform: Platform) -> bool:
-    """Whether bfloat16 products are faster than float32; a CPU's depend on which one it is."""
+    """Whether bfloat16 products are reliably faster than float32."""
     return platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
 
 
 def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
-    """Whether cuDNN's kernel takes queries of a dtype and a head size on a platform.
+    """Whether cuDNN's fused attention supports a dtype and head size on a platform.
 
-    It takes 16-bit numbers, on CUDA GPUs since Ampere (8.0), and before Hopper (9.0) heads of at
-    most 128 features.
+    It needs 16-bit operands and compute capability 8.0 (Ampere), and 9.0 (Hopper) for head sizes
+    above 128.
     """
     capability = platform.cuda_capability or 0.0
     return (
@@ -65,7 +65,7 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
 
 
 def available(dtype: DTypeLike) -> DTypeLike:
-    """The same dtype. Raises ValueError for float64 where JAX would make float32 of it."""
+    """The same dtype. Raises ValueError for float64 if JAX_ENABLE_X64 is off."""
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"dtype {jnp.dtype(dtype)} needs JAX_ENABLE_X64=1 in the environment")
     return dtype

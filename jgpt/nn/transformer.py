@@ -40,7 +40,7 @@ ACTIVATIONS = {
 
 
 class FeedForward(Module):
-    """Two projections with a non-linearity between, each position for itself (section 3.3)."""
+    """Position-wise MLP (Vaswani et al. 2017, section 3.3)."""
 
     @typed
     def __init__(
@@ -78,7 +78,7 @@ class FeedForward(Module):
         *,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Each position's features, thought over."""
+        """Apply the MLP to each position."""
         hidden = check(
             ACTIVATIONS[self.activation](self.expansion(x)),
             Float[Array, "batch time {self.hidden_dim}"],
@@ -87,9 +87,9 @@ class FeedForward(Module):
 
 
 class Block(Module):
-    """Communication, then computation: pre-norm attention and feed-forward, both residual.
+    """Transformer block: pre-norm attention and MLP with residual connections.
 
-    Pre-norm is GPT-2's order (Radford et al. 2019, section 2.3).
+    Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3).
     """
 
     @typed
@@ -157,7 +157,7 @@ class Block(Module):
 
     @classmethod
     def from_config(cls, config: ModelConfig, *, rngs: nnx.Rngs) -> Self:
-        """A block of the transformer that a config describes."""
+        """A block with a config's hyper-parameters."""
         config = for_platform(config, ANYWHERE)
         residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
         return cls(
@@ -192,17 +192,17 @@ class Block(Module):
         cache: LayerCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Pre-norm attention and MLP with residual connections."""
+        """Apply the block; a `cache` is appended to and attended over."""
         x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs)
         return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
 
 
 class GPT(Module):
-    """Tokens to the logits of each next token.
+    """Decoder-only transformer: tokens to next-token logits.
 
-    Initialised as GPT-2 is: N(0, 0.02), and the projections that write into the residual stream
-    divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). What the config leaves to
-    the platform (`auto`) is as on a CPU, unless `for_platform` has decided it.
+    Initialised as GPT-2: N(0, 0.02), output projections of the residual branches divided by
+    sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). A config's `auto` means what it means
+    on a CPU; `for_platform` decides it for another platform.
     """
 
     @typed
@@ -272,9 +272,9 @@ class GPT(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The logits of each position's next token. Raises ValueError past `block_size`.
+        """Next-token logits. Raises ValueError past `block_size`.
 
-        With a `cache`, the tokens come after those in it, and join them.
+        With a `cache`, `tokens` continue the sequences in it and are appended to it.
         """
         return self.logits(self.hidden(tokens, cache=cache, rngs=rngs))
 
@@ -299,9 +299,9 @@ class GPT(Module):
     ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
         """The residual stream: the input of each block, then the output of the last.
 
-        Raises ValueError past `block_size`, and for a cache of another number of layers. Rotary
-        positions may pass `block_size` with a cache, one token at a time: each layer then attends
-        to its last `block_size` positions. For learned ones the caller stays below it.
+        Raises ValueError past `block_size`, and for a cache with another number of layers. With a
+        cache and rotary positions decoding may go past `block_size`, one token at a time: each
+        layer then attends to its last `block_size` positions.
         """
         layers = [None] * len(self.blocks) if cache is None else [*cache.layers]
         if len(layers) != len(self.blocks):
@@ -310,7 +310,7 @@ class GPT(Module):
                 "begin with empty_cache"
             )
 
-        def call(block, x, rngs):  # a subclass has a call of its own
+        def call(block, x, rngs):  # not Block.__call__: a subclass may override it
             return block(x, rngs=rngs)
 
         run = nnx.remat(call) if self.config.rematerialise else call
@@ -327,7 +327,7 @@ class GPT(Module):
     def attention_weights(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
-        """The attention weights of each layer and head, of what the forward pass computes."""
+        """The attention weights of every layer and head in the forward pass of `tokens`."""
         inputs = self.hidden_states(tokens)[:-1]
         return jnp.stack(
             [
@@ -368,7 +368,7 @@ class GPT(Module):
 
     @typed
     def empty_cache(self, batch: int) -> KVCache:
-        """A cache for `batch` sequences of `block_size` positions, none of them read yet."""
+        """An empty KV cache for `batch` sequences of up to `block_size` positions."""
         attention = self.blocks[0].attention
         sizes = (batch, self.block_size, attention.num_kv_heads, attention.head_dim)
         layers = tuple(LayerCache(*sizes, dtype=self.activation_dtype) for _ in self.blocks)
@@ -379,7 +379,7 @@ class GPT(Module):
     def logits(
         self, x: Float[Array, "batch time {self.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The language-model head, its logits softly capped if the config says so."""
+        """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
         head = self.head
         kernel = self.token_embedding.embedding[...].T if head is None else head.kernel[...]
         logits = project_to_many(x, kernel, self.dtype, self.activation_dtype)

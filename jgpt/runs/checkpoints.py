@@ -1,4 +1,4 @@
-"""Checkpoints: a run's train states, saved in the background, checksummed, and verified at load."""
+"""Checkpoints: saved asynchronously, checksummed, verified when loaded."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, abstract_state
 
 Which = Literal["best", "last"] | int
-"""A checkpoint by its validation loss, by its age, or by its step."""
+"""A checkpoint by validation loss, by age, or by step."""
 _MAY_DIFFER = {
     *("steps", "eval_interval", "steps_per_call", "sample_tokens", "out", "name"),
     *("patience", "keep_best", "keep_last", "keep_every", "trackers", "model.vocab_size"),
@@ -38,21 +38,20 @@ _STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
 
 
 class _OrbaxWarnings(logging.Filter):
-    """Leaves out what Orbax says of each save, below an error; absl's other users are heard."""
+    """Filters Orbax's log messages below errors, and those of nobody else."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts
 
 
 class Checkpoints:
-    """A run's checkpoints, one directory a step: `checkpoints/STEP`.
+    """A run's checkpoints, in `checkpoints/STEP`. Use it as a context manager.
 
-    Orbax writes to a directory of another name; when all of it is on disk its manifest is, and
-    only then is it renamed. So a directory named as a step is whole, or was damaged later.
+    Orbax writes to a temporary directory; it is renamed when the checkpoint and its manifest are
+    on disk. So a directory with the name of a step is complete, or was damaged later.
     """
 
     def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
-        """Open the run's checkpoints. Use it as a context manager: saves finish at its end."""
         self._path = (run.path / CHECKPOINTS).resolve()
         self._config, self._run = run.config(), run
         self._orbax = ocp.AsyncCheckpointer(
@@ -66,12 +65,10 @@ class Checkpoints:
             self._remove_unfinished()
 
     def __enter__(self) -> Self:
-        """Orbax is quiet from here to the end."""
         logging.getLogger("absl").addFilter(self._quiet)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for saves under way."""
         try:
             self.wait()
         finally:
@@ -87,9 +84,9 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def save(self, state: TrainState, validation_loss: float | None) -> None:
-        """Save the state under its step, in the background. Raises OSError if the last save failed.
+        """Save a state asynchronously. Raises OSError if the last save failed.
 
-        Where the step has a checkpoint already, it stays.
+        A step that has a checkpoint already is not saved again.
         """
         self.wait()
         step = int(state.step)
@@ -109,20 +106,20 @@ class Checkpoints:
         self._saving = self._background.submit(self._finish, partial, step, validation_loss)
 
     def wait(self) -> None:
-        """Wait for the save under way. Raises OSError if it failed."""
+        """Wait for a pending save. Raises OSError if it failed."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.result()
 
     def raise_if_failed(self) -> None:
-        """Raise OSError if a save has failed; don't wait for one under way."""
+        """Raise OSError if a save has failed, without waiting for a pending one."""
         if self._saving is not None and self._saving.done():
             self.wait()
 
     def step(self, which: Which) -> int | None:
-        """The step of a checkpoint, or None where there is none at all.
+        """Resolve best, last or a step to a step; None if there are no checkpoints.
 
-        Raises ValueError for a step without a checkpoint, and where damage hides which is best.
+        Raises ValueError for a step without a checkpoint, and if damage hides which one is best.
         """
         steps = self.steps()
         if not steps:
@@ -139,7 +136,7 @@ class Checkpoints:
         return Manifest.read(self._path / str(self._require_step("best")))
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
-        """A state, verified. Raises ValueError where it is damaged or another model's."""
+        """Restore a verified state. Raises ValueError if it is damaged or of another model."""
         step = self._verified_step(config, which)
         abstract = abstract_state(config)
         items = self._restore(step, {"weights": abstract.weights, "optimizer": abstract.optimizer})
@@ -147,13 +144,15 @@ class Checkpoints:
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
-        """The weights alone, verified. Raises ValueError where they are damaged."""
-        step = self._verified_step(config, which)  # before a model is made, whatever its size
+        """Restore verified weights only. Raises ValueError if they are damaged."""
+        step = self._verified_step(
+            config, which
+        )  # before an abstract model is made, which may be huge
         abstract = nnx.to_pure_dict(nnx.state(abstract_model(config.model), nnx.Param))
         return self._restore(step, {"weights": abstract})["weights"]
 
     def _by_loss(self) -> list[int]:
-        """The steps, the best first; those without a validation loss last, newest first."""
+        """Steps by validation loss; those without one last, newest first."""
         losses = {}
         for step in self.steps():
             try:
@@ -184,7 +183,9 @@ class Checkpoints:
             manifest = Manifest.read(directory)
         except ValueError as error:
             raise ValueError(f"{error}{self._instead_of(step)}") from None
-        given = json.loads(json.dumps(dataclasses.asdict(config.model)))  # as the manifest has it
+        given = json.loads(
+            json.dumps(dataclasses.asdict(config.model))
+        )  # tuples become lists, as in the manifest
         for name, saved in manifest.model.items():
             if name in given and given[name] != saved:
                 raise ValueError(
@@ -200,7 +201,7 @@ class Checkpoints:
     def _restore(self, step: int, abstract: dict[str, Any]) -> Any:
         directory = self._path / str(step)
         _require_plausible_arrays(directory, jax.tree.leaves(abstract))
-        here = jnp.zeros(()).sharding  # where new arrays are made: jax.default_device decides
+        here = jnp.zeros(()).sharding  # of the default device, as for any new array
         wanted = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract
         )
@@ -212,7 +213,7 @@ class Checkpoints:
                 ),
             )
             items = {name: restored[name] for name in wanted}
-        except Exception as error:  # Orbax raises whatever its parts do
+        except Exception as error:  # Orbax raises many kinds
             raise ValueError(
                 f"checkpoint {directory} can't be read: it is damaged, or of another model than "
                 f"the config's ({_reason(error)})"
@@ -231,7 +232,7 @@ class Checkpoints:
         return items
 
     def _instead_of(self, step: int) -> str:
-        """What to do without a damaged checkpoint."""
+        """Advice for a damaged checkpoint: another one that is intact."""
         for other in reversed(self.steps()):
             try:
                 if other != step:
@@ -245,7 +246,7 @@ class Checkpoints:
         return "; the run has no other whole checkpoint"
 
     def _finish(self, partial: Path, step: int, validation_loss: float | None) -> None:
-        """In the background: wait for Orbax, write the manifest, rename, and tidy up."""
+        """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""
         try:
             self._orbax.wait_until_finished()
             Manifest(
@@ -275,12 +276,12 @@ class Checkpoints:
         )
 
     def _remove_superfluous(self) -> None:
-        """Keep the best, the last and every Nth; rename first, so that none is ever half there."""
+        """Delete all but the best, the last and every Nth; rename first, so none is partial."""
         steps = self.steps()
         try:
             best = self._by_loss()[: self._config.keep_best]
         except ValueError:
-            return  # where one is damaged, none is superfluous
+            return  # with a damaged one, keep all
         kept = {*best, *steps[-self._config.keep_last :]}
         every = self._config.keep_every
         for step in set(steps) - kept:
@@ -299,11 +300,11 @@ class Checkpoints:
 def load(
     run_directory: str | Path, *, which: Which = "best", platform: Platform | None = None
 ) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
-    """A trained model with its tokenizer and config; nothing is written.
+    """Load a run's model, tokenizer and config; nothing is written.
 
-    The `platform`, by default the one at hand, decides what the config leaves to it.
-    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where a file of
-    theirs is damaged.
+    `platform`, by default the current one, decides the config's `auto`.
+    Raises FileNotFoundError if there is no run or no checkpoint, and ValueError if one of their
+    files is damaged.
     """
     run = RunDirectory.open(run_directory)
     config, tokenizer = run.config(), run.tokenizer()
@@ -321,7 +322,7 @@ def load(
 def write_run(
     path: Path, model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RunDirectory:
-    """A run at step 0 of a model that was trained elsewhere; it appears whole or not at all."""
+    """Save a model from elsewhere as a run at step 0, atomically."""
     if path.exists():
         raise FileExistsError(f"{path} exists already: choose another directory")
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -339,7 +340,7 @@ def write_run(
 
 
 def require_same_run(saved: TrainConfig, given: TrainConfig) -> None:
-    """Raise ValueError naming each field in which a config can't go on with a saved run."""
+    """Raise ValueError naming the fields of a config that a run can't be resumed with."""
     differences = [
         f"{name}={old!r} there, {new!r} here"
         for (name, old), (_, new) in zip(_fields(saved), _fields(given), strict=True)
@@ -363,16 +364,16 @@ def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
-    """Raise ValueError for an array that claims more room than the model's largest.
+    """Raise ValueError for an array header that claims more memory than the model's largest array.
 
-    TensorStore allocates what an array's header says before it reads, and aborts the process where
-    that fails; a manifest can be made to fit a header that lies.
+    TensorStore allocates what a header says before it reads, and aborts the process if that fails.
+    A forged manifest could vouch for a forged header.
     """
     largest = max(math.prod(leaf.shape) for leaf in leaves)
     for path in directory.rglob(".zarray"):
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
-            if header["dtype"] not in _STORED_DTYPES:  # one may be of any number of bytes
+            if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
                 raise ValueError(f"dtype {header['dtype']!r} is none that jgpt stores")
             for name in ("shape", "chunks"):
                 sizes = header[name]
@@ -385,7 +386,7 @@ def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
 
 
 def _handler() -> ocp.StandardCheckpointHandler:
-    # plain Zarr, one directory an array: files that refer to no others, and can be looked at
+    # plain Zarr: a directory per array, which can be inspected and checksummed
     return ocp.StandardCheckpointHandler(use_ocdbt=False)
 
 

@@ -1,4 +1,4 @@
-"""The run directory: one run's files, written whole or not at all, by one process at a time."""
+"""The run directory: its files, written atomically by one process at a time."""
 
 import contextlib
 import hashlib
@@ -37,13 +37,13 @@ _OWN_FILE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """One run's files: config, tokenizer, metrics, checkpoints, samples and the loss picture."""
+    """The files of one run."""
 
     path: Path
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
-        """Make the directory and write what never changes; its config makes it a run."""
+        """Create a run: its tokenizer, and last its config, which makes the directory a run."""
         path.mkdir(parents=True, exist_ok=True)
         _write(path / TOKENIZER, tokenizer.to_json())
         run = cls(path)
@@ -51,12 +51,12 @@ class RunDirectory:
         return run
 
     def write_config(self, config: TrainConfig) -> None:
-        """The config, which may have more steps when a run goes on."""
+        """Write the config, which may change when a run is resumed."""
         _write(self.path / CONFIG, to_json(config))
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """An existing run. Raises FileNotFoundError where there is none."""
+        """Open an existing run. Raises FileNotFoundError if there is none."""
         path = Path(path)
         if not (path / CONFIG).is_file():
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
@@ -67,12 +67,12 @@ class RunDirectory:
 
     @staticmethod
     def exists(path: Path) -> bool:
-        """Whether a run is there."""
+        """Whether there is a run."""
         return (path / CONFIG).is_file()
 
     @staticmethod
     def holds_nothing_else(path: Path) -> bool:
-        """Whether a directory is empty but for what a run killed while it was made leaves."""
+        """Whether a directory is empty, except for what a run killed during `create` leaves."""
         return all(
             entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial")
             for entry in path.iterdir()
@@ -80,9 +80,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training here; the lock goes with the process that holds it.
+        """Hold the run's lock, which ends with this process.
 
-        Raises BlockingIOError where another process trains.
+        Raises BlockingIOError if another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _OWN_FILE, 0o666)
@@ -101,23 +101,23 @@ class RunDirectory:
             os.close(descriptor)
 
     def config(self) -> TrainConfig:
-        """The run's config, the tokenizer's vocabulary size in it."""
+        """The config, with the tokenizer's vocabulary size."""
         return read_config(self.path / CONFIG)
 
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer."""
+        """The tokenizer."""
         return _read(self.path / TOKENIZER, tokenizer_from_json)
 
     def tokenizer_digest(self) -> str:
-        """The tokenizer file's SHA-256."""
+        """The SHA-256 of the tokenizer's file."""
         return hashlib.sha256((self.path / TOKENIZER).read_bytes()).hexdigest()
 
     def append_metrics(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
-        """Append objects to the metrics, one a line, all of them or none."""
+        """Append lines to the metrics: all of them or none."""
         self._append(METRICS, lines, durable=durable)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics so far; a line that is cut short or damaged is passed over."""
+        """The metrics so far, without truncated or damaged lines."""
         return [
             line
             for line, _ in self._lines(METRICS)
@@ -125,33 +125,33 @@ class RunDirectory:
         ]
 
     def forget_metrics_after(self, step: int) -> None:
-        """Cut off the metrics of steps that will be taken again, and a last line cut short."""
+        """Truncate the metrics after a step that training is resumed from."""
         self._cut_off(METRICS, step)
 
     def append_provenance(self, line: dict[str, Any]) -> None:
-        """Write down with what training starts, or goes on."""
+        """Append the provenance of a start or resumption."""
         self._cut_off(PROVENANCE, None)
         self._append(PROVENANCE, [line], durable=True)
 
     def provenance(self) -> list[dict[str, Any]]:
-        """With what training started, and each time that it went on."""
+        """The provenance of the start and of each resumption."""
         return [line for line, _ in self._lines(PROVENANCE)]
 
     def write_samples(self, text: str) -> None:
-        """The sample at the end of training."""
+        """Write the sample of the end of training."""
         _write(self.path / SAMPLES, text)
 
     def delete(self) -> None:
-        """Remove what a run consists of, as `--overwrite` asks, and nothing else."""
+        """Delete the run's own files and nothing else."""
         for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
-        # the lock stays, whose holder asks for this; the config goes last: it says what this is
+        # the caller holds the lock; the config goes last, because it makes the directory a run
         for name in (TOKENIZER, METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID, CONFIG):
             (self.path / name).unlink(missing_ok=True)
 
     def _append(self, name: str, lines: list[dict[str, Any]], *, durable: bool) -> None:
-        """Append to a file, which a failed write leaves as it was."""
+        """Append to a file; a failed write leaves it unchanged."""
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
         descriptor = os.open(
             self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _OWN_FILE, 0o666
@@ -173,14 +173,14 @@ class RunDirectory:
             os.close(descriptor)
 
     def _cut_off(self, name: str, step: int | None) -> None:
-        """Shorten a file to its last whole line, and to the last one up to a step."""
+        """Truncate a file after its last complete line, and after the last one up to `step`."""
         ends = (end for line, end in self._lines(name) if step is None or line["step"] <= step)
         end, path = max(ends, default=0), self.path / name
         if path.is_file() and path.stat().st_size > end:
             os.truncate(path, end)
 
     def _lines(self, name: str) -> Iterator[tuple[dict[str, Any], int]]:
-        """Each whole line that is an object with a step, and where in the file it ends."""
+        """Each complete line with a step, and its end offset."""
         path = self.path / name
         if not path.is_file():
             return
@@ -199,12 +199,12 @@ class RunDirectory:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """A run's config. Raises ValueError where it is damaged."""
+    """Read a run's config. Raises ValueError if it is damaged."""
     return _read(path, lambda text: from_json(TrainConfig, text))
 
 
 def _write(path: Path, text: str) -> None:
-    """Write whole or not at all."""
+    """Write atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:

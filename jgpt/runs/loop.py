@@ -1,4 +1,4 @@
-"""`fit`: the training loop. It orchestrates; the maths is in step.py."""
+"""The training loop: fit, evaluate, plan."""
 
 import contextlib
 import dataclasses
@@ -47,21 +47,21 @@ from jgpt.training.step import (
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: where it lies, what it learned, and how well."""
+    """The result of `fit`: the best model and its loss."""
 
     directory: Path
     model: LanguageModel
     tokenizer: Tokenizer
     config: TrainConfig
     validation_loss: float
-    """The best exact validation loss, in nats per token: the model's."""
+    """The model's exact validation loss in nats per token: the best of the run."""
     best_step: int
     sample: str
     seconds: float
 
 
 class TrainingStopped(Exception):
-    """Training was asked to stop, and has saved where it is."""
+    """Raised when training was asked to stop, after a checkpoint was saved."""
 
     def __init__(self, step: int, directory: Path) -> None:
         super().__init__(f"stopped after step {step}, which is saved in {directory}")
@@ -79,15 +79,15 @@ def fit(
     profile_steps: int = 0,
     platform: Platform | None = None,
 ) -> Run:
-    """Train as the config says, into a run directory; return the run with its best model.
+    """Train a config's run into its directory; return the run with its best model.
 
-    `resume` goes on from the directory's last checkpoint, or begins where there is none yet;
-    `overwrite` deletes what is there. `should_stop` is asked after each call of steps;
-    `profile_steps` are traced into the run's folder `profile`. The `platform`, by default the one
-    at hand, decides what the config leaves to it.
-    Raises ValueError or OSError before anything is written or deleted, OSError when something
-    can't be written later, FloatingPointError when a loss or a gradient is not finite, and
-    TrainingStopped: the last good state is then a checkpoint.
+    `resume` continues from the directory's last checkpoint, or starts if there is none yet;
+    `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
+    `profile_steps` are traced into the run's folder `profile`. `platform`, by default the current
+    one, decides the config's `auto`.
+    Raises ValueError or OSError before anything is written or deleted; later OSError if something
+    can't be written, FloatingPointError for a loss or gradient that is not finite, and
+    TrainingStopped, each with the last good state in a checkpoint.
     """
     began = time.perf_counter()
     progress, platform = progress or Progress(), platform or current_platform()
@@ -128,7 +128,7 @@ def fit(
     model, tokenizer, _ = load(run.path, platform=platform)
     sample = _sample(model, tokenizer, config)
     run.write_samples(sample)
-    assert best.validation_loss is not None  # training evaluates its last step
+    assert best.validation_loss is not None  # the last step is always evaluated
     return Run(
         directory=run.path,
         model=model,
@@ -149,7 +149,7 @@ def plan(
     progress: Progress | None = None,
     platform: Platform | None = None,
 ) -> Plan:
-    """What `fit` would do; nothing is written, and it raises what `fit` would."""
+    """The plan of `fit`, which raises what `fit` would. Nothing is written."""
     progress, platform = progress or Progress(), platform or current_platform()
     config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     return make_plan(run_for_platform(config, platform), dataset, out)
@@ -158,7 +158,7 @@ def plan(
 def _prepare(
     config: TrainConfig, resume: bool, overwrite: bool, progress: Progress, platform: Platform
 ) -> tuple[TrainConfig, Dataset, Path]:
-    """All that can be found wrong before anything is written or compiled."""
+    """Load the data and check everything that can be checked before compiling and writing."""
     out = _run_directory(config, resume=resume, overwrite=overwrite)
     goes_on = resume and RunDirectory.exists(out)
     dataset = load_dataset(
@@ -168,7 +168,7 @@ def _prepare(
         on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
-    # a run says in what its products were, wherever it goes on
+    # the run records the dtype that its `auto` meant
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
     config = dataclasses.replace(config, model=model)
     if goes_on:
@@ -181,7 +181,7 @@ def _prepare(
 
 
 def _require_room(config: TrainConfig, out: Path) -> None:
-    """Raise OSError where the disk can't hold the checkpoints to keep."""
+    """Raise OSError if the disk can't hold the checkpoints to keep."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
@@ -204,8 +204,8 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
         return out
     if not resume and not overwrite:
         raise FileExistsError(f"{out} exists already: --resume goes on, --overwrite starts again")
-    if not RunDirectory.holds_nothing_else(out):  # but what a run begins with
-        RunDirectory.open(out).config()  # change runs only, whatever the user has named
+    if not RunDirectory.holds_nothing_else(out):
+        RunDirectory.open(out).config()  # raises unless it is a run
     return out
 
 
@@ -221,7 +221,7 @@ def _free_directory(parent: Path, name: str) -> Path:
 def _open_run(
     out: Path, config: TrainConfig, dataset: Dataset, *, resume: bool, overwrite: bool
 ) -> Iterator[tuple[RunDirectory, Checkpoints]]:
-    """The locked directory's run, old or new."""
+    """The run of a locked directory, resumed or new."""
     if RunDirectory.exists(out) and resume:
         run = RunDirectory.open(out)
         run.write_config(config)
@@ -245,7 +245,7 @@ def _train(
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> None:
-    """Calls of many steps, one in flight while the last one's metrics are read."""
+    """Calls of many steps, with one in flight while the metrics of the last one are read."""
     train_steps, evaluate = make_train_steps(config), _evaluator(config, dataset)
     tokens, key = resident(dataset.train), dropout_stream(config.seed)
     losses = [line["validation_loss"] for line in run.metrics() if "validation_loss" in line]
@@ -273,7 +273,7 @@ def _train(
                 begins, step = step, step + count
                 profiler.stepped(count, metrics)
                 if begins == first_step:
-                    jax.block_until_ready(metrics)  # it has compiled: no speed to be measured
+                    jax.block_until_ready(metrics)  # compilation is not training speed
                 _report(progress, recorder.add(begins, count, metrics))
                 if begins == first_step:
                     recorder.start_clock()
@@ -292,9 +292,9 @@ def _train(
                     recorder.start_clock()
         except FloatingPointError as error:
             recorder.finish()
-            if int(state.step) < step:  # the step that was not finite was not taken
+            if int(state.step) < step:  # the step that was not finite was skipped
                 checkpoints.save(state, None)
-            checkpoints.wait()  # one under way is not yet one that is kept
+            checkpoints.wait()  # a pending one doesn't count yet
             good = checkpoints.step("last")
             kept = "nothing was saved yet" if good is None else f"checkpoint {good} is kept"
             raise FloatingPointError(f"{error}: lower learning_rate; {kept}") from None
@@ -306,7 +306,7 @@ def _report(progress: Progress, line: dict[str, Any] | None) -> None:
 
 
 def _out_of_patience(losses: list[float], patience: int | None) -> bool:
-    """Whether the best loss is so many evaluations old."""
+    """Whether the best loss is at least `patience` evaluations old."""
     if patience is None or not losses:
         return False
     return len(losses) - 1 - losses.index(min(losses)) >= patience
@@ -314,14 +314,14 @@ def _out_of_patience(losses: list[float], patience: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model predicts a text that it has not learned from."""
+    """The result of `evaluate`."""
 
     loss: float
-    """Exact: every held-out target once. Nats per token."""
+    """Nats per token, exact: every held-out target once."""
     perplexity: float
     bits_per_character: float
     tokens: int
-    """How many targets that were."""
+    """The number of targets."""
 
 
 def evaluate(
@@ -331,7 +331,7 @@ def evaluate(
     progress: Progress | None = None,
     platform: Platform | None = None,
 ) -> Evaluation:
-    """The exact loss of a run's model on the text that its training held out."""
+    """The exact loss of a run's model on its validation split."""
     platform = platform or current_platform()
     model, tokenizer, config = load(run_directory, which=which, platform=platform)
     dataset = load_dataset(
@@ -354,7 +354,7 @@ def evaluate(
 
 
 def _evaluator(config: TrainConfig, dataset: Dataset) -> Callable[[Weights], float]:
-    """The exact mean loss over the held-out split."""
+    """A function from weights to the exact mean loss on the validation split."""
     evaluate_windows = make_eval_step(config.model)
     held_out = dataset.validation[: config.eval_tokens]
     windows, counts = evaluation_windows(held_out, config.model.block_size, config.batch_size)

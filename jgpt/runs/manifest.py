@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is of, and what its every file must be."""
+"""The manifest of a checkpoint: its model, and size and checksum of every file."""
 
 import dataclasses
 import hashlib
@@ -16,19 +16,19 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is of, and the size and SHA-256 of its every file."""
+    """What a checkpoint contains."""
 
     step: int
     validation_loss: float | None
     model: dict[str, Any]
-    """The model's config: without it, parameters are only numbers."""
+    """The model's config."""
     tokenizer: str
-    """The SHA-256 of the run's tokenizer."""
+    """SHA-256 of the run's tokenizer."""
     files: dict[str, tuple[int, str]]
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """A checkpoint's manifest. Raises ValueError where it is missing or not as written."""
+        """Read a checkpoint's manifest. Raises ValueError if it is missing or damaged."""
         path = directory / MANIFEST
         try:
             if path.is_symlink():
@@ -51,7 +51,7 @@ class Manifest:
             raise ValueError(f"{path} is damaged: {error}") from None
 
     def write(self, directory: Path) -> None:
-        """Write it into its checkpoint, with its own SHA-256."""
+        """Write it durably, with its own SHA-256."""
         values = dataclasses.asdict(self)
         values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
         with (directory / MANIFEST).open("w", encoding="utf-8") as file:
@@ -61,7 +61,7 @@ class Manifest:
 
 
 def verify(directory: Path) -> None:
-    """Raise ValueError naming the first file of a checkpoint that is not as it was written."""
+    """Raise ValueError naming the first missing, extra or damaged file of a checkpoint."""
     manifest = Manifest.read(directory)
     found = {name: path for name, path in files_below(directory) if name != MANIFEST}
     for name in sorted({*manifest.files, *found}):
@@ -78,7 +78,7 @@ def verify(directory: Path) -> None:
 
 
 def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
-    """All files below a directory by their relative names. Raises ValueError for a link."""
+    """All files below a directory by relative name. Raises ValueError for a link."""
     for path in directory.rglob("*"):
         if path.is_symlink():
             raise ValueError(f"{path} is a link: a run reads its own files only")
@@ -87,13 +87,13 @@ def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def sha256_of(path: Path) -> str:
-    """A file's SHA-256, whatever its size."""
+    """SHA-256 of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_directory(directory: Path) -> None:
-    """Have a directory's entries on disk, not only its files."""
+    """fsync a directory, so that its entries are durable."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:

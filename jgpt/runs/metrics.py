@@ -1,4 +1,4 @@
-"""What a run writes down of itself while it trains: `metrics.jsonl`, one object a step."""
+"""Training metrics: `metrics.jsonl`, one object per step."""
 
 import math
 import time
@@ -27,11 +27,11 @@ SCHEMA = {
     "model_flops_utilisation": "of the device's dense 16-bit peak; absent where that is unknown",
     "memory_bytes": "the most in use so far: on the device, or by the process on a CPU",
 }
-"""Every name in `metrics.jsonl`, and what it means."""
+"""The fields of `metrics.jsonl`."""
 
 
 class Recorder:
-    """Reads a call's metrics while the next call runs, so that the device never waits."""
+    """Records the metrics of a call of steps while the next call runs."""
 
     def __init__(
         self,
@@ -40,7 +40,6 @@ class Recorder:
         trackers: Sequence[Tracker],
         training_tokens: int,
     ) -> None:
-        """Go on where the run's metrics end."""
         self._config, self._run, self._trackers = config, run, trackers
         self._training_tokens = training_tokens
         self._tokens_per_step = config.batch_size * config.model.block_size
@@ -54,24 +53,24 @@ class Recorder:
         self._tokens = 0
 
     def start_clock(self) -> None:
-        """Measure speed from here: what came before was not training alone."""
+        """Measure throughput from now on: compilation and evaluation don't count."""
         self._clock, self._tokens = time.perf_counter(), 0
 
     def add(self, first_step: int, count: int, metrics: Metrics) -> dict[str, Any] | None:
-        """Take a call that was just started, and write down those that are done.
+        """Queue the metrics of a call that was just dispatched; record those that are ready.
 
-        Returns the line of the last step written down, if any was. Raises FloatingPointError for
-        the first step whose loss or gradient is not finite.
+        Returns the line of the last recorded step, if any. Raises FloatingPointError for the first
+        step whose loss or gradient is not finite.
         """
         self._pending.append((first_step, count, metrics))
         return self._read(wait_for_all=False)
 
     def wait(self) -> dict[str, Any] | None:
-        """Wait for all calls, and return as `add` does."""
+        """Wait for all calls and record them; return as `add` does."""
         return self._read(wait_for_all=True)
 
     def finish(self, validation_loss: float | None = None) -> None:
-        """Wait for all calls and have them on disk, the last step with its validation loss."""
+        """Record all calls durably, the last step with its validation loss."""
         self.wait()
         if self._held is not None and validation_loss is not None:
             self._held["validation_loss"] = validation_loss
@@ -83,7 +82,7 @@ class Recorder:
             wait_for_all or len(self._pending) > 1 or _is_ready(self._pending[0][2].loss)
         ):
             lines = self._lines(*self._pending.pop(0))
-            # the last line waits: it may be the one that is evaluated
+            # hold the last line: it may get a validation loss
             self._write(lines[:-1])
             self._held = last = lines[-1]
         return last
@@ -98,7 +97,7 @@ class Recorder:
             line = {"step": first_step + i + 1, **{name: row[i] for name, row in rows.items()}}
             if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
                 self._write(lines)
-                self._pending.clear()  # what follows was not taken
+                self._pending.clear()  # later steps were skipped
                 raise FloatingPointError(self._complaint(line))
             lines.append(line)
         self._tokens += count * self._tokens_per_step
@@ -122,7 +121,7 @@ class Recorder:
         return measured
 
     def _write(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
-        """Append the line that waited, and these."""
+        """Append the held line and these."""
         if self._held is not None:
             lines, self._held = [self._held, *lines], None
         self._run.append_metrics(lines, durable=durable)
@@ -135,7 +134,7 @@ class Recorder:
         starts = window_starts(
             self._config.seed,
             step - 1,
-            self._config.steps_per_call,  # as training does: compiled already
+            self._config.steps_per_call,  # the shape that is compiled already
             self._training_tokens,
             self._config.batch_size,
             self._config.model.block_size,

@@ -1,4 +1,4 @@
-"""Pictures: the loss curves of runs, and what attention reads."""
+"""Plots: loss curves and attention weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from jgpt.runs.directory import RunDirectory
 
 
 def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the training loss of each step and the validation losses, against steps."""
+    """Plot training and validation loss against steps."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, label, marker, width in (
@@ -37,7 +37,7 @@ def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
-    """Draw runs over one another: their losses against steps, tokens and seconds."""
+    """Plot the losses of several runs against steps, tokens and seconds."""
     _require_picture(path)
     figure = Figure(figsize=(15, 5), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
@@ -79,7 +79,7 @@ def _draw_run(
 
 
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
-    """Draw the attention weights over a text: a row for each layer, a column for each head."""
+    """Plot the attention weights over a text: a row per layer, a column per head."""
     _require_picture(path)
     if not isinstance(model, GPT):
         raise ValueError("a bigram model has no attention to draw: choose a run of a GPT")
@@ -107,12 +107,12 @@ def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: 
 
 
 def _visible(text: str) -> str:
-    """A token's text where a newline and a space can be seen; dollars are no mathematics."""
+    """A token's text with visible white space, and dollars escaped for matplotlib."""
     return text.replace("\n", "⏎").replace(" ", "␣").replace("\t", "⇥").replace("$", r"\$")
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The directories' names, or more of them where two are the same."""
+    """The directories' names, or full paths if two are equal."""
     names = [path.resolve().name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 

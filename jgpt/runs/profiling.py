@@ -1,4 +1,4 @@
-"""Compiled programs kept and watched, and traces of steps."""
+"""The compilation cache, a watch for recompilations, and profiler traces."""
 
 import platform
 from collections.abc import Callable
@@ -16,10 +16,10 @@ _MAX_COMPILED_BYTES = 1 << 30
 
 
 def keep_compilations() -> None:
-    """Read compiled programs from the user's cache, and put new ones there.
+    """Use a persistent compilation cache in the user's cache directory.
 
-    Nothing changes where JAX was told already what to do (`JAX_COMPILATION_CACHE_DIR`). A machine
-    has a folder of its own: what is compiled for one processor may not run on another.
+    Does nothing if JAX has one already (`JAX_COMPILATION_CACHE_DIR`). Each machine has its own
+    folder: a program compiled for one processor may not run on another.
     """
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         folder = Path(platformdirs.user_cache_dir("jgpt")) / "compiled" / platform.node()
@@ -29,30 +29,27 @@ def keep_compilations() -> None:
 
 
 class CompilationWatch:
-    """Hears JAX compile something after warm-up, and tells of it once.
+    """Calls `tell` once, at the first compilation after warm-up. Use it as a context manager.
 
-    Use it as a context manager, and `arm` it when all that a run needs has been compiled. It
-    listens to JAX's monitoring events; where a JAX has none of that name it hears nothing.
+    It listens to JAX's monitoring events. With a JAX that has no event of that name it does
+    nothing.
     """
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        """Tell through a function, which is called at most once."""
         self._tell: Callable[[str], None] | None = tell
         self._armed = False
 
     def __enter__(self) -> Self:
-        """Listen."""
         jax.monitoring.register_event_duration_secs_listener(self._hear)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop listening."""
         jax.monitoring.unregister_event_duration_listener(self._hear)
 
     def arm(self) -> None:
-        """From now on, whatever is compiled is one compilation too many."""
+        """End the warm-up."""
         self._armed = True
 
     def _hear(self, event: str, duration_secs: float, **details: Any) -> None:
@@ -65,24 +62,21 @@ class CompilationWatch:
 
 
 class Profiler:
-    """Traces some steps after the first, which compiles; use it as a context manager."""
+    """Traces `steps` steps after the first, which compiles. Use it as a context manager."""
 
     def __init__(self, directory: Path, steps: int) -> None:
-        """Trace so many steps, or none, into a directory."""
         self._directory, self._left = directory, steps
         self._warm = self._tracing = False
 
     def __enter__(self) -> Self:
-        """Nothing to do before the first steps."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write the trace, if training ended before all of its steps."""
         if self._tracing:
             jax.profiler.stop_trace()
 
     def limit(self, count: int) -> int:
-        """How many of these steps to take at once; the trace begins where they do."""
+        """How many of the next `count` steps to take in a call; starts the trace if it is due."""
         if self._left == 0:
             return count
         if not self._warm:
@@ -94,7 +88,7 @@ class Profiler:
 
     @typed
     def stepped(self, count: int, result: PyTree[Shaped[Array, "..."]]) -> None:
-        """The steps were started, with this result; the trace ends when its last one is done."""
+        """Steps were dispatched; stops the trace when the last traced one is done."""
         if self._tracing:
             self._left -= count
             if self._left == 0:

@@ -1,4 +1,4 @@
-"""Training callbacks."""
+"""The Progress protocol: callbacks of training."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ from jgpt.training.step import TrainState
 
 
 class Progress:
-    """Someone who wants to know how training goes; this one doesn't care."""
+    """Training callbacks; the default does nothing."""
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
-        """Training begins, or goes on, at the state's step."""
+        """Training starts, or is resumed, at the state's step."""
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
-        """Steps were taken, the last of them with this loss."""
+        """Steps were taken; `loss` is the last one's."""
 
     def evaluated(self, step: int, validation_loss: float) -> None:
-        """The whole held-out split was evaluated."""
+        """The validation split was evaluated."""
 
     def warned(self, message: str) -> None:
-        """Something is not as it should be, and training goes on."""
+        """A warning; training goes on."""
 
     def downloaded(self, received: int, total: int | None) -> None:
-        """So many bytes of a corpus have come."""
+        """A corpus is being downloaded; sizes in bytes."""

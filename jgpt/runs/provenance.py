@@ -1,4 +1,4 @@
-"""What a run was made with: versions, devices, data, tokenizer, command and seed."""
+"""Provenance: versions, devices, data, tokenizer, command and seed of a run."""
 
 import datetime
 import hashlib
@@ -16,7 +16,7 @@ _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 
 
 def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, Any]:
-    """With what training starts, or goes on, at a step: one line of provenance.jsonl."""
+    """A line of provenance.jsonl for a start, or a resumption, at `step`."""
     return {
         "step": step,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -35,7 +35,7 @@ def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, An
 
 
 def require_same_corpus(lines: list[dict[str, Any]], dataset: Dataset, run: str) -> None:
-    """Raise ValueError where the text is no longer the one that a run was trained on."""
+    """Raise ValueError if the text is not the one that the run was trained on."""
     known = [line["corpus_sha256"] for line in lines if "corpus_sha256" in line]
     if known and known[0] != dataset.digest:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard and Weights & Biases, both extras."""
+"""Metric trackers: TensorBoard and Weights & Biases, both extras."""
 
 import importlib
 import secrets
@@ -11,19 +11,19 @@ from jgpt.runs.directory import TENSORBOARD, WANDB_ID
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Someone who is given each line of the metrics as it is written."""
+    """A sink for metrics besides metrics.jsonl."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Take one step's metrics."""
+        """Log one step's metrics."""
         ...
 
     def close(self) -> None:
-        """Have all of them where they belong."""
+        """Flush and close."""
         ...
 
 
 def open_tracker(name: TrackerName, run: Path, run_name: str, first_step: int) -> Tracker:
-    """A tracker that writes into the run directory. Raises ModuleNotFoundError for its extra."""
+    """Open a tracker. Raises ModuleNotFoundError if its extra is not installed."""
     kinds = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     try:
         return kinds[name](run, run_name, first_step)
@@ -37,26 +37,26 @@ class TensorBoard:
     """Scalars for `tensorboard --logdir RUN/tensorboard`."""
 
     def __init__(self, run: Path, run_name: str, first_step: int) -> None:
-        """Go on after `first_step`: what was written of later steps is purged."""
+        """Continue after `first_step`; events of later steps are purged."""
         writer = importlib.import_module("tensorboardX").SummaryWriter
         self._writer = writer(str(run / TENSORBOARD), purge_step=first_step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
-        """A scalar of each value."""
+        """Log one step's metrics as scalars."""
         for name, value in line.items():
             if name != "step":
                 self._writer.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Flush and close."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """A run of the project jgpt; with `WANDB_MODE=offline` it stays in `RUN/wandb`."""
+    """A run in the project jgpt; with `WANDB_MODE=offline` it stays in `RUN/wandb`."""
 
     def __init__(self, run: Path, run_name: str, first_step: int) -> None:
-        """Start it, or go on with the one that this directory has."""
+        """Start a run, or continue the one of this directory."""
         wandb = importlib.import_module("wandb")
         file = run / WANDB_ID
         identity = file.read_text() if file.is_file() else secrets.token_hex(4)
@@ -66,10 +66,10 @@ class WeightsAndBiases:
         )
 
     def log(self, line: dict[str, Any]) -> None:
-        """All values under their step."""
+        """Log one step's metrics."""
         values = {name: value for name, value in line.items() if name != "step"}
         self._run.log(values, step=line["step"])
 
     def close(self) -> None:
-        """Wait until it is sent, or on disk."""
+        """Finish the run."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""AdamW and Muon, schedules, what is decayed, and clipping: one `make_optimizer`."""
+"""Optimizers: AdamW, Muon, schedules, weight-decay mask, clipping."""
 
 import functools
 from typing import Literal
@@ -19,13 +19,13 @@ OptimizerGroup = Literal["muon", "embedding", "adamw"]
 def learning_rate_schedule(
     config: OptimizerConfig, steps: int, peak: float | None = None
 ) -> optax.Schedule:
-    """The learning rate at each step, up to `peak`, the config's learning rate by default.
+    """The learning-rate schedule, with `peak` (the config's learning rate by default) at its top.
 
-    Linear warmup, then flat, or a half cosine to the end, or flat and then a line to the end
-    (warmup-stable-decay: Hu et al. 2024, section 4).
+    Linear warmup, then constant, cosine decay, or warmup-stable-decay with a linear decay (wsd:
+    Hu et al. 2024, section 4).
     """
     peak = config.learning_rate if peak is None else peak
-    first = peak / (config.warmup_steps + 1)  # the first step is a step too
+    first = peak / (config.warmup_steps + 1)  # not 0: the first step would change nothing
     lowest = config.min_learning_rate / config.learning_rate
     pieces = [optax.linear_schedule(first, peak, config.warmup_steps)]
     boundaries = [config.warmup_steps]
@@ -41,20 +41,20 @@ def learning_rate_schedule(
             pieces += [optax.constant_schedule(peak), line]
             boundaries.append(max(steps - decay, config.warmup_steps))
     schedule = optax.join_schedules(pieces, boundaries)
-    # optax divides an integer step in float32, whatever the precision of the rest
+    # optax divides an integer step in float32 even with x64 enabled
     return lambda step: schedule(jnp.asarray(step, jnp.result_type(float)))
 
 
 @typed
 def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, "Weights"]:
-    """True for what weight decay shrinks: matrices and tables, never biases and scales."""
+    """True for what weight decay applies to: matrices and embeddings, not biases and scales."""
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, weights)
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
-    """Scale all gradients down together when their joint norm is above `limit`.
+    """Clip gradients to a global norm of `limit`.
 
-    As `torch.nn.utils.clip_grad_norm_` does it, 1e-6 in the divisor included.
+    Equals `torch.nn.utils.clip_grad_norm_`, with its 1e-6 in the divisor.
     """
 
     @typed
@@ -74,8 +74,8 @@ def partition(
 ) -> PyTree[OptimizerGroup, "Weights"]:
     """The optimizer group of each parameter: muon, embedding, or adamw.
 
-    Muon is for matrices that multiply activations inside the blocks; embeddings and the head, whose
-    rows are tokens, are Adam's (Jordan et al. 2024).
+    Muon is for the weight matrices of the blocks, Adam for embeddings and head (Jordan et al.
+    2024).
     """
 
     def group(path, leaf):
@@ -88,9 +88,9 @@ def partition(
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """What the config says, for a run of `steps` steps.
+    """The optimizer of a config for a run of `steps` steps.
 
-    AdamW is Loshchilov and Hutter 2019, Muon is Jordan et al. 2024 as optax has it.
+    AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024).
     """
 
     def adamw(peak: float) -> optax.GradientTransformation:

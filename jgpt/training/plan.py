@@ -1,4 +1,4 @@
-"""What a run will need, before anything is allocated or written; and whether it can work at all."""
+"""Plans: the memory and compute of a run before it starts, and whether it is feasible."""
 
 import math
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """The bytes that a call of training steps needs on the device, by the compiler's analysis."""
+    """The device memory of the train steps in bytes, by XLA's analysis."""
 
     state: int
-    """Parameters and the optimizer's state; a checkpoint's size too."""
+    """Parameters and optimizer state, which is a checkpoint's size too."""
     working: int
     """Activations, gradients and batches."""
 
@@ -34,7 +34,7 @@ class TrainingMemory:
 
 @dataclass(frozen=True)
 class Plan:
-    """What training would do."""
+    """The size and cost of a run."""
 
     config: TrainConfig
     out: Path
@@ -43,11 +43,11 @@ class Plan:
     parameters: int
     memory: TrainingMemory | None
     flops: int
-    """Of all steps."""
+    """For all steps."""
 
 
 def training_memory(config: TrainConfig) -> TrainingMemory | None:
-    """Compile the steps and read what they need; None where the compiler doesn't say."""
+    """Compile the train steps and analyse their memory; None if the backend doesn't report it."""
     state = abstract_state(config)
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -59,14 +59,14 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
     total = (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes  # the state is donated: it is there once
+        - analysis.alias_size_in_bytes  # the donated state is counted once
         + analysis.temp_size_in_bytes
     )
     return TrainingMemory(bytes_of(state), max(total - bytes_of(state), 0))
 
 
 def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
-    """The plan of a run whose text is known."""
+    """The plan of a run on a dataset."""
     tokens = config.steps * config.batch_size * config.model.block_size
     return Plan(
         config=config,
@@ -80,7 +80,7 @@ def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
 
 
 def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
-    """Raise ValueError for what can't work on a device of so many bytes, before it is compiled."""
+    """Raise ValueError if a device with `memory_limit` bytes can't run it; nothing is compiled."""
     for name in ("dtype", "param_dtype"):
         if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
             raise ValueError(f"{name}=float64 needs JAX_ENABLE_X64=1 in the environment")

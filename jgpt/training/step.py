@@ -1,4 +1,4 @@
-"""The train and evaluation steps: what training compiles, and its only donation."""
+"""Train and evaluation steps: pure functions of (state, batch), jit-compiled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from jgpt.nn.models import Weights, abstract_model, create_model
 from jgpt.nn.precision import ANYWHERE, for_platform
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer
 
-_INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches use the seed's key itself, folded with the step
+_INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
 
 
 @record
 @dataclass(frozen=True)
 class TrainState:
-    """All that training carries from step to step."""
+    """What training carries from step to step."""
 
     weights: Weights
     optimizer: PyTree[Float[Array, "..."] | Int[Array, ""]]
@@ -33,7 +33,7 @@ class TrainState:
 @record
 @dataclass(frozen=True)
 class Metrics:
-    """What each step of a call measured; only the first `count` entries are steps."""
+    """Metrics of each step in a call; only the first `count` entries are valid."""
 
     loss: Float[Array, " steps"]
     gradient_norm: Float[Array, " steps"]
@@ -41,7 +41,7 @@ class Metrics:
 
 
 TrainSteps = jax.stages.Wrapped
-"""(state, windows, key, count, first_step=None) to the new state and what the steps measured."""
+"""(state, windows, key, count, first_step=None) -> (state, metrics)."""
 EvalStep = Callable[
     [Weights, Int[Array, "batches batch window"], Bool[Array, "batches batch window-1"]],
     Float[Array, ""],
@@ -49,8 +49,8 @@ EvalStep = Callable[
 
 
 def init_state(config: TrainConfig) -> TrainState:
-    """Fresh parameters, their optimizer's state, and step 0, decided by the seed."""
-    # not one program: a small one for each shape compiles sooner, and to far less code
+    """Initial parameters, optimizer state and step 0 from the config's seed."""
+    # not under one jit: a small program per shape compiles faster, to far less code
     model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -59,24 +59,24 @@ def init_state(config: TrainConfig) -> TrainState:
 
 @typed
 def dropout_stream(seed: int) -> Key[Array, ""]:
-    """The key from which each step of a seed derives its own, to drop features out with.
+    """The dropout key of a seed, which steps fold their number into.
 
-    The steps are given it, rather than know it, so that a new seed compiles nothing anew.
+    It is an argument of the steps, so that another seed needs no new compilation.
     """
     return _stream(seed, _DROPOUT_STREAM)
 
 
 def abstract_state(config: TrainConfig) -> TrainState:
-    """The state's shapes and dtypes, to restore a checkpoint into."""
+    """The shapes and dtypes of the train state."""
     return jax.eval_shape(lambda: init_state(config))
 
 
 def make_train_steps(config: TrainConfig) -> TrainSteps:
-    """A function that takes the first `count` of the steps whose windows it is given.
+    """A jitted function that takes the first `count` of the steps whose windows it is given.
 
-    It is compiled once for every count, and its state is donated: use the one it returns.
-    A step whose loss or gradient is not finite is not taken: the state stays as it was before, and
-    so it does in the calls that follow, whose `first_step` is no longer where the state is.
+    One program serves every count. The state is donated. A step whose loss or gradient is not
+    finite is skipped, and so are all after it, in later calls too: their `first_step` is ahead of
+    the state's step.
     """
     graph = nnx.graphdef(abstract_model(config.model))
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -133,8 +133,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     ) -> tuple[TrainState, Metrics]:
         first = state.step if first_step is None else first_step
 
-        # A loop with a dynamic count: one program whatever the count, and bitwise the same steps
-        # however they are grouped into calls.
+        # A dynamic trip count: one program for every count, and bitwise equal steps however they
+        # are grouped into calls.
         def unfinished(carry):
             i, state, _ = carry
             return (i < count) & (state.step == first + i)
@@ -156,7 +156,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
 
 
 def make_eval_step(config: ModelConfig) -> EvalStep:
-    """A function that sums the losses of the targets that count, over batches of windows."""
+    """A jitted function that sums the losses of counted targets over batches of windows."""
     graph = nnx.graphdef(abstract_model(config))
     loss_dtype = _loss_dtype(config)
     at_once = rows_at_once(config.vocab_size)
@@ -182,7 +182,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 
 
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:
-    """The widest of what parameters, logits and their loss may be."""
+    """The widest of the dtypes of parameters, logits and loss."""
     dtype = for_platform(config, ANYWHERE).dtype
     return jnp.promote_types(jnp.promote_types(dtype, config.param_dtype), jnp.float32)
 

@@ -107,7 +107,7 @@ def test_signatures_and_help_survive():
         "(config: jgpt.config.ModelConfig, *, rngs: flax.nnx.rnglib.Rngs)"
     )
     shown = re.sub(".\x08", "", pydoc.render_doc(jgpt.attend))  # bold is overstriking
-    assert "Each query's mean of the values" in shown
+    assert "Scaled dot-product attention: the values averaged" in shown
     assert "*batch query head_dim" in shown
     assert "dropout: float = 0.0" in shown
 
