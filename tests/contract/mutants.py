@@ -75,7 +75,7 @@ ABOUT = {
     "data/batches.py": ("data/test_data",),
     "data/dataset.py": ("data/test_data",),
     "training/optimizer.py": ("training/test_optimizer",),
-    "training/step.py": ("training/test_step", "nn/test_dropout"),
+    "training/step.py": ("training/test_step", "training/test_memory", "nn/test_dropout"),
     "generation/decoding.py": ("generation/test_decoding", "generation/test_decoding_modern"),
     "generation/sampling.py": ("generation/test_sampling", "generation/test_decoding"),
 }

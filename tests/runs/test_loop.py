@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jgpt import DataConfig, fit, load
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.nn.loss import token_losses
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
-from jgpt.runs.loop import evaluate
+from jgpt.runs.loop import _out_of_patience, evaluate, plan
 from jgpt.runs.metrics import SCHEMA
 from jgpt.runs.progress import Progress
 
@@ -261,3 +262,74 @@ def test_a_damaged_checkpoint_stops_resuming_and_stays(copy, tmp_path):
     with pytest.raises(ValueError, match=refusal):
         fit(dataclasses.replace(copy, steps=14), resume=True)
     assert len(lines_of(tmp_path / "copy")) == 11
+
+
+def test_a_gradient_that_explodes_keeps_the_state_before_it(small_run, tmp_path):
+    optimizer = dataclasses.replace(
+        small_run.optimizer, learning_rate=1e15, warmup_steps=0, gradient_clip=0.0
+    )
+    config = dataclasses.replace(small_run, optimizer=optimizer, out=str(tmp_path / "wild"))
+    with pytest.raises(FloatingPointError, match="at step") as stopped:
+        fit(config)
+    step = int(re.findall(r"at step (\d+)", str(stopped.value))[0])
+    assert f"checkpoint {step - 1} is kept" in str(stopped.value)
+    run = RunDirectory.open(tmp_path / "wild")
+    assert [line["step"] for line in run.metrics()] == list(range(1, step))
+    with Checkpoints(run, read_only=True) as checkpoints:
+        state = checkpoints.restore(run.config())
+    assert int(state.step) == step - 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.weights))
+
+
+def test_patience_stops_and_the_best_is_kept(small_run, tmp_path):
+    assert not _out_of_patience([3.0, 2.0, 2.5], 2)
+    assert _out_of_patience([3.0, 2.0, 2.5, 2.2], 2)
+    assert not _out_of_patience([3.0, 2.0, 2.5, 1.9], 2)
+    assert not _out_of_patience([], 1)
+    # a learning rate at which it gets worse from the first evaluation on
+    optimizer = dataclasses.replace(
+        small_run.optimizer, learning_rate=1.0, schedule="constant", warmup_steps=0
+    )
+    config = dataclasses.replace(
+        small_run, optimizer=optimizer, out=str(tmp_path / "run"), steps=400, patience=2
+    )
+    run = fit(config)
+    lines = RunDirectory.open(run.directory).metrics()
+    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert len(losses) < 100
+    assert losses.index(min(losses)) == len(losses) - 3
+    assert run.validation_loss == min(losses)
+    again = fit(config, resume=True)
+    assert len(RunDirectory.open(again.directory).metrics()) == len(lines)
+
+
+def test_the_keep_policy_is_the_config_s(small_run, tmp_path):
+    config = dataclasses.replace(
+        small_run, out=str(tmp_path / "run"), eval_interval=1, keep_last=1, keep_every=4
+    )
+    run = fit(config)
+    kept = {int(path.name) for path in (run.directory / "checkpoints").iterdir()}
+    assert kept == {4, 8, 11, run.best_step}
+
+
+def test_what_cannot_work_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):
+    out = str(tmp_path / "run")
+    double = with_changes(dataclasses.replace(small_run, out=out), "model", param_dtype="float64")
+    with pytest.raises(ValueError, match="param_dtype=float64 needs JAX_ENABLE_X64=1"):
+        fit(double)
+    full = types.SimpleNamespace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: full)
+    with pytest.raises(OSError, match="MiB left, the checkpoints to keep need"):
+        fit(dataclasses.replace(small_run, out=out))
+    monkeypatch.setattr("jgpt.runs.loop.memory_limit", lambda: 100)
+    with pytest.raises(ValueError, match="choose a smaller model"):
+        fit(dataclasses.replace(small_run, out=out))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_plans_and_writes_nothing(small_run, tmp_path):
+    planned = plan(dataclasses.replace(small_run, out=str(tmp_path / "run")))
+    assert planned.out == tmp_path / "run"
+    assert planned.parameters > 0
+    assert planned.memory is not None
+    assert not list(tmp_path.iterdir())

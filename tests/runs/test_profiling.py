@@ -1,12 +1,18 @@
-"""What is compiled is kept, and heard of."""
+"""What is compiled is kept and heard of, and steps are traced."""
 
+import dataclasses
+import logging
 import platform
+import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jgpt.runs.profiling import keep_compilations
+from jgpt import fit
+from jgpt.runs.profiling import CompilationWatch, keep_compilations
+from jgpt.runs.progress import Progress
 
 COMPILATION_CACHE = (
     "jax_compilation_cache_dir",
@@ -47,3 +53,60 @@ def test_a_compilation_cache_that_was_chosen_is_left_alone(compilation_cache, tm
     keep_compilations()
     assert compilation_cache() == chosen
     assert chosen[0] == str(tmp_path)
+
+
+def test_a_run_compiles_each_function_once(small_run, tmp_path, caplog):
+    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), seed=3)
+    warned = []
+
+    class Listening(Progress):
+        def warned(self, message):
+            warned.append(message)
+
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        fit(config, progress=Listening())
+    assert warned == []
+    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+    for name in ("steps", "evaluate", "_window_starts", "_gather"):
+        assert compiled.count(name) == 1, (name, compiled)
+
+
+def test_a_recompilation_is_told_once_by_name():
+    told = []
+    double = jax.jit(lambda x: 2 * x)
+    small, larger, largest = (jnp.zeros(size) for size in (3, 4, 5))
+    with CompilationWatch(told.append) as watch:
+        double(small)
+        watch.arm()
+        double(small)
+        assert told == []
+        double(larger)
+        watch.arm()
+        double(largest)
+    assert told == [
+        "compiled again after warm-up: jit(<lambda>); JAX_EXPLAIN_CACHE_MISSES=1 says why"
+    ]
+
+
+def test_a_recompilation_after_the_watch_is_nobody_s_business():
+    told = []
+    with CompilationWatch(told.append) as watch:
+        watch.arm()
+    jax.jit(lambda x: 3 * x)(jnp.zeros(3))
+    assert told == []
+
+
+def test_a_watch_for_an_event_that_jax_does_not_have_hears_nothing(monkeypatch):
+    monkeypatch.setattr(CompilationWatch, "EVENT", "/jax/renamed")
+    told = []
+    with CompilationWatch(told.append) as watch:
+        watch.arm()
+        jax.jit(lambda x: 4 * x)(jnp.zeros(3))
+    assert told == []
+
+
+def test_profile_writes_a_trace(small_run, tmp_path):
+    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), sample_tokens=0)
+    run = fit(config, profile_steps=4)
+    assert list((run.directory / "profile").rglob("*.xplane.pb"))

@@ -1,6 +1,7 @@
 """Training's steps: the same however they are grouped, and they learn."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def run(train_steps, state, calls, config=CONFIG, slots=7):
         windows = batches(
             TOKENS, config.seed, taken, slots, config.batch_size, config.model.block_size
         )
-        state, metrics = train_steps(state, windows, dropout_stream(config.seed), count)
+        state, metrics = train_steps(state, windows, dropout_stream(config.seed), count, taken)
         rows.append(np.stack(jax.tree.leaves(metrics))[:, :count])
         taken += count
     return state, np.concatenate(rows, axis=1)
@@ -170,6 +171,21 @@ def test_in_chunks_training_and_evaluation_are_the_same(architecture, monkeypatc
     chunked, chunked_total = measured()
     np.testing.assert_allclose(chunked, whole, rtol=1e-5)
     assert chunked_total == pytest.approx(whole_total, rel=1e-5)
+
+
+def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(train_steps, initial):
+    good, _ = run(train_steps, initial(), [2])
+    poisoned = jax.tree.map(jnp.array, good)
+    poisoned.weights["final_norm"]["scale"] = jnp.full(8, jnp.nan)
+    before = jax.tree.map(np.asarray, poisoned)
+    windows, key = batches(TOKENS, CONFIG.seed, 2, 7, 5, 6), dropout_stream(CONFIG.seed)
+    after, measured = train_steps(poisoned, windows, key, 3, 2)
+    assert int(after.step) == 2
+    assert math.isnan(measured.loss[0])
+    assert np.array_equal(measured.loss[1:], np.zeros(6))
+    later, _ = train_steps(after, windows, key, 3, 5)  # the call in flight meanwhile
+    for left, right in zip(jax.tree.leaves(before), jax.tree.leaves(later), strict=True):
+        assert np.array_equal(left, right, equal_nan=True)
 
 
 def test_one_batch_is_learned_by_heart():

@@ -1,0 +1,120 @@
+"""What a step holds at once, and in which precision: the numbers stay, the memory doesn't."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.nn.models import create_model
+from jgpt.training.plan import bytes_of, training_memory
+from jgpt.training.step import abstract_state, dropout_stream, init_state, make_train_steps
+
+MODEL = ModelConfig(vocab_size=11, block_size=6, num_layers=2, num_heads=2, embed_dim=8)
+
+
+CONFIG = TrainConfig(
+    model=MODEL,
+    optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=3),
+    steps=5,
+    batch_size=12,
+)
+
+
+WINDOWS = np.random.default_rng(0).integers(0, 11, (5, 12, 7), np.int32)
+
+
+def changed(config: TrainConfig, **model: object) -> TrainConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+
+
+def train(config: TrainConfig, windows=WINDOWS):
+    """All steps' state and metrics."""
+    key = dropout_stream(config.seed)
+    state = init_state(config)
+    return make_train_steps(config)(state, jnp.asarray(windows), key, len(windows))
+
+
+def furthest(a, b) -> float:
+    """The largest difference between two trees."""
+    differences = jax.tree.map(lambda x, y: float(abs(x - y).max()), a, b)
+    return max(jax.tree.leaves(differences))
+
+
+def test_micro_batches_are_one_large_batch():
+    with jax.enable_x64(True):
+        config = changed(CONFIG, dtype="float64", param_dtype="float64")
+        whole, measured = train(config)
+        for count in (2, 3, 12):
+            parts, same = train(dataclasses.replace(config, micro_batches=count))
+            assert furthest(whole.weights, parts.weights) < 1e-12
+            assert furthest(measured, same) < 1e-12
+        # a mean over unequal parts, or a sum, would be further away than that
+        other, _ = train(config, WINDOWS[:, ::-1] * 0)
+        assert furthest(whole.weights, other.weights) > 1e-6
+
+
+@pytest.mark.parametrize(("micro_batches", "rows"), [(1, 12), (3, 4)])
+def test_a_micro_batch_is_all_that_is_computed_at_once(micro_batches, rows):
+    config = dataclasses.replace(CONFIG, micro_batches=micro_batches)
+    lowered = make_train_steps(config).lower(
+        abstract_state(config), jax.ShapeDtypeStruct(WINDOWS.shape, jnp.int32), dropout_stream(0), 2
+    )
+    logits = set(re.findall(r"tensor<(\d+)x6x11xf32>", lowered.as_text()))
+    assert logits == {str(rows)}
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="batch_size=12 must be divisible by micro_batches=5"):
+        dataclasses.replace(CONFIG, micro_batches=5)
+
+
+def test_bfloat16_computes_and_float32_remembers():
+    config = changed(CONFIG, dtype="bfloat16")
+    state, measured = train(config)
+    floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {leaf.dtype.name for leaf in [*floats, measured.loss]} == {"float32"}
+    model = create_model(config.model, rngs=nnx.Rngs(0))
+    program = jax.make_jaxpr(model)(jnp.zeros((1, 6), jnp.int32)).pretty_print()
+    products = re.findall(r":(\w+)\[[\d,]*\] = dot_general", program)
+    assert products
+    assert "bf16" in program
+    _, exact = train(CONFIG)
+    assert 0 < furthest(measured.loss, exact.loss) < 0.01
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_rematerialised_blocks_give_the_same_and_keep_less(dropout):
+    config = changed(CONFIG, dropout=dropout)
+    state, measured = train(config)
+    again, same = train(changed(config, rematerialise=True))
+    assert furthest(state.weights, again.weights) < 1e-6
+    assert furthest(measured.loss, same.loss) < 1e-6
+
+
+def kept_for_the_backward_pass(config: TrainConfig) -> int:
+    graph, weights = nnx.split(create_model(config.model, rngs=nnx.Rngs(0)))
+
+    def loss(weights):
+        return nnx.merge(graph, weights)(jnp.zeros((12, 6), jnp.int32)).sum()
+
+    _, backward = jax.vjp(loss, weights)
+    return bytes_of(backward)
+
+
+def test_rematerialised_blocks_keep_less_for_the_backward_pass():
+    kept = kept_for_the_backward_pass(CONFIG)
+    assert kept_for_the_backward_pass(changed(CONFIG, rematerialise=True)) < kept / 2
+
+
+def test_memory_is_the_compiler_s_and_grows_with_the_batch(small_run):
+    small = training_memory(CONFIG)
+    large = training_memory(dataclasses.replace(CONFIG, batch_size=120))
+    assert small is not None
+    assert large is not None
+    assert small.state == large.state == bytes_of(init_state(CONFIG))
+    assert large.working > 2 * small.working
