@@ -3,13 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint notebooks
+# tests of a file stay with one worker, which compiles their programs once and then lets go of them
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: train test test-all lint notebooks
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/installed-test
+	HYPOTHESIS_PROFILE=all $(PYTEST)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .

@@ -1,8 +1,10 @@
 """What all tests share: no GPU grabbed, nothing of the user's touched."""
 
+import ctypes
 import dataclasses
 import gc
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -15,13 +17,28 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile each program once, also for the commands that tests run, and for the next time."""
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))  # type: ignore[union-attr]
+    """Compile each program once, for all workers, the commands that tests start and the next time.
+
+    JAX_COMPILATION_CACHE_DIR names a folder that outlives this checkout.
+    """
+    if hasattr(config, "cache"):  # not under -p no:cacheprovider
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-hypothesis.settings.register_profile("jgpt", deadline=None, max_examples=60, derandomize=True)
-hypothesis.settings.load_profile("jgpt")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.register_profile("all", deadline=None, max_examples=200, derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_module():
+    """Let go of a module's compiled programs after it, which are most of a worker's memory."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

@@ -52,6 +52,7 @@ def test_committed_pages_are_whole(path):
     assert not re.search(r"/(home|root|tmp|Users|usr)/", "".join(map(printed, cells)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("data_directory")
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_lesson_runs_and_gives_what_its_page_shows(path, tmp_path, monkeypatch):

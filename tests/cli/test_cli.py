@@ -9,35 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from jgpt import save_gpt2
+from jgpt.cli.commands import COMMANDS
+from tests.commands import refused, worked
+from tests.models import random_gpt
+
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
-
-
-def jgpt(*arguments: object, stdin: bytes = b"", cwd: Path | None = None):
-    return subprocess.run(
-        [sys.executable, "-m", "jgpt.cli", *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        cwd=cwd,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "80"},
-    )
-
-
-def refused(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> str:
-    """The one line that a refused command prints."""
-    done = jgpt(*arguments, stdin=stdin, cwd=cwd)
-    lines = done.stderr.decode().splitlines()
-    assert done.returncode == 2, done.stderr.decode()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("jgpt: ")
-    assert "Traceback" not in lines[0]
-    return lines[0]
-
-
-def worked(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> str:
-    done = jgpt(*arguments, stdin=stdin, cwd=cwd)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode()
 
 
 def metrics(run: Path) -> list[dict]:
@@ -79,9 +56,54 @@ def test_help_is_instant_and_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "eval", "info", "prepare", "presets"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command):
     assert f"usage: jgpt {command}" in worked(command, "--help")
+
+
+IN_A_PROCESS = {
+    "train": ["tiny", "--steps", 2, "--eval-interval", 2, "--sample-tokens", 0, "--out", "again"],
+    "sample": ["trained", "--prompt-file", "-", "--max-new-tokens", 5, "--temperature", 0],
+    "eval": ["trained", "--json"],
+    "info": ["trained"],
+    "plot": ["trained", "--out", "losses.png"],
+    "attention": ["trained", "--prompt", "the lazy", "--out", "attention.png"],
+    "prepare": ["fox.txt", "--out", "prepared"],
+    "import": ["gpt2", "--tokenizer", "fox.txt", "--out", "imported"],
+    "export": ["imported", "--out", "exported"],
+    "presets": [],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_works_in_a_process_of_its_own(command, trained, text_file, tmp_path):
+    """All else that tests type runs in theirs, which has imported and set up a lot already."""
+    shutil.copytree(trained, tmp_path / "trained")
+    shutil.copy(text_file, tmp_path)
+    if command in ("import", "export"):
+        save_gpt2(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
+    if command == "export":
+        worked("import", *IN_A_PROCESS["import"], cwd=tmp_path)
+    options = map(str, IN_A_PROCESS[command])
+    done = subprocess.run(
+        [sys.executable, "-m", "jgpt.cli", command, *options],
+        input=b"the quick",
+        capture_output=True,
+        cwd=tmp_path,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b""
+    assert done.stdout
+
+
+def test_a_refusal_leaves_a_process_with_one_line_and_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "jgpt.cli", "sample", "nowhere"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"jgpt: nowhere is not a run directory: it has no config.json\n"
 
 
 def test_a_run_holds_what_the_readme_says(trained):
@@ -159,7 +181,7 @@ def test_eval_agrees_with_the_metrics(trained):
 
 
 def test_info_counts_parameters_of_presets_and_runs(trained):
-    assert "124,439,808" in worked("info", "gpt2")
+    assert "804,096" in worked("info", "nanogpt-cpu")
     characters = len(set(TEXT))
     of_a_run = worked("info", trained)
     assert f"{characters * 32:,} parameters" in " ".join(of_a_run.split())
@@ -203,9 +225,13 @@ def test_resume_needs_only_the_directory(run):
     assert json.loads((run / "config.json").read_text())["steps"] == 40
 
 
-def test_overwrite_starts_again(run):
-    said = worked("train", "--out", run, "--overwrite", "--steps", 10)
+def test_overwrite_starts_again(run, text_file):
+    said = worked(
+        *("train", "tiny", "--data", text_file, "--out", run, "--overwrite", *SMALL),
+        *("--steps", 9),
+    )
     assert "resumed" not in said
+    assert [line["step"] for line in metrics(run)][-1] == 9
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jgpt
 from tests.contract.edits import Editor
 from tests.contract.mutants import kind_of, mutants
@@ -53,6 +55,7 @@ def test_every_edit_of_the_package_is_python():
         ast.parse(edit.apply(sources[edit.file]))
 
 
+@pytest.mark.slow
 def test_a_sample_of_mutants_is_killed():
     root = Path(jgpt.__file__).parents[1]
     options = ["--files", "attention", "--kind", "contract", "--every", "41", "--green"]

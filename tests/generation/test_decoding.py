@@ -1,6 +1,5 @@
 """Sampling: what is drawn, from what, and that a cache changes nothing."""
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -10,66 +9,31 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import ModelConfig, attend, create_model, generate
+from jgpt import attend, generate
 from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, _draw, stream
 from jgpt.generation.sampling import Sampling
 from jgpt.nn.attention import merge_heads, split_heads
+from tests.models import FAMILIES, SIZES, random_model
 
-VOCAB, BLOCK_SIZE = 17, 6
+VOCAB, BLOCK_SIZE = SIZES["vocab_size"], 6
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
 KEY = jax.random.key(8)
-SMALL = ModelConfig(
-    vocab_size=VOCAB, block_size=BLOCK_SIZE, num_layers=2, num_heads=4, embed_dim=16, hidden_dim=20
-)
-MODERN = {
-    "positions": "rotary",
-    "num_kv_heads": 2,
-    "norm": "rms",
-    "norm_scale": False,
-    "qk_norm": True,
-    "attention_scale": 0.5,
-    "zero_init": True,
-    "embedding_shortcut": True,
-    "logit_softcap": 15.0,
-    "activation": "relu_squared",
-    "tie_embeddings": False,
-}
-FAMILIES = {
-    "lecture": {
-        "activation": "relu",
-        "use_bias": True,
-        "head_bias": True,
-        "tie_embeddings": False,
-    },
-    "nanogpt": {},
-    "gpt2": {"activation": "gelu_tanh", "qkv_bias": True, "use_bias": True},
-    "modern": MODERN,
-    "bigram": {"architecture": "bigram"},
-}
 
 
-def random_model(**fields):
-    """A model whose choices vary: all of its parameters are large, those that begin at 0 too."""
-    model = create_model(dataclasses.replace(SMALL, **fields), rngs=nnx.Rngs(0))
-    leaves, structure = jax.tree.flatten(nnx.state(model, nnx.Param))
-    keys = jax.random.split(jax.random.key(3), len(leaves))
-    drawn = [
-        leaf + 0.6 * jax.random.normal(key, leaf.shape)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    nnx.update(model, jax.tree.unflatten(structure, drawn))
-    return model
+def small_model(family, **changes):
+    """A model of a family whose block is soon full."""
+    return random_model(family, block_size=BLOCK_SIZE, **changes)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model()
+    return small_model("nanogpt")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
-    return request.param, random_model(**FAMILIES[request.param])
+    return request.param, small_model(request.param)
 
 
 def by_hand(model, prompt, count, choose, read=None):
@@ -117,7 +81,7 @@ def test_greedy_with_a_cache_is_greedy_without_one(family):
 
 def test_a_model_with_rotary_positions_sees_beyond_its_window():
     """Else the band in the test above could be any other way to slide."""
-    model = random_model(**MODERN)
+    model = small_model("modern")
     cropped = by_hand(model, PROMPT, 3 * BLOCK_SIZE, likeliest)
     drawn = generate(model, PROMPT, 3 * BLOCK_SIZE, key=KEY, temperature=0.0)
     assert jnp.array_equal(drawn[:, : BLOCK_SIZE + 1], cropped[:, : BLOCK_SIZE + 1])
@@ -154,7 +118,7 @@ def test_logits_with_a_cache_are_those_without(family):
 
 @pytest.mark.parametrize("name", ["nanogpt", "modern"])
 def test_a_length_that_is_one_too_short_is_noticed(name):
-    model = random_model(**FAMILIES[name])
+    model = small_model(name)
     found, wrong = continued(model, ROWS, 2), continued(model, ROWS, 2, error=-1)
     assert all(abs(found - wrong).max(axis=(1, 2)) > 1e-3)
 
@@ -237,7 +201,7 @@ def test_the_pieces_of_a_stream_are_what_generate_appends(model):
 @pytest.mark.parametrize("name", ["nanogpt", "modern"])
 @pytest.mark.parametrize("count", [2, 3 * BLOCK_SIZE])
 def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
-    model = random_model(**FAMILIES[name], vocab_size=VOCAB + count)  # compiled by no other test
+    model = small_model(name, vocab_size=VOCAB + count)  # compiled by no other test
     keys = list(jax.random.split(KEY, 3))
     with caplog.at_level(logging.WARNING), jax.log_compiles():
         for i, key in enumerate(keys):
@@ -287,7 +251,7 @@ def test_only_learned_positions_past_the_block_are_read_again(
         return _draw(*arguments, **options)
 
     monkeypatch.setattr(decoding, "_draw", draw)
-    generate(random_model(**FAMILIES[name]), jnp.ones((2, time), jnp.int32), count, key=KEY)
+    generate(small_model(name), jnp.ones((2, time), jnp.int32), count, key=KEY)
     assert asked == [rereads]
 
 
@@ -340,15 +304,13 @@ def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, messa
 
 def test_broken_weights_are_reported(model):
     broken = nnx.clone(model)
-    broken.final_norm.scale[...] = jnp.full(16, jnp.nan)
+    broken.final_norm.scale[...] = jnp.full_like(broken.final_norm.scale[...], jnp.nan)
     with pytest.raises(FloatingPointError, match="logits are not finite"):
         generate(broken, PROMPT, 3, key=KEY)
 
 
 def test_a_cache_is_not_below_what_the_model_computes_in():
-    exact = random_model(**MODERN)
-    config = dataclasses.replace(SMALL, **MODERN, dtype="bfloat16")
-    narrow = create_model(config, rngs=nnx.Rngs(0))
+    exact, narrow = small_model("modern"), small_model("modern", dtype="bfloat16")
     nnx.update(narrow, nnx.state(exact, nnx.Param))
     # on a CPU a narrow cache would be copied whenever it is written to
     layer = narrow.empty_cache(2).layers[0]
@@ -360,6 +322,6 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
 
 
 def test_a_cache_of_another_model_is_refused(model):
-    shallow = random_model(**MODERN, num_layers=1)
+    shallow = small_model("modern", num_layers=1)
     with pytest.raises(ValueError, match="the cache has 1 layers and the model 2"):
         model(PROMPT, cache=shallow.empty_cache(2))

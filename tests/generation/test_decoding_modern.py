@@ -10,17 +10,18 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, generate
-from tests.generation.test_decoding import BLOCK_SIZE, KEY, MODERN, random_model
+from tests.generation.test_decoding import BLOCK_SIZE, KEY, small_model
+from tests.models import loud
 
 COUNT = 7 * BLOCK_SIZE  # more than one call draws
 NGRAMS = {"ngram_sizes": (2, 5), "ngram_rows": 23}
-LOCAL = {**MODERN, **NGRAMS, "attention_window": 3}
 PROMPTS = [[3, 1, 4, 1, 5], [2], [7, 1, 8]]  # the longest n-gram is of 5
 
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(**LOCAL)
+    # a seed whose greedy tokens do not end in a short circle
+    return loud(small_model("modern", **NGRAMS, attention_window=3), size=0.5, seed=11)
 
 
 def with_a_block_for_all(model, **fields):
@@ -71,7 +72,7 @@ def test_another_window_or_n_gram_continues_otherwise(model, fields):
 
 
 def test_learned_positions_read_their_n_grams_in_the_last_block():
-    model = random_model(**NGRAMS, tie_embeddings=False)
+    model = small_model("nanogpt", **NGRAMS, tie_embeddings=False)
     expected = [without_a_cache(model, prompt, COUNT, crop=BLOCK_SIZE) for prompt in PROMPTS]
     assert greedy(model, PROMPTS, COUNT) == expected
     assert all(len(set(row[-BLOCK_SIZE:])) > 2 for row in expected)

@@ -9,29 +9,13 @@ import pytest
 import torch
 
 import jgpt
-from jgpt.cli import main
 from jgpt.runs.checkpoints import load
-from tests.cli.test_cli import worked
+from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
-from tests.parity.ladder import GPT2, SIZES
+from tests.models import FAMILIES, SIZES
 from tests.parity.test_nanogpt import write as write_nanogpt
 
 TEXT = "abcdefghijklmnop\n" * 40
-
-
-@pytest.fixture
-def refused(capsys):
-    """The one line that a refused command prints; in this process, where jax is there already."""
-
-    def refuse(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert stop.value.code == 2
-        assert line.startswith("jgpt: ")
-        return line
-
-    return refuse
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +29,7 @@ def text_file(tmp_path_factory):
 def gpt2(tmp_path_factory):
     """A directory with byte-pairs of its own, in GPT-2's files."""
     tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
-    config = jgpt.ModelConfig(**{**SIZES, **GPT2, "vocab_size": tokenizer.vocab_size})
+    config = jgpt.ModelConfig(**{**SIZES, **FAMILIES["gpt2"], "vocab_size": tokenizer.vocab_size})
     directory = tmp_path_factory.mktemp("models") / "gpt2"
     jgpt.save_gpt2(random_model(config), directory, tokenizer=tokenizer)
     return directory
@@ -90,7 +74,7 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_nanogpt_in_and_gpt2_out(bias, refused, text_file, tmp_path):
+def test_nanogpt_in_and_gpt2_out(bias, text_file, tmp_path):
     reference = write_nanogpt(tmp_path / "ckpt.pt", bias=bias)
     run, out = tmp_path / "run", tmp_path / "gpt2"
     worked(
@@ -119,7 +103,7 @@ def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
     ).read_text()
 
 
-def test_bad_input_is_one_line_and_writes_nothing(refused, gpt2, imported, text_file, tmp_path):
+def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, text_file, tmp_path):
     run = tmp_path / "run"
     (tmp_path / "ckpt.pt").write_bytes(b"\x80\x04 not one")
     nanogpt = ("import", tmp_path / "ckpt.pt", "--from", "nanogpt", "--out", run)

@@ -12,8 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 import jgpt
 from jgpt.interop.names import from_torch, to_torch
-from tests.parity.ladder import GPT2, MODERN, SIZES, randomised, weights_of
+from tests.models import FAMILIES, SIZES, randomised, weights_of
+from tests.parity.ladder import MODERN
 
+GPT2 = FAMILIES["gpt2"]
 CONFIG = jgpt.ModelConfig(**SIZES, **GPT2)
 
 

@@ -12,22 +12,9 @@ from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mas
 from jgpt.nn import heads as heads_module
 from jgpt.nn.attention import fused_attend, merge_heads, rotate, split_heads
 from jgpt.nn.layers import dropped
+from tests.models import loud, normal
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def loud(module):
-    """The module with parameters large enough to matter, biases and scales included."""
-    weights = nnx.state(module, nnx.Param)
-    leaves, tree = jax.tree.flatten(weights)
-    keys = jax.random.split(jax.random.key(99), len(leaves))
-    drawn = [jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
-    nnx.update(module, jax.tree.unflatten(tree, drawn))
-    return module
 
 
 def test_a_query_may_look_at_itself_and_its_past():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jgpt.nn.cache import KVCache, LayerCache
-from tests.nn.test_attention import normal
+from tests.models import normal
 
 
 def cache_of(length, end, places) -> LayerCache:

@@ -11,8 +11,9 @@ from jaxtyping import TypeCheckError
 from jgpt import Head, MultiHeadAttention
 from jgpt.nn.attention import rotate
 from jgpt.nn.cache import LayerCache
-from tests.nn.test_attention import BATCH, CONTEXT, TIME, loud, normal
+from tests.models import loud, normal
 
+BATCH, TIME, CONTEXT = 2, 5, 7
 EMBED_DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 6, 2, 4
 
 

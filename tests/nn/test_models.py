@@ -6,24 +6,9 @@ from flax import nnx
 
 from jgpt import ModelConfig, create_model
 from jgpt.nn.models import flops_per_token, parts_of
-from tests.parity.ladder import FAMILIES, SIZES
+from tests.models import FAMILIES, config_of
 
-MODERN = ModelConfig(
-    vocab_size=17,
-    block_size=11,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=3,
-    embed_dim=24,
-    hidden_dim=29,
-    activation="relu_squared",
-    tie_embeddings=False,
-    positions="rotary",
-    norm="rms",
-    norm_scale=False,
-    qk_norm=True,
-    embedding_shortcut=True,
-)
+MODERN = config_of("modern")
 # the query's and the projection's kernels are square, the key's and the value's half as wide
 ATTENTION = 2 * (24 * 24 + 2 * 24 * 12 + 24 * 24)
 FEED_FORWARD = 2 * (2 * 24 * 29)
@@ -41,7 +26,7 @@ def test_the_parts_by_hand():
     names = [part.name for part in parts_of(ngrams)]
     assert names[:3] == ["token_embedding", "ngram_embedding", "shortcut"]
     assert parts_of(ngrams)[1].parameters == 2 * 19 * 24
-    gpt2 = ModelConfig(**{**SIZES, **FAMILIES["gpt2"]})
+    gpt2 = config_of("gpt2")
     assert {part.name: part.parameters for part in parts_of(gpt2)} == {
         "token_embedding": 17 * 21,
         "position_embedding": 11 * 21,
@@ -56,7 +41,7 @@ def test_the_parts_by_hand():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_parts_are_the_model(family, dtype):
-    config = ModelConfig(**{**SIZES, **FAMILIES[family]}, param_dtype=dtype)
+    config = config_of(family, param_dtype=dtype)
     leaves = jax.tree.leaves(nnx.state(create_model(config, rngs=nnx.Rngs(0)), nnx.Param))
     parts = parts_of(config)
     assert sum(part.parameters for part in parts) == sum(leaf.size for leaf in leaves)

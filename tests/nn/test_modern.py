@@ -10,16 +10,11 @@ from flax import nnx
 
 from jgpt import GPT
 from jgpt.nn.layers import LayerNorm, RMSNorm
-from tests.nn.test_transformer import (
-    EMBED_DIM,
-    config_of,
-    loud,
-    tokens_of,
-)
+from tests.models import GROUPS, config_of, random_gpt, tokens_of
 
 
 def test_rotary_positions_tell_the_order_of_what_was_read():
-    model = loud(config_of("modern", num_layers=1))
+    model = random_gpt("modern", num_layers=1)
     assert model.position_embedding is None
     first, second = (model(jnp.array([tokens]))[0, -1] for tokens in ([1, 2, 3], [2, 1, 3]))
     assert float(jnp.abs(first - second).max()) > 0.1
@@ -57,7 +52,7 @@ def test_zero_initialised_the_residual_stream_is_the_embedding(tie_embeddings):
 
 
 def test_each_block_reads_the_embeddings_again_by_its_own_number():
-    model, tokens = loud(config_of("modern")), tokens_of(1)
+    model, tokens = random_gpt("modern"), tokens_of(1)
     assert model.shortcut is not None
     assert model.shortcut.shape == (2,)
     first, second = 3.0, -0.5
@@ -74,9 +69,9 @@ def test_each_block_reads_the_embeddings_again_by_its_own_number():
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_logits_are_softly_capped(tie_embeddings):
-    capped = loud(config_of("modern", tie_embeddings=tie_embeddings, logit_softcap=2.0))
-    free = loud(config_of("modern", tie_embeddings=tie_embeddings, logit_softcap=None))
-    x = 3 * jax.random.normal(jax.random.key(0), (2, 5, EMBED_DIM))
+    capped = random_gpt("modern", tie_embeddings=tie_embeddings, logit_softcap=2.0)
+    free = random_gpt("modern", tie_embeddings=tie_embeddings, logit_softcap=None)
+    x = 3 * jax.random.normal(jax.random.key(0), (2, 5, GROUPS["embed_dim"]))
     logits = np.asarray(free.logits(x))
     assert np.abs(logits).max() > 4
     np.testing.assert_allclose(capped.logits(x), 2 * np.tanh(logits / 2), rtol=1e-4, atol=1e-5)
@@ -86,7 +81,7 @@ def test_logits_are_softly_capped(tie_embeddings):
 
 def test_the_norms_are_the_config_s():
     tokens = tokens_of(1)
-    model = loud(config_of("modern", norm_scale=True))
+    model = random_gpt("modern", norm_scale=True)
     norms = [model.final_norm, model.blocks[1].attention_norm, model.blocks[1].feed_forward_norm]
     assert all(type(norm) is RMSNorm and norm.scale is not None for norm in norms)
     assert all(norm.epsilon == 1e-5 for norm in norms)

@@ -11,58 +11,17 @@ from flax import nnx
 
 from jgpt import GPT, BigramLM, Block, FeedForward, ModelConfig, create_model, cross_entropy, preset
 from jgpt.nn.models import abstract_model
+from tests.models import SIZES, TRANSFORMERS, config_of, random_gpt, tokens_of
 
-FAMILIES = {
-    "lecture": ModelConfig(activation="relu", use_bias=True, head_bias=True, tie_embeddings=False),
-    "nanogpt": ModelConfig(activation="gelu"),
-    "gpt2": ModelConfig(activation="gelu_tanh", qkv_bias=True, use_bias=True),
-    "modern": ModelConfig(
-        num_kv_heads=1,
-        activation="relu_squared",
-        tie_embeddings=False,
-        positions="rotary",
-        norm="rms",
-        norm_scale=False,
-        qk_norm=True,
-        attention_scale=0.5,
-        zero_init=True,
-        embedding_shortcut=True,
-        logit_softcap=15.0,
-    ),
-}
-VOCAB, BLOCK_SIZE, EMBED_DIM = 13, 7, 12
-every_family = pytest.mark.parametrize("family", FAMILIES)
+VOCAB, BLOCK_SIZE, EMBED_DIM = (SIZES[name] for name in ("vocab_size", "block_size", "embed_dim"))
 
-
-def config_of(family, **changes) -> ModelConfig:
-    small = {
-        "vocab_size": VOCAB,
-        "block_size": BLOCK_SIZE,
-        "num_layers": 2,
-        "num_heads": 3,
-        "embed_dim": EMBED_DIM,
-    }
-    return dataclasses.replace(FAMILIES[family], **small | changes)
-
-
-def loud(config) -> GPT:
-    """A GPT whose parameters, biases and scales included, are far from their initial values."""
-    model = GPT(config, rngs=nnx.Rngs(0))
-    leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
-    keys = jax.random.split(jax.random.key(5), len(leaves))
-    drawn = [jax.random.normal(k, leaf.shape) / 2 for k, leaf in zip(keys, leaves, strict=True)]
-    nnx.update(model, jax.tree.unflatten(tree, drawn))
-    return model
-
-
-def tokens_of(seed, batch=2, time=BLOCK_SIZE):
-    return jax.random.randint(jax.random.key(seed), (batch, time), 0, VOCAB)
+every_family = pytest.mark.parametrize("family", TRANSFORMERS)
 
 
 @every_family
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_no_gradient_flows_from_the_future(family, num_layers):
-    model, tokens = loud(config_of(family, num_layers=num_layers)), tokens_of(1, batch=1)
+    model, tokens = random_gpt(family, num_layers=num_layers), tokens_of(1, batch=1)
 
     def logits(x):
         for block in model.blocks:
@@ -78,7 +37,7 @@ def test_no_gradient_flows_from_the_future(family, num_layers):
 @every_family
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_another_future_changes_nothing_before_it(family, num_layers):
-    model, tokens = loud(config_of(family, num_layers=num_layers)), tokens_of(1)
+    model, tokens = random_gpt(family, num_layers=num_layers), tokens_of(1)
     run = nnx.jit(lambda model, tokens: model(tokens))
     before = run(model, tokens)
     for time in range(BLOCK_SIZE):
@@ -89,13 +48,13 @@ def test_another_future_changes_nothing_before_it(family, num_layers):
 
 @every_family
 def test_a_shorter_input_gives_the_same_logits(family):
-    model, tokens = loud(config_of(family)), tokens_of(1)
+    model, tokens = random_gpt(family), tokens_of(1)
     np.testing.assert_allclose(model(tokens)[:, :4], model(tokens[:, :4]), rtol=1e-5, atol=1e-5)
 
 
 @every_family
 def test_an_untrained_model_knows_nothing(family):
-    config = dataclasses.replace(FAMILIES[family], vocab_size=65)
+    config = config_of(family, vocab_size=65)
     model = GPT(config, rngs=nnx.Rngs(7))
     tokens = jax.random.randint(jax.random.key(0), (12, config.block_size + 1), 0, 65)
     loss = nnx.jit(lambda model, inputs, targets: cross_entropy(model(inputs), targets))(
@@ -131,13 +90,13 @@ def test_parameters_differ_from_each_other_and_from_another_seed_s():
 
 
 def test_a_tied_head_is_the_token_embedding():
-    model, tokens = loud(config_of("nanogpt")), tokens_of(1)
+    model, tokens = random_gpt("nanogpt"), tokens_of(1)
     assert model.head is None
     x = model.embed(tokens)
     np.testing.assert_allclose(
         model.logits(x), x @ np.asarray(model.token_embedding.embedding[...]).T, rtol=1e-4
     )
-    untied = loud(config_of("lecture"))
+    untied = random_gpt("lecture")
     assert untied.head is not None
     before = untied.logits(x)
     untied.token_embedding.embedding[...] = jnp.zeros((VOCAB, EMBED_DIM))
@@ -147,7 +106,7 @@ def test_a_tied_head_is_the_token_embedding():
 
 
 def test_a_token_s_row_and_its_position_s_are_added():
-    model, tokens = loud(config_of("nanogpt")), tokens_of(1, time=5)
+    model, tokens = random_gpt("nanogpt"), tokens_of(1, time=5)
     assert model.position_embedding is not None
     rows, positions = model.token_embedding.embedding[...], model.position_embedding.embedding[...]
     expected = np.asarray(rows)[np.asarray(tokens)] + np.asarray(positions)[:5]
@@ -155,7 +114,7 @@ def test_a_token_s_row_and_its_position_s_are_added():
 
 
 def test_positions_matter():
-    model = loud(config_of("nanogpt"))
+    model = random_gpt("nanogpt")
     same = jnp.full((1, BLOCK_SIZE), 4)
     logits = model(same)[0]
     assert len({np.asarray(row).tobytes() for row in logits}) == BLOCK_SIZE
@@ -164,7 +123,7 @@ def test_positions_matter():
 @every_family
 def test_longer_inputs_than_the_block_are_refused(family):
     model = GPT(config_of(family), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="8 tokens are more than block_size=7"):
+    with pytest.raises(ValueError, match="12 tokens are more than block_size=11"):
         model(tokens_of(0, time=BLOCK_SIZE + 1))
 
 
@@ -220,7 +179,7 @@ def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
         def __call__(self, x, *, rngs=None):  # type: ignore[override]  # it never decodes
             return x
 
-    model = loud(config_of("gpt2", rematerialise=rematerialise))
+    model = random_gpt("gpt2", rematerialise=rematerialise)
     tokens = jnp.arange(BLOCK_SIZE)[None]
     blocks: list[Block] = [Nothing(EMBED_DIM, 3, rngs=nnx.Rngs(0)) for _ in range(2)]
     model.blocks = nnx.List(blocks)
@@ -231,10 +190,10 @@ def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
 
 @every_family
 def test_dropout_is_on_only_with_a_key(family):
-    model = loud(config_of(family, dropout=0.5))
+    model = random_gpt(family, dropout=0.5)
     tokens = tokens_of(1)
     training = model(tokens, rngs=nnx.Rngs(dropout=1))
-    assert jnp.array_equal(model(tokens), loud(config_of(family))(tokens))
+    assert jnp.array_equal(model(tokens), random_gpt(family)(tokens))
     assert not jnp.array_equal(training, model(tokens))
     assert jnp.array_equal(training, model(tokens, rngs=nnx.Rngs(dropout=1)))
     assert not jnp.array_equal(training, model(tokens, rngs=nnx.Rngs(dropout=2)))
@@ -287,7 +246,7 @@ def test_float64_is_float64_from_end_to_end(family):
         # and nothing on the way was rounded to float32
         shifted = GPT(config, rngs=nnx.Rngs(0))
         table = shifted.token_embedding.embedding
-        table[...] = table[...] + 1e-12 * jnp.arange(EMBED_DIM)
+        table[...] = table[...] + 1e-12 * jnp.arange(config.embed_dim)
         difference = jnp.abs(shifted(tokens) - model(tokens)).max()
         assert 0 < float(difference) < 1e-9
 
@@ -324,8 +283,11 @@ def test_an_abstract_model_has_the_shapes_and_no_numbers():
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
     """1030 tokens, padded to 1152 inside the product."""
-    config = config_of("lecture", vocab_size=1030, tie_embeddings=tied, head_bias=not tied)
-    model, x = loud(config), jax.random.normal(jax.random.key(1), (2, 5, EMBED_DIM))
+    changes = {"vocab_size": 1030, "tie_embeddings": tied, "head_bias": not tied}
+    model, x = (
+        random_gpt("lecture", **changes),
+        jax.random.normal(jax.random.key(1), (2, 5, EMBED_DIM)),
+    )
     shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
     assert 1152 not in sum(shapes, ())
 

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jgpt import Head, MultiHeadAttention, attend, causal_mask
 from jgpt.nn.attention import attend_locally, fused_attend, merge_heads, split_heads
+from tests.models import normal
 
 BATCH, TIME, WINDOW, EMBED_DIM, HEAD_DIM, VALUE_DIM = 2, 8, 3, 24, 4, 5
 
@@ -16,10 +17,6 @@ BATCH, TIME, WINDOW, EMBED_DIM, HEAD_DIM, VALUE_DIM = 2, 8, 3, 24, 4, 5
 def doubles():
     with jax.enable_x64(True):
         yield
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
 
 
 def band(time, window):

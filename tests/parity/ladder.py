@@ -25,6 +25,8 @@ from jgpt.nn.loss import cross_entropy, token_losses
 from jgpt.nn.models import abstract_model
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, dropout_stream, make_train_steps
+from tests import models
+from tests.models import GROUPS, SIZES, randomised, weights_of
 from tests.parity import torch_gpt
 
 Arrays = dict[str, np.ndarray]
@@ -34,35 +36,12 @@ Decays = Callable[[str, torch.Tensor], bool]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 STEPS, BATCH, TIME = 10, 2, 5
 
-# no two sizes alike, not even those of products: a wrong transposition has nowhere to hide
-SIZES: dict[str, Any] = {
-    "vocab_size": 17,
-    "block_size": 11,
-    "num_layers": 2,
-    "num_heads": 3,
-    "embed_dim": 21,
-    "hidden_dim": 29,
-}
-LECTURE = {"activation": "relu", "use_bias": True, "head_bias": True, "tie_embeddings": False}
-GPT2 = {"activation": "gelu_tanh", "qkv_bias": True, "use_bias": True}
-GROUPS = {"num_heads": 6, "embed_dim": 24, "num_kv_heads": 3}  # heads of an even size, in pairs
 WINDOW = {"attention_window": 3}  # the tokens are one window and a part of another
 NGRAMS = {"ngram_sizes": (2, 4), "ngram_rows": 19}
-MODERN = {
-    **GROUPS,
-    "activation": "relu_squared",
-    "tie_embeddings": False,
-    "positions": "rotary",
-    "norm": "rms",
-    "norm_scale": False,
-    "qk_norm": True,
-    "attention_scale": 0.7,
-    **WINDOW,
-    **NGRAMS,
-    "zero_init": True,  # of no consequence where all weights are given
-    "embedding_shortcut": True,
-    "logit_softcap": 2.0,
-}
+LECTURE, MODERN = (
+    models.FAMILIES["lecture"],
+    {**models.FAMILIES["modern"], **WINDOW, **NGRAMS, "logit_softcap": 2.0},
+)
 ALONE: dict[str, dict[str, Any]] = {
     "nanogpt, rotary": {"num_heads": 6, "embed_dim": 24, "positions": "rotary"},
     "nanogpt, RMS norms": {"norm": "rms"},
@@ -78,10 +57,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 """Each of the modern family's fields that is no matter of initial values, by itself."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "bigram": {"architecture": "bigram"},
-    "lecture": LECTURE,
-    "nanogpt": {"activation": "gelu"},
-    "gpt2": GPT2,
+    **models.FAMILIES,
     "lecture, tied": {**LECTURE, "tie_embeddings": True, "head_bias": False},
     "nanogpt, biases": {"activation": "gelu", "qkv_bias": True, "use_bias": True},
     "nanogpt, untied": {"activation": "gelu", "tie_embeddings": False},
@@ -113,33 +89,6 @@ def windows() -> np.ndarray:
     """Ten steps of tokens and the targets after them."""
     shape = (STEPS, BATCH, TIME + 1)
     return np.random.default_rng(0).integers(SIZES["vocab_size"], size=shape, dtype=np.int32)
-
-
-def randomised(abstract: Any, seed: int = 1) -> Any:
-    """Values for every leaf: no bias is zero and no scale is one.
-
-    Kernels keep the size of what passes. Embeddings are small, so that a norm's epsilon matters,
-    and the last norm's scales are large, so that all of it matters to the loss.
-    """
-    random = np.random.default_rng(seed)
-
-    def value(path, leaf):
-        name, draw = path[-1].key, random.standard_normal(leaf.shape)
-        if name == "kernel":
-            draw /= math.sqrt(leaf.shape[0])
-        elif name == "embedding":
-            draw *= 0.1
-        elif name == "bias":
-            draw *= 0.3
-        else:
-            draw = (5 if path[0].key == "final_norm" else 1) * (1 + 0.5 * draw)
-        return jnp.asarray(draw, leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(value, abstract)
-
-
-def weights_of(model: Any) -> Any:
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 @functools.cache

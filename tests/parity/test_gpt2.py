@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import jgpt
 from jgpt.interop.huggingface import save_gpt2
-from tests.parity.ladder import SIZES, randomised, weights_of
+from tests.models import SIZES, randomised, weights_of
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("HF_HUB_OFFLINE", "1")

@@ -14,8 +14,9 @@ import jgpt
 from jgpt.interop.names import from_torch, to_torch
 from jgpt.nn.layers import LayerNorm, RMSNorm
 from jgpt.training.optimizer import clip_by_global_norm
+from tests.models import randomised, weights_of
 from tests.parity import torch_gpt
-from tests.parity.ladder import TOLERANCE, errors, randomised, weights_of
+from tests.parity.ladder import TOLERANCE, errors
 
 BATCH, TIME, KEYS, EMBED, HEADS, HIDDEN = 2, 5, 13, 21, 3, 29
 

@@ -8,13 +8,14 @@ import pytest
 
 from jgpt import MultiHeadAttention, preset
 from jgpt.nn.attention import merge_heads, split_heads
-from tests.nn.test_transformer import FAMILIES, config_of, loud, tokens_of
+from jgpt.nn.models import abstract_model
+from tests.models import TRANSFORMERS, config_of, loud, tokens_of
 
 CONFIGS = {
-    **{family: config_of(family) for family in FAMILIES},
+    **{family: config_of(family) for family in TRANSFORMERS},
     "window": config_of("nanogpt", attention_window=2),
     "default preset": dataclasses.replace(
-        preset("modern-cpu").model, vocab_size=13, block_size=7, attention_window=3, ngram_rows=11
+        preset("modern-cpu").model, vocab_size=17, block_size=11, attention_window=3, ngram_rows=13
     ),
 }
 
@@ -22,7 +23,7 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_drawn_weights_are_those_of_the_forward_pass(config, monkeypatch):
     """Each layer's weighted values, projected, are what its attention gave in the forward pass."""
-    model, tokens = loud(config), tokens_of(1)
+    model, tokens = loud(abstract_model(config), size=0.5), tokens_of(1)
     given, computed = [], []
     call = MultiHeadAttention.__call__
 
@@ -35,7 +36,7 @@ def test_the_drawn_weights_are_those_of_the_forward_pass(config, monkeypatch):
     model(tokens)
     monkeypatch.undo()
     maps = model.attention_weights(tokens)
-    assert maps.shape == (len(model.blocks), 2, config.num_heads, 7, 7)
+    assert maps.shape == (len(model.blocks), 2, config.num_heads, 11, 11)
     np.testing.assert_allclose(maps.sum(-1), 1, rtol=1e-6)
     for block, x, expected, weights in zip(model.blocks, given, computed, maps, strict=True):
         attention = block.attention

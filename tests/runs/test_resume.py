@@ -15,13 +15,14 @@ from jgpt import fit
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.loop import TrainingStopped
 from jgpt.runs.progress import Progress
-from tests.nn.test_transformer import FAMILIES
+from tests.models import config_of
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 kill_resume = importlib.import_module("kill_resume")
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing(tmp_path):
     """A shorter benchmarks/kill_resume.py: SIGKILL at random moments, and inside saves."""
     result = kill_resume.kill_and_resume(tmp_path, kills=4, seed=1)
@@ -50,7 +51,7 @@ def test_a_stop_that_is_asked_for_saves_and_goes_on(trained, small_run, tmp_path
 def test_muon_s_state_goes_on_too(small_run, tmp_path):
     sizes = ("vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "dropout")
     small = {name: getattr(small_run.model, name) for name in sizes}
-    model = dataclasses.replace(FAMILIES["modern"], **small)
+    model = config_of("modern", **small, num_kv_heads=1, attention_scale=0.5)
     muon = dataclasses.replace(
         small_run.optimizer, optimizer="muon", schedule="wsd", embedding_learning_rate=0.02
     )
