@@ -151,12 +151,12 @@ class ModelConfig:
             _require_multiple(self, "num_heads", "num_kv_heads")
         if self.positions == "rotary" and self.embed_dim // self.num_heads % 2:
             raise ValueError(
-                f"positions=rotary turns pairs: embed_dim={self.embed_dim} over "
-                f"num_heads={self.num_heads} must be even"
+                f"positions=rotary needs an even head size: embed_dim={self.embed_dim} over "
+                f"num_heads={self.num_heads} is {self.embed_dim // self.num_heads}"
             )
         _require_fraction(self, "dropout", "ngram_dropout")
         if list(self.ngram_sizes) != sorted({n for n in self.ngram_sizes if n > 1}):
-            raise ValueError(f"ngram_sizes={self.ngram_sizes} must be above 1, and ascend")
+            raise ValueError(f"ngram_sizes={self.ngram_sizes} must be above 1 and ascending")
         if self.ngram_sizes and self.ngram_sizes[-1] > self.block_size:
             raise ValueError(
                 f"ngram_sizes={self.ngram_sizes} must be at most block_size={self.block_size}"
@@ -226,11 +226,11 @@ class DataConfig:
     """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs from
     tokenizer_files. Prepared data brings its own."""
     bpe_vocab_size: int = 1024
-    """Vocabulary to train byte-pairs for."""
+    """The vocabulary size of trained byte-pairs."""
     tokenizer_files: str | None = None
     """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
     validation_fraction: float = 0.1
-    """The fraction at the end of the text that is held out."""
+    """The fraction of the text, at its end, for validation."""
 
     def __post_init__(self) -> None:
         """Validate."""
@@ -242,7 +242,7 @@ class DataConfig:
             raise ValueError("data is empty: name a corpus (pydocs, shakespeare) or a file")
         if self.bpe_vocab_size < 257:
             raise ValueError(
-                f"bpe_vocab_size={self.bpe_vocab_size} is below 257: all 256 bytes and one merge"
+                f"bpe_vocab_size={self.bpe_vocab_size} is below 257: 256 bytes and one merge"
             )
         _require_fraction(self, "validation_fraction")
         _require_positive(self, "validation_fraction")
@@ -270,7 +270,7 @@ class TrainConfig:
     batch_size: int = 12
     """Sequences per step."""
     micro_batches: int = 1
-    """Gradient accumulation: compute a batch in this many parts, for less memory."""
+    """Gradient accumulation: split a batch into this many micro-batches, to save memory."""
     eval_interval: int = 250
     """Steps between evaluations and checkpoints; the last step always has both."""
     eval_tokens: int | None = None
@@ -282,7 +282,7 @@ class TrainConfig:
     keep_best: int = 1
     """How many of the best checkpoints to keep."""
     keep_last: int = 2
-    """How many of the last checkpoints to keep; with two, damage to one loses little."""
+    """How many of the last checkpoints to keep; two, in case one is damaged."""
     keep_every: int | None = None
     """Also keep checkpoints whose step is a multiple of this."""
     trackers: tuple[TrackerName, ...] = ()

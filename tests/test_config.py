@@ -41,7 +41,7 @@ from jgpt.presets import PRESETS
         (
             ModelConfig,
             {"positions": "rotary", "embed_dim": 20},
-            "positions=rotary turns pairs: embed_dim=20 over num_heads=4 must be even",
+            "positions=rotary needs an even head size: embed_dim=20 over num_heads=4 is 5",
         ),
         (ModelConfig, {"positions": "sinusoidal"}, "positions='sinusoidal' must be Literal"),
         (ModelConfig, {"norm": "batch"}, "norm='batch' must be Literal"),

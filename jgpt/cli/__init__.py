@@ -13,8 +13,8 @@ def main(args: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
         print("usage: jgpt COMMAND ...\n")
-        for name, (promise, _) in COMMANDS.items():
-            print(f"  {name:<9} {promise}")
+        for name, (summary, _) in COMMANDS.items():
+            print(f"  {name:<9} {summary}")
         print("\njgpt COMMAND --help shows a command's options; start with: jgpt train")
         sys.exit(0)
     try:

@@ -27,19 +27,15 @@ from jgpt.config import DataConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
 Options = TypeVar("Options")
-
-
-SIDE_BY_SIDE = 16
-
-
-BETWEEN_TEXTS = "---------------"
+BATCH_SIZE = 16
+SEPARATOR = "---------------"
 
 
 def train(args: list[str]) -> None:
     """`jgpt train [PRESET] ...`"""
     default, args = _train_default(args)
     if _value_after("--vocab-size", args) is not None:
-        raise ValueError("vocab-size can't be chosen: the tokenizer decides it; leave it out")
+        raise ValueError("--vocab-size can't be set: the tokenizer determines it")
     options = parse(TrainOptions, "train [PRESET]", args, default=TrainOptions(default))
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
@@ -74,15 +70,15 @@ def train(args: list[str]) -> None:
                     profile_steps=options.profile,
                 )
             except TrainingStopped as stopped:
-                go_on = f"jgpt train --out {stopped.directory} --resume"
-                progress.say(f"{stopped}; go on with: {go_on}")
+                resume = f"jgpt train --out {stopped.directory} --resume"
+                progress.say(str(stopped), f"resume with: {resume}")
                 sys.exit(stop.exit_code)
     if run.sample:
         progress.say("", run.sample, "")
     progress.say(
         f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
-        f"after {run.seconds:.0f} s in all",
-        f"the run is {run.directory}: its checkpoints, metrics.jsonl, samples.txt and loss.png",
+        f"total time {run.seconds:.0f} s",
+        f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
         f"next: jgpt sample {run.directory}   or   jgpt eval {run.directory}",
     )
 
@@ -94,7 +90,7 @@ def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
     file, out = _value_after("--config", args), _value_after("--out", args)
     if file is not None:
         if name is not None:
-            raise ValueError(f"the preset {name} and --config are two configs: give one")
+            raise ValueError(f"give the preset {name} or --config, not both")
 
         from jgpt.runs.directory import read_config
 
@@ -125,8 +121,8 @@ def sample(args: list[str]) -> None:
     model, tokenizer, _ = load(options.run, which=options.checkpoint)
     prompts = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
     key = jax.random.key(np.uint32(options.seed))
-    for first in range(0, len(prompts), SIDE_BY_SIDE):
-        rows = tuple(prompts[first : first + SIDE_BY_SIDE])
+    for first in range(0, len(prompts), BATCH_SIZE):
+        rows = tuple(prompts[first : first + BATCH_SIZE])
         pieces = stream_text(
             model,
             tokenizer,
@@ -140,7 +136,7 @@ def sample(args: list[str]) -> None:
             min_p=options.min_p,
         )
         if first:
-            print(BETWEEN_TEXTS)
+            print(SEPARATOR)
         _print_texts(rows, pieces)
 
 
@@ -153,7 +149,7 @@ def _print_texts(prompts: tuple[str, ...], pieces: Iterator[tuple[str, ...]]) ->
         others = [text + new for text, new in zip(others, more, strict=True)]
     print()
     for text in others:
-        print(f"{BETWEEN_TEXTS}\n{text}")
+        print(f"{SEPARATOR}\n{text}")
 
 
 def evaluate(args: list[str]) -> None:
@@ -172,7 +168,7 @@ def evaluate(args: list[str]) -> None:
     if options.json:
         print(json.dumps(dataclasses.asdict(result)))
         return
-    print(f"validation loss     {result.loss:.4f} nats per token, exact over {result.tokens:,}")
+    print(f"validation loss     {result.loss:.4f} nats per token, over {result.tokens:,} targets")
     print(f"perplexity          {result.perplexity:.3f}")
     print(f"bits per character  {result.bits_per_character:.4f}")
 
@@ -201,9 +197,9 @@ def info(args: list[str]) -> None:
     for name, parameters, size in rows:
         print(f"{name:<28} {parameters:>13,} parameters {size / 2**20:>9.2f} MiB")
     flops = flops_per_token(config.model)
-    print(f"FLOPs per token at a full block: {flops:,} forward, {3 * flops:,} in training")
+    print(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if (memory := training_memory(run_for_platform(config, current_platform()))) is not None:
-        print(f"memory to train with batch_size={config.batch_size}: {memory}")
+        print(f"training memory at batch_size={config.batch_size}: {memory}")
 
 
 def prepare(args: list[str]) -> None:
@@ -227,7 +223,7 @@ def import_(args: list[str]) -> None:
     options = parse(ImportOptions, "import", args)
     out = Path(options.out)
     if out.exists():  # before loading, which may take a while
-        raise ValueError(f"{out} exists already: choose another directory")
+        raise ValueError(f"{out} already exists: choose another directory")
 
     from jgpt.interop.huggingface import load_gpt2
     from jgpt.interop.names import crop_vocabulary
@@ -249,8 +245,8 @@ def import_(args: list[str]) -> None:
     )
     write_run(out, model, tokenizer, config)
     print(
-        f"{model.config.num_layers} layers of {model.config.embed_dim} features, "
-        f"{model.vocab_size} tokens; next: jgpt sample {out}"
+        f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
+        f"vocabulary {model.vocab_size}; next: jgpt sample {out}"
     )
 
 
@@ -264,20 +260,20 @@ def export(args: list[str]) -> None:
 
     model, tokenizer, _ = load(options.run, which=options.checkpoint)
     save_gpt2(model, options.out, tokenizer=tokenizer, zero_biases=options.zero_biases)
-    print(f"{options.out} is for transformers.GPT2LMHeadModel.from_pretrained")
+    print(f"wrote {options.out}, for transformers.GPT2LMHeadModel.from_pretrained")
     if not isinstance(tokenizer, BPETokenizer):
         print(
-            f"{options.run}/tokenizer.json stays there: GPT-2's format is for byte-pairs, and "
-            f"this run's tokens are {type(tokenizer).__name__}'s"
+            "the tokenizer was not exported: GPT-2's format needs byte-pairs, and this run has a "
+            f"{type(tokenizer).__name__}"
         )
 
 
 def presets(args: list[str]) -> None:
     """`jgpt presets`"""
     parse(PresetsOptions, "presets", args)
-    for name, (promise, config) in PRESETS.items():
+    for name, (summary, config) in PRESETS.items():
         default = " (the default)" if name == DEFAULT_PRESET else ""
-        print(f"{name:<14} {promise}{default}; {config.steps:,} steps")
+        print(f"{name:<14} {summary}{default}; {config.steps:,} steps")
 
 
 def plot(args: list[str]) -> None:
@@ -288,7 +284,7 @@ def plot(args: list[str]) -> None:
     from jgpt.runs.plots import plot_runs
 
     plot_runs([RunDirectory.open(run) for run in options.runs], Path(options.out))
-    print(f"drawn in {options.out}")
+    print(f"wrote {options.out}")
 
 
 def attention(args: list[str]) -> None:
@@ -300,19 +296,19 @@ def attention(args: list[str]) -> None:
 
     model, tokenizer, _ = load(options.run, which=options.checkpoint)
     plot_attention(model, tokenizer, options.prompt, Path(options.out))
-    print(f"drawn in {options.out}")
+    print(f"wrote {options.out}")
 
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "train": ("train a GPT", train),
-    "sample": ("write text with a trained model", sample),
-    "eval": ("measure a run's exact validation loss", evaluate),
+    "sample": ("generate text with a trained model", sample),
+    "eval": ("compute a run's exact validation loss", evaluate),
     "info": ("parameters, bytes, FLOPs and memory of a preset or a run", info),
-    "plot": ("draw the losses of runs in one picture", plot),
-    "attention": ("draw what each head of a trained model reads", attention),
+    "plot": ("plot the losses of runs", plot),
+    "attention": ("plot the attention weights of a trained model", attention),
     "prepare": ("tokenize text larger than memory into a folder", prepare),
-    "import": ("make a run of GPT-2's or nanoGPT's weights", import_),
-    "export": ("write a run's model as a Hugging Face GPT-2 directory", export),
+    "import": ("import GPT-2 or nanoGPT weights as a run", import_),
+    "export": ("export a run's model in Hugging Face's GPT-2 format", export),
     "presets": ("list the presets", presets),
 }
 
@@ -338,7 +334,7 @@ def _tokenizer(options: ImportOptions) -> Any:
     if path.is_dir():
         return BPETokenizer.from_gpt2(path)
     if options.tokenizer is None:
-        raise ValueError(f"{path} has no tokenizer beside it: give --tokenizer")
+        raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
     if path.suffix == ".json":
         return tokenizer_from_json(path.read_text(encoding="utf-8"))
     return CharTokenizer.from_text(read_text((options.tokenizer,)))
@@ -347,7 +343,7 @@ def _tokenizer(options: ImportOptions) -> Any:
 def _prompts(options: SampleOptions) -> tuple[str, ...]:
     """The prompts; an empty one stands for a newline."""
     if options.prompt and options.prompt_file is not None:
-        raise ValueError("prompt and prompt_file are two prompts: give one")
+        raise ValueError("give prompt or prompt_file, not both")
     if options.prompt_file == "-":
         prompts = (sys.stdin.buffer.read().decode("utf-8"),)
     elif options.prompt_file is not None:

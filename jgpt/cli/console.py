@@ -70,8 +70,8 @@ class ConsoleProgress(TrainingProgress):
         self.say(
             f"{config.name}: {total:,} parameters, vocabulary {dataset.tokenizer.vocab_size}, on "
             f"{device_kinds()[0]}",
-            f"data: {' '.join(config.dataset.data)}: {len(dataset.train):,} tokens to learn from, "
-            f"{len(dataset.validation):,} held out",
+            f"data: {' '.join(config.dataset.data)}: {len(dataset.train):,} training "
+            f"and {len(dataset.validation):,} validation tokens",
             *describe_optimizer_groups(config.optimizer, state.weights),
             f"resumed at step {step} of {config.steps}: {out}"
             if step
@@ -97,7 +97,9 @@ class ConsoleProgress(TrainingProgress):
 
     def stopping(self) -> None:
         """After the first signal."""
-        self.say("stopping after the call in flight, to save; once more leaves at once")
+        self.say(
+            "finishing the current call and saving a checkpoint; a second signal exits at once"
+        )
 
     def leaving(self) -> None:
         """After the second signal: restore the terminal."""
@@ -152,12 +154,12 @@ def describe(plan: Plan) -> list[str]:
     lines = [
         f"{config.name}: {plan.parameters:,} parameters, vocabulary {config.model.vocab_size}, on "
         f"{device_kinds()[0]}, into {plan.out}",
-        f"data: {' '.join(config.dataset.data)}: {plan.training_tokens:,} tokens to learn from, "
-        f"{plan.held_out_tokens:,} held out",
+        f"data: {' '.join(config.dataset.data)}: {plan.training_tokens:,} training "
+        f"and {plan.validation_tokens:,} validation tokens",
         f"{config.steps:,} steps of {config.batch_size} x {config.model.block_size} tokens: "
-        f"{epochs:.1f} times the text, {plan.flops:.3g} floating-point operations",
+        f"{epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
         f"an evaluation and a checkpoint every {config.eval_interval} steps",
     ]
     if plan.memory is not None:
-        lines.append(f"memory on the device: {plan.memory}")
+        lines.append(f"device memory: {plan.memory}")
     return [*lines, "nothing was written: leave out --dry-run to train"]

@@ -17,70 +17,70 @@ FROM = "from"  # a Python keyword can't name a field
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train a GPT: a preset, and whatever of it you change."""
+    """Train a GPT: a preset, with the options that you override."""
 
     run: TrainConfig
     config: str | None = None
-    """A run's config.json to begin with instead of a preset: the same run again, elsewhere."""
+    """A run's config.json, used instead of a preset to repeat that run in another directory."""
     resume: bool = False
-    """Go on from the last checkpoint of the run in --out, whose config is the default; begin
-    where there is none yet."""
+    """Resume from the last checkpoint in --out, with that run's config by default; start the run
+    if there is no checkpoint yet."""
     overwrite: bool = False
     """Delete the run in --out and start again."""
     dry_run: bool = False
-    """Say what would be trained, where, and what it needs; train and write nothing."""
+    """Show the model, data, memory and compute of the run, without training or writing."""
     profile: int = 0
-    """Trace this many steps after the first into the run's folder profile."""
+    """Profile this many steps after the first; the trace is written to RUN/profile."""
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Write text with a trained model, as it is drawn. Past the block size the window slides: the
-    model reads the last block-size tokens."""
+    """Generate text with a trained model, streamed as it is sampled. The context is the last
+    block-size tokens."""
 
     run: Positional[str]
     """The run directory."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
-    """The text to continue, a line's beginning by default; give it again for more texts, which are
-    continued side by side."""
+    """The text to continue; the start of a line by default. Repeat the option for several prompts,
+    which are sampled as a batch."""
     prompt_file: str | None = None
-    """A UTF-8 file with the text to continue; - is standard input."""
+    """A UTF-8 file with the prompt; - is standard input."""
     max_new_tokens: int = 500
-    """Tokens to write."""
+    """The number of tokens to generate."""
     temperature: float = 0.8
-    """0 always takes the likeliest token; 1 draws from the model's own distribution."""
+    """0 is greedy; 1 samples from the model's distribution."""
     top_k: int | None = None
-    """Draw from this many of the likeliest tokens only."""
+    """Sample from the k most likely tokens only."""
     top_p: float | None = None
-    """Draw from the fewest tokens that hold this probability only."""
+    """Nucleus sampling: sample from the smallest set of tokens with this total probability."""
     min_p: float | None = None
-    """Draw from the tokens at least this fraction as likely as the likeliest only."""
+    """Sample from tokens with at least this fraction of the highest probability only."""
     stop: UseAppendAction[tuple[str, ...]] = ()
-    """End a text before this string; may be given again, the first to appear counts."""
+    """Stop string: end a text before it. Repeat the option for several."""
     num_samples: int = 1
-    """How many texts to write for each prompt."""
+    """Samples per prompt."""
     seed: int = 1337
-    """The same seed writes the same text."""
+    """The random seed."""
     checkpoint: Literal["best", "last"] | int = "best"
-    """By validation loss, by age, or by its step."""
+    """The best by validation loss, the last, or a step."""
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Measure a run's exact loss on the text that it held out: every target once."""
+    """Compute a run's exact loss on its validation split: every target once."""
 
     run: Positional[str]
     """The run directory."""
     json: bool = False
-    """One JSON object instead of lines to read."""
+    """Print one JSON object."""
     checkpoint: Literal["best", "last"] | int = "best"
-    """By validation loss, by age, or by its step."""
+    """The best by validation loss, the last, or a step."""
 
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """Show the size of a preset's or a run's model: parameters by part, bytes, FLOPs, and the
-    memory that a training step needs, by the compiler's own analysis."""
+    """Show the parameters, bytes and FLOPs of a preset's or a run's model, and the memory of a
+    training step by the compiler's analysis."""
 
     what: Positional[str]
     """A preset's name or a run directory."""
@@ -88,7 +88,7 @@ class InfoOptions:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Tokenize text, larger than memory too, into a folder for `jgpt train --data`."""
+    """Tokenize text, which may be larger than memory, into a folder for `jgpt train --data`."""
 
     files: Positional[tuple[str, ...]]
     """UTF-8 files, folders of .txt, or corpora."""
@@ -97,14 +97,14 @@ class PrepareOptions:
     tokenizer: TokenizerName = "char"
     """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs."""
     bpe_vocab_size: int = 1024
-    """Vocabulary to train byte-pairs for."""
+    """The vocabulary size of trained byte-pairs."""
     tokenizer_files: str | None = None
     """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Make a run of GPT-2's or nanoGPT's weights, to sample, to measure, or to train further with
+    """Import GPT-2 or nanoGPT weights as a run, to sample, evaluate, or train further with
     `jgpt train --resume --out RUN`."""
 
     source: Positional[str]
@@ -112,27 +112,27 @@ class ImportOptions:
     out: str
     """The run directory to write."""
     format: Annotated[Literal["gpt2", "nanogpt"], arg(name=FROM)] = "gpt2"
-    """Who wrote the weights."""
+    """The format of the weights."""
     tokenizer: str | None = None
     """A folder with GPT-2's vocabulary and merges (the source itself by default), a run's
-    tokenizer.json, or the text whose characters are the vocabulary: nanoGPT's meta.pkl could run
-    code, so it isn't read."""
+    tokenizer.json, or the text whose characters are the vocabulary. nanoGPT's meta.pkl is not
+    read: unpickling can run code."""
     data: tuple[str, ...] = DataConfig().data
-    """The text to measure on and to train further with."""
+    """The text to evaluate on and to train further with."""
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a run's model as a Hugging Face GPT-2 directory."""
+    """Export a run's model as a Hugging Face GPT-2 directory."""
 
     run: Positional[str]
     """The run directory."""
     out: str
     """The directory to write."""
     zero_biases: bool = False
-    """Write zeros for the biases that the model lacks and GPT-2's format demands."""
+    """Write zeros for biases that the model lacks and GPT-2's format requires."""
     checkpoint: Literal["best", "last"] | int = "best"
-    """By validation loss, by age, or by its step."""
+    """The best by validation loss, the last, or a step."""
 
 
 @dataclass(frozen=True)
@@ -142,26 +142,26 @@ class PresetsOptions:
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """Draw the losses of runs in one picture: against steps, tokens and seconds."""
+    """Plot the losses of runs against steps, tokens and seconds."""
 
     runs: Positional[tuple[str, ...]]
     """Run directories."""
     out: str = "losses.png"
-    """The picture: .png or .svg."""
+    """The image to write: .png or .svg."""
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Draw what each head of each layer reads: the attention weights over a text."""
+    """Plot the attention weights of each layer and head over a text."""
 
     run: Positional[str]
     """The run directory."""
     prompt: str
-    """The text; its last block-size tokens are drawn."""
+    """The text; its last block-size tokens are plotted."""
     out: str = "attention.png"
-    """The picture: .png or .svg."""
+    """The image to write: .png or .svg."""
     checkpoint: Literal["best", "last"] | int = "best"
-    """By validation loss, by age, or by its step."""
+    """The best by validation loss, the last, or a step."""
 
 
 def parse(

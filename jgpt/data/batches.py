@@ -61,13 +61,13 @@ def window_starts(
     seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
 ) -> Integer[Array, "{steps} {batch_size}"]:
     """The offsets of the steps' windows in a text of `tokens` tokens."""
-    places = tokens - block_size
-    if not 0 < places < 1 << 32:
+    positions = tokens - block_size
+    if not 0 < positions < 1 << 32:
         raise ValueError(
-            f"{tokens} tokens can't give windows of {block_size + 1}: more than a block and "
-            "fewer than 2**32 are needed"
+            f"{tokens} tokens are too few or too many for windows of {block_size + 1}: at least "
+            "one window and fewer than 2**32 tokens are needed"
         )
-    return _window_starts(np.uint32(seed), first_step, np.uint32(places), steps, batch_size)
+    return _window_starts(np.uint32(seed), first_step, np.uint32(positions), steps, batch_size)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -75,13 +75,13 @@ def window_starts(
 def _window_starts(
     seed: Integer[Array, ""],
     first_step: Integer[Array, ""],
-    places: Integer[Array, ""],
+    positions: Integer[Array, ""],
     steps: int,
     batch_size: int,
 ) -> Integer[Array, "{steps} {batch_size}"]:
     def at(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return jax.random.randint(key, (batch_size,), 0, places, jnp.uint32)
+        return jax.random.randint(key, (batch_size,), 0, positions, jnp.uint32)
 
     return jax.vmap(at)(first_step + jnp.arange(steps))
 

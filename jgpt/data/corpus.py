@@ -19,7 +19,7 @@ SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 CORPORA = {
-    "pydocs": "the Python language reference that every CPython carries",
+    "pydocs": "the Python language reference, which CPython includes",
     "shakespeare": "tiny Shakespeare, 1,115,394 characters",
 }
 
@@ -82,7 +82,7 @@ def python_reference() -> str:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
         raise FileNotFoundError(
-            "this Python comes without pydoc_data, the built-in corpus: use --data FILE"
+            "this Python has no pydoc_data, the source of the corpus pydocs: use --data FILE"
         ) from None
     return "\n".join(topics[name] for name in sorted(topics))
 
@@ -147,7 +147,7 @@ def _fetch(url: str, file, on_download: Download | None) -> None:
             if on_download:
                 on_download(received, total)
     if total is not None and received < total:
-        raise ConnectionError(f"{received} of {total} bytes came")
+        raise ConnectionError(f"only {received} of {total} bytes were received")
 
 
 def _files(source: str) -> list[Path]:

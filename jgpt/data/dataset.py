@@ -82,7 +82,7 @@ def prepare(
     atomically.
     """
     if directory.exists():
-        raise FileExistsError(f"{directory} exists already: choose another folder")
+        raise FileExistsError(f"{directory} already exists: choose another folder")
     tokenizer = _make_tokenizer(config, lambda: text_chunks(config.data))
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     partial = directory.with_name(directory.name + ".partial")
@@ -126,7 +126,7 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
     largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, count, 1 << 24))
     if largest >= tokenizer.vocab_size:
         raise ValueError(
-            f"{path} holds token {largest}, outside its tokenizer's vocabulary of "
+            f"{path} contains token {largest}, outside its tokenizer's vocabulary of "
             f"{tokenizer.vocab_size}: prepare it again"
         )
     return tokens, tokenizer, characters

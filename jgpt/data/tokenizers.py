@@ -51,7 +51,9 @@ class CharTokenizer:
     def from_text(cls, text: str) -> Self:
         """The tokenizer of the characters in a text."""
         if not text:
-            raise ValueError("an empty text has no characters to make a vocabulary of")
+            raise ValueError(
+                "the text is empty: a character vocabulary needs at least one character"
+            )
         return cls("".join(sorted(set(text))))
 
     @property
@@ -173,7 +175,7 @@ class BPETokenizer:
         try:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         except TypeError:  # the library's error for a lone surrogate
-            raise ValueError("the text holds a lone surrogate, which is not UTF-8") from None
+            raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:

@@ -88,12 +88,12 @@ def stream(
     if prompt.size == 0 or ends.min() < 1:
         raise ValueError("the prompt is empty: give at least one token to continue from")
     if ends.max() > prompt.shape[1]:
-        raise ValueError(f"lengths reach {ends.max()}, beyond the prompt's {prompt.shape[1]}")
+        raise ValueError(f"lengths={ends.max()} is more than the prompt's {prompt.shape[1]} tokens")
     tokens = np.asarray(prompt)
     outside = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
     if outside.size:
         raise ValueError(
-            f"the prompt holds token {outside[0]}, outside the vocabulary of {model.vocab_size}"
+            f"the prompt contains token {outside[0]}, outside the vocabulary of {model.vocab_size}"
         )
     sampling = Sampling(
         jnp.float32(temperature),
@@ -142,7 +142,9 @@ def _pieces(
             rereads=rereads,
         )
         if not finite:
-            raise FloatingPointError("the model's logits are not finite: its weights are broken")
+            raise FloatingPointError(
+                "the model's logits are not finite: its weights have diverged or are damaged"
+            )
         yield np.asarray(drawn)[:, :count]
 
 

@@ -49,7 +49,7 @@ def stream_text(
     encode, or an invalid sampling parameter.
     """
     if not prompts:
-        raise ValueError("prompts is empty: give at least one, which may be an empty text")
+        raise ValueError("prompts is empty: give at least one, which may be an empty string")
     writers = tuple(_Writer(tokenizer, stop) for _ in prompts)
     rows = [tokenizer.encode(prompt) if prompt else opening(tokenizer) for prompt in prompts]
     lengths = np.array([len(row) for row in rows])

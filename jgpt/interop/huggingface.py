@@ -80,12 +80,12 @@ def save_gpt2(
     """
     directory = Path(directory)
     if not isinstance(model, GPT):
-        raise ValueError("architecture='bigram' has no place in GPT-2's format")
+        raise ValueError("GPT-2's format doesn't support architecture='bigram'")
     config = _config_to_gpt2(model.config, zero_biases)
     if isinstance(tokenizer, BPETokenizer):
         config["bos_token_id"] = config["eos_token_id"] = tokenizer.end_of_text
     if directory.exists() and any(directory.iterdir()):
-        raise FileExistsError(f"{directory} exists already: choose another directory")
+        raise FileExistsError(f"{directory} already exists: choose another directory")
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -109,7 +109,7 @@ def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
         except RecursionError as error:
             raise ValueError(f"not JSON: {error}") from None
         if not isinstance(values, dict):
-            raise ValueError(f"not an object but {type(values).__name__}")
+            raise ValueError(f"not an object, but {type(values).__name__}")
         return parse(values)
 
 
@@ -133,7 +133,7 @@ def _shards(index: dict[str, Any]) -> dict[str, str]:
         raise ValueError("it has no weight_map")
     for shard in shard_of.values():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"weight_map names {shard!r}, which is no file of this directory")
+            raise ValueError(f"weight_map names {shard!r}, which is not a file in this directory")
     return shard_of
 
 
@@ -151,7 +151,7 @@ def _read_file(path: Path) -> dict[str, Any]:
                         raise ValueError(f"{name} is {precision}, not {', '.join(_PRECISIONS)}")
                 return {short: file.get_tensor(name) for short, name in names.items()}
         except SafetensorError as error:
-            raise ValueError(f"not a whole safetensors file: {error}") from None
+            raise ValueError(f"not a complete safetensors file: {error}") from None
 
 
 @typed
@@ -180,7 +180,7 @@ def _config_from_gpt2(values: dict[str, Any]) -> ModelConfig:
     dropouts = {name: values.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     if len(set(map(str, dropouts.values()))) > 1:
         rates = ", ".join(f"{name}={rate!r}" for name, rate in dropouts.items())
-        raise ValueError(f"{rates}: jgpt has one rate for all three; make them equal")
+        raise ValueError(f"{rates}: jgpt has one dropout rate; make them equal")
     return ModelConfig(
         **sizes_of(values, "n_positions"),
         hidden_dim=values.get("n_inner"),
@@ -210,14 +210,14 @@ def _config_to_gpt2(config: ModelConfig, zero_biases: bool) -> dict[str, Any]:
     for name, values in its_own.items():
         if getattr(config, name) not in values:
             raise ValueError(
-                f"{name}={getattr(config, name)!r} has no place in GPT-2's format, "
-                f"whose models have {name}={values[0]!r}"
+                f"GPT-2's format doesn't support {name}={getattr(config, name)!r}, "
+                f"only {name}={values[0]!r}"
             )
     for name in ("qkv_bias", "use_bias"):
         if not getattr(config, name) and not zero_biases:
             raise ValueError(
-                f"{name}=False has no place in GPT-2's format, whose projections and norms have "
-                "biases: zero_biases=True writes zeros for them"
+                f"GPT-2's format doesn't support {name}=False: "
+                "zero_biases=True writes zeros for the missing biases"
             )
     activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     return {

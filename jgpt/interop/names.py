@@ -61,7 +61,7 @@ def from_gpt2(config: ModelConfig, tensors: dict[str, Any], *, linear: bool) -> 
     if config.tie_embeddings and {"lm_head.weight", "wte.weight"} <= tensors.keys():
         head = tensors.pop("lm_head.weight")
         if not np.array_equal(head, tensors["wte.weight"]):
-            raise ValueError("lm_head.weight is not wte.weight, though tie_word_embeddings=True")
+            raise ValueError("lm_head.weight differs from wte.weight, but tie_word_embeddings=True")
     layout = _gpt2_layout(config)
     require_names(set(tensors), set(layout))
     leaves = {}
@@ -71,7 +71,7 @@ def from_gpt2(config: ModelConfig, tensors: dict[str, Any], *, linear: bool) -> 
             tensor = tensor.T
         if tensor.ndim == 0 or tensor.shape[-1] % len(parts):
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, which is not {len(parts)} parts"
+                f"{name} has shape {list(tensor.shape)}, which can't be split into {len(parts)}"
             )
         leaves |= zip(parts, jnp.split(tensor, len(parts), axis=-1), strict=True)
     return _model(config, leaves)
@@ -115,10 +115,10 @@ def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
 
 def require_names(found: set[str], wanted: set[str]) -> None:
     """Raise ValueError naming missing and unexpected tensors."""
-    for problem, names in (("missing", wanted - found), ("left over", found - wanted)):
+    for problem, names in (("missing", wanted - found), ("unexpected", found - wanted)):
         if names:
             shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
-            raise ValueError(f"tensors are {problem} ({len(names)}): {shown}")
+            raise ValueError(f"{problem} tensors ({len(names)}): {shown}")
 
 
 def _gpt2_layout(config: ModelConfig) -> dict[str, tuple[str, ...]]:

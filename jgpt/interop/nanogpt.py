@@ -35,7 +35,7 @@ def load_nanogpt(file: str | Path) -> GPT:
         except Exception as error:  # a damaged file can raise anything
             reason = (str(error).splitlines() or [""])[0][:200]
             raise ValueError(
-                f"not nanoGPT's checkpoint ({type(error).__name__}: {reason})"
+                f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None
         return from_gpt2(_config_from_nanogpt(arguments), tensors, linear=True)
 

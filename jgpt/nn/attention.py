@@ -18,7 +18,7 @@ def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {ti
     attention). Raises ValueError for a window below 1.
     """
     if window is not None and window < 1:
-        raise ValueError(f"window={window} must be positive: a query reads at least itself")
+        raise ValueError(f"window={window} must be positive: it includes the query's own position")
     mask = jnp.tril(jnp.ones((time, time), dtype=bool))
     return mask if window is None else mask & ~jnp.tril(mask, -window)
 
@@ -135,7 +135,7 @@ def fused_attend(
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % kv_heads:
-        raise ValueError(f"{heads} heads can't share {kv_heads} heads of keys and values")
+        raise ValueError(f"{heads} query heads must be divisible by {kv_heads} key-value heads")
     # jax.nn.dot_product_attention wants time before heads
     query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
     return jax.nn.dot_product_attention(
@@ -160,7 +160,7 @@ def rotate(
     """
     half = x.shape[-1] // 2
     if x.shape[-1] % 2:
-        raise ValueError(f"rotary positions turn pairs: head_dim={x.shape[-1]} must be even")
+        raise ValueError(f"head_dim={x.shape[-1]} must be even for rotary position embedding")
     frequency = 10_000.0 ** -(jnp.arange(half) / half)
     angle = position[..., None] * frequency
     cosine, sine = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
@@ -177,7 +177,7 @@ def split_heads(
     """(batch, time, features) to (batch, heads, time, features // heads)."""
     batch, time, features = x.shape
     if heads < 1 or features % heads:
-        raise ValueError(f"{features} features can't be cut into {heads} heads of one size")
+        raise ValueError(f"{features} features must be divisible by heads={heads}")
     return x.reshape(batch, time, heads, features // heads).transpose(0, 2, 1, 3)
 
 

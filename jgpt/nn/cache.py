@@ -22,7 +22,7 @@ class LayerCache(Module):
     def __init__(
         self,
         batch: int,
-        places: int,
+        capacity: int,
         num_kv_heads: int,
         head_dim: int,
         *,
@@ -30,7 +30,7 @@ class LayerCache(Module):
     ) -> None:
         self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
         # batch and heads share an axis: XLA copies a cache with an axis of size 1 at each write
-        shape = (batch * num_kv_heads, places, head_dim)
+        shape = (batch * num_kv_heads, capacity, head_dim)
         self.keys, self.values = (nnx.Cache(jnp.zeros(shape, dtype)) for _ in range(2))
         self.length = nnx.Cache(jnp.zeros(batch, jnp.int32))
         self.end = nnx.Cache(jnp.zeros((), jnp.int32))
@@ -52,13 +52,13 @@ class LayerCache(Module):
 
         Raises ValueError for more positions than the buffer holds.
         """
-        time, places = key.shape[2], self.keys.shape[1]
-        if time > places:
-            raise ValueError(f"{time} positions don't fit into a cache of {places} places")
-        place = self.end[...] % places
+        time, capacity = key.shape[2], self.keys.shape[1]
+        if time > capacity:
+            raise ValueError(f"{time} positions don't fit into a KV cache of {capacity}")
+        start = self.end[...] % capacity
         for kept, new in ((self.keys, key), (self.values, value)):
             new = new.reshape(-1, time, self.head_dim).astype(kept.dtype)
-            kept[...] = jax.lax.dynamic_update_slice_in_dim(kept[...], new, place, axis=1)
+            kept[...] = jax.lax.dynamic_update_slice_in_dim(kept[...], new, start, axis=1)
         self.length[...] = self.length[...] + time
         self.end[...] = self.end[...] + time
 
@@ -67,8 +67,8 @@ class LayerCache(Module):
         self, time: int, window: int | None = None
     ) -> Bool[Array, "{self.batch} {time} {self.keys.shape[1]}"]:
         """True where one of the last `time` queries (row) may attend to a cached key (column)."""
-        places, newest = self.keys.shape[1], self.end[...] - 1
-        slot = newest - (newest - jnp.arange(places)) % places  # of the key at each index
+        capacity, newest = self.keys.shape[1], self.end[...] - 1
+        slot = newest - (newest - jnp.arange(capacity)) % capacity  # of the key at each index
         query = newest + 1 - time + jnp.arange(time)[:, None]
         mask = (slot <= query) & (slot > newest - self.length[...][:, None, None])
         return mask if window is None else mask & (slot > query - window)

@@ -64,7 +64,9 @@ class _Attention(Module):
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
         if self.window is not None and not self.causal:
-            raise ValueError(f"window={self.window} needs causal=True: it is of a position's past")
+            raise ValueError(
+                f"window={self.window} needs causal=True: it limits how far back a query attends"
+            )
         # cross-attention and encoders have no causal order
         return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
 
@@ -305,7 +307,7 @@ class MultiHeadAttention(_Attention):
     def head(self, index: int) -> Head:
         """A copy of head `index` as a `Head`. Raises ValueError if there is none."""
         if not 0 <= index < self.num_heads:
-            raise ValueError(f"head {index} is not one of the {self.num_heads} heads, from 0 on")
+            raise ValueError(f"there is no head {index}: the heads are 0 to {self.num_heads - 1}")
         head = Head(
             self.embed_dim,
             self.head_dim,

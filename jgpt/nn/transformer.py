@@ -307,7 +307,7 @@ class GPT(Module):
         if len(layers) != len(self.blocks):
             raise ValueError(
                 f"the cache has {len(layers)} layers and the model {len(self.blocks)}: "
-                "begin with empty_cache"
+                "make the cache with empty_cache"
             )
 
         def call(block, x, rngs):  # not Block.__call__: a subclass may override it

@@ -165,7 +165,7 @@ class Checkpoints:
     def _require_step(self, which: Which) -> int:
         step = self.step(which)
         if step is None:
-            raise FileNotFoundError(f"{self._path} holds no checkpoint: the run never saved one")
+            raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
         return step
 
     def _verified_step(self, config: TrainConfig, which: Which) -> int:
@@ -190,12 +190,12 @@ class Checkpoints:
             if name in given and given[name] != saved:
                 raise ValueError(
                     f"checkpoint {directory} was saved with {name}={saved!r}, the config has "
-                    f"{name}={given[name]!r}; they are not of the same run"
+                    f"{name}={given[name]!r}; they belong to different runs"
                 )
         if manifest.tokenizer != self._run.tokenizer_digest():
             raise ValueError(
                 f"checkpoint {directory} was saved with another tokenizer than the run's; "
-                "they are not of the same run"
+                "they belong to different runs"
             )
 
     def _restore(self, step: int, abstract: dict[str, Any]) -> Any:
@@ -215,7 +215,7 @@ class Checkpoints:
             items = {name: restored[name] for name in wanted}
         except Exception as error:  # Orbax raises many kinds
             raise ValueError(
-                f"checkpoint {directory} can't be read: it is damaged, or of another model than "
+                f"checkpoint {directory} can't be read: it is damaged, or of a model other than "
                 f"the config's ({_reason(error)})"
             ) from error
         for (path, leaf), (_, found) in zip(
@@ -238,12 +238,12 @@ class Checkpoints:
                 if other != step:
                     verify(self._path / str(other))
                     return (
-                        f"; checkpoint {other} is whole: use --checkpoint {other}, or delete "
-                        f"{self._path / str(step)} to go on from what is left"
+                        f"; checkpoint {other} is intact: use --checkpoint {other}, or delete "
+                        f"{self._path / str(step)} to resume from the others"
                     )
             except ValueError:
                 continue
-        return "; the run has no other whole checkpoint"
+        return "; the run has no other intact checkpoint"
 
     def _finish(self, partial: Path, step: int, validation_loss: float | None) -> None:
         """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""
@@ -269,10 +269,14 @@ class Checkpoints:
 
     def _failed(self, step: int, error: Exception) -> OSError:
         steps = self.steps()
-        last = f"the last good checkpoint is step {steps[-1]}" if steps else "there is none yet"
+        last = (
+            f"the last good checkpoint is step {steps[-1]}"
+            if steps
+            else "there is no checkpoint yet"
+        )
         return OSError(
             f"the checkpoint of step {step} could not be written to {self._path} "
-            f"({_reason(error)}); {last}: make room and go on with --resume"
+            f"({_reason(error)}); {last}: free some space and use --resume"
         )
 
     def _remove_superfluous(self) -> None:
@@ -311,7 +315,7 @@ def load(
     if tokenizer.vocab_size != config.model.vocab_size:
         raise ValueError(
             f"{run.path}: its tokenizer has {tokenizer.vocab_size} tokens, its config "
-            f"vocab_size={config.model.vocab_size}; they are not of the same run"
+            f"vocab_size={config.model.vocab_size}; they belong to different runs"
         )
     with Checkpoints(run, read_only=True) as checkpoints:
         weights = checkpoints.restore_weights(config, which)
@@ -324,7 +328,7 @@ def write_run(
 ) -> RunDirectory:
     """Save a model from elsewhere as a run at step 0, atomically."""
     if path.exists():
-        raise FileExistsError(f"{path} exists already: choose another directory")
+        raise FileExistsError(f"{path} already exists: choose another directory")
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
     partial = path.with_name(path.name + ".partial")
@@ -342,7 +346,7 @@ def write_run(
 def require_same_run(saved: TrainConfig, given: TrainConfig) -> None:
     """Raise ValueError naming the fields of a config that a run can't be resumed with."""
     differences = [
-        f"{name}={old!r} there, {new!r} here"
+        f"{name} is {old!r} in the run, {new!r} in the config"
         for (name, old), (_, new) in zip(_fields(saved), _fields(given), strict=True)
         if old != new and name not in _MAY_DIFFER
     ]
@@ -374,13 +378,13 @@ def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
             if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
-                raise ValueError(f"dtype {header['dtype']!r} is none that jgpt stores")
+                raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
             for name in ("shape", "chunks"):
                 sizes = header[name]
                 if not all(type(size) is int and size >= 0 for size in sizes):
                     raise ValueError(f"{name} is {sizes!r}")
                 if math.prod(sizes) > largest:
-                    raise ValueError(f"{name} {sizes!r} is more than the model's largest array")
+                    raise ValueError(f"{name} {sizes!r} is larger than the model's largest array")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
 

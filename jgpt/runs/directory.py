@@ -62,7 +62,9 @@ class RunDirectory:
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         for entry in path.iterdir():
             if entry.is_symlink():
-                raise ValueError(f"{entry} is a link: a run reads and writes its own files only")
+                raise ValueError(
+                    f"{entry} is a symbolic link: a run only reads and writes its own files"
+                )
         return cls(path)
 
     @staticmethod
@@ -167,7 +169,7 @@ class RunDirectory:
                 os.truncate(descriptor, size)
                 raise OSError(
                     f"{self.path / name} can't be written: {error.strerror}; the checkpoints are "
-                    "as they were: make room and go on with --resume"
+                    "intact: free some space and use --resume"
                 ) from error
         finally:
             os.close(descriptor)

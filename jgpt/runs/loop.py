@@ -64,7 +64,7 @@ class TrainingStopped(Exception):
     """Raised when training was asked to stop, after a checkpoint was saved."""
 
     def __init__(self, step: int, directory: Path) -> None:
-        super().__init__(f"stopped after step {step}, which is saved in {directory}")
+        super().__init__(f"stopped after step {step}; its checkpoint is in {directory}")
         self.step, self.directory = step, directory
 
 
@@ -187,23 +187,25 @@ def _require_room(config: TrainConfig, out: Path) -> None:
     needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
     if needed > free:
         raise OSError(
-            f"{existing} has {free / 2**20:.0f} MiB left, the checkpoints to keep need "
-            f"{needed / 2**20:.0f} MiB: make room, or lower keep_best and keep_last"
+            f"{existing} has {free / 2**20:.0f} MiB free, the checkpoints need "
+            f"{needed / 2**20:.0f} MiB: free some space, or lower keep_best and keep_last"
         )
 
 
 def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
     if resume and overwrite:
-        raise ValueError("resume goes on with a run and overwrite deletes it: choose one")
+        raise ValueError("give resume or overwrite, not both")
     if config.out is None:
         if resume:
-            raise ValueError("resume needs to know which run: give its directory as out")
+            raise ValueError("resume needs out, the run's directory")
         return _free_directory(Path("runs"), config.name)
     out = Path(config.out)
     if not out.exists():
         return out
     if not resume and not overwrite:
-        raise FileExistsError(f"{out} exists already: --resume goes on, --overwrite starts again")
+        raise FileExistsError(
+            f"{out} already exists: --resume continues it, --overwrite starts again"
+        )
     if not RunDirectory.holds_nothing_else(out):
         RunDirectory.open(out).config()  # raises unless it is a run
     return out
@@ -226,7 +228,7 @@ def _open_run(
         run = RunDirectory.open(out)
         run.write_config(config)
     elif RunDirectory.exists(out) and not overwrite:
-        raise FileExistsError(f"{out} has become another process's run: choose another out")
+        raise FileExistsError(f"{out} was created by another process: choose another out")
     else:
         RunDirectory(out).delete()
         run = RunDirectory.create(out, config, dataset.tokenizer)

@@ -32,18 +32,18 @@ class Manifest:
         path = directory / MANIFEST
         try:
             if path.is_symlink():
-                raise ValueError("it is a link")
+                raise ValueError("it is a symbolic link")
             values = json.loads(path.read_text(encoding="utf-8"))
             digest = values.pop("sha256")
             if digest != hashlib.sha256(json.dumps(values).encode()).hexdigest():
-                raise ValueError("its own SHA-256 is another")
+                raise ValueError("its SHA-256 does not match")
             files = {name: (size, sha) for name, (size, sha) in values["files"].items()}
             manifest = cls(**values | {"files": files})
             for name, hint in get_type_hints(cls).items():
                 if not is_bearable(getattr(manifest, name), hint):
                     raise ValueError(f"{name} is not {hint}")
             if directory.name != str(manifest.step):
-                raise ValueError(f"it is of step {manifest.step}")
+                raise ValueError(f"it belongs to step {manifest.step}")
             return manifest
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
@@ -69,19 +69,19 @@ def verify(directory: Path) -> None:
         if name not in found:
             raise ValueError(f"{path} is missing")
         if name not in manifest.files:
-            raise ValueError(f"{path} does not belong there")
+            raise ValueError(f"{path} is not in the manifest")
         size, sha = manifest.files[name]
         if path.stat().st_size != size:
             raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}")
         if sha256_of(path) != sha:
-            raise ValueError(f"{path} is damaged: its SHA-256 is not the one it was written with")
+            raise ValueError(f"{path} is damaged: its SHA-256 does not match")
 
 
 def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
     """All files below a directory by relative name. Raises ValueError for a link."""
     for path in directory.rglob("*"):
         if path.is_symlink():
-            raise ValueError(f"{path} is a link: a run reads its own files only")
+            raise ValueError(f"{path} is a symbolic link: a run only reads its own files")
         if path.is_file():
             yield path.relative_to(directory).as_posix(), path
 

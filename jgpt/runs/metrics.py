@@ -20,7 +20,7 @@ SCHEMA = {
     "loss": "the step's training loss, in nats per token",
     "gradient_norm": "the gradient's global norm before clipping",
     "learning_rate": "the step's learning rate",
-    "validation_loss": "exact, every held-out target once; on the steps that were evaluated",
+    "validation_loss": "exact, every validation target once; on the steps that were evaluated",
     "tokens": "tokens trained on since step 0; this and the rest on the last step of each call",
     "seconds": "spent training since step 0, evaluations and resumed runs included",
     "tokens_per_second": "of training alone since the last evaluation; absent while compiling",
@@ -142,7 +142,7 @@ class Recorder:
         name = "gradient_norm" if math.isfinite(line["loss"]) else "loss"
         return (
             f"{name} is {line[name]} at step {step} (learning_rate {line['learning_rate']:.3g}, "
-            f"gradient_norm {line['gradient_norm']:.3g}; its windows begin at tokens "
+            f"gradient_norm {line['gradient_norm']:.3g}; the batch's windows start at tokens "
             f"{', '.join(map(str, starts[:8]))}{', …' if starts[8:] else ''} of the training text)"
         )
 

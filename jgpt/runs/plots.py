@@ -52,8 +52,8 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
             steps, [0, *(line["step"] for line in timed)], [0, *(line["seconds"] for line in timed)]
         )
         tokens = steps * (config.batch_size * config.model.block_size)
-        for axes, places in zip(panels, (steps, tokens, seconds), strict=True):
-            _draw_run(axes, places, metrics, f"C{index}", name)
+        for axes, x in zip(panels, (steps, tokens, seconds), strict=True):
+            _draw_run(axes, x, metrics, f"C{index}", name)
     for axes, label in zip(panels, ("steps", "tokens", "seconds"), strict=True):
         axes.set(xlabel=label)
         axes.grid(alpha=0.3)
@@ -65,7 +65,7 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
 @typed
 def _draw_run(
     axes: Axes,
-    places: Real[np.ndarray, " steps"],
+    x: Real[np.ndarray, " steps"],
     metrics: Sequence[dict[str, Any]],
     colour: str,
     name: str,
@@ -73,16 +73,16 @@ def _draw_run(
     trained = [i for i, line in enumerate(metrics) if "loss" in line]
     evaluated = [i for i, line in enumerate(metrics) if "validation_loss" in line]
     losses = [metrics[i]["loss"] for i in trained]
-    axes.plot(places[trained], losses, color=colour, alpha=0.3, linewidth=0.7)
+    axes.plot(x[trained], losses, color=colour, alpha=0.3, linewidth=0.7)
     losses = [metrics[i]["validation_loss"] for i in evaluated]
-    axes.plot(places[evaluated], losses, color=colour, marker="o", label=name)
+    axes.plot(x[evaluated], losses, color=colour, marker="o", label=name)
 
 
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
     """Plot the attention weights over a text: a row per layer, a column per head."""
     _require_picture(path)
     if not isinstance(model, GPT):
-        raise ValueError("a bigram model has no attention to draw: choose a run of a GPT")
+        raise ValueError("a bigram model has no attention weights: choose a GPT run")
     tokens = tokenizer.encode(text)[-model.block_size :]
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
@@ -99,8 +99,8 @@ def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: 
         axes.set_xticks(range(time), names, fontsize=size, fontfamily="monospace")
         axes.set_yticks(range(time), names, fontsize=size, fontfamily="monospace")
         axes.tick_params(length=0, pad=2)
-    figure.supxlabel("read", fontsize=10)
-    figure.supylabel("reads", fontsize=10)
+    figure.supxlabel("key", fontsize=10)
+    figure.supylabel("query", fontsize=10)
     shades = ScalarMappable(Normalize(0, 1), "viridis")
     figure.colorbar(shades, ax=figure.axes, label="weight", shrink=0.6)
     figure.savefig(path, dpi=120)

@@ -40,7 +40,7 @@ def require_same_corpus(lines: list[dict[str, Any]], dataset: Dataset, run: str)
     if known and known[0] != dataset.digest:
         raise ValueError(
             f"the text has changed since {run} was trained on it (SHA-256 of its tokens "
-            f"{dataset.digest[:12]}…, not {str(known[0])[:12]}…): bring the old text back, "
+            f"{dataset.digest[:12]}…, not {str(known[0])[:12]}…): restore the text, "
             "or train a new run"
         )
 

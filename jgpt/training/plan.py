@@ -29,7 +29,7 @@ class TrainingMemory:
             f"{size / 2**20:,.1f} MiB"
             for size in (self.state + self.working, self.state, self.working)
         )
-        return f"{total}: {state} parameters and optimizer, {working} activations and gradients"
+        return f"{total} ({state} parameters and optimizer, {working} activations and gradients)"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Plan:
     config: TrainConfig
     out: Path
     training_tokens: int
-    held_out_tokens: int
+    validation_tokens: int
     parameters: int
     memory: TrainingMemory | None
     flops: int
@@ -72,7 +72,7 @@ def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
         config=config,
         out=out,
         training_tokens=len(dataset.train),
-        held_out_tokens=len(dataset.validation),
+        validation_tokens=len(dataset.validation),
         parameters=sum(part.parameters for part in parts_of(config.model)),
         memory=training_memory(config),
         flops=3 * flops_per_token(config.model) * tokens,
@@ -87,7 +87,7 @@ def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
     state = bytes_of(abstract_state(config))
     if memory_limit is not None and state > memory_limit:
         raise ValueError(
-            f"parameters and optimizer take {state / 2**30:.1f} GiB, the device has "
+            f"parameters and optimizer need {state / 2**30:.1f} GiB, the device has "
             f"{memory_limit / 2**30:.1f} GiB: choose a smaller model"
         )
 

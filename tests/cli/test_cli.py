@@ -248,7 +248,7 @@ def test_overwrite_starts_again(run, text_file):
         (["train", "tiny", "--learning-rate", "nan"], "learning_rate=nan must be finite"),
         (["train", "tiny", "--learning-rate", "inf"], "learning_rate=inf must be finite"),
         (["train", "tiny", "--dropout", "1.5"], "dropout=1.5"),
-        (["train", "tiny", "--vocab-size", "5"], "the tokenizer decides it"),
+        (["train", "tiny", "--vocab-size", "5"], "the tokenizer determines it"),
         (["train", "tiny", "--resume"], "resume"),
         (["train", "tiny", "--data", "missing.txt"], "missing.txt"),
         (["train", "tiny", "--data", "shakespear"], "did you mean 'shakespeare'?"),
@@ -290,7 +290,7 @@ def test_bad_text_gets_one_line(content, because, tmp_path):
         (["--prompt", "fox: 100%"], "unknown character ':' at position 3"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt-file", "missing"], "missing"),
-        (["--prompt", "a", "--prompt-file", "b"], "give one"),
+        (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--top-k", "0"], "top_k=0"),
         (["--top-p", "0"], "top_p=0.0"),
@@ -326,7 +326,7 @@ def test_overwrite_deletes_runs_only(text_file, tmp_path):
 
 def test_a_run_without_checkpoints_says_so(run):
     shutil.rmtree(run / "checkpoints")
-    assert "holds no checkpoint" in refused("sample", run)
+    assert "has no checkpoint" in refused("sample", run)
 
 
 def test_a_damaged_checkpoint_is_named(run):
@@ -347,7 +347,7 @@ def test_resuming_with_another_config_names_the_field(run, text_file):
     said = refused(
         *("train", "tiny", "--data", text_file, "--out", run, "--resume", "--embed-dim", 64)
     )
-    assert "model.embed_dim=32 there, 64 here" in said
+    assert "model.embed_dim is 32 in the run, 64 in the config" in said
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"model": {"embed_dim": "wide"}}', "\xff"])

@@ -37,7 +37,7 @@ SIZES = {
     "tokens": 31,
     "held_out": 37,
     "block_size": 64,
-    "places": 15,
+    "capacity": 15,
     "kv_heads": 10,
     "query_heads": 30,
     "rotary_dim": 12,

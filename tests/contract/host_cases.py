@@ -62,7 +62,7 @@ DATA = [
     ),
     Case(
         "jgpt.data.batches._window_starts",
-        {"seed": "integer", "first_step": "integer", "places": "integer"},
+        {"seed": "integer", "first_step": "integer", "positions": "integer"},
         (6, 4),
         static={"steps": 6, "batch_size": 4},
     ),
@@ -117,7 +117,7 @@ TENSORS = names.to_torch(WEIGHTS)
 REPORTS = [
     HOST(
         "jgpt.runs.plots._draw_run",
-        {"places": "real steps"},
+        {"x": "real steps"},
         static={"axes": Figure().add_subplot(), "metrics": [], "colour": "black", "name": "a"},
     ),
     Case("jgpt.training.plan.bytes_of", {}, static={"tree": WEIGHTS}),

@@ -38,7 +38,7 @@ MODERN = zeros(transformer.GPT, MODERN_CONFIG)
 
 
 def layer_cache() -> LayerCache:
-    return LayerCache(BATCH, SIZES["places"], SIZES["kv_heads"], SIZES["rotary_dim"])
+    return LayerCache(BATCH, SIZES["capacity"], SIZES["kv_heads"], SIZES["rotary_dim"])
 
 
 def looking_back() -> KVCache:
@@ -82,7 +82,7 @@ CACHE = [
     Case(
         "jgpt.nn.cache.LayerCache.mask",
         {},
-        (BATCH, 7, SIZES["places"]),
+        (BATCH, 7, SIZES["capacity"]),
         owner=layer_cache(),
         static={"time": 7},
     ),

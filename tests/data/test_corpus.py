@@ -118,7 +118,7 @@ def test_tiny_shakespeare_is_downloaded_once(shakespeare, user_cache, offline, m
     ("answer", "reason"),
     [
         (sends(b"To be or not to be"), "SHA-256 "),
-        (sends(b"To be or", promised=1_115_394), "8 of 1115394 bytes came"),
+        (sends(b"To be or", promised=1_115_394), "only 8 of 1115394 bytes were received"),
         (sends(b"gone", status=404), "404"),
         (cuts_a_chunk, "IncompleteRead"),
     ],

@@ -96,7 +96,9 @@ def test_windows_reach_past_two_billion_tokens(tmp_path):
 
 @pytest.mark.parametrize("block_size", [10, 11])
 def test_a_text_without_a_window_is_refused(block_size):
-    with pytest.raises(ValueError, match=f"10 tokens can't give windows of {block_size + 1}: "):
+    with pytest.raises(
+        ValueError, match=f"10 tokens are too few or too many for windows of {block_size + 1}: "
+    ):
         batches(COUNTING[:10], 0, 0, 1, 2, block_size)
 
 
@@ -240,8 +242,8 @@ def damage_tokens(data):
         (index(characters=0), "has 600 bytes"),
         (damage_tokens(b"\0" * 599), "has 599 bytes, not the 300 uint16 tokens"),
         (damage_tokens(b""), "has 0 bytes, not the 300 uint16 tokens"),
-        (damage_tokens(b"\0" * 598 + b"\xff\0"), "holds token 255, outside .* vocabulary of 12"),
-        (damage_tokens(b"\0" * 598 + b"\x0c\0"), "holds token 12, outside .* vocabulary of 12"),
+        (damage_tokens(b"\0" * 598 + b"\xff\0"), "contains token 255, outside .* vocabulary of 12"),
+        (damage_tokens(b"\0" * 598 + b"\x0c\0"), "contains token 12, outside .* vocabulary of 12"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin"),
@@ -279,7 +281,7 @@ def test_prepared_data_goes_with_nothing_else(prepared):
 
 def test_preparing_never_overwrites(prepared, tmp_path):
     before = (prepared / "tokens.bin").read_bytes()
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         prepare(DataConfig(data=(str(tmp_path / "input.txt"),)), prepared)
     assert (prepared / "tokens.bin").read_bytes() == before
 

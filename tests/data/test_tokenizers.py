@@ -143,7 +143,7 @@ def test_a_character_vocabulary_is_sorted_unique_and_not_empty(characters):
 
 
 def test_an_empty_text_has_no_vocabulary_but_has_tokens(byte_pairs):
-    with pytest.raises(ValueError, match="empty text"):
+    with pytest.raises(ValueError, match="the text is empty"):
         CharTokenizer.from_text("")
     for tokenizer in (CharTokenizer("a"), ByteTokenizer(), byte_pairs):
         assert tokenizer.encode("").shape == (0,)

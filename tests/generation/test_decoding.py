@@ -291,9 +291,9 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "the prompt is empty"),
         ({"prompt": jnp.zeros((0, 2), jnp.int32)}, "the prompt is empty"),
         ({"lengths": np.array([3, 0])}, "the prompt is empty"),
-        ({"lengths": np.array([3, 4])}, "lengths reach 4, beyond the prompt's 3"),
-        ({"prompt": jnp.array([[3, VOCAB]])}, "holds token 17, outside the vocabulary of 17"),
-        ({"prompt": jnp.array([[-1, 3]])}, "holds token -1, outside the vocabulary of 17"),
+        ({"lengths": np.array([3, 4])}, "lengths=4 is more than the prompt's 3 tokens"),
+        ({"prompt": jnp.array([[3, VOCAB]])}, "contains token 17, outside the vocabulary of 17"),
+        ({"prompt": jnp.array([[-1, 3]])}, "contains token -1, outside the vocabulary of 17"),
     ],
 )
 def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, message):

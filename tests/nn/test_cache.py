@@ -1,4 +1,4 @@
-"""The KV cache: a ring of places, and which of them may be attended to."""
+"""The KV cache: a ring buffer, and which of its positions may be attended to."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +8,8 @@ from jgpt.nn.cache import KVCache, LayerCache
 from tests.models import normal
 
 
-def cache_of(length, end, places) -> LayerCache:
-    cache = LayerCache(len(length), places, 2, 3)
+def cache_of(length, end, capacity) -> LayerCache:
+    cache = LayerCache(len(length), capacity, 2, 3)
     cache.length[...], cache.end[...] = jnp.array(length), jnp.array(end)
     return cache
 
@@ -61,7 +61,7 @@ def test_a_cache_can_be_filled_at_once_and_no_further():
     assert cache.keys.dtype == jnp.bfloat16
     np.testing.assert_array_equal(cache.keys, whole.reshape(4, 5, 3).astype("bfloat16"))
     six = normal(0, 2, 2, 6, 3)
-    with pytest.raises(ValueError, match="6 positions don't fit into a cache of 5 places"):
+    with pytest.raises(ValueError, match="6 positions don't fit into a KV cache of 5"):
         cache.append(six, six)
 
 

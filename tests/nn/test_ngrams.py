@@ -135,10 +135,10 @@ def test_gradients_reach_the_rows_that_were_read_and_no_others():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"ngram_sizes": (3, 2)}, "ngram_sizes=(3, 2) must be above 1, and ascend"),
-        ({"ngram_sizes": (1, 2)}, "ngram_sizes=(1, 2) must be above 1, and ascend"),
-        ({"ngram_sizes": (2, 2)}, "ngram_sizes=(2, 2) must be above 1, and ascend"),
-        ({"ngram_sizes": (-2,)}, "ngram_sizes=(-2,) must be above 1, and ascend"),
+        ({"ngram_sizes": (3, 2)}, "ngram_sizes=(3, 2) must be above 1 and ascending"),
+        ({"ngram_sizes": (1, 2)}, "ngram_sizes=(1, 2) must be above 1 and ascending"),
+        ({"ngram_sizes": (2, 2)}, "ngram_sizes=(2, 2) must be above 1 and ascending"),
+        ({"ngram_sizes": (-2,)}, "ngram_sizes=(-2,) must be above 1 and ascending"),
         ({"ngram_sizes": (2, 65)}, "ngram_sizes=(2, 65) must be at most block_size=64"),
         ({"ngram_sizes": 2}, "ngram_sizes=2 must be tuple"),
         ({"ngram_rows": 0}, "ngram_rows=0 must be positive"),

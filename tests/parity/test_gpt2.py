@@ -126,7 +126,7 @@ def test_names_without_prefix_stored_masks_and_a_stored_tied_head(tmp_path):
 
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not wte\.weight"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from wte\.weight"):
         jgpt.load_gpt2(tmp_path)
 
 

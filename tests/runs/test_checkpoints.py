@@ -116,10 +116,10 @@ def test_a_run_or_checkpoint_that_is_not_there_is_named(saved, tmp_path):
         load(tmp_path)
     for path in (saved.path / "checkpoints").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         load(saved.path)
     (saved.path / "checkpoints").rmdir()
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         load(saved.path)
     assert not (saved.path / "checkpoints").exists()
 
@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial):
             name = str(victim.relative_to(folder))
             with pytest.raises(ValueError, match=re.escape(f"checkpoints/2/{name}")) as refusal:
                 load(saved.path)
-            assert "checkpoint 4 is whole: use --checkpoint 4" in str(refusal.value)
+            assert "checkpoint 4 is intact: use --checkpoint 4" in str(refusal.value)
             victim.write_bytes(original)
     assert bits(nnx.state(load(saved.path)[0])) == bits(numbered(initial, 2).weights)
 
@@ -226,7 +226,9 @@ def test_a_run_goes_on_only_with_what_it_was_begun_with():
     )
     with pytest.raises(ValueError, match="doesn't match the run to resume") as error:
         require_same_run(config, other)
-    assert "model.embed_dim=128 there, 256 here; seed=1337 there, 8 here" in str(error.value)
+    assert "model.embed_dim is 128 in the run, 256 in the config; seed is 1337 in" in str(
+        error.value
+    )
 
 
 def test_the_config_on_disk_is_json_for_people(saved, small_run):

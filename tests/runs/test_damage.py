@@ -40,13 +40,13 @@ def python(code: str, **limits: object) -> subprocess.CompletedProcess[str]:
 
 def test_a_checkpoint_that_was_renamed_is_not_what_it_says(copy):
     (copy / "checkpoints" / "8").rename(copy / "checkpoints" / "80")
-    with pytest.raises(ValueError, match=r"80/manifest\.json is damaged: it is of step 8"):
+    with pytest.raises(ValueError, match=r"80/manifest\.json is damaged: it belongs to step 8"):
         load(copy, which=80)
 
 
 def test_a_file_that_was_added_is_found(copy):
     (copy / "checkpoints" / "11" / "weights" / "extra").write_text("")
-    with pytest.raises(ValueError, match="weights/extra does not belong there; checkpoint 8 is"):
+    with pytest.raises(ValueError, match="weights/extra is not in the manifest; checkpoint 8 is"):
         load(copy, which="last")
 
 
@@ -55,7 +55,9 @@ def test_a_manifest_with_another_loss_is_found(copy):
     path = copy / "checkpoints" / "11" / "manifest.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"validation_loss": 0.1}))
-    with pytest.raises(ValueError, match=r"11/manifest\.json is damaged: its own SHA-256"):
+    with pytest.raises(
+        ValueError, match=r"11/manifest\.json is damaged: its SHA-256 does not match"
+    ):
         load(copy)
 
 
@@ -88,10 +90,10 @@ def test_names_in_a_manifest_do_not_lead_outside(copy, tmp_path):
 @pytest.mark.parametrize(
     ("field", "lie", "reason"),
     [
-        ("chunks", [1 << 50], "more than the model's largest array"),
-        ("shape", [1 << 50], "more than the model's largest array"),
+        ("chunks", [1 << 50], "larger than the model's largest array"),
+        ("shape", [1 << 50], "larger than the model's largest array"),
         ("shape", [-1], r"shape is \[-1\]"),
-        ("dtype", "<V999999", "none that jgpt stores"),
+        ("dtype", "<V999999", "not one that jgpt writes"),
     ],
 )
 def test_a_forged_header_is_refused_before_room_is_made_for_it(copy, field, lie, reason):
@@ -174,7 +176,7 @@ except OSError as error:
 """
     said = python(code).stdout
     assert "the checkpoint of step 8 could not be written" in said, said
-    assert "the last good checkpoint is step 4: make room and go on with --resume" in said
+    assert "the last good checkpoint is step 4: free some space and use --resume" in said
     with Checkpoints(RunDirectory.open(tmp_path / "run"), read_only=True) as checkpoints:
         assert checkpoints.steps() == [4]
     load(tmp_path / "run")

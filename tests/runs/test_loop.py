@@ -152,11 +152,26 @@ def snapshot(directory):
 @pytest.mark.parametrize(
     ("changes", "options", "error", "message"),
     [
-        ({}, {}, FileExistsError, "exists already: --resume goes on, --overwrite starts again"),
-        ({}, {"resume": True, "overwrite": True}, ValueError, "choose one"),
-        ({"out": None}, {"resume": True}, ValueError, "resume needs to know which run"),
-        ({"seed": 5}, {"resume": True}, ValueError, "seed=4294967295 there, 5 here"),
-        ({"batch_size": 4}, {"resume": True}, ValueError, "batch_size=5 there, 4 here"),
+        (
+            {},
+            {},
+            FileExistsError,
+            "already exists: --resume continues it, --overwrite starts again",
+        ),
+        ({}, {"resume": True, "overwrite": True}, ValueError, "give resume or overwrite, not both"),
+        ({"out": None}, {"resume": True}, ValueError, "resume needs out, the run's directory"),
+        (
+            {"seed": 5},
+            {"resume": True},
+            ValueError,
+            "seed is 4294967295 in the run, 5 in the config",
+        ),
+        (
+            {"batch_size": 4},
+            {"resume": True},
+            ValueError,
+            "batch_size is 5 in the run, 4 in the config",
+        ),
         (
             {"dataset": DataConfig(data=("nowhere",))},
             {"overwrite": True},
@@ -220,7 +235,7 @@ def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(small_
         fit(config)
     assert re.fullmatch(
         r"gradient_norm is nan at step 2 \(learning_rate 9\.7e\+29, gradient_norm nan; its "
-        r"windows begin at tokens [\d, ]+ of the training text\): lower learning_rate; "
+        r"windows start at tokens [\d, ]+ of the training text\): lower learning_rate; "
         r"checkpoint 1 is kept",
         str(stopped.value),
     )
@@ -258,7 +273,7 @@ def test_a_damaged_checkpoint_stops_resuming_and_stays(copy, tmp_path):
     for path in (tmp_path / "copy" / "checkpoints" / "11" / "optimizer").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
-    refusal = r"checkpoints/11/optimizer/.* is damaged.*; checkpoint 8 is whole"
+    refusal = r"checkpoints/11/optimizer/.* is damaged.*; checkpoint 8 is intact"
     with pytest.raises(ValueError, match=refusal):
         fit(dataclasses.replace(copy, steps=14), resume=True)
     assert len(lines_of(tmp_path / "copy")) == 11
@@ -319,7 +334,7 @@ def test_what_cannot_work_is_refused_before_it_compiles(small_run, tmp_path, mon
         fit(double)
     full = types.SimpleNamespace(free=1000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: full)
-    with pytest.raises(OSError, match="MiB left, the checkpoints to keep need"):
+    with pytest.raises(OSError, match="MiB free, the checkpoints need"):
         fit(dataclasses.replace(small_run, out=out))
     monkeypatch.setattr("jgpt.runs.loop.memory_limit", lambda: 100)
     with pytest.raises(ValueError, match="choose a smaller model"):

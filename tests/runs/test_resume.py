@@ -42,7 +42,7 @@ def test_a_stop_that_is_asked_for_saves_and_goes_on(trained, small_run, tmp_path
     with pytest.raises(TrainingStopped) as stopped:
         fit(config, should_stop=should_stop)
     assert stopped.value.step == 4  # not where it would have been evaluated alone
-    assert str(stopped.value) == f"stopped after step 4, which is saved in {tmp_path / 'run'}"
+    assert str(stopped.value) == f"stopped after step 4; its checkpoint is in {tmp_path / 'run'}"
     resumed = fit(config, resume=True)
     assert kill_resume.fingerprint(resumed.directory) == kill_resume.fingerprint(trained.directory)
     assert [line["step"] for line in resumed_sessions(resumed.directory)] == [0, 4]
@@ -97,9 +97,11 @@ def test_a_signal_finishes_the_call_saves_and_says_so(tmp_path, number, code):
     process.send_signal(number)
     said, complained = process.communicate(timeout=120)
     assert process.returncode == code, complained
-    assert "stopping after the call in flight, to save; once more leaves at once" in said
+    assert (
+        "finishing the current call and saving a checkpoint; a second signal exits at once" in said
+    )
     (saved,) = (out / "checkpoints").iterdir()
-    assert f"stopped after step {saved.name}, which is saved in {out}; go on with: " in said
+    assert f"stopped after step {saved.name}; its checkpoint is in {out}\nresume with: " in said
     assert complained == ""
     assert RunDirectory.open(out).metrics()[-1]["step"] == int(saved.name)
 
