@@ -45,9 +45,9 @@ def train(args: list[str]) -> None:
     from jgpt.cli.console import ConsoleProgress, describe
     from jgpt.cli.signals import stop_requested
     from jgpt.runs.loop import TrainingStopped, fit, plan
-    from jgpt.runs.profiling import keep_compilations
+    from jgpt.runs.profiling import enable_compilation_cache
 
-    keep_compilations()
+    enable_compilation_cache()
     console = Console()
     with ConsoleProgress(console) as progress:
         if options.dry_run:
@@ -115,9 +115,9 @@ def sample(args: list[str]) -> None:
 
     from jgpt.generation.text import stream_text
     from jgpt.runs.checkpoints import load
-    from jgpt.runs.profiling import keep_compilations
+    from jgpt.runs.profiling import enable_compilation_cache
 
-    keep_compilations()
+    enable_compilation_cache()
     model, tokenizer, _ = load(options.run, which=options.checkpoint)
     prompts = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
     key = jax.random.key(np.uint32(options.seed))
@@ -160,9 +160,9 @@ def evaluate(args: list[str]) -> None:
 
     from jgpt.cli.console import ConsoleProgress
     from jgpt.runs import loop
-    from jgpt.runs.profiling import keep_compilations
+    from jgpt.runs.profiling import enable_compilation_cache
 
-    keep_compilations()
+    enable_compilation_cache()
     with ConsoleProgress(Console(stderr=True)) as progress:
         result = loop.evaluate(options.run, which=options.checkpoint, progress=progress)
     if options.json:

@@ -46,15 +46,15 @@ def text_chunks(
         for chunk in _read_source(source, on_download, chunk_size):
             pending += chunk
             if len(pending) >= chunk_size:
-                seam = _last_seam(pending)
-                if seam:
-                    yield pending[:seam]
-                    pending = pending[seam:]
+                split = _last_split_point(pending)
+                if split:
+                    yield pending[:split]
+                    pending = pending[split:]
     if pending:
         yield pending
 
 
-def _last_seam(text: str) -> int:
+def _last_split_point(text: str) -> int:
     """The last index after a single newline between two non-space characters, or 0."""
     end = len(text)
     while (newline := text.rfind("\n", 1, end)) > 0:

@@ -75,15 +75,15 @@ def stream(
     min_p: float | None = None,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     """The tokens that `generate` appends, in pieces, as they are sampled."""
-    for name, value, fine, wanted in (
+    for name, value, valid, requirement in (
         ("temperature", temperature, 0 <= temperature < float("inf"), "0 or more"),
         ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
         ("top_p", top_p, top_p is None or 0 < top_p <= 1, "in (0, 1]"),
         ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "in [0, 1]"),
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 0, "0 or more"),
     ):
-        if not fine:
-            raise ValueError(f"{name}={value} must be {wanted}")
+        if not valid:
+            raise ValueError(f"{name}={value} must be {requirement}")
     ends = np.full(prompt.shape[0], prompt.shape[1]) if lengths is None else lengths
     if prompt.size == 0 or ends.min() < 1:
         raise ValueError("the prompt is empty: give at least one token to continue from")
@@ -100,11 +100,11 @@ def stream(
         None if top_p is None else jnp.float32(top_p),
         None if min_p is None else jnp.float32(min_p),
     )
-    return _pieces(model, tokens, ends, max_new_tokens, key, sampling, top_k)
+    return _stream(model, tokens, ends, max_new_tokens, key, sampling, top_k)
 
 
 @typed
-def _pieces(
+def _stream(
     model: LanguageModel,
     prompt: Int[np.ndarray, "batch time"],
     ends: Int[np.ndarray, " batch"],
@@ -125,7 +125,7 @@ def _pieces(
     width = min(size, 1 << (context - 1).bit_length()) if context else 0
     tokens = np.pad(window, ((0, 0), (1, 0)))[:, size - width : size]
     cache = _prefill(weights, tokens, length - 1, graph=graph)
-    rereads = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
+    recomputes = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
     for start in range(0, max_new_tokens, TOKENS_PER_CALL):
         count = min(TOKENS_PER_CALL, max_new_tokens - start)
         window, length, cache, drawn, finite = _draw(
@@ -139,7 +139,7 @@ def _pieces(
             sampling,
             graph=graph,
             top_k=top_k,
-            rereads=rereads,
+            recomputes=recomputes,
         )
         if not finite:
             raise FloatingPointError(
@@ -160,14 +160,14 @@ def _prefill(
     """The KV cache of left-padded prompts of these lengths."""
     model = nnx.merge(graph, weights)
     cache = model.empty_cache(tokens.shape[0])
-    cache.begin(length - tokens.shape[1])
+    cache.set_lengths(length - tokens.shape[1])
     if tokens.size:
         model.hidden(tokens, cache=cache)
     return cache
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "top_k", "rereads"), donate_argnames=("window", "cache")
+    jax.jit, static_argnames=("graph", "top_k", "recomputes"), donate_argnames=("window", "cache")
 )
 @typed
 def _draw(
@@ -182,7 +182,7 @@ def _draw(
     *,
     graph: nnx.GraphDef,
     top_k: int | None,
-    rereads: bool,
+    recomputes: bool,
 ) -> tuple[
     Int[Array, "batch time"],
     Int[Array, " batch"],
@@ -198,17 +198,17 @@ def _draw(
     def next_logits(tokens, cache):
         return model.logits(model.hidden(tokens, cache=cache)[:, -1:])[:, 0]
 
-    def read_last(window, length, cache):
+    def decode_last(window, length, cache):
         return next_logits(window[:, -1:], cache)
 
-    def read_window(window, length, _):
+    def decode_window(window, length, _):
         cache = model.empty_cache(batch)
-        cache.begin(jnp.minimum(length, size) - size)
+        cache.set_lengths(jnp.minimum(length, size) - size)
         return next_logits(window, cache)
 
-    def step(read, i, carry):
+    def step(decode, i, carry):
         window, cache, drawn, finite = carry
-        logits = read(window, first_length + i, cache)
+        logits = decode(window, first_length + i, cache)
         token = next_token(logits, jax.random.fold_in(key, start + i), sampling, top_k)
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
         return window, cache, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()
@@ -217,9 +217,9 @@ def _draw(
     carry = (window, cache, drawn, jnp.array(True))
     # a full context is good for one more token from the cache; then learned positions shift
     count = count.astype(jnp.int32)
-    cached = jnp.clip(size + 1 - length.max(), 0, count) if rereads else count
-    carry = jax.lax.fori_loop(0, cached, functools.partial(step, read_last), carry)
-    if rereads:
-        carry = jax.lax.fori_loop(cached, count, functools.partial(step, read_window), carry)
+    cached = jnp.clip(size + 1 - length.max(), 0, count) if recomputes else count
+    carry = jax.lax.fori_loop(0, cached, functools.partial(step, decode_last), carry)
+    if recomputes:
+        carry = jax.lax.fori_loop(cached, count, functools.partial(step, decode_window), carry)
     window, cache, drawn, finite = carry
     return window, length + count, cache, drawn, finite

@@ -25,8 +25,8 @@ def generate_text(
     **sampling: Any,
 ) -> tuple[str, ...]:
     """The continuation of each prompt."""
-    said = stream_text(model, tokenizer, prompts, max_new_tokens, key=key, stop=stop, **sampling)
-    return tuple("".join(pieces) for pieces in zip(*said, strict=True))
+    pieces = stream_text(model, tokenizer, prompts, max_new_tokens, key=key, stop=stop, **sampling)
+    return tuple("".join(text) for text in zip(*pieces, strict=True))
 
 
 @typed
@@ -50,8 +50,8 @@ def stream_text(
     """
     if not prompts:
         raise ValueError("prompts is empty: give at least one, which may be an empty string")
-    writers = tuple(_Writer(tokenizer, stop) for _ in prompts)
-    rows = [tokenizer.encode(prompt) if prompt else opening(tokenizer) for prompt in prompts]
+    writers = tuple(_Detokenizer(tokenizer, stop) for _ in prompts)
+    rows = [tokenizer.encode(prompt) if prompt else default_prompt(tokenizer) for prompt in prompts]
     lengths = np.array([len(row) for row in rows])
     tokens = jnp.asarray(np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows]))
     pieces = stream(model, tokens, max_new_tokens, key=key, lengths=lengths, **sampling)
@@ -77,7 +77,7 @@ def decode_stream(
 
     Text that may still turn out to be a stop string, or an incomplete character, is held back.
     """
-    writer = _Writer(tokenizer, stop)
+    writer = _Detokenizer(tokenizer, stop)
     for piece in pieces:
         if text := writer.write(piece):
             yield text
@@ -88,7 +88,7 @@ def decode_stream(
 
 
 @typed
-def opening(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
+def default_prompt(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
     """The prompt of a sample without one: a newline, or the first token if there is none."""
     try:
         return tokenizer.encode("\n")
@@ -96,7 +96,7 @@ def opening(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
         return np.zeros(1, np.int32)
 
 
-class _Writer:
+class _Detokenizer:
     """Incremental detokenizer of one sequence, which ends before a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
@@ -104,7 +104,7 @@ class _Writer:
             raise ValueError("a stop string is empty: it would end every text at once")
         self._tokenizer, self._stop = tokenizer, stop
         self._tokens: list[int] = []
-        self._said = 0
+        self._emitted = 0
         self.ended = False
 
     @typed
@@ -115,24 +115,24 @@ class _Writer:
         self._tokens.extend(tokens.tolist())
         # an incomplete character decodes to the replacement character: wait for its other bytes
         text = self._tokenizer.decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-        return self._say(text, len(text) - self._undecided(text))
+        return self._emit(text, len(text) - self._held_back(text))
 
     def finish(self) -> str:
         """The text that was held back; no more tokens come."""
         text = self._tokenizer.decode(self._tokens)
-        return "" if self.ended else self._say(text, len(text))
+        return "" if self.ended else self._emit(text, len(text))
 
-    def _undecided(self, text: str) -> int:
+    def _held_back(self, text: str) -> int:
         """How many characters at the end may begin a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(text) - self._said), 0, -1):
+        for length in range(min(longest, len(text) - self._emitted), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0
 
-    def _say(self, text: str, end: int) -> str:
-        stops = [at for stop in self._stop if (at := text.find(stop, self._said)) >= 0]
+    def _emit(self, text: str, end: int) -> str:
+        stops = [at for stop in self._stop if (at := text.find(stop, self._emitted)) >= 0]
         self.ended = bool(stops)
-        said = text[self._said : min(stops, default=end)]
-        self._said += len(said)
-        return said
+        new = text[self._emitted : min(stops, default=end)]
+        self._emitted += len(new)
+        return new

@@ -19,8 +19,8 @@ from jgpt.interop.names import (
     SIZES,
     Tensors,
     from_gpt2,
-    naming,
     plain_names,
+    prefix_errors,
     require_names,
     sizes_of,
     to_gpt2,
@@ -61,7 +61,7 @@ def load_gpt2(directory: str | Path) -> GPT:
     """
     directory = Path(directory)
     config = _read_json(directory / HF_CONFIG, _config_from_gpt2)
-    with naming(directory):
+    with prefix_errors(directory):
         return from_gpt2(config, _read_tensors(directory), linear=False)
 
 
@@ -103,7 +103,7 @@ def save_gpt2(
 
 
 def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
-    with naming(path):
+    with prefix_errors(path):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except RecursionError as error:
@@ -120,9 +120,9 @@ def _read_tensors(directory: Path) -> dict[str, Any]:
     tensors, shard_of = {}, _read_json(directory / HF_INDEX, _shards)
     for shard in sorted(set(shard_of.values())):
         its_tensors = _read_file(directory / shard)
-        promised = plain_names(name for name, its in shard_of.items() if its == shard)
-        with naming(Path(shard)):
-            require_names(set(its_tensors), set(promised))
+        listed = plain_names(name for name, its in shard_of.items() if its == shard)
+        with prefix_errors(Path(shard)):
+            require_names(set(its_tensors), set(listed))
         tensors |= its_tensors
     return tensors
 
@@ -140,7 +140,7 @@ def _shards(index: dict[str, Any]) -> dict[str, str]:
 def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: weights are read from safetensors alone")
-    with naming(Path(path.name)):
+    with prefix_errors(Path(path.name)):
         try:
             # as JAX arrays, which support bfloat16
             with safe_open(path, "flax") as file:
@@ -194,7 +194,7 @@ def _config_from_gpt2(values: dict[str, Any]) -> ModelConfig:
 
 
 def _config_to_gpt2(config: ModelConfig, zero_biases: bool) -> dict[str, Any]:
-    its_own = {
+    supported = {
         "positions": ["learned"],
         "norm": ["layer"],
         "norm_scale": [True],
@@ -207,7 +207,7 @@ def _config_to_gpt2(config: ModelConfig, zero_biases: bool) -> dict[str, Any]:
         "logit_softcap": [None],
         "head_bias": [False],
     }
-    for name, values in its_own.items():
+    for name, values in supported.items():
         if getattr(config, name) not in values:
             raise ValueError(
                 f"GPT-2's format doesn't support {name}={getattr(config, name)!r}, "

@@ -88,8 +88,8 @@ def to_gpt2(model: GPT) -> Tensors:
         tensors[name] = tensor.T if _is_transposed(name, parts, linear=False) else tensor
     for name in [*tensors]:
         bias = name.removesuffix("weight") + "bias"
-        its_own = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
-        if its_own and bias not in tensors:
+        has_bias = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
+        if has_bias and bias not in tensors:
             tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
     return tensors
 
@@ -201,7 +201,7 @@ SIZES = {
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def prefix_errors(path: Path) -> Iterator[None]:
     """Prefix ValueErrors with the file that they are about."""
     try:
         yield

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import ModelConfig
-from jgpt.interop.names import from_gpt2, naming, plain_names, sizes_of
+from jgpt.interop.names import from_gpt2, plain_names, prefix_errors, sizes_of
 from jgpt.nn.transformer import GPT
 
 
@@ -19,7 +19,7 @@ def load_nanogpt(file: str | Path) -> GPT:
         import torch
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nanoGPT's checkpoints need PyTorch: pip install torch") from None
-    with file.open("rb") as opened, naming(file):
+    with file.open("rb") as opened, prefix_errors(file):
         try:
             with warnings.catch_warnings(action="ignore"):  # the error below says it in one line
                 checkpoint = torch.load(opened, map_location="cpu", weights_only=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jgpt.contracts import check, typed
-from jgpt.nn.layers import dropped
+from jgpt.nn.layers import apply_dropout
 
 
 @typed
@@ -37,14 +37,14 @@ def attention_weights(
     float32 (Vaswani et al. 2017, section 3.2.1). A fully masked row gets uniform weights.
     """
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
-    affinity = check(
+    scores = check(
         jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32),
         Float[Array, "*batch query key"],
     )
-    affinity = affinity * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
-        affinity = jnp.where(mask, affinity, jnp.finfo(affinity.dtype).min)
-    return jax.nn.softmax(affinity, axis=-1).astype(query.dtype)
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    return jax.nn.softmax(scores, axis=-1).astype(query.dtype)
 
 
 @typed
@@ -62,7 +62,7 @@ def attend(
 
     With a `dropout_key`, dropout at the rate `dropout` is applied to the weights.
     """
-    weights = dropped(attention_weights(query, key, mask, scale=scale), dropout, dropout_key)
+    weights = apply_dropout(attention_weights(query, key, mask, scale=scale), dropout, dropout_key)
     return jnp.einsum("...qk,...kv->...qv", weights, value)
 
 
@@ -86,14 +86,14 @@ def attend_locally(
     time, mask = query.shape[-2], causal_mask(2 * window, window)
     windows = -(-time // window)
 
-    def cut(x):
+    def split_windows(x):
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, windows * window - time), (0, 0)])
         return x.reshape(*x.shape[:-2], windows, window, x.shape[-1])
 
     def with_previous_window(x):
         return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
 
-    query, key, value = cut(query), cut(key), cut(value)
+    query, key, value = split_windows(query), split_windows(key), split_windows(value)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     first = attend(
         query[..., :1, :, :],
@@ -150,7 +150,7 @@ def fused_attend(
 
 
 @typed
-def rotate(
+def apply_rotary(
     x: Float[Array, "*batch time head_dim"], position: Int[Array, " time"]
 ) -> Float[Array, "*batch time head_dim"]:
     """Apply rotary position embedding (Su et al. 2021, section 3.2.2), with base 10,000.

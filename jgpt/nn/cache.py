@@ -83,7 +83,7 @@ class KVCache(Module):
         self.tokens = nnx.Cache(jnp.full((batch, lookback), -1, jnp.int32))
 
     @typed
-    def begin(self, length: Int[Array, "{self.batch}"]) -> None:
+    def set_lengths(self, length: Int[Array, "{self.batch}"]) -> None:
         """Set the lengths of an empty cache: -n for a sequence with n tokens of left padding."""
         for layer in self.layers:
             layer.length[...] = length

@@ -11,17 +11,17 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jgpt.config import AttentionKernel
 from jgpt.contracts import check, typed
 from jgpt.nn.attention import (
+    apply_rotary,
     attend,
     attend_locally,
     attention_weights,
     causal_mask,
     fused_attend,
     merge_heads,
-    rotate,
     split_heads,
 )
 from jgpt.nn.cache import LayerCache
-from jgpt.nn.layers import INIT_STD, Linear, Module, dropped, next_dropout_key, rms_normed
+from jgpt.nn.layers import INIT_STD, Linear, Module, apply_dropout, next_dropout_key, rms_norm
 
 
 class _Attention(Module):
@@ -44,9 +44,9 @@ class _Attention(Module):
     ) -> Float[Array, "*batch time {self.head_dim}"]:
         """QK-norm, then rotary embedding, if the module has them."""
         if self.qk_norm:
-            x = rms_normed(x, 1e-6).astype(x.dtype)
+            x = rms_norm(x, 1e-6).astype(x.dtype)
         if self.rotary:
-            x = rotate(x, jnp.arange(x.shape[-2]) if position is None else position)
+            x = apply_rotary(x, jnp.arange(x.shape[-2]) if position is None else position)
         return x
 
     @typed
@@ -71,19 +71,19 @@ class _Attention(Module):
         return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
 
     @typed
-    def _attended(
+    def _attend(
         self,
         query: Float[Array, "*batch query {self.head_dim}"],
         key: Float[Array, "*batch key {self.head_dim}"],
         value: Float[Array, "*batch key {self.head_dim}"],
         mask: Bool[Array, "query key"] | None,
-        drop_with: Key[Array, ""] | None,
+        dropout_key: Key[Array, ""] | None,
     ) -> Float[Array, "*batch query {self.head_dim}"]:
         """Attention in blocks where a sliding window allows it, else in full."""
-        how = {"scale": self.scale, "dropout": self.dropout, "dropout_key": drop_with}
+        options = {"scale": self.scale, "dropout": self.dropout, "dropout_key": dropout_key}
         if mask is not None and self.window is not None and self.window < key.shape[-2]:
-            return attend_locally(query, key, value, self.window, **how)
-        return attend(query, key, value, mask, **how)
+            return attend_locally(query, key, value, self.window, **options)
+        return attend(query, key, value, mask, **options)
 
 
 class Head(_Attention):
@@ -134,7 +134,7 @@ class Head(_Attention):
     ) -> Float[Array, "batch time {self.head_dim}"]:
         """Attend from `x` to itself, or to `context`."""
         source = x if context is None else context
-        return self._attended(
+        return self._attend(
             self._normalise_and_rotate(self.query(x)),
             self._normalise_and_rotate(self.key(source)),
             self.value(source),
@@ -227,7 +227,7 @@ class MultiHeadAttention(_Attention):
             raise ValueError("a KV cache is for causal self-attention in evaluation")
         position = None if cache is None else jnp.maximum(cache.positions(x), 0)
         query, key, value = self._project(x, x if context is None else context, position)
-        mask, drop_with = self._mask(x, context), next_dropout_key(rngs)
+        mask, dropout_key = self._mask(x, context), next_dropout_key(rngs)
         if cache is not None:
             cache.append(key, value)
             heads = self._attend_over(cache, query)
@@ -241,9 +241,13 @@ class MultiHeadAttention(_Attention):
                 scale=self.scale,
             )
         else:
-            heads = self._attended(query, self._shared(key), self._shared(value), mask, drop_with)
+            heads = self._attend(
+                query, self._repeat_kv(key), self._repeat_kv(value), mask, dropout_key
+            )
         check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
-        return dropped(self.projection(merge_heads(heads)), self.dropout, next_dropout_key(rngs))
+        return apply_dropout(
+            self.projection(merge_heads(heads)), self.dropout, next_dropout_key(rngs)
+        )
 
     @typed
     def weights(
@@ -254,7 +258,7 @@ class MultiHeadAttention(_Attention):
         """The attention weights of each head."""
         query, key, _ = self._project(x, x if context is None else context)
         mask = self._mask(x, context)
-        return attention_weights(query, self._shared(key), mask, scale=self.scale)
+        return attention_weights(query, self._repeat_kv(key), mask, scale=self.scale)
 
     @typed
     def _project(
@@ -268,17 +272,17 @@ class MultiHeadAttention(_Attention):
         Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
     ]:
         """Queries, keys and values, split into heads."""
-        ready, at = self._normalise_and_rotate, ()
+        prepare, positions = self._normalise_and_rotate, ()
         if position is not None:  # per sequence
-            ready, at = jax.vmap(self._normalise_and_rotate), (position,)
+            prepare, positions = jax.vmap(self._normalise_and_rotate), (position,)
         return (
-            ready(split_heads(self.query(x), self.num_heads), *at),
-            ready(split_heads(self.key(source), self.num_kv_heads), *at),
+            prepare(split_heads(self.query(x), self.num_heads), *positions),
+            prepare(split_heads(self.key(source), self.num_kv_heads), *positions),
             split_heads(self.value(source), self.num_kv_heads),
         )
 
     @typed
-    def _shared(
+    def _repeat_kv(
         self, x: Float[Array, "*batch {self.num_kv_heads} key {self.head_dim}"]
     ) -> Float[Array, "*batch {self.num_heads} key {self.head_dim}"]:
         """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
@@ -323,11 +327,11 @@ class MultiHeadAttention(_Attention):
             param_dtype=self.param_dtype,
             rngs=nnx.Rngs(0),
         )
-        shared = index * self.num_kv_heads // self.num_heads
-        for name, place in (("query", index), ("key", shared), ("value", shared)):
-            mine, its = getattr(self, name), getattr(head, name)
-            columns = slice(place * self.head_dim, (place + 1) * self.head_dim)
-            its.kernel[...] = mine.kernel[:, columns]
-            if mine.bias is not None and its.bias is not None:
-                its.bias[...] = mine.bias[columns]
+        kv_index = index * self.num_kv_heads // self.num_heads
+        for name, i in (("query", index), ("key", kv_index), ("value", kv_index)):
+            source, target = getattr(self, name), getattr(head, name)
+            columns = slice(i * self.head_dim, (i + 1) * self.head_dim)
+            target.kernel[...] = source.kernel[:, columns]
+            if source.bias is not None and target.bias is not None:
+                target.bias[...] = source.bias[columns]
         return head

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jgpt.config import NormKind
 from jgpt.contracts import typed
-from jgpt.nn.precision import available
+from jgpt.nn.precision import supported_dtype
 
 INIT_STD = 0.02
 
@@ -51,9 +51,9 @@ class Linear(Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
-        self.dtype, self.activation_dtype = available(dtype), activation_dtype
+        self.dtype, self.activation_dtype = supported_dtype(dtype), activation_dtype
         shape = (in_features, out_features)
-        param_dtype = available(param_dtype)
+        param_dtype = supported_dtype(param_dtype)
         self.kernel = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
         self.bias = nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None
 
@@ -81,13 +81,13 @@ def project(
     rows, in_features = x.shape[:-1], x.shape[-1]
     wide = jnp.promote_types(dtype, jnp.float32)
     flat = x.reshape(math.prod(rows), in_features).astype(wide)
-    product = _narrow_product if jnp.finfo(dtype).bits < 32 else _product
+    product = _low_precision_product if jnp.finfo(dtype).bits < 32 else _product
     y = product(flat, kernel.astype(wide), dtype, activation_dtype)
     return y.reshape(*rows, kernel.shape[-1])
 
 
 @typed
-def project_to_many(
+def project_to_vocabulary(
     x: Float[Array, "*rows in_features"],
     kernel: Float[Array, "in_features out_features"],
     dtype: DTypeLike,
@@ -117,10 +117,10 @@ def _product(
 
 
 # Autodiff would multiply 16-bit operands by a 32-bit cotangent, which has no fast path.
-_narrow_product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
+_low_precision_product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
 
 
-_narrow_product.defvjp(
+_low_precision_product.defvjp(
     lambda x, kernel, dtype, activation_dtype: (
         _product(x, kernel, dtype, activation_dtype),
         (x.astype(dtype), kernel.astype(dtype)),
@@ -147,7 +147,7 @@ class Embedding(Module):
     ) -> None:
         self.num_embeddings, self.embed_dim = num_embeddings, embed_dim
         shape = (num_embeddings, embed_dim)
-        param_dtype = available(param_dtype)
+        param_dtype = supported_dtype(param_dtype)
         self.embedding = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
 
     @typed
@@ -227,7 +227,7 @@ class LayerNorm(Module):
     ) -> Float[Array, "*rows {self.embed_dim}"]:
         """Normalise the last axis."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y = rms_normed(x - x.mean(axis=-1, keepdims=True), self.epsilon)
+        y = rms_norm(x - x.mean(axis=-1, keepdims=True), self.epsilon)
         if self.scale is not None:
             y = y * self.scale[...].astype(y.dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
@@ -253,7 +253,7 @@ class RMSNorm(Module):
         self, x: Float[Array, "*rows {self.embed_dim}"]
     ) -> Float[Array, "*rows {self.embed_dim}"]:
         """Normalise the last axis."""
-        y = rms_normed(x, self.epsilon)
+        y = rms_norm(x, self.epsilon)
         return y if self.scale is None else y * self.scale[...].astype(y.dtype)
 
 
@@ -273,7 +273,7 @@ def make_norm(
 
 
 @typed
-def rms_normed(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
+def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
     """Divide the last axis by its root mean square, in at least float32."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
@@ -286,7 +286,7 @@ def next_dropout_key(rngs: nnx.Rngs | None) -> Key[Array, ""] | None:
 
 
 @typed
-def dropped(
+def apply_dropout(
     x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*rows"]:
     """Inverted dropout (Srivastava et al. 2014, section 4); the identity without a key."""

@@ -90,8 +90,8 @@ def cross_entropy_from(
             )
             return jax.tree.map(jnp.add, total, of_weights), (value, of_x)
 
-        nothing = jax.tree.map(jnp.zeros_like, weights)
-        of_weights, (values, of_xs) = jax.lax.scan(add, nothing, (xs, parts, counts))
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        of_weights, (values, of_xs) = jax.lax.scan(add, zeros, (xs, parts, counts))
         return values.sum(), (of_xs, of_weights)
 
     def gradients(saved, cotangent):

@@ -24,7 +24,7 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
     """
     dtype, activation, kernel = config.dtype, config.activation_dtype, config.attention_kernel
     if dtype == "auto":
-        dtype = "bfloat16" if _computes_narrow(platform) else "float32"
+        dtype = "bfloat16" if _has_fast_bfloat16(platform) else "float32"
     if activation == "auto":
         is_cpu = platform.name == "cpu"
         activation = jnp.promote_types(dtype, jnp.float32 if is_cpu else dtype).name
@@ -44,7 +44,7 @@ def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
     return dataclasses.replace(config, model=for_platform(config.model, platform))
 
 
-def _computes_narrow(platform: Platform) -> bool:
+def _has_fast_bfloat16(platform: Platform) -> bool:
     """Whether bfloat16 products are reliably faster than float32."""
     return platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
 
@@ -64,7 +64,7 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
     )
 
 
-def available(dtype: DTypeLike) -> DTypeLike:
+def supported_dtype(dtype: DTypeLike) -> DTypeLike:
     """The same dtype. Raises ValueError for float64 if JAX_ENABLE_X64 is off."""
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"dtype {jnp.dtype(dtype)} needs JAX_ENABLE_X64=1 in the environment")

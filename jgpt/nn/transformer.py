@@ -24,10 +24,10 @@ from jgpt.nn.layers import (
     Linear,
     Module,
     NGramEmbedding,
-    dropped,
+    apply_dropout,
     make_norm,
     next_dropout_key,
-    project_to_many,
+    project_to_vocabulary,
 )
 from jgpt.nn.precision import ANYWHERE, for_platform
 
@@ -83,7 +83,7 @@ class FeedForward(Module):
             ACTIVATIONS[self.activation](self.expansion(x)),
             Float[Array, "batch time {self.hidden_dim}"],
         )
-        return dropped(self.projection(hidden), self.dropout, next_dropout_key(rngs))
+        return apply_dropout(self.projection(hidden), self.dropout, next_dropout_key(rngs))
 
 
 class Block(Module):
@@ -359,12 +359,12 @@ class GPT(Module):
             x = x + self.position_embedding(position)
         if self.ngram_embedding is not None:
             whole = jnp.ones((*tokens.shape, 1), x.dtype)
-            kept = dropped(whole, self.config.ngram_dropout, next_dropout_key(rngs))
+            kept = apply_dropout(whole, self.config.ngram_dropout, next_dropout_key(rngs))
             known = tokens if cache is None else cache.append_tokens(tokens)
             x = x + kept * self.ngram_embedding(known)[:, -time:]
         # the residual stream is never below float32
         x = x.astype(jnp.promote_types(self.dtype, jnp.float32))
-        return dropped(x, self.config.dropout, next_dropout_key(rngs))
+        return apply_dropout(x, self.config.dropout, next_dropout_key(rngs))
 
     @typed
     def empty_cache(self, batch: int) -> KVCache:
@@ -382,7 +382,7 @@ class GPT(Module):
         """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
         head = self.head
         kernel = self.token_embedding.embedding[...].T if head is None else head.kernel[...]
-        logits = project_to_many(x, kernel, self.dtype, self.activation_dtype)
+        logits = project_to_vocabulary(x, kernel, self.dtype, self.activation_dtype)
         if head is not None and head.bias is not None:
             logits = logits + head.bias[...].astype(logits.dtype)
         cap = self.config.logit_softcap

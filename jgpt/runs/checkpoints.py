@@ -158,7 +158,7 @@ class Checkpoints:
             try:
                 loss = Manifest.read(self._path / str(step)).validation_loss
             except ValueError as error:
-                raise ValueError(f"{error}{self._instead_of(step)}") from None
+                raise ValueError(f"{error}{self._suggest_intact(step)}") from None
             losses[step] = (math.inf, -step) if loss is None else (loss, step)
         return sorted(losses, key=lambda step: losses[step])
 
@@ -174,7 +174,7 @@ class Checkpoints:
         try:
             verify(self._path / str(step))
         except ValueError as error:
-            raise ValueError(f"{error}{self._instead_of(step)}") from None
+            raise ValueError(f"{error}{self._suggest_intact(step)}") from None
         return step
 
     def _require_same_model(self, config: TrainConfig, step: int) -> None:
@@ -182,7 +182,7 @@ class Checkpoints:
         try:
             manifest = Manifest.read(directory)
         except ValueError as error:
-            raise ValueError(f"{error}{self._instead_of(step)}") from None
+            raise ValueError(f"{error}{self._suggest_intact(step)}") from None
         given = json.loads(
             json.dumps(dataclasses.asdict(config.model))
         )  # tuples become lists, as in the manifest
@@ -231,7 +231,7 @@ class Checkpoints:
                 )
         return items
 
-    def _instead_of(self, step: int) -> str:
+    def _suggest_intact(self, step: int) -> str:
         """Advice for a damaged checkpoint: another one that is intact."""
         for other in reversed(self.steps()):
             try:
@@ -265,7 +265,7 @@ class Checkpoints:
         except Exception as error:
             self._remove_unfinished()
             raise self._failed(step, error) from error
-        self._remove_superfluous()
+        self._delete_old()
 
     def _failed(self, step: int, error: Exception) -> OSError:
         steps = self.steps()
@@ -279,7 +279,7 @@ class Checkpoints:
             f"({_reason(error)}); {last}: free some space and use --resume"
         )
 
-    def _remove_superfluous(self) -> None:
+    def _delete_old(self) -> None:
         """Delete all but the best, the last and every Nth; rename first, so none is partial."""
         steps = self.steps()
         try:
@@ -290,9 +290,9 @@ class Checkpoints:
         every = self._config.keep_every
         for step in set(steps) - kept:
             if every is None or step % every:
-                doomed = self._path / f"deleting-{step}"
-                os.replace(self._path / str(step), doomed)
-                shutil.rmtree(doomed)
+                deleting = self._path / f"deleting-{step}"
+                os.replace(self._path / str(step), deleting)
+                shutil.rmtree(deleting)
 
     def _remove_unfinished(self) -> None:
         for entry in self._path.iterdir():

@@ -73,7 +73,7 @@ class RunDirectory:
         return (path / CONFIG).is_file()
 
     @staticmethod
-    def holds_nothing_else(path: Path) -> bool:
+    def is_unused(path: Path) -> bool:
         """Whether a directory is empty, except for what a run killed during `create` leaves."""
         return all(
             entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial")
@@ -126,13 +126,13 @@ class RunDirectory:
             if all(type(value) in (int, float) and abs(value) < 1e300 for value in line.values())
         ]
 
-    def forget_metrics_after(self, step: int) -> None:
+    def truncate_metrics(self, step: int) -> None:
         """Truncate the metrics after a step that training is resumed from."""
-        self._cut_off(METRICS, step)
+        self._truncate(METRICS, step)
 
     def append_provenance(self, line: dict[str, Any]) -> None:
         """Append the provenance of a start or resumption."""
-        self._cut_off(PROVENANCE, None)
+        self._truncate(PROVENANCE, None)
         self._append(PROVENANCE, [line], durable=True)
 
     def provenance(self) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ class RunDirectory:
         finally:
             os.close(descriptor)
 
-    def _cut_off(self, name: str, step: int | None) -> None:
+    def _truncate(self, name: str, step: int | None) -> None:
         """Truncate a file after its last complete line, and after the last one up to `step`."""
         ends = (end for line, end in self._lines(name) if step is None or line["step"] <= step)
         end, path = max(ends, default=0), self.path / name

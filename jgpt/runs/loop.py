@@ -21,14 +21,14 @@ from jgpt.data.batches import batches, evaluation_windows, resident
 from jgpt.data.dataset import Dataset, load_dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
-from jgpt.generation.text import opening
+from jgpt.generation.text import default_prompt
 from jgpt.hardware import Platform, current_platform, memory_limit
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load, require_same_run
 from jgpt.runs.directory import LOSS_PICTURE, PROFILE, RunDirectory
-from jgpt.runs.metrics import Recorder
+from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.plots import plot_losses
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
@@ -89,7 +89,7 @@ def fit(
     can't be written, FloatingPointError for a loss or gradient that is not finite, and
     TrainingStopped, each with the last good state in a checkpoint.
     """
-    began = time.perf_counter()
+    started = time.perf_counter()
     progress, platform = progress or Progress(), platform or current_platform()
     config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     with (
@@ -97,10 +97,10 @@ def fit(
         _open_run(out, config, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
         contextlib.ExitStack() as stack,
     ):
-        goes_on = checkpoints.step("last") is not None
-        state = checkpoints.restore(config) if goes_on else init_state(config)
+        resumes = checkpoints.step("last") is not None
+        state = checkpoints.restore(config) if resumes else init_state(config)
         first_step = int(state.step)
-        run.forget_metrics_after(first_step)
+        run.truncate_metrics(first_step)
         trackers = [
             stack.enter_context(
                 contextlib.closing(open_tracker(name, run.path, out.name, first_step))
@@ -109,7 +109,7 @@ def fit(
         ]
         run.append_provenance(provenance(config, dataset, first_step))
         progress.started(config, dataset, state, out)
-        recorder = Recorder(config, run, trackers, len(dataset.train))
+        metrics_logger = MetricsLogger(config, run, trackers, len(dataset.train))
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
         _train(
             run_for_platform(config, platform),
@@ -117,7 +117,7 @@ def fit(
             state,
             run,
             checkpoints,
-            recorder,
+            metrics_logger,
             profiler,
             progress,
             should_stop,
@@ -137,7 +137,7 @@ def fit(
         validation_loss=best.validation_loss,
         best_step=best.step,
         sample=sample,
-        seconds=time.perf_counter() - began,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -160,18 +160,18 @@ def _prepare(
 ) -> tuple[TrainConfig, Dataset, Path]:
     """Load the data and check everything that can be checked before compiling and writing."""
     out = _run_directory(config, resume=resume, overwrite=overwrite)
-    goes_on = resume and RunDirectory.exists(out)
+    resumes = resume and RunDirectory.exists(out)
     dataset = load_dataset(
         config.dataset,
         config.model.block_size,
-        tokenizer=RunDirectory.open(out).tokenizer() if goes_on else None,
+        tokenizer=RunDirectory.open(out).tokenizer() if resumes else None,
         on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     # the run records the dtype that its `auto` meant
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
     config = dataclasses.replace(config, model=model)
-    if goes_on:
+    if resumes:
         run = RunDirectory.open(out)
         require_same_run(run.config(), config)
         require_same_corpus(run.provenance(), dataset, str(out))
@@ -206,7 +206,7 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
         raise FileExistsError(
             f"{out} already exists: --resume continues it, --overwrite starts again"
         )
-    if not RunDirectory.holds_nothing_else(out):
+    if not RunDirectory.is_unused(out):
         RunDirectory.open(out).config()  # raises unless it is a run
     return out
 
@@ -242,7 +242,7 @@ def _train(
     state: TrainState,
     run: RunDirectory,
     checkpoints: Checkpoints,
-    recorder: Recorder,
+    metrics_logger: MetricsLogger,
     profiler: Profiler,
     progress: Progress,
     should_stop: Callable[[], bool],
@@ -254,9 +254,9 @@ def _train(
     first_step = step = int(state.step)
     with CompilationWatch(progress.warned) as watch:
         try:
-            while step < config.steps and not _out_of_patience(losses, config.patience):
+            while step < config.steps and not _stops_early(losses, config.patience):
                 if should_stop():
-                    recorder.finish()
+                    metrics_logger.finish()
                     checkpoints.save(state, None)
                     checkpoints.wait()
                     raise TrainingStopped(step, run.path)
@@ -272,28 +272,28 @@ def _train(
                     config.model.block_size,
                 )
                 state, metrics = train_steps(state, windows, key, count, step)
-                begins, step = step, step + count
+                call_start, step = step, step + count
                 profiler.stepped(count, metrics)
-                if begins == first_step:
+                if call_start == first_step:
                     jax.block_until_ready(metrics)  # compilation is not training speed
-                _report(progress, recorder.add(begins, count, metrics))
-                if begins == first_step:
-                    recorder.start_clock()
+                _report(progress, metrics_logger.add(call_start, count, metrics))
+                if call_start == first_step:
+                    metrics_logger.start_clock()
                 checkpoints.raise_if_failed()
                 if step == boundary:
-                    _report(progress, recorder.wait())
+                    _report(progress, metrics_logger.wait())
                     losses.append(evaluate(state.weights))
                     if not math.isfinite(losses[-1]):
                         raise FloatingPointError(
                             f"the validation loss is {losses[-1]} after step {step}"
                         )
-                    recorder.finish(losses[-1])
+                    metrics_logger.finish(losses[-1])
                     progress.evaluated(step, losses[-1])
                     checkpoints.save(state, losses[-1])
                     watch.arm()
-                    recorder.start_clock()
+                    metrics_logger.start_clock()
         except FloatingPointError as error:
-            recorder.finish()
+            metrics_logger.finish()
             if int(state.step) < step:  # the step that was not finite was skipped
                 checkpoints.save(state, None)
             checkpoints.wait()  # a pending one doesn't count yet
@@ -307,7 +307,7 @@ def _report(progress: Progress, line: dict[str, Any] | None) -> None:
         progress.stepped(line["step"], line["loss"], line.get("tokens_per_second"))
 
 
-def _out_of_patience(losses: list[float], patience: int | None) -> bool:
+def _stops_early(losses: list[float], patience: int | None) -> bool:
     """Whether the best loss is at least `patience` evaluations old."""
     if patience is None or not losses:
         return False
@@ -365,7 +365,7 @@ def _evaluator(config: TrainConfig, dataset: Dataset) -> Callable[[Weights], flo
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig) -> str:
-    prompt = jnp.asarray(opening(tokenizer))[None]
+    prompt = jnp.asarray(default_prompt(tokenizer))[None]
     key = jax.random.key(np.uint32(config.seed))
     tokens = generate(model, prompt, config.sample_tokens, key=key, temperature=0.8)
     return tokenizer.decode(np.asarray(tokens[0]))

@@ -30,8 +30,8 @@ SCHEMA = {
 """The fields of `metrics.jsonl`."""
 
 
-class Recorder:
-    """Records the metrics of a call of steps while the next call runs."""
+class MetricsLogger:
+    """Logs the metrics of a call of steps while the next call runs."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Recorder:
         self._pending: list[tuple[int, int, Metrics]] = []
         self._held: dict[str, Any] | None = None
         seconds = [line["seconds"] for line in run.metrics() if "seconds" in line]
-        self._began = time.perf_counter() - (seconds[-1] if seconds else 0.0)
+        self._started = time.perf_counter() - (seconds[-1] if seconds else 0.0)
         self._clock: float | None = None
         self._tokens = 0
 
@@ -98,7 +98,7 @@ class Recorder:
             if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
                 self._write(lines)
                 self._pending.clear()  # later steps were skipped
-                raise FloatingPointError(self._complaint(line))
+                raise FloatingPointError(self._not_finite_message(line))
             lines.append(line)
         self._tokens += count * self._tokens_per_step
         lines[-1] |= self._measurements(lines[-1]["step"])
@@ -108,7 +108,7 @@ class Recorder:
         now = time.perf_counter()
         measured: dict[str, Any] = {
             "tokens": step * self._tokens_per_step,
-            "seconds": round(now - self._began, 3),
+            "seconds": round(now - self._started, 3),
         }
         if self._clock is not None:
             speed = self._tokens / (now - self._clock)
@@ -129,7 +129,7 @@ class Recorder:
             for line in lines:
                 tracker.log(line)
 
-    def _complaint(self, line: dict[str, Any]) -> str:
+    def _not_finite_message(self, line: dict[str, Any]) -> str:
         step = line["step"]
         starts = window_starts(
             self._config.seed,

@@ -15,7 +15,7 @@ from jgpt.contracts import typed
 _MAX_COMPILED_BYTES = 1 << 30
 
 
-def keep_compilations() -> None:
+def enable_compilation_cache() -> None:
     """Use a persistent compilation cache in the user's cache directory.
 
     Does nothing if JAX has one already (`JAX_COMPILATION_CACHE_DIR`). Each machine has its own
@@ -29,7 +29,7 @@ def keep_compilations() -> None:
 
 
 class CompilationWatch:
-    """Calls `tell` once, at the first compilation after warm-up. Use it as a context manager.
+    """Calls `warn` once, at the first compilation after warm-up. Use it as a context manager.
 
     It listens to JAX's monitoring events. With a JAX that has no event of that name it does
     nothing.
@@ -37,25 +37,25 @@ class CompilationWatch:
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell: Callable[[str], None] | None = tell
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn: Callable[[str], None] | None = warn
         self._armed = False
 
     def __enter__(self) -> Self:
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
         return self
 
     def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._hear)
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def arm(self) -> None:
         """End the warm-up."""
         self._armed = True
 
-    def _hear(self, event: str, duration_secs: float, **details: Any) -> None:
-        if self._armed and event == self.EVENT and self._tell is not None:
-            tell, self._tell = self._tell, None
-            tell(
+    def _on_event(self, event: str, duration_secs: float, **details: Any) -> None:
+        if self._armed and event == self.EVENT and self._warn is not None:
+            warn, self._warn = self._warn, None
+            warn(
                 f"compiled again after warm-up: {details.get('fun_name', 'a function')}; "
                 "JAX_EXPLAIN_CACHE_MISSES=1 says why"
             )

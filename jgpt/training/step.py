@@ -105,8 +105,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         def add(total, part):
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(weights, *part)), None
 
-        nothing = jnp.zeros((), _loss_dtype(config.model)), jax.tree.map(jnp.zeros_like, weights)
-        total, _ = jax.lax.scan(add, nothing, (parts, keys))
+        zeros = jnp.zeros((), _loss_dtype(config.model)), jax.tree.map(jnp.zeros_like, weights)
+        total, _ = jax.lax.scan(add, zeros, (parts, keys))
         return jax.tree.map(lambda leaf: leaf / config.micro_batches, total)
 
     @typed

@@ -141,13 +141,13 @@ ATTENTION = [
         static={"causal": True, "implementation": "xla"},
     ),
     Case(
-        "jgpt.nn.layers.dropped",
+        "jgpt.nn.layers.apply_dropout",
         {"x": "float *batch time", "key": "key"},
         (BATCH, 2, 7),
         static={"rate": 0.1},
     ),
     Case(
-        "jgpt.nn.attention.rotate",
+        "jgpt.nn.attention.apply_rotary",
         {"x": "float *batch time features", "position": "int time"},
         (BATCH, 2, 7, 26),
     ),
@@ -172,7 +172,7 @@ LAYERS = [
         owner=LINEAR,
     ),
     Case(
-        "jgpt.nn.layers.project_to_many",
+        "jgpt.nn.layers.project_to_vocabulary",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 2, 29),
         static={"dtype": "float32"},
@@ -229,7 +229,7 @@ LAYERS = [
         owner=RMS_NORM,
     ),
     Case(
-        "jgpt.nn.layers.rms_normed",
+        "jgpt.nn.layers.rms_norm",
         {"x": "float *batch features"},
         (BATCH, 2, 26),
         static={"epsilon": 1e-5},
@@ -271,13 +271,13 @@ TOKENS = {"tokens": "int batch time"}
 LOGITS = (BATCH, 7, 17)
 MODEL = [
     of_heads(
-        "_Attention._attended",
+        "_Attention._attend",
         {
             "query": "float *batch query head_dim",
             "key": "float *batch key head_dim",
             "value": "float *batch key head_dim",
             "mask": "bool query key",
-            "drop_with": "key",
+            "dropout_key": "key",
         },
         (BATCH, 2, 4, 11),
         owner=TRAINED_HEAD,
@@ -392,7 +392,7 @@ MODERN_FAMILY = [
     ),
     of_modern("heads.MultiHeadAttention.weights", MODERN_X, (BATCH, 30, 7, 7), owner=GROUPED),
     of_modern(
-        "heads.MultiHeadAttention._shared",
+        "heads.MultiHeadAttention._repeat_kv",
         {"x": "float *batch kv_heads key rotary_dim"},
         (BATCH, 2, 30, 5, 12),
         owner=GROUPED,

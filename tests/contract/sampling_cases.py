@@ -11,7 +11,7 @@ from jgpt.config import ModelConfig
 from jgpt.data.tokenizers import ByteTokenizer
 from jgpt.generation.decoding import TOKENS_PER_CALL
 from jgpt.generation.sampling import Sampling
-from jgpt.generation.text import _Writer
+from jgpt.generation.text import _Detokenizer
 from jgpt.nn import heads, transformer
 from jgpt.nn.cache import KVCache, LayerCache
 from tests.contract.contract import SIZES, Case
@@ -87,7 +87,7 @@ CACHE = [
         static={"time": 7},
     ),
     Case(
-        "jgpt.nn.cache.KVCache.begin",
+        "jgpt.nn.cache.KVCache.set_lengths",
         {"length": "int batch"},
         fixed="batch",
         owner=looking_back(),
@@ -154,7 +154,7 @@ def drawing(of: Any, cache: Any, **options: Any) -> Case:
             "sampling": SAMPLING_PARAMETERS,
             "graph": graph,
             "top_k": 3,
-            "rereads": of is not TABLE,
+            "recomputes": of is not TABLE,
         },
         **options,
     )
@@ -202,7 +202,7 @@ GENERATION = [
         host="lengths",
     ),
     Case(
-        "jgpt.generation.decoding._pieces",
+        "jgpt.generation.decoding._stream",
         {"prompt": "int batch time", "ends": "int batch", "key": "key"},
         static={**NOTHING, "sampling": SAMPLING_PARAMETERS, "top_k": None},
         takes="numpy",
@@ -221,7 +221,10 @@ WRITING = [
     Case(
         "jgpt.generation.text._texts",
         {},
-        static={"writers": (_Writer(BYTES, ()),), "pieces": iter([np.zeros((1, 3), np.int32)])},
+        static={
+            "writers": (_Detokenizer(BYTES, ()),),
+            "pieces": iter([np.zeros((1, 3), np.int32)]),
+        },
         takes="numpy",
     ),
     Case(
@@ -231,7 +234,7 @@ WRITING = [
         takes="numpy",
     ),
     Case(
-        "jgpt.generation.text.opening",
+        "jgpt.generation.text.default_prompt",
         {},
         (1,),
         static={"tokenizer": BYTES},
@@ -239,9 +242,9 @@ WRITING = [
         loose=True,
     ),
     Case(
-        "jgpt.generation.text._Writer.write",
+        "jgpt.generation.text._Detokenizer.write",
         {"tokens": "integer tokens"},
-        owner=_Writer(BYTES, ()),
+        owner=_Detokenizer(BYTES, ()),
         takes="numpy",
     ),
 ]

@@ -95,9 +95,9 @@ def continued(model, rows, steps, error=0):
     # what stands before a shorter row is not read
     first = [[VOCAB - 1] * (width - len(row) + steps) + row[: len(row) - steps] for row in rows]
     cache = model.empty_cache(len(rows))
-    cache.begin(lengths - width)
+    cache.set_lengths(lengths - width)
     model(jnp.array(first), cache=cache)
-    cache.begin(lengths + error)
+    cache.set_lengths(lengths + error)
     found = []
     for i in range(steps):
         last = jnp.array([[row[len(row) - steps + i]] for row in rows])
@@ -232,7 +232,7 @@ def test_a_prompt_is_read_at_the_next_power_of_two(model, monkeypatch, lengths, 
 
 
 @pytest.mark.parametrize(
-    ("name", "time", "count", "rereads"),
+    ("name", "time", "count", "recomputes"),
     [
         ("nanogpt", 3, BLOCK_SIZE - 2, False),
         ("nanogpt", 3, BLOCK_SIZE - 1, True),
@@ -241,18 +241,18 @@ def test_a_prompt_is_read_at_the_next_power_of_two(model, monkeypatch, lengths, 
     ],
 )
 def test_only_learned_positions_past_the_block_are_read_again(
-    monkeypatch, name, time, count, rereads
+    monkeypatch, name, time, count, recomputes
 ):
     """The block full, its last token is followed by one more from the cache."""
     asked = []
 
     def draw(*arguments, **options):
-        asked.append(options["rereads"])
+        asked.append(options["recomputes"])
         return _draw(*arguments, **options)
 
     monkeypatch.setattr(decoding, "_draw", draw)
     generate(small_model(name), jnp.ones((2, time), jnp.int32), count, key=KEY)
-    assert asked == [rereads]
+    assert asked == [recomputes]
 
 
 @pytest.mark.parametrize(("length", "of_cache"), [(4, 3), (BLOCK_SIZE, 1), (BLOCK_SIZE + 1, 0)])
@@ -262,13 +262,13 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
 
     def finite(broken, count):
         cache = model.empty_cache(1)
-        cache.begin(jnp.array([length - 1]))
+        cache.set_lengths(jnp.array([length - 1]))
         for layer in cache.layers:
             layer.end[...] = jnp.array(length - 1)
             layer.values[...] += jnp.nan if broken else 0
         cache = jax.tree.map(jnp.copy, cache)  # it is donated: no array may be there twice
         window, lengths = jnp.ones((1, BLOCK_SIZE), jnp.int32), jnp.array([length])
-        rules, how = Sampling(jnp.float32(0.0)), {"graph": graph, "top_k": None, "rereads": True}
+        rules, how = Sampling(jnp.float32(0.0)), {"graph": graph, "top_k": None, "recomputes": True}
         return bool(_draw(weights, window, lengths, cache, 0, count, KEY, rules, **how)[-1])
 
     assert finite(False, 5)

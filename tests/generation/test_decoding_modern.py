@@ -94,7 +94,7 @@ def test_newest_tokens_take_what_stands_before_them(model):
     @functools.partial(jax.jit, static_argnames="forgets")
     def read(tokens, forgets):
         cache = model.empty_cache(3)
-        cache.begin(lengths - 6)
+        cache.set_lengths(lengths - 6)
         model(tokens[:, :-newest], cache=cache)
         if forgets:
             cache.tokens[...] = jnp.full_like(cache.tokens[...], -1)

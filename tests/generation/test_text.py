@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jgpt import BigramLM, ByteTokenizer, CharTokenizer, generate_text
 from jgpt.generation.decoding import TOKENS_PER_CALL
-from jgpt.generation.text import decode_stream, opening, stream_text
+from jgpt.generation.text import decode_stream, default_prompt, stream_text
 
 KEY = jax.random.key(3)
 LETTERS = CharTokenizer("\nabcdef")
@@ -24,9 +24,9 @@ def model():
 
 
 def test_a_sample_opens_with_a_new_line_if_there_is_one():
-    assert opening(CharTokenizer("\n a")).tolist() == [0]
-    assert opening(ByteTokenizer()).tolist() == [10]
-    assert opening(CharTokenizer("bcd")).tolist() == [0]
+    assert default_prompt(CharTokenizer("\n a")).tolist() == [0]
+    assert default_prompt(ByteTokenizer()).tolist() == [10]
+    assert default_prompt(CharTokenizer("bcd")).tolist() == [0]
 
 
 @given(st.binary(max_size=30), st.integers(1, 4))

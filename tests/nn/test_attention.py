@@ -10,8 +10,8 @@ from flax import nnx
 
 from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask
 from jgpt.nn import heads as heads_module
-from jgpt.nn.attention import fused_attend, merge_heads, rotate, split_heads
-from jgpt.nn.layers import dropped
+from jgpt.nn.attention import apply_rotary, fused_attend, merge_heads, split_heads
+from jgpt.nn.layers import apply_dropout
 from tests.models import loud, normal
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
@@ -77,12 +77,12 @@ def test_heads_are_split_and_merged_in_order():
 
 def test_dropping_keeps_the_mean_and_the_rate():
     x = jnp.full(40_000, 3.0)
-    kept = dropped(x, 0.2, jax.random.key(0))
+    kept = apply_dropout(x, 0.2, jax.random.key(0))
     assert set(np.unique(kept)) == {0.0, 3.75}
     assert abs(float((kept == 0).mean()) - 0.2) < 0.01
-    assert dropped(x, 0.2, None) is x
-    assert dropped(x, 0.0, jax.random.key(0)) is x
-    assert not jnp.array_equal(kept, dropped(x, 0.2, jax.random.key(1)))
+    assert apply_dropout(x, 0.2, None) is x
+    assert apply_dropout(x, 0.0, jax.random.key(0)) is x
+    assert not jnp.array_equal(kept, apply_dropout(x, 0.2, jax.random.key(1)))
 
 
 def make_head(**options):
@@ -277,12 +277,12 @@ def test_a_pair_is_turned_by_its_position():
     x = jnp.array([[3.0, 4.0], [1.0, 0.0], [1.0, 2.0]])
     cosine, sine = math.cos(-40), math.sin(-40)
     by_hand = [[3, 4], [math.cos(1), math.sin(1)], [cosine - 2 * sine, sine + 2 * cosine]]
-    np.testing.assert_allclose(rotate(x, jnp.array([0, 1, -40])), by_hand, rtol=1e-5)
+    np.testing.assert_allclose(apply_rotary(x, jnp.array([0, 1, -40])), by_hand, rtol=1e-5)
 
 
 def test_each_pair_turns_at_its_own_pace():
     # features 0 and 2 are a pair that turns by 1 a position, 1 and 3 one that turns by 1/100
-    turned = rotate(jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([3]))
+    turned = apply_rotary(jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([3]))
     by_hand = [math.cos(3), 2 * math.cos(0.03), math.sin(3), 2 * math.sin(0.03)]
     np.testing.assert_allclose(turned, [by_hand], rtol=1e-5)
 
@@ -291,12 +291,15 @@ def test_turning_keeps_lengths_and_makes_products_depend_on_distances():
     query, key = normal(0, BATCH, TIME, 6), normal(1, BATCH, CONTEXT, 6)
 
     def affinities(at, of):
-        return rotate(query, at + jnp.arange(TIME)) @ rotate(key, of + jnp.arange(CONTEXT)).mT
+        return (
+            apply_rotary(query, at + jnp.arange(TIME))
+            @ apply_rotary(key, of + jnp.arange(CONTEXT)).mT
+        )
 
     np.testing.assert_allclose(affinities(0, 0), affinities(19, 19), rtol=1e-3, atol=1e-4)
     assert float(jnp.abs(affinities(0, 0) - affinities(19, 20)).max()) > 0.1
     np.testing.assert_allclose(
-        jnp.linalg.norm(rotate(query, 100 + jnp.arange(TIME)), axis=-1),
+        jnp.linalg.norm(apply_rotary(query, 100 + jnp.arange(TIME)), axis=-1),
         jnp.linalg.norm(query, axis=-1),
         rtol=1e-5,
     )
@@ -304,14 +307,14 @@ def test_turning_keeps_lengths_and_makes_products_depend_on_distances():
 
 def test_only_pairs_are_turned():
     with pytest.raises(ValueError, match="head_dim=5 must be even"):
-        rotate(normal(0, TIME, 5), jnp.arange(TIME))
+        apply_rotary(normal(0, TIME, 5), jnp.arange(TIME))
 
 
 def test_turning_is_as_narrow_as_what_it_turns():
     x = normal(0, TIME, 6, dtype=jnp.bfloat16)
-    turned = rotate(x, 1000 + jnp.arange(TIME))
+    turned = apply_rotary(x, 1000 + jnp.arange(TIME))
     assert turned.dtype == jnp.bfloat16
-    wide = rotate(x.astype(jnp.float32), 1000 + jnp.arange(TIME))
+    wide = apply_rotary(x.astype(jnp.float32), 1000 + jnp.arange(TIME))
     # the angles are not narrow: 1001 and 1002 are one number in bfloat16
     np.testing.assert_allclose(turned.astype(jnp.float32), wide, atol=0.05)
 

@@ -77,7 +77,7 @@ def test_tokens_stand_behind_those_that_are_in_the_cache():
 def test_n_grams_look_back_at_the_tokens_before_the_new_ones():
     layer = LayerCache(2, 5, 2, 3)
     cache = KVCache((layer,), batch=2, lookback=2)
-    cache.begin(jnp.array([0, -1]))
+    cache.set_lengths(jnp.array([0, -1]))
     assert layer.length.tolist() == [0, -1]
     known = cache.append_tokens(jnp.array([[7, 8, 9], [4, 5, 6]]))
     assert known.tolist() == [[-1, -1, 7, 8, 9], [-1, -1, -1, 5, 6]]

@@ -11,7 +11,7 @@ from flax import nnx
 import jgpt
 from jgpt.config import TrainConfig
 from jgpt.nn.attention import attend, attend_locally
-from jgpt.nn.layers import dropped
+from jgpt.nn.layers import apply_dropout
 from jgpt.training.step import dropout_stream, init_state, make_train_steps
 
 RATE = 0.3
@@ -23,7 +23,7 @@ def rngs(seed):
 
 def test_what_is_kept_is_scaled_and_the_rest_is_zero():
     x = jnp.full((200, 500), 2.0)
-    y = np.asarray(dropped(x, RATE, jax.random.key(0)))
+    y = np.asarray(apply_dropout(x, RATE, jax.random.key(0)))
     assert set(np.unique(y)) == {np.float32(0), np.float32(2.0) / np.float32(1 - RATE)}
     deviation = (RATE * (1 - RATE) / x.size) ** 0.5
     assert abs((y > 0).mean() - (1 - RATE)) < 4 * deviation
@@ -32,9 +32,11 @@ def test_what_is_kept_is_scaled_and_the_rest_is_zero():
 
 def test_the_key_decides():
     x = jnp.ones((7, 11))
-    assert jnp.array_equal(dropped(x, RATE, jax.random.key(1)), dropped(x, RATE, jax.random.key(1)))
+    assert jnp.array_equal(
+        apply_dropout(x, RATE, jax.random.key(1)), apply_dropout(x, RATE, jax.random.key(1))
+    )
     assert not jnp.array_equal(
-        dropped(x, RATE, jax.random.key(1)), dropped(x, RATE, jax.random.key(2))
+        apply_dropout(x, RATE, jax.random.key(1)), apply_dropout(x, RATE, jax.random.key(2))
     )
 
 

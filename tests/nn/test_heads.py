@@ -9,7 +9,7 @@ from flax.errors import TraceContextError
 from jaxtyping import TypeCheckError
 
 from jgpt import Head, MultiHeadAttention
-from jgpt.nn.attention import rotate
+from jgpt.nn.attention import apply_rotary
 from jgpt.nn.cache import LayerCache
 from tests.models import loud, normal
 
@@ -51,7 +51,7 @@ def test_what_a_head_weighs_by(options):
         if head.qk_norm:
             z = z / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-6)
         if head.rotary:
-            z = rotate(jnp.asarray(z), jnp.arange(y.shape[1]))
+            z = apply_rotary(jnp.asarray(z), jnp.arange(y.shape[1]))
         placed.append(np.asarray(z))
     scale = options.get("scale", HEAD_DIM**-0.5)
     weights = softmax(placed[0] @ placed[1].swapaxes(-1, -2) * scale)

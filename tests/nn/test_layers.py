@@ -14,8 +14,8 @@ from jgpt.nn.layers import (
     make_norm,
     next_dropout_key,
     project,
-    project_to_many,
-    rms_normed,
+    project_to_vocabulary,
+    rms_norm,
 )
 
 
@@ -56,7 +56,9 @@ def test_a_wide_projection_has_a_derivative_forward_too():
 @pytest.mark.parametrize(("features", "multiplied"), [(65, 65), (1024, 1024), (1030, 1152)])
 def test_only_many_features_are_padded(features, multiplied):
     kernel = jnp.ones((3, features))
-    jaxpr = jax.make_jaxpr(lambda x: project_to_many(x, kernel, jnp.float32))(jnp.ones((2, 3)))
+    jaxpr = jax.make_jaxpr(lambda x: project_to_vocabulary(x, kernel, jnp.float32))(
+        jnp.ones((2, 3))
+    )
     (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
     assert product.outvars[0].aval.shape == (2, multiplied)
     assert jaxpr.out_avals[0].shape == (2, features)
@@ -137,9 +139,9 @@ def test_a_key_to_drop_with_is_the_next_one_or_none():
 
 def test_an_rms_norm_keeps_the_direction_and_not_the_size():
     x = jax.random.normal(jax.random.key(0), (3, 5, 7))
-    y = rms_normed(x, 1e-12)
+    y = rms_norm(x, 1e-12)
     np.testing.assert_allclose(jnp.square(y).mean(-1), np.ones((3, 5)), rtol=1e-5)
-    np.testing.assert_allclose(y, rms_normed(100 * x, 1e-12), rtol=1e-5)
+    np.testing.assert_allclose(y, rms_norm(100 * x, 1e-12), rtol=1e-5)
     assert (jnp.sign(y) == jnp.sign(x)).all()
 
 
@@ -150,4 +152,4 @@ def test_norms_are_wide():
         assert norm(x).dtype == jnp.float32
     np.testing.assert_allclose(RMSNorm(2)(x), [[0.6 * 2**0.5, 0.8 * 2**0.5]], rtol=1e-6)
     with jax.enable_x64(True):
-        assert rms_normed(jnp.ones(2, "float64"), 1e-5).dtype == "float64"
+        assert rms_norm(jnp.ones(2, "float64"), 1e-5).dtype == "float64"

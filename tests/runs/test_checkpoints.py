@@ -202,7 +202,7 @@ def test_metrics_survive_a_crash_and_are_forgotten_after_a_step(saved):
     with (saved.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     assert [line["step"] for line in saved.metrics()] == [1, 2, 3]
-    saved.forget_metrics_after(2)
+    saved.truncate_metrics(2)
     text = (saved.path / "metrics.jsonl").read_text()
     assert text == '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 

@@ -17,7 +17,7 @@ from jgpt import DataConfig, fit, load
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.nn.loss import token_losses
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
-from jgpt.runs.loop import _out_of_patience, evaluate, plan
+from jgpt.runs.loop import _stops_early, evaluate, plan
 from jgpt.runs.metrics import SCHEMA
 from jgpt.runs.progress import Progress
 
@@ -234,7 +234,7 @@ def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(small_
     with pytest.raises(FloatingPointError) as stopped:
         fit(config)
     assert re.fullmatch(
-        r"gradient_norm is nan at step 2 \(learning_rate 9\.7e\+29, gradient_norm nan; its "
+        r"gradient_norm is nan at step 2 \(learning_rate 9\.7e\+29, gradient_norm nan; the batch's "
         r"windows start at tokens [\d, ]+ of the training text\): lower learning_rate; "
         r"checkpoint 1 is kept",
         str(stopped.value),
@@ -297,10 +297,10 @@ def test_a_gradient_that_explodes_keeps_the_state_before_it(small_run, tmp_path)
 
 
 def test_patience_stops_and_the_best_is_kept(small_run, tmp_path):
-    assert not _out_of_patience([3.0, 2.0, 2.5], 2)
-    assert _out_of_patience([3.0, 2.0, 2.5, 2.2], 2)
-    assert not _out_of_patience([3.0, 2.0, 2.5, 1.9], 2)
-    assert not _out_of_patience([], 1)
+    assert not _stops_early([3.0, 2.0, 2.5], 2)
+    assert _stops_early([3.0, 2.0, 2.5, 2.2], 2)
+    assert not _stops_early([3.0, 2.0, 2.5, 1.9], 2)
+    assert not _stops_early([], 1)
     # a learning rate at which it gets worse from the first evaluation on
     optimizer = dataclasses.replace(
         small_run.optimizer, learning_rate=1.0, schedule="constant", warmup_steps=0

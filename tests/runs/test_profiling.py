@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgpt import fit
-from jgpt.runs.profiling import CompilationWatch, keep_compilations
+from jgpt.runs.profiling import CompilationWatch, enable_compilation_cache
 from jgpt.runs.progress import Progress
 
 COMPILATION_CACHE = (
@@ -38,19 +38,19 @@ def test_compilations_are_kept_in_a_folder_of_the_machine_in_the_users_cache(
     compilation_cache, user_cache
 ):
     jax.config.update("jax_compilation_cache_dir", None)
-    keep_compilations()
+    enable_compilation_cache()
     folder, seconds, size = compilation_cache()
     assert Path(folder) == user_cache / "compiled" / platform.node()
     assert 0 < seconds < 1  # JAX's own default leaves out what takes less than a second
     assert size == 2**30
-    keep_compilations()
+    enable_compilation_cache()
     assert compilation_cache() == [folder, seconds, size]
 
 
 def test_a_compilation_cache_that_was_chosen_is_left_alone(compilation_cache, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     chosen = compilation_cache()
-    keep_compilations()
+    enable_compilation_cache()
     assert compilation_cache() == chosen
     assert chosen[0] == str(tmp_path)
 
