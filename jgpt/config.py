@@ -70,7 +70,7 @@ class ModelConfig:
     """The model. Families of GPT differ only by values of these fields."""
 
     architecture: Literal["gpt", "bigram"] = "gpt"
-    """A transformer, or a bigram: a table of next-token logits, whose only size is vocab_size."""
+    """A GPT, or a bigram model: a table of next-token logits, whose only size is vocab_size."""
     vocab_size: int = 65
     """Tokens in the vocabulary. Training takes it from the tokenizer."""
     block_size: int = 64

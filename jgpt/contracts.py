@@ -48,7 +48,7 @@ LEGEND: dict[str, str] = {
     "features": "features of all heads concatenated",
     "in_features": "input features of a linear layer",
     "out_features": "output features of a linear layer",
-    "rows": "any leading axes, which an operation on the last axis leaves alone",
+    "rows": "any leading axes of an operation on the last axis",
     "chunks": "chunks of a batch whose logits are computed in turn",
     "chunk": "positions in a chunk",
     "steps": "optimizer steps in a call",

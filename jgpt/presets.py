@@ -60,7 +60,7 @@ _modern_cpu = TrainConfig(
 
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "bigram": (
-        "the lecture's table of next-token logits",
+        "the lecture's bigram model",
         TrainConfig(
             name="bigram",
             model=ModelConfig(architecture="bigram", block_size=8),
@@ -95,7 +95,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         ),
     ),
     "modern-cpu": (
-        "what learns fastest on two CPU cores: rotary, windows, n-grams, Muon (2.8M parameters)",
+        "fastest to train on two CPU cores: rotary, windows, n-grams, Muon (2.8M parameters)",
         _modern_cpu,
     ),
     "nanogpt-cpu": (
@@ -119,7 +119,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         ),
     ),
     "gpt2": (
-        "GPT-2 124M: 12 layers, 768 features, block 1024, byte-pairs",
+        "GPT-2 124M: 12 layers, 768 features, block 1024, BPE",
         TrainConfig(
             name="gpt2",
             model=ModelConfig(
@@ -144,7 +144,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         ),
     ),
     "tiny": (
-        "a GPT that trains in seconds, to try things with",
+        "a small GPT that trains in seconds, for experiments",
         TrainConfig(
             name="tiny",
             model=ModelConfig(block_size=16, num_layers=2, num_heads=2, embed_dim=32),

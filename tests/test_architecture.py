@@ -1,4 +1,4 @@
-"""The floors: a folder imports from the floors below it, never from a sibling."""
+"""The layers of the package: a folder imports from the layers below it, never from a sibling."""
 
 import ast
 import graphlib
@@ -7,7 +7,7 @@ from pathlib import Path
 import jgpt
 
 PACKAGE = Path(jgpt.__file__).parent
-FLOORS = (
+LAYERS = (
     ("contracts",),
     ("config", "presets", "hardware"),
     ("nn", "data"),
@@ -15,8 +15,8 @@ FLOORS = (
     ("runs",),
     ("cli",),
 )
-"""From the ground up. Files of one folder, and of the second floor, are free but for cycles."""
-FREE_AMONG_THEMSELVES = FLOORS[1]
+"""From the bottom up. Inside a folder and inside the second layer, only cycles are forbidden."""
+MAY_IMPORT_EACH_OTHER = LAYERS[1]
 
 
 def imports(source: str) -> set[str]:
@@ -26,21 +26,21 @@ def imports(source: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: a relative import hides where it leads"
+            assert node.level == 0, f"line {node.lineno}: no relative imports"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return {name for name in found if name.split(".")[0] == "jgpt"}
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def floor_of(module: str) -> int:
-    return next(i for i, rooms in enumerate(FLOORS) if room_of(module) in rooms)
+def layer_of(module: str) -> int:
+    return next(i for i, folders in enumerate(LAYERS) if folder_of(module) in folders)
 
 
 def violations(sources: dict[str, str]) -> list[str]:
-    """What is wrong between modules, by the names of those that import."""
+    """The forbidden imports and cycles, one line each."""
     wrong, graph = [], {}
     for module, source in sources.items():
         needed = imports(source)
@@ -49,14 +49,14 @@ def violations(sources: dict[str, str]) -> list[str]:
         graph[module] = needed & set(sources)
         for other in needed:
             if other in ("jgpt", ""):
-                wrong.append(f"{module} imports from the package, which is its roof")
+                wrong.append(f"{module} imports from the package's root")
                 continue
-            siblings = room_of(module) == room_of(other) or {
-                room_of(module),
-                room_of(other),
-            } <= set(FREE_AMONG_THEMSELVES)
-            if not (floor_of(other) < floor_of(module) or siblings):
-                wrong.append(f"{module} imports {other}, which is not on a floor below it")
+            siblings = folder_of(module) == folder_of(other) or {
+                folder_of(module),
+                folder_of(other),
+            } <= set(MAY_IMPORT_EACH_OTHER)
+            if not (layer_of(other) < layer_of(module) or siblings):
+                wrong.append(f"{module} imports {other}, which is not in a layer below it")
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -73,7 +73,7 @@ def package() -> dict[str, str]:
     }
 
 
-def test_the_floors_hold():
+def test_the_layers_hold():
     assert violations(package()) == []
     planted = {
         "jgpt.config": "def f():\n    from jgpt.presets import preset",
@@ -86,9 +86,9 @@ def test_the_floors_hold():
     }
     assert sorted(violations(planted)) == [
         "a cycle: jgpt.config -> jgpt.presets -> jgpt.config",
-        "jgpt.data.corpus imports from the package, which is its roof",
-        "jgpt.nn.heads imports jgpt.training.step, which is not on a floor below it",
-        "jgpt.nn.loss imports jgpt.data.corpus, which is not on a floor below it",
+        "jgpt.data.corpus imports from the package's root",
+        "jgpt.nn.heads imports jgpt.training.step, which is not in a layer below it",
+        "jgpt.nn.loss imports jgpt.data.corpus, which is not in a layer below it",
     ]
 
 
@@ -97,9 +97,9 @@ def test_every_public_name_is_there():
     assert all(getattr(jgpt, name) is not None for name in jgpt.__all__)
 
 
-def test_readme_names_the_same_floors():
+def test_readme_names_the_same_layers():
     text = (PACKAGE.parent / "README.md").read_text()
     section = text[text.index("## Architecture") :].partition("```text\n")[2].partition("```")[0]
     lines = [line.split("  ")[0] for line in section.splitlines()]
-    rooms = [[name.strip(" /") for name in line.split(",")] for line in lines if line]
-    assert rooms == [list(floor) for floor in FLOORS]
+    folders = [[name.strip(" /") for name in line.split(",")] for line in lines if line]
+    assert folders == [list(layer) for layer in LAYERS]

@@ -24,7 +24,7 @@ CORPORA = {
 }
 
 Download = Callable[[int, int | None], None]
-"""Told of the bytes that have come and of how many there will be, if that is known."""
+"""A callback: bytes received so far, and the total if it is known."""
 
 
 def read_text(sources: Sequence[str], *, on_download: Download | None = None) -> str:

@@ -148,7 +148,7 @@ class BPETokenizer:
             if lines[0].startswith("#version"):
                 pairs = pairs[1:]
             model = tokenizers.models.BPE(vocab=vocab, merges=pairs)
-        except Exception as error:  # the library raises bare Exception for a bad vocabulary
+        except Exception as error:  # the library raises a bare Exception for a bad vocabulary
             raise ValueError(f"{directory}: not GPT-2's vocabulary and merges: {error}") from error
         backend = _byte_level(tokenizers, model)
         if END_OF_TEXT in vocab:
@@ -200,7 +200,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return BPETokenizer(_tokenizers().Tokenizer.from_str(json.dumps(values["tokenizer"])))
     except (ModuleNotFoundError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # tokenizers panics with an exception of its own
+    except BaseException as error:  # a panic in tokenizers is not an Exception
         raise ValueError(f"not a tokenizer: {error!r}") from error
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 

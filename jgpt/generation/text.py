@@ -118,7 +118,7 @@ class _Detokenizer:
         return self._emit(text, len(text) - self._held_back(text))
 
     def finish(self) -> str:
-        """The text that was held back; no more tokens come."""
+        """The rest of the text, after the last token."""
         text = self._tokenizer.decode(self._tokens)
         return "" if self.ended else self._emit(text, len(text))
 

@@ -139,7 +139,7 @@ def _shards(index: dict[str, Any]) -> dict[str, str]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: weights are read from safetensors alone")
+        raise FileNotFoundError(f"{path} is missing: only safetensors weights are supported")
     with prefix_errors(Path(path.name)):
         try:
             # as JAX arrays, which support bfloat16

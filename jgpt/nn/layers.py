@@ -133,7 +133,7 @@ _low_precision_product.defvjp(
 
 
 class Embedding(Module):
-    """Embedding table. Indices must lie in it: the gather checks nothing."""
+    """Embedding table. Indices are not checked: they must be in range."""
 
     @typed
     def __init__(

@@ -38,7 +38,7 @@ _STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
 
 
 class _OrbaxWarnings(logging.Filter):
-    """Filters Orbax's log messages below errors, and those of nobody else."""
+    """Drops Orbax's log messages below errors, and no others."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts
@@ -326,7 +326,7 @@ def load(
 def write_run(
     path: Path, model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RunDirectory:
-    """Save a model from elsewhere as a run at step 0, atomically."""
+    """Save an imported model as a run at step 0, atomically."""
     if path.exists():
         raise FileExistsError(f"{path} already exists: choose another directory")
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))

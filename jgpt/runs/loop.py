@@ -168,7 +168,7 @@ def _prepare(
         on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
-    # the run records the dtype that its `auto` meant
+    # the run's config records the dtype that `auto` was resolved to
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
     config = dataclasses.replace(config, model=model)
     if resumes:

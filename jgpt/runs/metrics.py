@@ -23,7 +23,7 @@ SCHEMA = {
     "validation_loss": "exact, every validation target once; on the steps that were evaluated",
     "tokens": "tokens trained on since step 0; this and the rest on the last step of each call",
     "seconds": "spent training since step 0, evaluations and resumed runs included",
-    "tokens_per_second": "of training alone since the last evaluation; absent while compiling",
+    "tokens_per_second": "of training since the last evaluation; absent while compiling",
     "model_flops_utilisation": "of the device's dense 16-bit peak; absent where that is unknown",
     "memory_bytes": "the most in use so far: on the device, or by the process on a CPU",
 }

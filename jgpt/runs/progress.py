@@ -20,7 +20,7 @@ class Progress:
         """The validation split was evaluated."""
 
     def warned(self, message: str) -> None:
-        """A warning; training goes on."""
+        """A warning; training continues."""
 
     def downloaded(self, received: int, total: int | None) -> None:
         """A corpus is being downloaded; sizes in bytes."""

@@ -23,7 +23,7 @@ _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's ke
 @record
 @dataclass(frozen=True)
 class TrainState:
-    """What training carries from step to step."""
+    """The train state: weights, optimizer state and step."""
 
     weights: Weights
     optimizer: PyTree[Float[Array, "..."] | Int[Array, ""]]
