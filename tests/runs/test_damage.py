@@ -220,9 +220,10 @@ print(jgpt.runs.loop.evaluate({str(trained.directory)!r}).loss)
             assert not [word for word in unsafe if f" {word}" in path.read_text()], path.name
 
 
-@pytest.mark.parametrize("inputs", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(fuzz.TARGETS))
-def test_mutated_files_raise_documented_errors_alone(name, inputs):
+def test_mutated_files_raise_documented_errors_alone(name):
+    inputs = 60 if "checkpoint" in name or name == "config.json" else 200
     result = fuzz.in_a_process(name, fuzz.Options(inputs=inputs, seed=1))
     assert result["escapes"] == []
     assert result["refused"] + result["loaded"] == inputs
