@@ -23,7 +23,14 @@ from jgpt.hardware import Platform, current_platform
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
 from jgpt.runs.directory import CHECKPOINTS, RunDirectory
-from jgpt.runs.manifest import Manifest, files_below, sha256_of, sync_directory, verify
+from jgpt.runs.manifest import (
+    Manifest,
+    files_below,
+    sha256_of,
+    sync_below,
+    sync_directory,
+    verify,
+)
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, abstract_state
 
@@ -62,6 +69,7 @@ class Checkpoints:
         self._saving: Future[None] | None = None
         if not read_only:
             self._path.mkdir(exist_ok=True)
+            sync_directory(run.path)
             self._remove_unfinished()
 
     def __enter__(self) -> Self:
@@ -249,6 +257,7 @@ class Checkpoints:
         """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""
         try:
             self._orbax.wait_until_finished()
+            sync_below(partial)  # Orbax syncs arrays, but not its metadata
             Manifest(
                 step=step,
                 validation_loss=validation_loss,
@@ -280,7 +289,10 @@ class Checkpoints:
         )
 
     def _delete_old(self) -> None:
-        """Delete all but the best, the last and every Nth; rename first, so none is partial."""
+        """Delete all but the best, the last and every Nth.
+
+        They are renamed first, durably, so that none with the name of a step is ever partial.
+        """
         steps = self.steps()
         try:
             best = self._by_loss()[: self._config.keep_best]
@@ -288,11 +300,13 @@ class Checkpoints:
             return  # with a damaged one, keep all
         kept = {*best, *steps[-self._config.keep_last :]}
         every = self._config.keep_every
-        for step in set(steps) - kept:
-            if every is None or step % every:
-                deleting = self._path / f"deleting-{step}"
-                os.replace(self._path / str(step), deleting)
-                shutil.rmtree(deleting)
+        doomed = [step for step in steps if step not in kept and (every is None or step % every)]
+        for step in doomed:
+            os.replace(self._path / str(step), self._path / f"deleting-{step}")
+        if doomed:
+            sync_directory(self._path)
+        for step in doomed:
+            shutil.rmtree(self._path / f"deleting-{step}")
 
     def _remove_unfinished(self) -> None:
         for entry in self._path.iterdir():
@@ -338,6 +352,7 @@ def write_run(
         with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
         os.replace(partial, path)
+        sync_directory(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return RunDirectory(path)

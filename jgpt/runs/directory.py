@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
+from jgpt.runs.manifest import sync_directory
 
 if sys.platform == "win32":
     import msvcrt
@@ -165,6 +166,7 @@ class RunDirectory:
                     text = text[os.write(descriptor, text) :]
                 if durable:
                     os.fsync(descriptor)
+                    sync_directory(self.path)
             except OSError as error:
                 os.truncate(descriptor, size)
                 raise OSError(
@@ -206,7 +208,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write atomically."""
+    """Write atomically and durably."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
@@ -214,6 +216,7 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+    sync_directory(path.parent)
 
 
 def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:

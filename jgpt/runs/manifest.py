@@ -92,6 +92,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sync_below(directory: Path) -> None:
+    """fsync all files and directories below a directory."""
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            with path.open("r+b") as file:  # Windows syncs only what is open for writing
+                os.fsync(file.fileno())
+
+
 def sync_directory(directory: Path) -> None:
     """fsync a directory, so that its entries are durable."""
     if hasattr(os, "O_DIRECTORY"):
