@@ -1,0 +1,306 @@
+"""What a killed process, or a power cut, leaves of a run: one that loads and goes on.
+
+A process that is killed leaves every call that it made. After a power cut only that is certain
+which was fsynced: a file's content, and in a directory the names of its entries. So each test
+records the calls, and after each one looks at all that a crash could have left.
+"""
+
+import dataclasses
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jgpt import CharTokenizer, ModelConfig, TrainConfig, create_model, fit, load
+from jgpt.runs import checkpoints, directory, manifest
+from jgpt.runs.checkpoints import Checkpoints, write_run
+from jgpt.runs.directory import RunDirectory
+from jgpt.training.step import TrainState, init_state
+
+CONFIG = TrainConfig(
+    model=ModelConfig(vocab_size=3, block_size=5, num_layers=1, num_heads=1, embed_dim=4),
+    keep_last=1,
+)
+TOKENIZER = CharTokenizer("abc")
+
+
+class Disk:
+    """Stands in for `os` and `shutil` in the modules that write runs.
+
+    `calls` are those made, with names relative to `root`; `views` are copies of `root` as crashes
+    may have left it after each change of a name.
+    """
+
+    def __init__(self, root: Path, views: Path) -> None:
+        self.root, self._views = root, views
+        self.calls: list[str] = []
+        self.views: list[Path] = []
+        self._synced: dict[int, bytes] = {}
+        self._unsynced_names: list[tuple[Path, Path, bytes | None]] = []
+
+    def __getattr__(self, name):
+        return getattr(os if hasattr(os, name) else shutil, name)
+
+    def write(self, descriptor, data):
+        self._note("write", self._path(descriptor))
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor):
+        path = self._path(descriptor)
+        self._note("fsync", path)
+        os.fsync(descriptor)
+        if path.is_dir():
+            self._unsynced_names = [each for each in self._unsynced_names if each[1].parent != path]
+        else:
+            self._synced[path.stat().st_ino] = path.read_bytes()
+
+    def replace(self, source, target):
+        self._note("rename", source, target)
+        old = target.read_bytes() if target.is_file() else None
+        os.replace(source, target)
+        self._unsynced_names.append((source, target, old))
+        self._crash()
+
+    def rmtree(self, path, ignore_errors=False):
+        if not Path(path).exists():
+            return
+        self._note("delete", path)
+        for manifest_file in Path(path).rglob("manifest.json"):
+            manifest_file.unlink()
+            self._crash()  # half deleted
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+        self._crash()
+
+    def _note(self, what, *paths):
+        names = (Path(path).relative_to(self.root).as_posix() for path in paths)
+        self.calls.append(" ".join([what, *names]))
+
+    def _path(self, descriptor):
+        inode = os.fstat(descriptor).st_ino
+        everything = itertools.chain([self.root], self.root.rglob("*"))
+        return next(path for path in everything if path.stat().st_ino == inode)
+
+    def _crash(self):
+        """Keep all that a crash may leave now: of the unsynced names any may be lost."""
+        self._copy(lost=(), durable=False)
+        for count in range(len(self._unsynced_names) + 1):
+            for lost in itertools.combinations(self._unsynced_names, count):
+                self._copy(lost, durable=True)
+
+    def _copy(self, lost, durable):
+        view = self._views / str(len(self.views))
+        shutil.copytree(self.root, view)
+        if durable:
+            for path in self.root.rglob("*"):
+                if path.is_file():
+                    content = self._synced.get(path.stat().st_ino, b"")
+                    (view / path.relative_to(self.root)).write_bytes(content)
+        for source, target, old in reversed(lost):
+            source, target = (view / path.relative_to(self.root) for path in (source, target))
+            if target.exists():
+                os.replace(target, source)
+                if old is not None:
+                    target.write_bytes(old)
+        self.views.append(view)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch) -> Disk:
+    (tmp_path / "disk").mkdir()
+    disk = Disk(tmp_path / "disk", tmp_path / "views")
+    for module in (checkpoints, directory, manifest):
+        monkeypatch.setattr(module, "os", disk)
+    for module in (checkpoints, directory):
+        monkeypatch.setattr(module, "shutil", disk)
+    return disk
+
+
+@pytest.fixture(scope="module")
+def initial() -> TrainState:
+    return init_state(CONFIG)
+
+
+def state_of(initial: TrainState, step: int) -> TrainState:
+    return dataclasses.replace(initial, step=jnp.int32(step))
+
+
+def save(run: RunDirectory, initial: TrainState, losses: dict[int, float]) -> None:
+    with Checkpoints(run) as saved:
+        for step, loss in losses.items():
+            saved.save(state_of(initial, step), loss)
+
+
+def steps_that_load(view: Path) -> list[int]:
+    """The steps of a run's checkpoints, of which the best and the last are loaded."""
+    with Checkpoints(RunDirectory.open(view), read_only=True) as found:
+        steps = found.steps()
+    if steps:
+        load(view, which="best")
+        load(view, which="last")
+    return steps
+
+
+def test_a_file_is_on_disk_before_its_name_is_and_its_name_before_we_go_on(disk):
+    RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
+    assert disk.calls == [
+        "fsync run/tokenizer.json.partial",
+        "rename run/tokenizer.json.partial run/tokenizer.json",
+        "fsync run",
+        "fsync run/config.json.partial",
+        "rename run/config.json.partial run/config.json",
+        "fsync run",
+    ]
+    for view in disk.views:
+        if RunDirectory.exists(view / "run"):
+            assert RunDirectory(view / "run").config() == CONFIG
+            assert RunDirectory(view / "run").tokenizer().to_json() == TOKENIZER.to_json()
+        else:
+            assert RunDirectory.holds_nothing_else(view / "run")
+
+
+def test_a_config_that_is_written_again_is_the_old_or_the_new_one(disk):
+    run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
+    before, new = len(disk.views), dataclasses.replace(CONFIG, steps=7)
+    run.write_config(new)
+    found = [RunDirectory(view / "run").config() for view in disk.views[before:]]
+    assert found == [new, new, CONFIG]  # killed, and after a power cut without and with a loss
+
+
+def test_metrics_are_fsynced_when_they_shall_be_durable(disk):
+    run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
+    before = len(disk.calls)
+    run.append_metrics([{"step": 1, "loss": 2.0}])
+    assert disk.calls[before:] == ["write run/metrics.jsonl"]
+    run.append_metrics([{"step": 2, "loss": 1.5}], durable=True)
+    run.append_provenance({"step": 0})
+    assert disk.calls[before + 1 :] == [
+        "write run/metrics.jsonl",
+        "fsync run/metrics.jsonl",
+        "fsync run",
+        "write run/provenance.jsonl",
+        "fsync run/provenance.jsonl",
+        "fsync run",
+    ]
+
+
+def test_a_checkpoint_is_on_disk_before_it_counts_and_before_others_are_deleted(disk, initial):
+    run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
+    before = len(disk.calls)
+    save(run, initial, {1: 3.0})
+    new = run.path / "checkpoints" / "1"
+    below = {f"fsync run/checkpoints/saving-1/{path.relative_to(new)}" for path in new.rglob("*")}
+    calls = disk.calls[before:]
+    assert calls[0] == "fsync run"  # which has a new folder
+    # every file and folder that Orbax has written, then the manifest that vouches for them
+    manifest_s = "fsync run/checkpoints/saving-1/manifest.json"
+    assert len(below) > 60
+    assert set(calls[1 : len(below)]) == below - {manifest_s}
+    renamed = [
+        manifest_s,
+        "fsync run/checkpoints/saving-1",
+        "rename run/checkpoints/saving-1 run/checkpoints/1",
+        "fsync run/checkpoints",
+    ]
+    assert calls[len(below) :] == renamed
+
+    before = len(disk.calls)
+    save(run, initial, {2: 2.0})
+    calls = disk.calls[before:]
+    assert calls[-7:] == [
+        *(call.replace("saving-1", "saving-2").replace("/1", "/2") for call in renamed),
+        "rename run/checkpoints/1 run/checkpoints/deleting-1",
+        "fsync run/checkpoints",
+        "delete run/checkpoints/deleting-1",
+    ]
+
+
+def test_whenever_it_crashes_the_best_and_the_last_checkpoint_load(disk, initial):
+    run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
+    kept = {0: set(), 1: {1}, 2: {1, 2}, 3: {3}}
+    for step, loss in {1: 1.0, 2: 2.0, 3: 0.5}.items():
+        before = len(disk.views)
+        save(run, initial, {step: loss})
+        assert len(disk.views) > before + 2
+        for view in disk.views[before:]:
+            found = {*steps_that_load(view / "run")}
+            assert found >= kept[step - 1] or found >= kept[step], (view, found)
+
+
+def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch):
+    """What a checkpoint's step needs is durable before it counts: metrics, and the provenance."""
+    save = Checkpoints.save
+
+    def save_and_wait(self, *arguments):
+        save(self, *arguments)
+        self.wait()  # or copies are made while Orbax renames
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_wait)
+    out = disk.root / "run"
+    config = dataclasses.replace(small_run, out=str(out), sample_tokens=0, keep_last=1)
+    fit(config, overwrite=True)
+    last = []
+    for view in disk.views:
+        if not RunDirectory.exists(view / "run"):
+            assert RunDirectory.holds_nothing_else(view / "run")
+            continue
+        run = RunDirectory.open(view / "run")
+        assert (run.config().steps, run.tokenizer().vocab_size) == (11, 21)
+        steps = steps_that_load(run.path)
+        last.append(steps[-1] if steps else 0)
+        metrics = [line["step"] for line in run.metrics()]
+        assert metrics[: last[-1]] == list(range(1, last[-1] + 1))
+        assert len(run.provenance()) == 1 or not steps
+    assert sorted(set(last)) == [0, 4, 8, 11]
+    # the view after a power cut in the middle is a run like any other
+    middle = next(
+        view for view, step in zip(disk.views[-len(last) :], last, strict=True) if step == 8
+    )
+    monkeypatch.undo()
+    resumed = fit(dataclasses.replace(config, out=str(middle / "run")), resume=True)
+    assert [line["step"] for line in RunDirectory(resumed.directory).metrics()] == [*range(1, 12)]
+
+
+def test_an_imported_run_is_there_as_a_whole_or_not_at_all(disk):
+    model = create_model(CONFIG.model, rngs=nnx.Rngs(0))
+    write_run(disk.root / "run", model, TOKENIZER, CONFIG)
+    assert disk.calls[-2:] == ["rename run.partial run", "fsync ."]
+    there = [(view / "run").exists() for view in disk.views]
+    assert there[-3:] == [
+        True,
+        True,
+        False,
+    ]  # killed, and after a power cut without and with a loss
+    assert not any(there[:-3])
+    assert [steps_that_load(view / "run") for view in disk.views[-3:-1]] == [[0], [0]]
+
+
+def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initial, monkeypatch):
+    """The config goes last: a directory without one would be nobody's."""
+    run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
+    save(run, initial, {1: 3.0})
+    run.append_metrics([{"step": 1, "loss": 3.0}])
+    run.append_provenance({"step": 0})
+    run.write_samples("text")
+    before, unlink = len(disk.views), Path.unlink
+
+    def unlink_and_crash(path, missing_ok=False):
+        unlink(path, missing_ok)
+        if path.is_relative_to(run.path) and "checkpoints" not in path.parts:
+            disk._crash()
+
+    monkeypatch.setattr(Path, "unlink", unlink_and_crash)
+    run.delete()
+    monkeypatch.undo()
+    assert len(disk.views) - before > 10
+    left = []
+    for view in disk.views[before:]:
+        if RunDirectory.exists(view / "run"):
+            assert RunDirectory.open(view / "run").config() == CONFIG
+        else:
+            assert RunDirectory.holds_nothing_else(view / "run")
+        left.append(sorted(path.name for path in (view / "run").iterdir()))
+    assert left[-1] == []
