@@ -55,6 +55,27 @@ def test_the_best_and_the_last_two_checkpoints_are_kept(saved, small_run, initia
     assert bits(last) == bits(numbered(initial, 4).weights)
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ({"keep_best": 1, "keep_last": 1}, {2, 7}),
+        ({"keep_best": 3, "keep_last": 1}, {2, 4, 5, 7}),
+        ({"keep_best": 1, "keep_last": 3}, {2, 5, 6, 7}),
+        ({"keep_best": 2, "keep_last": 1, "keep_every": 3}, {2, 3, 4, 6, 7}),
+    ],
+    ids=str,
+)
+def test_the_config_says_how_many_are_kept(tmp_path, small_run, initial, policy, kept):
+    config = dataclasses.replace(small_run, **policy)
+    run = RunDirectory.create(tmp_path / "run", config, CharTokenizer("ab"))
+    with Checkpoints(run) as checkpoints:
+        # one that was stopped before its evaluation is never the best
+        for step, loss in enumerate((9.0, 1.0, 7.0, 2.0, 3.0, None, 8.0), start=1):
+            checkpoints.save(numbered(initial, step), loss)
+        checkpoints.wait()
+        assert {*checkpoints.steps()} == kept
+
+
 def test_the_last_state_is_restored_bit_by_bit(saved, small_run, initial):
     with Checkpoints(saved) as checkpoints:
         restored = checkpoints.restore(small_run)
