@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jgpt import fit
+from jgpt import ModelConfig, TrainConfig, fit
 from jgpt.hardware import peak_flops
+from jgpt.runs import loop
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.metrics import SCHEMA
+from jgpt.runs.metrics import SCHEMA, Recorder
+from jgpt.training.step import Metrics
 
 
 def test_metrics_say_what_the_schema_says_and_no_more(trained):
@@ -25,6 +29,120 @@ def test_metrics_say_what_the_schema_says_and_no_more(trained):
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     assert speeds
     assert all(1 < speed < 1e7 for speed in speeds)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set, and a machine whose numbers are known."""
+    clock = types.SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr("jgpt.runs.metrics.time", clock)
+    monkeypatch.setattr("jgpt.runs.metrics.peak_flops", lambda: 1e6)
+    monkeypatch.setattr("jgpt.runs.metrics.memory_in_use", lambda: 12345)
+    return clock
+
+
+MODEL = ModelConfig(vocab_size=21, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
+# for each token: twice the weights of attention, MLP and head, and twice the keys and values met
+FORWARD = 2 * (4 * 12 * 12 + 2 * 12 * 48 + 12 * 21) + 2 * (2 * 7 * 12)
+TRAINING = FORWARD + 2 * FORWARD  # a backward pass has products for inputs and for weights
+
+
+def metrics_of(*losses: float) -> Metrics:
+    """Those of a call of steps, with room for one step more."""
+    row = jnp.array([*losses, -1.0])
+    return jax.block_until_ready(Metrics(row, row / 2, row / 4))
+
+
+def test_every_number_by_hand(clock, tmp_path):
+    config = TrainConfig(model=MODEL, batch_size=5)  # 35 tokens a step
+    recorder = Recorder(config, RunDirectory(tmp_path), [], 1000)
+    clock.now = 107.5
+    recorder.add(0, 3, metrics_of(4.0, 3.5, 3.25))  # the call that compiled
+    clock.now = 110.0
+    recorder.start_clock()
+    clock.now = 112.0
+    recorder.add(3, 1, metrics_of(3.0))
+    recorder.finish(2.5)
+    clock.now = 122.0
+    recorder.start_clock()  # the evaluation took ten seconds
+    clock.now = 125.0
+    recorder.add(4, 2, metrics_of(2.75, 2.625))
+    clock.now = 127.0
+    recorder.add(6, 1, metrics_of(2.25))
+    recorder.finish()
+
+    def step(number, loss, **more):
+        return {
+            "step": number,
+            "loss": loss,
+            "gradient_norm": loss / 2,
+            "learning_rate": loss / 4,
+            **more,
+        }
+
+    def measured(tokens, seconds, steps=0, since=0):
+        always = {"tokens": tokens, "seconds": seconds, "memory_bytes": 12345}
+        if not steps:
+            return always
+        speed = steps * 35 / since
+        return always | {
+            "tokens_per_second": round(speed, 1),
+            "model_flops_utilisation": round(speed * TRAINING / 1e6, 5),
+        }
+
+    lines = [
+        step(1, 4.0),
+        step(2, 3.5),
+        step(3, 3.25, **measured(105, 7.5)),
+        step(4, 3.0, **measured(140, 12.0, 1, 2), validation_loss=2.5),
+        step(5, 2.75),
+        step(6, 2.625, **measured(210, 25.0, 2, 3)),
+        step(7, 2.25, **measured(245, 27.0, 3, 5)),
+    ]
+    assert RunDirectory(tmp_path).metrics() == lines
+    assert [line.get("tokens_per_second") for line in lines[3:]] == [17.5, None, 23.3, 21.0]
+    assert [line.get("model_flops_utilisation") for line in lines[3:]] == [
+        *(0.22554, None, 0.30072, 0.27065),
+    ]
+
+    # a day later the run is resumed; its seconds go on
+    clock.now = 90_000.0
+    recorder = Recorder(config, RunDirectory(tmp_path), [], 1000)
+    clock.now = 90_004.0
+    recorder.add(7, 1, metrics_of(2.0))
+    recorder.finish()
+    assert RunDirectory(tmp_path).metrics() == [*lines, step(8, 2.0, **measured(280, 31.0))]
+
+
+def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
+    clock, small_run, tmp_path, monkeypatch
+):
+    """A step takes a second, an evaluation a thousand."""
+
+    def timed(make, seconds):
+        def make_timed(config):
+            call = make(config)
+
+            def run(*arguments):
+                clock.now += seconds(arguments)
+                return call(*arguments)
+
+            return run
+
+        return make_timed
+
+    steps = timed(loop.make_train_steps, lambda arguments: arguments[3])
+    monkeypatch.setattr(loop, "make_train_steps", steps)
+    monkeypatch.setattr(loop, "make_eval_step", timed(loop.make_eval_step, lambda _: 1000))
+    monkeypatch.setattr("jgpt.runs.metrics._is_ready", lambda _: True)
+    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), sample_tokens=0)
+    lines = [line for line in RunDirectory(fit(config).directory).metrics() if "seconds" in line]
+    # calls of three steps, cut short where there is an evaluation: after 4, 8 and 11
+    assert [(line["step"], line["seconds"]) for line in lines] == [
+        *((3, 3.0), (4, 4.0), (7, 1007.0), (8, 1008.0), (11, 2011.0)),
+    ]
+    assert [line["tokens"] for line in lines] == [105, 140, 245, 280, 385]
+    assert [line.get("tokens_per_second") for line in lines] == [None, 35.0, 35.0, 35.0, 35.0]
 
 
 def test_provenance_tells_what_a_run_was_made_with(trained):
