@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import DataConfig, fit, load
+from jgpt import DataConfig, fit, generate, load
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.nn.loss import token_losses
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
@@ -318,6 +318,60 @@ def test_patience_stops_and_the_best_is_kept(small_run, tmp_path):
     assert len(RunDirectory.open(again.directory).metrics()) == len(lines)
 
 
+def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run, tmp_path):
+    """At a learning rate at which the last model is not the best."""
+    worse = with_changes(
+        small_run, "optimizer", learning_rate=0.3, schedule="constant", warmup_steps=0
+    )
+    config = dataclasses.replace(worse, out=str(tmp_path / "run"), steps=8, eval_interval=2)
+    run = fit(dataclasses.replace(config, eval_tokens=50, sample_tokens=60))
+    losses = {
+        line["step"]: line["validation_loss"]
+        for line in lines_of(run.directory)
+        if "validation_loss" in line
+    }
+    assert [*losses] == [2, 4, 6, 8]
+    assert run.best_step == min(losses, key=lambda step: losses[step])
+    assert run.best_step < 8
+    with Checkpoints(RunDirectory(run.directory), read_only=True) as checkpoints:
+        best = checkpoints.restore_weights(run.config, run.best_step)
+    model = nnx.to_pure_dict(nnx.state(run.model))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, model, best))
+
+    tokens, total = load_dataset(run.config.dataset, 7).validation[:50], 0.0
+    for start in range(0, 49, 7):
+        window = jnp.asarray(tokens[None, start : start + 8])
+        total += float(token_losses(run.model(window[:, :-1]), window[:, 1:]).sum())
+    assert run.validation_loss == pytest.approx(total / 49, rel=1e-5)
+    assert run.validation_loss == losses[run.best_step]
+    evaluation = evaluate(run.directory)
+    assert (evaluation.tokens, evaluation.loss) == (49, pytest.approx(total / 49, rel=1e-5))
+
+    def said(temperature):
+        key, prompt = jax.random.key(2**32 - 1), jnp.asarray(run.tokenizer.encode("\n"))[None]
+        drawn = generate(run.model, prompt, 60, key=key, temperature=temperature)
+        return run.tokenizer.decode(np.asarray(drawn[0]))
+
+    assert run.sample == said(0.8)  # as `jgpt sample`'s default
+    assert len({said(0.0), said(0.7), said(0.8), said(0.9), said(1.0)}) > 3
+
+
+def test_overwriting_forgets_the_old_text_too(small_run, tmp_path):
+    """Or its provenance would stand in the way of resuming with the new one."""
+    text = "so long lives this, and this gives life to thee " * 40
+    (tmp_path / "old.txt").write_text(text)
+    (tmp_path / "new.txt").write_text(text[::-1])
+    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), steps=1, sample_tokens=0)
+    for name in ("old", "new"):
+        dataset = DataConfig(data=(str(tmp_path / f"{name}.txt"),))
+        config = dataclasses.replace(config, dataset=dataset)
+        fit(config, overwrite=True)
+        (line,) = RunDirectory(tmp_path / "run").provenance()
+        assert line["corpus_sha256"] == load_dataset(dataset, 7).digest
+    resumed = fit(dataclasses.replace(config, steps=2), resume=True)
+    assert [line["step"] for line in RunDirectory(resumed.directory).provenance()] == [0, 1]
+
+
 def test_the_keep_policy_is_the_config_s(small_run, tmp_path):
     config = dataclasses.replace(
         small_run, out=str(tmp_path / "run"), eval_interval=1, keep_last=1, keep_every=4
@@ -340,6 +394,21 @@ def test_what_cannot_work_is_refused_before_it_compiles(small_run, tmp_path, mon
     with pytest.raises(ValueError, match="choose a smaller model"):
         fit(dataclasses.replace(small_run, out=out))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_room_that_the_checkpoints_need_is_said_in_mebibytes(small_run, tmp_path, monkeypatch):
+    """A state of 2 MiB: the best three, the last four, and the one that is being written."""
+    monkeypatch.setattr("jgpt.runs.loop.bytes_of", lambda _: 2 << 20)
+    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), keep_best=3, keep_last=4)
+    disk = types.SimpleNamespace(free=(16 << 20) - 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
+    with pytest.raises(OSError, match=r"has 16 MiB left, .* need 16 MiB"):
+        plan(config)
+    disk.free = 3 << 20
+    with pytest.raises(OSError, match=r"has 3 MiB left, .* need 16 MiB"):
+        plan(config)
+    disk.free = 16 << 20
+    plan(config)
 
 
 def test_a_dry_run_plans_and_writes_nothing(small_run, tmp_path):
