@@ -1,0 +1,90 @@
+"""What a plan says of a run before it starts, computed by hand."""
+
+import dataclasses
+import re
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+from jgpt import ModelConfig, TrainConfig, preset
+from jgpt.data.dataset import load_dataset
+from jgpt.training import plan
+from jgpt.training.plan import (
+    TrainingMemory,
+    bytes_of,
+    make_plan,
+    require_feasible,
+    training_memory,
+)
+from jgpt.training.step import abstract_state
+
+MIB = 1 << 20
+MODEL = ModelConfig(vocab_size=21, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
+BLOCK, HEAD = 4 * 12 * 12 + 2 * 12 * 48, 12 * 21
+FORWARD = 2 * (BLOCK + HEAD) + 2 * (2 * 7 * 12)
+
+
+def test_a_plan_by_hand(small_run, poem, monkeypatch):
+    memory = TrainingMemory(1, 2)
+    monkeypatch.setattr(plan, "training_memory", lambda config: memory)
+    model = dataclasses.replace(small_run.model, vocab_size=21)
+    config = dataclasses.replace(small_run, model=model)
+    characters = len(poem.read_text())
+    planned = make_plan(config, load_dataset(config.dataset, 7), Path("out"))
+    assert planned == plan.Plan(
+        config=config,
+        out=Path("out"),
+        training_tokens=int(characters * 0.9),
+        held_out_tokens=characters - int(characters * 0.9),
+        # the tied embedding, positions, the block with two norms, and the last norm
+        parameters=21 * 12 + 7 * 12 + BLOCK + 2 * 12 + 12,
+        memory=memory,
+        # eleven steps of 5 x 7 tokens; a backward pass costs two forward passes
+        flops=3 * FORWARD * 11 * 5 * 7,
+    )
+
+
+def test_the_donated_state_is_counted_once(monkeypatch):
+    config = TrainConfig(model=MODEL)
+    state = bytes_of(abstract_state(config))
+    # the state goes in and, in the same memory, comes out
+    analysis = types.SimpleNamespace(
+        argument_size_in_bytes=state + 300,
+        output_size_in_bytes=state + 50,
+        alias_size_in_bytes=state,
+        temp_size_in_bytes=7000,
+    )
+    compiled = types.SimpleNamespace(memory_analysis=lambda: analysis)
+    lowered = types.SimpleNamespace(compile=lambda: compiled)
+    steps = types.SimpleNamespace(lower=lambda *_: lowered)
+    monkeypatch.setattr(plan, "make_train_steps", lambda _: steps)
+    assert training_memory(config) == TrainingMemory(state, 300 + 50 + 7000)
+    monkeypatch.setattr(compiled, "memory_analysis", lambda: None)
+    assert training_memory(config) is None
+
+
+def test_a_state_is_parameters_and_two_moments_of_each():
+    parameters = 21 * 12 + 7 * 12 + BLOCK + 3 * 12
+    counts = 3  # the state's step, and one each in Adam and its schedule
+    assert bytes_of(abstract_state(TrainConfig(model=MODEL))) == 4 * (3 * parameters + counts)
+    half = dataclasses.replace(MODEL, param_dtype="bfloat16")
+    assert bytes_of(abstract_state(TrainConfig(model=half))) == 2 * 3 * parameters + 4 * counts
+    assert bytes_of({"a": jax.ShapeDtypeStruct((2, 3), "int8"), "b": jax.numpy.zeros(5)}) == 26
+
+
+def test_memory_is_said_in_mebibytes():
+    said = str(TrainingMemory(state=1234 * MIB, working=3 * MIB // 2))
+    assert re.findall(r"[\d.,]+ MiB", said) == ["1,235.5 MiB", "1,234.0 MiB", "1.5 MiB"]
+
+
+def test_a_state_that_no_device_holds_is_refused_in_gibibytes():
+    config = preset("gpt2")
+    state = 3 * 4 * 124_439_808 + 12
+    require_feasible(config, None)
+    require_feasible(config, state)
+    with pytest.raises(ValueError, match=r"1\.4 GiB, .* 1\.4 GiB"):
+        require_feasible(config, state - 1)
+    with pytest.raises(ValueError, match=r"1\.4 GiB, .* 0\.5 GiB"):
+        require_feasible(config, 1 << 29)
