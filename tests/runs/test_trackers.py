@@ -1,0 +1,71 @@
+"""What trackers are told, and where a resumed run goes on in them."""
+
+import importlib
+import struct
+import sys
+import types
+
+import pytest
+
+from jgpt.runs.trackers import open_tracker
+
+events = importlib.import_module("tensorboardX.proto.event_pb2")
+
+
+def events_of(folder):
+    """A file's records: a length, its checksum, the event, its checksum."""
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            yield events.Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+
+
+def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path):
+    """TensorBoard hides what is at or after the step of a start: here 5, and not 4."""
+    tracker = open_tracker("tensorboard", tmp_path, "name", 4)
+    tracker.log({"step": 5, "loss": 2.5, "validation_loss": 2.25})
+    tracker.log({"step": 6, "loss": 1.5})
+    tracker.close()
+    written = list(events_of(tmp_path / "tensorboard"))
+    starts = [each.step for each in written if each.session_log.status == events.SessionLog.START]
+    assert starts == [5]
+    values = [
+        (event.step, value.tag, value.simple_value)
+        for event in written
+        for value in event.summary.value
+    ]
+    assert values == [(5, "loss", 2.5), (5, "validation_loss", 2.25), (6, "loss", 1.5)]
+
+
+def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path, monkeypatch):
+    begun, logged = [], []
+    run = types.SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end")
+    )
+
+    def init(**options):
+        begun.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
+    for first_step in (0, 4):
+        tracker = open_tracker("wandb", tmp_path, "name", first_step)
+        tracker.log({"step": first_step + 1, "loss": 2.5})
+        tracker.close()
+    assert logged == [(1, {"loss": 2.5}), "end", (5, {"loss": 2.5}), "end"]
+    assert begun[0] == begun[1]
+    assert begun[0] == {
+        "project": "jgpt",
+        "name": "name",
+        "dir": str(tmp_path),
+        "id": (tmp_path / "wandb.id").read_text(),
+        "resume": "allow",
+    }
+
+
+def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # type: ignore[arg-type]
+    with pytest.raises(ModuleNotFoundError, match=r"jgpt\[tensorboard\]"):
+        open_tracker("tensorboard", tmp_path, "name", 0)
