@@ -1,0 +1,210 @@
+"""The presets have the values that were published, and each other value was chosen."""
+
+import dataclasses
+
+import pytest
+
+from jgpt import TrainConfig, preset
+from jgpt.presets import DEFAULT_PRESET, PRESETS
+
+# nanoGPT's README, "I only have a macbook": config/train_shakespeare_char.py with
+# --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000
+# --lr_decay_iters=2000 --dropout=0.0; what that file leaves out is train.py's
+NANOGPT_CPU = {
+    "model.num_layers": 4,
+    "model.num_heads": 4,
+    "model.embed_dim": 128,
+    "model.block_size": 64,
+    "model.dropout": 0.0,
+    "model.activation": "gelu",  # model.py: nn.GELU()
+    "model.qkv_bias": False,  # train.py: bias = False
+    "model.use_bias": False,
+    "model.head_bias": False,
+    "model.tie_embeddings": True,
+    "model.norm_epsilon": 1e-5,
+    "optimizer.optimizer": "adamw",
+    "optimizer.schedule": "cosine",
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.min_learning_rate": 1e-4,
+    "optimizer.warmup_steps": 100,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.99,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.gradient_clip": 1.0,
+    "dataset.tokenizer": "char",
+    "dataset.validation_fraction": 0.1,
+    "steps": 2000,
+    "batch_size": 12,
+    "micro_batches": 1,
+    "eval_interval": 250,
+}
+
+# what each preset changes of that
+CHANGES = {
+    "nanogpt-cpu": {},
+    # nanoGPT's config/train_shakespeare_char.py
+    "nanogpt-char": {
+        "model.num_layers": 6,
+        "model.num_heads": 6,
+        "model.embed_dim": 384,
+        "model.block_size": 256,
+        "model.dropout": 0.2,
+        "model.dtype": "auto",
+        "batch_size": 64,
+        "steps": 5000,
+    },
+    # the model: Radford et al. 2019 and Hugging Face's config.json; the training: nanoGPT's
+    # train.py, whose defaults are "designed to train a gpt2 (124M) on OpenWebText"
+    "gpt2": {
+        "model.vocab_size": 50257,
+        "model.num_layers": 12,
+        "model.num_heads": 12,
+        "model.embed_dim": 768,
+        "model.block_size": 1024,
+        "model.activation": "gelu_tanh",
+        "model.qkv_bias": True,
+        "model.use_bias": True,
+        "model.dtype": "auto",
+        "optimizer.learning_rate": 6e-4,
+        "optimizer.min_learning_rate": 6e-5,
+        "optimizer.warmup_steps": 2000,
+        "optimizer.beta2": 0.95,
+        "dataset.tokenizer": "bpe",
+        "dataset.bpe_vocab_size": 50257,
+        "steps": 600_000,
+        "eval_interval": 1000,  # train.py has 2000
+        "eval_tokens": 1 << 20,
+    },
+    # karpathy/ng-video-lecture's gpt.py, with torch.optim.AdamW's defaults
+    "lecture": {
+        "model.num_layers": 4,
+        "model.num_heads": 4,
+        "model.embed_dim": 64,
+        "model.block_size": 32,
+        "model.activation": "relu",
+        "model.use_bias": True,
+        "model.head_bias": True,
+        "model.tie_embeddings": False,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "optimizer.beta2": 0.999,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.gradient_clip": 0.0,
+        "batch_size": 16,
+        "steps": 5000,
+        "eval_interval": 500,
+    },
+    # the lecture's bigram.py, trained on more at once to converge in seconds
+    "bigram": {
+        "model.architecture": "bigram",
+        "model.block_size": 8,
+        "optimizer.learning_rate": 0.02,
+        "optimizer.min_learning_rate": 0.0,
+        "optimizer.warmup_steps": 0,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.gradient_clip": 0.0,
+        "batch_size": 128,
+        "steps": 4000,
+        "eval_interval": 1000,
+        "steps_per_call": 200,
+    },
+    # what benchmarks/ablation.md found; the softcap and the rates are modded-nanogpt's
+    "modern-cpu": {
+        "model.num_heads": 3,
+        "model.embed_dim": 96,
+        "model.block_size": 256,
+        "model.activation": "relu_squared",
+        "model.tie_embeddings": False,
+        "model.positions": "rotary",
+        "model.norm": "rms",
+        "model.norm_scale": False,
+        "model.qk_norm": True,
+        "model.attention_scale": 0.12,
+        "model.attention_window": 32,
+        "model.ngram_sizes": (2, 3, 4),
+        "model.ngram_dropout": 0.35,
+        "model.zero_init": True,
+        "model.embedding_shortcut": True,
+        "model.logit_softcap": 15.0,
+        "optimizer.optimizer": "muon",
+        "optimizer.muon_learning_rate": 0.02,
+        "optimizer.muon_weight_decay": 0.1,
+        "optimizer.learning_rate": 4e-3,
+        "optimizer.embedding_learning_rate": 0.04,
+        "optimizer.min_learning_rate": 0.0,
+        "optimizer.schedule": "wsd",
+        "optimizer.warmup_steps": 0,
+        "optimizer.beta1": 0.8,
+        "optimizer.beta2": 0.95,
+        "optimizer.gradient_clip": 0.0,
+        "batch_size": 8,
+        "steps": 1700,
+        "eval_interval": 425,
+    },
+    "tiny": {
+        "model.num_layers": 2,
+        "model.num_heads": 2,
+        "model.embed_dim": 32,
+        "model.block_size": 16,
+        "optimizer.learning_rate": 3e-3,
+        "optimizer.min_learning_rate": 3e-4,
+        "optimizer.warmup_steps": 10,
+        "batch_size": 8,
+        "steps": 200,
+        "eval_interval": 100,
+        "sample_tokens": 100,
+    },
+}
+
+
+def flat(config, prefix=""):
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from flat(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_values_and_defaults_for_the_rest(name):
+    expected = {**dict(flat(TrainConfig())), **NANOGPT_CPU, **CHANGES[name], "name": name}
+    assert dict(flat(preset(name))) == expected
+
+
+def test_the_rest_is_off():
+    """What no published setting of nanoGPT's mentions must do nothing by default."""
+    rest = {
+        name: value
+        for name, value in flat(TrainConfig().model)
+        if f"model.{name}" not in NANOGPT_CPU
+    }
+    assert rest == {
+        "architecture": "gpt",
+        "vocab_size": 65,  # tiny Shakespeare's characters
+        "num_kv_heads": None,
+        "hidden_dim": None,
+        "positions": "learned",
+        "norm": "layer",
+        "norm_scale": True,
+        "qk_norm": False,
+        "attention_scale": None,
+        "attention_window": None,
+        "ngram_sizes": (),
+        "ngram_rows": 8192,
+        "ngram_dropout": 0.0,
+        "zero_init": False,
+        "embedding_shortcut": False,
+        "logit_softcap": None,
+        "dtype": "float32",
+        "activation_dtype": "auto",
+        "attention_kernel": "auto",
+        "param_dtype": "float32",
+        "rematerialise": False,
+    }
+    assert TrainConfig().optimizer.embedding_learning_rate is None
+    assert (TrainConfig().patience, TrainConfig().eval_tokens) == (None, None)
+
+
+def test_the_default_is_what_learns_fastest_on_a_cpu():
+    assert DEFAULT_PRESET == "modern-cpu"
