@@ -91,6 +91,12 @@ def test_each_text_ends_at_a_stop_string_of_its_own(model):
     assert said == ("bcde", "")
 
 
+@pytest.mark.parametrize("stop", [("e", "c"), ("c", "e"), ("de", "cde", "f"), ("\n", "f", "cd")])
+def test_the_first_stop_string_to_appear_ends_a_text_wherever_it_is_listed(model, stop):
+    """All of them come in one piece."""
+    assert generate_text(model, LETTERS, ("a",), 9, key=KEY, stop=stop) == ("b",)
+
+
 def test_a_stop_string_that_begins_in_the_prompt_is_none(model):
     assert generate_text(model, LETTERS, ("ab",), 9, key=KEY, stop=("bc",)) == ("cdef\na",)
 

@@ -48,6 +48,23 @@ def change(path, **fields):
     path.write_text(json.dumps({**values, **fields}))
 
 
+def test_the_end_of_text_begins_and_ends_a_text_for_transformers(tmp_path):
+    """Where the tokenizer has one, as GPT-2's; 263 tokens were learned before it."""
+    text = "abcdefghijklmnop\n" * 40
+    plain = jgpt.BPETokenizer.train([text], 263)
+    plain.save_gpt2(tmp_path)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": 263}))
+    with_end = jgpt.BPETokenizer.from_gpt2(tmp_path)
+    for tokenizer, token in ((with_end, 263), (plain, None), (jgpt.ByteTokenizer(), None)):
+        name = f"{type(tokenizer).__name__}-{token}"
+        config = jgpt.ModelConfig(**{**SIZES, **GPT2, "vocab_size": tokenizer.vocab_size})
+        jgpt.save_gpt2(random_model(config), tmp_path / name, tokenizer=tokenizer)
+        values = json.loads((tmp_path / name / "config.json").read_text())
+        assert (values["bos_token_id"], values["eos_token_id"]) == (token, token)
+        assert values["vocab_size"] == tokenizer.vocab_size
+
+
 # PyTorch's names
 
 
