@@ -55,10 +55,10 @@ def test_info_of_gpt2_by_hand(capsys, monkeypatch):
 def test_a_plan_in_words_by_hand():
     """2000 steps of 12 x 64 tokens."""
     planned = Plan(
-        config=TrainConfig(name="a"),
-        out=Path("out"),
-        training_tokens=1_000_000,
-        held_out_tokens=111_111,
+        TrainConfig(name="a"),
+        Path("out"),
+        1_000_000,  # tokens to train on
+        111_111,
         parameters=812_345,
         memory=TrainingMemory(state=5 * MIB, working=7 * MIB),
         flops=123_456_789_000,

@@ -134,6 +134,11 @@ def save(run: RunDirectory, initial: TrainState, losses: dict[int, float]) -> No
             saved.save(state_of(initial, step), loss)
 
 
+def may_begin(view: Path) -> bool:
+    """Whether a directory that isn't a run may become one, with or without `resume`."""
+    return RunDirectory.holds_nothing_else(view)
+
+
 def steps_that_load(view: Path) -> list[int]:
     """The steps of a run's checkpoints, of which the best and the last are loaded."""
     with Checkpoints(RunDirectory.open(view), read_only=True) as found:
@@ -159,7 +164,7 @@ def test_a_file_is_on_disk_before_its_name_is_and_its_name_before_we_go_on(disk)
             assert RunDirectory(view / "run").config() == CONFIG
             assert RunDirectory(view / "run").tokenizer().to_json() == TOKENIZER.to_json()
         else:
-            assert RunDirectory.holds_nothing_else(view / "run")
+            assert may_begin(view / "run")
 
 
 def test_a_config_that_is_written_again_is_the_old_or_the_new_one(disk):
@@ -245,7 +250,7 @@ def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch)
     last = []
     for view in disk.views:
         if not RunDirectory.exists(view / "run"):
-            assert RunDirectory.holds_nothing_else(view / "run")
+            assert may_begin(view / "run")
             continue
         run = RunDirectory.open(view / "run")
         assert (run.config().steps, run.tokenizer().vocab_size) == (11, 21)
@@ -301,6 +306,6 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
         if RunDirectory.exists(view / "run"):
             assert RunDirectory.open(view / "run").config() == CONFIG
         else:
-            assert RunDirectory.holds_nothing_else(view / "run")
+            assert may_begin(view / "run")
         left.append(sorted(path.name for path in (view / "run").iterdir()))
     assert left[-1] == []

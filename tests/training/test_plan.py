@@ -34,10 +34,10 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
     characters = len(poem.read_text())
     planned = make_plan(config, load_dataset(config.dataset, 7), Path("out"))
     assert planned == plan.Plan(
-        config=config,
-        out=Path("out"),
-        training_tokens=int(characters * 0.9),
-        held_out_tokens=characters - int(characters * 0.9),
+        config,
+        Path("out"),
+        int(characters * 0.9),
+        characters - int(characters * 0.9),  # held out
         # the tied embedding, positions, the block with two norms, and the last norm
         parameters=21 * 12 + 7 * 12 + BLOCK + 2 * 12 + 12,
         memory=memory,
