@@ -46,6 +46,7 @@ class RunDirectory:
     def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
         """Create a run: its tokenizer, and last its config, which makes the directory a run."""
         path.mkdir(parents=True, exist_ok=True)
+        sync_directory(path.parent)
         _write(path / TOKENIZER, tokenizer.to_json())
         run = cls(path)
         run.write_config(config)

@@ -40,6 +40,7 @@ class Disk:
         self.calls: list[str] = []
         self.views: list[Path] = []
         self._synced: dict[int, bytes] = {}
+        self._named: set[int] = set()
         self._unsynced_names: list[tuple[Path, Path, bytes | None]] = []
 
     def __getattr__(self, name):
@@ -54,6 +55,7 @@ class Disk:
         self._note("fsync", path)
         os.fsync(descriptor)
         if path.is_dir():
+            self._named |= {entry.stat().st_ino for entry in path.iterdir()}
             self._unsynced_names = [each for each in self._unsynced_names if each[1].parent != path]
         else:
             self._synced[path.stat().st_ino] = path.read_bytes()
@@ -86,26 +88,30 @@ class Disk:
 
     def _crash(self):
         """Keep all that a crash may leave now: of the unsynced names any may be lost."""
-        self._copy(lost=(), durable=False)
+        self.views.append(self._copy())
         for count in range(len(self._unsynced_names) + 1):
             for lost in itertools.combinations(self._unsynced_names, count):
-                self._copy(lost, durable=True)
+                self.views.append(self._after_a_power_cut(lost))
 
-    def _copy(self, lost, durable):
-        view = self._views / str(len(self.views))
-        shutil.copytree(self.root, view)
-        if durable:
-            for path in self.root.rglob("*"):
-                if path.is_file():
-                    content = self._synced.get(path.stat().st_ino, b"")
-                    (view / path.relative_to(self.root)).write_bytes(content)
+    def _copy(self):
+        return Path(shutil.copytree(self.root, self._views / str(len(self.views))))
+
+    def _after_a_power_cut(self, lost):
+        view = self._copy()
+        renamed = [target for _, target, _ in self._unsynced_names]
+        for path in sorted(self.root.rglob("*"), reverse=True):  # what is in a folder goes first
+            left, inode = view / path.relative_to(self.root), path.stat().st_ino
+            if inode not in self._named and path not in renamed:
+                shutil.rmtree(left) if path.is_dir() else left.unlink()
+            elif path.is_file():
+                left.write_bytes(self._synced.get(inode, b""))
         for source, target, old in reversed(lost):
             source, target = (view / path.relative_to(self.root) for path in (source, target))
             if target.exists():
                 os.replace(target, source)
                 if old is not None:
                     target.write_bytes(old)
-        self.views.append(view)
+        return view
 
 
 @pytest.fixture
@@ -136,7 +142,7 @@ def save(run: RunDirectory, initial: TrainState, losses: dict[int, float]) -> No
 
 def may_begin(view: Path) -> bool:
     """Whether a directory that isn't a run may become one, with or without `resume`."""
-    return RunDirectory.holds_nothing_else(view)
+    return not view.exists() or RunDirectory.holds_nothing_else(view)
 
 
 def steps_that_load(view: Path) -> list[int]:
@@ -152,6 +158,7 @@ def steps_that_load(view: Path) -> list[int]:
 def test_a_file_is_on_disk_before_its_name_is_and_its_name_before_we_go_on(disk):
     RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
     assert disk.calls == [
+        "fsync .",
         "fsync run/tokenizer.json.partial",
         "rename run/tokenizer.json.partial run/tokenizer.json",
         "fsync run",
