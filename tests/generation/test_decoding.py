@@ -1,5 +1,6 @@
 """Sampling: what is drawn, from what, and that a cache changes nothing."""
 
+import functools
 import logging
 from typing import Any
 
@@ -12,7 +13,7 @@ from flax import nnx
 from jgpt import attend, generate
 from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, _draw, stream
-from jgpt.generation.sampling import Sampling
+from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.attention import merge_heads, split_heads
 from tests.models import FAMILIES, SIZES, random_model
 
@@ -172,6 +173,17 @@ def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert not jnp.array_equal(generate(model, PROMPT, 11, key=jax.random.key(9)), drawn)
+
+
+def test_each_token_is_drawn_with_a_key_of_its_own_in_every_piece():
+    """From a bigram that finds all tokens equally likely."""
+    uniform = create_model(ModelConfig(architecture="bigram", vocab_size=VOCAB), rngs=nnx.Rngs(0))
+    nnx.update(uniform, jax.tree.map(jnp.zeros_like, nnx.state(uniform, nnx.Param)))
+    count = 2 * TOKENS_PER_CALL + 3
+    found = generate(uniform, PROMPT, count, key=KEY)[:, 3:]
+    draw = functools.partial(next_token, jnp.zeros((2, VOCAB)), sampling=Sampling(jnp.float32(1)))
+    expected = [draw(jax.random.fold_in(KEY, place)) for place in range(count)]
+    np.testing.assert_array_equal(found, np.stack(expected, axis=1))
 
 
 def test_a_long_prompt_is_kept_whole_and_read_by_its_end(family):

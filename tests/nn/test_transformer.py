@@ -64,7 +64,9 @@ def test_an_untrained_model_knows_nothing(family):
 
 
 def test_initial_parameters_are_those_of_gpt2():
-    model = GPT(dataclasses.replace(preset("gpt2").model, vocab_size=999, embed_dim=192), rngs=nnx.Rngs(0))
+    model = GPT(
+        dataclasses.replace(preset("gpt2").model, vocab_size=999, embed_dim=192), rngs=nnx.Rngs(0)
+    )
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     assert len(state) == 2 + 12 * 16 + 2
     for path, parameter in state:

@@ -34,11 +34,11 @@ def test_lines_are_appended_and_cut_off_after_a_step(tmp_path):
         {"step": 2, "loss": 2.5},
         {"step": 3, "loss": 2.0},
     ]
-    run.forget_metrics_after(3)
+    run.truncate_metrics(3)
     assert len(run.metrics()) == 3
-    run.forget_metrics_after(1)
+    run.truncate_metrics(1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
-    run.forget_metrics_after(0)
+    run.truncate_metrics(0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 

@@ -142,7 +142,7 @@ def save(run: RunDirectory, initial: TrainState, losses: dict[int, float]) -> No
 
 def may_begin(view: Path) -> bool:
     """Whether a directory that isn't a run may become one, with or without `resume`."""
-    return not view.exists() or RunDirectory.holds_nothing_else(view)
+    return not view.exists() or RunDirectory.is_unused(view)
 
 
 def steps_that_load(view: Path) -> list[int]:

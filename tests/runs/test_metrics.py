@@ -12,7 +12,7 @@ from jgpt import ModelConfig, TrainConfig, fit
 from jgpt.hardware import peak_flops
 from jgpt.runs import loop
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.metrics import SCHEMA, Recorder
+from jgpt.runs.metrics import SCHEMA, MetricsLogger
 from jgpt.training.step import Metrics
 
 
@@ -55,21 +55,21 @@ def metrics_of(*losses: float) -> Metrics:
 
 def test_every_number_by_hand(clock, tmp_path):
     config = TrainConfig(model=MODEL, batch_size=5)  # 35 tokens a step
-    recorder = Recorder(config, RunDirectory(tmp_path), [], 1000)
+    logger = MetricsLogger(config, RunDirectory(tmp_path), [], 1000)
     clock.now = 107.5
-    recorder.add(0, 3, metrics_of(4.0, 3.5, 3.25))  # the call that compiled
+    logger.add(0, 3, metrics_of(4.0, 3.5, 3.25))  # the call that compiled
     clock.now = 110.0
-    recorder.start_clock()
+    logger.start_clock()
     clock.now = 112.0
-    recorder.add(3, 1, metrics_of(3.0))
-    recorder.finish(2.5)
+    logger.add(3, 1, metrics_of(3.0))
+    logger.finish(2.5)
     clock.now = 122.0
-    recorder.start_clock()  # the evaluation took ten seconds
+    logger.start_clock()  # the evaluation took ten seconds
     clock.now = 125.0
-    recorder.add(4, 2, metrics_of(2.75, 2.625))
+    logger.add(4, 2, metrics_of(2.75, 2.625))
     clock.now = 127.0
-    recorder.add(6, 1, metrics_of(2.25))
-    recorder.finish()
+    logger.add(6, 1, metrics_of(2.25))
+    logger.finish()
 
     def step(number, loss, **more):
         return {
@@ -107,10 +107,10 @@ def test_every_number_by_hand(clock, tmp_path):
 
     # a day later the run is resumed; its seconds go on
     clock.now = 90_000.0
-    recorder = Recorder(config, RunDirectory(tmp_path), [], 1000)
+    logger = MetricsLogger(config, RunDirectory(tmp_path), [], 1000)
     clock.now = 90_004.0
-    recorder.add(7, 1, metrics_of(2.0))
-    recorder.finish()
+    logger.add(7, 1, metrics_of(2.0))
+    logger.finish()
     assert RunDirectory(tmp_path).metrics() == [*lines, step(8, 2.0, **measured(280, 31.0))]
 
 

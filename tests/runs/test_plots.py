@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from jgpt import CharTokenizer, ModelConfig, MultiHeadAttention, TrainConfig, preset
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
-from tests.models import TRANSFORMERS, config_of, loud, tokens_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.plots import plot_attention, plot_losses, plot_runs
+from tests.models import TRANSFORMERS, config_of, loud, tokens_of
 
 CONFIGS = {
     **{family: config_of(family) for family in TRANSFORMERS},

@@ -107,6 +107,26 @@ def test_a_step_is_gradient_descent_on_the_batch_s_loss():
     np.testing.assert_allclose(moved[large], -1e-2 / 4 * (sign + decay)[large], rtol=2e-3)
 
 
+def test_each_step_drops_out_with_a_key_of_its_own():
+    """The same window at each step, at a learning rate that moves nothing."""
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, dropout=0.5),
+        optimizer=OptimizerConfig(learning_rate=1e-30, min_learning_rate=1e-30, weight_decay=0.0),
+    )
+    state, key = init_state(config), dropout_stream(config.seed)
+    model = nnx.merge(nnx.graphdef(abstract_model(config.model)), state.weights)
+    window = batches(TOKENS, config.seed, 0, 1, 5, 6)[0]
+    expected = []
+    for step in range(3):
+        rngs = nnx.Rngs(dropout=jax.random.fold_in(key, step))
+        expected.append(cross_entropy(model(window[:, :-1], rngs=rngs), window[:, 1:]).item())
+    assert len(set(expected)) == 3
+    windows = jnp.stack([window] * 3)
+    _, metrics = make_train_steps(config)(init_state(config), windows, key, 3, 0)
+    np.testing.assert_allclose(metrics.loss, expected, rtol=1e-5)
+
+
 def test_a_new_seed_compiles_nothing_anew():
     other = dataclasses.replace(CONFIG, seed=CONFIG.seed - 1)
 
