@@ -11,6 +11,8 @@ import hypothesis
 import jax
 import pytest
 
+LARGE_WORKER = 1_400_000_000  # bytes: two of them leave room on a laptop of 8 GB
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # so that what asks for "the" device can be seen to take another; commands that tests start have one
 jax.config.update("jax_num_cpu_devices", 8)
@@ -35,6 +37,20 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 def programs_of_one_module():
     """Let go of a module's compiled programs after it, which are most of a worker's memory."""
     yield
+    release_programs()
+
+
+@pytest.fixture(autouse=True)
+def programs_of_few_tests():
+    """And also within a module that compiles a great many."""
+    yield
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        if pages * os.sysconf("SC_PAGE_SIZE") > LARGE_WORKER:
+            release_programs()
+
+
+def release_programs() -> None:
     jax.clear_caches()
     gc.collect()
     if sys.platform == "linux":

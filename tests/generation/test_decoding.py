@@ -177,7 +177,7 @@ def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
 
 def test_each_token_is_drawn_with_a_key_of_its_own_in_every_piece():
     """From a bigram that finds all tokens equally likely."""
-    uniform = create_model(ModelConfig(architecture="bigram", vocab_size=VOCAB), rngs=nnx.Rngs(0))
+    uniform = small_model("bigram")
     nnx.update(uniform, jax.tree.map(jnp.zeros_like, nnx.state(uniform, nnx.Param)))
     count = 2 * TOKENS_PER_CALL + 3
     found = generate(uniform, PROMPT, count, key=KEY)[:, 3:]

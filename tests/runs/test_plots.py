@@ -13,7 +13,7 @@ from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.plots import plot_attention, plot_losses, plot_runs
-from tests.models import TRANSFORMERS, config_of, loud, tokens_of
+from tests.models import TRANSFORMERS, config_of, loud, random_gpt, tokens_of
 
 CONFIGS = {
     **{family: config_of(family) for family in TRANSFORMERS},
@@ -100,8 +100,7 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
 def test_the_attention_of_a_text_s_end_is_drawn(figures, tmp_path):
     """A row per query from the top, a column per key, of the last block of the text."""
     tokenizer = CharTokenizer("\n $abcdefghi")  # 12 characters, and a block of seven
-    config = dataclasses.replace(config_of("nanogpt"), vocab_size=12)
-    model = loud(config)
+    model = random_gpt("nanogpt", vocab_size=12, block_size=7)
     plot_attention(model, tokenizer, "a c\neg$i bd", tmp_path / "attention.png")
     maps = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode("eg$i bd"))[None]))
     layers, heads = maps.shape[0], maps.shape[2]
