@@ -11,6 +11,7 @@ import pytest
 import jgpt
 from tests.contract.edits import Editor
 from tests.contract.mutants import kind_of, mutants
+from tests.contract.summary import summary
 
 SOURCE = """
 @typed
@@ -68,3 +69,20 @@ def test_a_sample_of_mutants_is_killed():
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("killed by tests/contract") >= 3
+
+
+def test_a_report_s_summary_counts_by_module():
+    report = {
+        "command": "python -m tests.contract.mutants",
+        "killed": {"nn/loss.py:3 axis: a -> b": "killed by x", "nn/loss.py:9 axis: a -> b": ""},
+        "survivors": ["data/dataset.py:7 sign: -a -> a"],
+        "not_tried": ["nn/loss.py:8 sign: -a -> a"],
+        "equivalent": {"nn/loss.py:5 where: a -> b": "both are zero"},
+    }
+    lines = summary([report]).splitlines()
+    assert "    python -m tests.contract.mutants" in lines
+    assert "| data/dataset.py | 1 | 0 | 1 | 0 | 0 |" in lines
+    assert "| nn/loss.py | 4 | 2 | 0 | 1 | 1 |" in lines
+    assert "| all | 5 | 2 | 1 | 1 | 1 |" in lines
+    assert "- 1: both are zero" in lines
+    assert lines[-1] == "- `data/dataset.py:7 sign: -a -> a`"
