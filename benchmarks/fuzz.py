@@ -5,17 +5,21 @@
 Each format is fuzzed in a process of its own: a crash ends it, an alarm ends an input that takes
 too long, a limit on memory ends one that grows. Python's own audit hooks report whatever is
 executed, and whatever is opened, outside the directory that is loaded. Formats: config.json,
-tokenizer.json, token files, safetensors, metrics.jsonl, checkpoints, and checkpoints whose manifest
-was made to fit the damage, as one who means harm would.
+tokenizer.json, token files, safetensors, metrics.jsonl, checkpoints, checkpoints whose manifest
+was made to fit the damage, as one who means harm would, and the options of the commands, which end
+with one line and exit code 2, or are valid.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +63,8 @@ class Target:
     repair: Callable[[Path], None] = lambda path: None
     detects_all: bool = False
     """Whether a file that is not as it was must never load."""
+    opens_anything: bool = False
+    """Whether it may open any file, as a command does whose options name one."""
 
 
 def main(options: Options) -> None:
@@ -106,7 +112,7 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
             mutant = mutated(original, chance)
             replace(path, mutant)
             target.repair(path)
-            watched.on = True
+            watched.on = not target.opens_anything
             signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 target.load()
@@ -350,6 +356,74 @@ def forge(run: Path, path: Path) -> None:
     manifest.write_text(json.dumps(values))
 
 
+COMMAND_LINES = (
+    "train tiny --steps 5 --learning-rate 0.1 --dropout 0.1 --data missing.txt --out x --resume",
+    "train nanogpt-char --embed-dim 24 --num-heads 6 --num-kv-heads 3 --positions rotary --dry-run",
+    "train --optimizer muon --schedule wsd --no-tie-embeddings --ngram-sizes 2 4 --ngram-rows 19",
+    "sample nowhere --prompt a --prompt b --top-k 3 --top-p 0.5 --stop x --seed 7 --checkpoint 3",
+    "eval nowhere --json --checkpoint last",
+    "info nowhere",
+    "prepare missing.txt --tokenizer bpe --bpe-vocab-size 300 --out x",
+    "import nowhere --from nanogpt --tokenizer missing.txt --out x",
+    "export nowhere --out x --zero-biases",
+    "plot nowhere nothing --out x.png",
+    "attention nowhere --prompt a --out x.png",
+    "presets",
+)
+
+
+def command_lines(root: Path) -> Target:
+    """Options as a JSON list, or as words where the mutations left no JSON."""
+    originals = {
+        root / f"{index}.json": json.dumps(line.split()).encode()
+        for index, line in enumerate(COMMAND_LINES)
+    }
+    for path, content in originals.items():
+        path.write_bytes(content)
+
+    def load() -> None:
+        for path, content in originals.items():
+            if (data := path.read_bytes()) != content:
+                words = parsed(data)
+                run_command(words if isinstance(words, list) else data.decode("latin-1").split())
+
+    os.chdir(root)
+    return Target(list(originals), load, opens_anything=True)
+
+
+def config_option(root: Path) -> Target:
+    path = Path(shutil.copy(trained(root) / "config.json", root / "config.json"))
+    return Target([path], lambda: run_command(["train", "--config", path]))
+
+
+def run_command(words: list[Any]) -> None:
+    """Run a command up to where it would train. Raises ValueError if it was refused properly."""
+    from jgpt.cli import main as jgpt
+    from jgpt.runs import loop
+
+    def valid(*_: Any, **__: Any) -> None:
+        raise ValueError("valid")
+
+    loop.fit = loop.plan = valid
+    complained = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(complained):
+        try:
+            jgpt([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code
+        else:
+            code = 0
+    lines = complained.getvalue().splitlines()
+    if code == 0:
+        assert lines == [], (lines, words)
+    else:
+        assert code == 2, (code, words)
+        assert len(lines) == 1, (lines, words)
+        assert lines[0].startswith("jgpt: "), (lines, words)
+    if lines not in ([], ["jgpt: valid"]):
+        raise ValueError(lines[0])
+
+
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "tokenizer.json": tokenizer_json,
     "tokens": token_files,
@@ -358,6 +432,8 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "config.json": config_json,
     "safetensors": safetensors,
     "forged checkpoint": forged_checkpoint,
+    "options": command_lines,
+    "--config": config_option,
 }
 
 

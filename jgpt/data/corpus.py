@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import os
+import platform
 import tempfile
 import urllib.error
 import urllib.request
@@ -32,6 +33,15 @@ def read_text(sources: Sequence[str], *, on_download: Download | None = None) ->
     return "".join(
         chunk for source in sources for chunk in _read_source(source, on_download, 1 << 30)
     )
+
+
+def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
+    """The versions of the corpora among the sources: `pydocs` is another in each Python."""
+    versions = {
+        "pydocs": f"Python {platform.python_version()}",
+        "shakespeare": f"SHA-256 {SHAKESPEARE_SHA256[:12]}…",
+    }
+    return {name: versions[name] for name in sources if name in versions}
 
 
 def text_chunks(

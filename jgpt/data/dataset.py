@@ -13,7 +13,7 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.contracts import record, typed
-from jgpt.data.corpus import Download, read_text, text_chunks
+from jgpt.data.corpus import Download, corpus_versions, read_text, text_chunks
 from jgpt.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -36,6 +36,18 @@ class Dataset:
     characters_per_token: float
     digest: str
     """SHA-256 of all tokens."""
+    text_digest: str | None = None
+    """SHA-256 of the text; None of prepared data, where only its tokens are left."""
+
+
+@dataclass(frozen=True)
+class KnownText:
+    """The text that a run was trained on."""
+
+    digest: str
+    """Its SHA-256."""
+    versions: dict[str, str]
+    """Of the corpora in it."""
 
 
 def load_dataset(
@@ -43,13 +55,15 @@ def load_dataset(
     block_size: int,
     *,
     tokenizer: Tokenizer | None = None,
+    known: KnownText | None = None,
     on_download: Download | None = None,
 ) -> Dataset:
     """Read, tokenize and split the data of a config, with the given tokenizer or its own.
 
-    Raises ValueError or OSError for text that can't be read, is too short, or that the given
-    tokenizer can't encode.
+    Raises ValueError or OSError for text that can't be read, is not the known one, is too short, or
+    that the given tokenizer can't encode.
     """
+    text_digest = None
     prepared = [source for source in config.data if (Path(source) / INDEX_FILE).is_file()]
     if prepared:
         if len(config.data) > 1:
@@ -60,6 +74,9 @@ def load_dataset(
         tokenizer = its_tokenizer
     else:
         text = read_text(config.data, on_download=on_download)
+        text_digest = hashlib.sha256(text.encode()).hexdigest()
+        if known is not None:
+            _require_known(config, text_digest, known)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
         tokens, characters = tokenizer.encode(text), len(text)
     held_out = int(len(tokens) * (1 - config.validation_fraction))
@@ -70,7 +87,25 @@ def load_dataset(
                 f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
                 "and its targets: use more text or a smaller block_size"
             )
-    return Dataset(train, validation, tokenizer, characters / len(tokens), _digest(tokens))
+    per_token = characters / len(tokens)
+    return Dataset(train, validation, tokenizer, per_token, _digest(tokens), text_digest)
+
+
+def _require_known(config: DataConfig, digest: str, known: KnownText) -> None:
+    """Raise ValueError if the text is another, before it meets a tokenizer that can't encode it."""
+    if digest == known.digest:
+        return
+    here = corpus_versions(config.data)
+    moved = [
+        f"{name} was that of {version}, here it is that of {here[name]}"
+        for name, version in known.versions.items()
+        if here.get(name, version) != version
+    ]
+    raise ValueError(
+        "the text has changed since the run was trained on it "
+        f"({'; '.join(moved) or f'SHA-256 {digest[:12]}…, not {known.digest[:12]}…'}): "
+        f"restore the text{' or use that Python' * bool(moved)}, or train a new run"
+    )
 
 
 def prepare(

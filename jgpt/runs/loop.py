@@ -32,7 +32,7 @@ from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.plots import plot_losses
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
-from jgpt.runs.provenance import provenance, require_same_corpus
+from jgpt.runs.provenance import known_text, provenance, require_same_corpus
 from jgpt.runs.trackers import open_tracker
 from jgpt.training.plan import Plan, bytes_of, make_plan, require_feasible
 from jgpt.training.step import (
@@ -161,18 +161,19 @@ def _prepare(
     """Load the data and check everything that can be checked before compiling and writing."""
     out = _run_directory(config, resume=resume, overwrite=overwrite)
     resumes = resume and RunDirectory.exists(out)
+    run = RunDirectory.open(out) if resumes else None
     dataset = load_dataset(
         config.dataset,
         config.model.block_size,
-        tokenizer=RunDirectory.open(out).tokenizer() if resumes else None,
+        tokenizer=run.tokenizer() if run else None,
+        known=known_text(run.provenance()) if run else None,
         on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     # the run's config records the dtype that `auto` was resolved to
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
     config = dataclasses.replace(config, model=model)
-    if resumes:
-        run = RunDirectory.open(out)
+    if run:
         require_same_run(run.config(), config)
         require_same_corpus(run.provenance(), dataset, str(out))
     require_feasible(config, memory_limit())
@@ -336,13 +337,14 @@ def evaluate(
     """The exact loss of a run's model on its validation split."""
     platform = platform or current_platform()
     model, tokenizer, config = load(run_directory, which=which, platform=platform)
+    run = RunDirectory.open(run_directory)
     dataset = load_dataset(
         config.dataset,
         config.model.block_size,
         tokenizer=tokenizer,
+        known=known_text(run.provenance()),
         on_download=(progress or Progress()).downloaded,
     )
-    run = RunDirectory.open(run_directory)
     require_same_corpus(run.provenance(), dataset, str(run.path))
     loss = _evaluator(run_for_platform(config, platform), dataset)(
         nnx.to_pure_dict(nnx.state(model, nnx.Param))

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from jgpt.config import TrainConfig
-from jgpt.data.dataset import Dataset
+from jgpt.data.corpus import corpus_versions
+from jgpt.data.dataset import Dataset, KnownText
 from jgpt.hardware import current_platform, device_kinds
 
 _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping")
@@ -22,6 +23,8 @@ def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, An
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "seed": config.seed,
+        "text_sha256": dataset.text_digest,
+        "corpora": corpus_versions(config.dataset.data),
         "corpus_sha256": dataset.digest,
         "corpus_tokens": len(dataset.train) + len(dataset.validation),
         "tokenizer_sha256": hashlib.sha256(dataset.tokenizer.to_json().encode()).hexdigest(),
@@ -32,6 +35,15 @@ def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, An
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
+    """The text of the first start that recorded it."""
+    for line in lines:
+        match line:
+            case {"text_sha256": str(digest), "corpora": dict(versions)}:
+                return KnownText(digest, {str(k): str(v) for k, v in versions.items()})
+    return None
 
 
 def require_same_corpus(lines: list[dict[str, Any]], dataset: Dataset, run: str) -> None:
