@@ -433,7 +433,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "safetensors": safetensors,
     "forged checkpoint": forged_checkpoint,
     "options": command_lines,
-    "--config": config_option,
+    "train --config": config_option,
 }
 
 

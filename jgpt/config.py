@@ -23,6 +23,7 @@ AttentionKernel = Literal["auto", "xla", "cudnn"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
 MAX_LAYERS = 1024  # bounds the work on a config from an untrusted file
+MAX_BPE_VOCAB_SIZE = 1 << 20  # tokenizers reserves memory for all of it, and aborts if it can't
 
 _ints_are_floats = BeartypeConf(is_pep484_tower=True)
 
@@ -246,6 +247,10 @@ class DataConfig:
             )
         _require_fraction(self, "validation_fraction")
         _require_positive(self, "validation_fraction")
+        if self.bpe_vocab_size > MAX_BPE_VOCAB_SIZE:
+            raise ValueError(
+                f"bpe_vocab_size={self.bpe_vocab_size} must be at most {MAX_BPE_VOCAB_SIZE}"
+            )
         if self.tokenizer == "gpt2" and self.tokenizer_files is None:
             raise ValueError(
                 "tokenizer=gpt2 needs tokenizer_files: the folder of encoder.json and vocab.bpe"

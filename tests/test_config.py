@@ -76,6 +76,11 @@ from jgpt.presets import PRESETS
         (DataConfig, {"data": ("",)}, "data is empty"),
         (DataConfig, {"data": "pydocs"}, "data='pydocs' must be tuple"),
         (DataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 is below 257"),
+        (
+            DataConfig,
+            {"bpe_vocab_size": 2**31},
+            "bpe_vocab_size=2147483648 must be at most 1048576",
+        ),
         (DataConfig, {"validation_fraction": 0.0}, "validation_fraction=0.0 must be positive"),
         (DataConfig, {"validation_fraction": 1.0}, "validation_fraction=1.0 must be at least 0"),
         (DataConfig, {"tokenizer": "gpt2"}, "tokenizer=gpt2 needs tokenizer_files"),
