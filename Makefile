@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: train test test-all lint notebooks
+.PHONY: train test test-all test-matrix lint notebooks
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -16,6 +16,9 @@ test: $(VENV)/installed-test
 
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=all $(PYTEST)
+
+test-matrix:
+	.ci/test-matrix | tee benchmarks/results/test_matrix.md
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .

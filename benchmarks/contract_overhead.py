@@ -6,11 +6,13 @@ What happens once in a process (import, the first trace of the train step, its c
 steps of that program) is measured in a process of its own, one with the checks and one without in
 turn. Tracing again and an eager forward pass are measured in one process, with the checks switched
 on and off in turn, three times as many rounds: `trace` after clearing JAX's caches, as in a new
-process, `retrace` with what they hold. Garbage is collected before each. A ratio is the median of
+process, `retrace` with what they hold. What a compilation takes longer is said for every preset, as
+the median difference between two traces. Garbage is collected before each. A ratio is the median of
 the rounds' ratios: what else the machine does slows both halves of a round.
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -132,6 +134,23 @@ def in_this_process(preset: str, rounds: int) -> dict[str, Times]:
     }
 
 
+def of_presets(rounds: int) -> dict[str, Times]:
+    """What tracing each preset's train step takes, which the checks lengthen once a compilation."""
+    import jax
+
+    from jgpt.presets import PRESETS
+
+    times = {}
+    for name, (_, config) in PRESETS.items():
+        vocabulary = max(config.model.vocab_size, 65)  # data decides it in a run
+        model = dataclasses.replace(config.model, vocab_size=vocabulary)
+        config = dataclasses.replace(config, model=model)
+        times[name] = in_turn(
+            lambda config=config: traced(config) and None, rounds, before=jax.clear_caches
+        )
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="nanogpt-cpu")
@@ -150,7 +169,12 @@ def main() -> None:
         ratio = statistics.median(a / b for a, b in zip(on, off, strict=True))
         results[what] = {"on": on, "off": off, "ratio": ratio}
         print(f"{what:<16}{spread(on):<32}{spread(off):<32}{ratio:.2f}")
-    path = write("contract_overhead", {"milliseconds": results})
+    presets = {}
+    for name, measured in of_presets(options.rounds).items():
+        added = [on - off for on, off in zip(measured["on"], measured["off"], strict=True)]
+        presets[name] = {**measured, "added": statistics.median(added)}
+        print(f"{name:<16}{statistics.median(added):.0f} ms longer to trace")
+    path = write("contract_overhead", {"milliseconds": results, "presets": presets})
     print(f"written to {path.relative_to(Path.cwd())}")
 
 

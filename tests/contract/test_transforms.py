@@ -127,7 +127,7 @@ def test_a_compiled_function_checks_each_new_shape():
 
 def test_shards_have_their_own_sizes():
     """In eight shards of a batch of eight, `batch` is one; in the whole it is eight."""
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     seen = []
 
     @typed

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 import jgpt
 from jgpt.interop.names import from_torch, to_torch
 from tests.models import FAMILIES, SIZES, randomised, weights_of
-from tests.parity.ladder import MODERN
 
 GPT2 = FAMILIES["gpt2"]
+MODERN = {**FAMILIES["modern"], "ngram_sizes": (2, 4), "ngram_rows": 19}
 CONFIG = jgpt.ModelConfig(**SIZES, **GPT2)
 
 
