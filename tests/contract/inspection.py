@@ -89,13 +89,20 @@ def takes_sizes(function: Any) -> bool:
     return int in annotations(function).values() or "<string>" in _file(function)
 
 
+def _parameters(function: Any) -> list[Any]:
+    return [hint for name, hint in annotations(function).items() if name != "return"]
+
+
 def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
-    """What takes or returns arrays, makes a module, or is one of the package's public functions."""
+    """What takes or returns arrays, a module's sizes, or is one of the package's public functions.
+
+    Sizes are those that make a module, and those of its public methods.
+    """
     names = name.split(".")
     parent = getattr(sys.modules[function.__module__], names[-2], None)
-    makes_module = (
-        names[-1] == "__init__" and isinstance(parent, type) and issubclass(parent, nnx.Module)
-    )
+    of_module = isinstance(parent, type) and issubclass(parent, nnx.Module)
+    has_sizes = not names[-1].startswith("_") and int in _parameters(function)
+    makes_module = of_module and (names[-1] == "__init__" or has_sizes)
     is_public = getattr(package, names[-1], None) is function
     return handles_arrays(function) or makes_module or is_public
 

@@ -87,6 +87,10 @@ PLANTED = {
         "class C(nnx.Module):\n    def __init__(self, x: int) -> None: pass",
         "planted.escape.C.__init__ is not checked",
     ),
+    "size": (
+        "class C(nnx.Module):\n    def f(self, batch: int) -> str: return ''",
+        "planted.escape.C.f is not checked",
+    ),
     "classmethod": (
         "class C:\n    @classmethod\n    def f(cls, x: Float[Array, 'batch']) -> int: return x",
         "planted.escape.C.f is not checked",
