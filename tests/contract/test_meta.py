@@ -4,13 +4,22 @@ import ast
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jgpt
 from jgpt.contracts import LEGEND
+from jgpt.nn.models import LanguageModel
 from tests.contract.cases import CASES
-from tests.contract.inspection import callables, modules, source_of, violations
+from tests.contract.inspection import (
+    annotations,
+    callables,
+    modules,
+    source_of,
+    unbraced,
+    violations,
+)
 
 TARGETS = {case.target for case in CASES}
 
@@ -152,6 +161,34 @@ def test_what_keeps_the_contract_is_left_alone(plant):
     )
     cases = {"planted.escape.R.__init__", "planted.escape.f"}
     assert violations(plant(source), cases, set(LEGEND)) == []
+
+
+@pytest.mark.parametrize("model", [jgpt.GPT, jgpt.BigramLM])
+@pytest.mark.parametrize("name", ["hidden", "logits", "__call__"])
+def test_models_keep_the_protocol(model: type, name: str):
+    """Its annotations are never run: they are compared with those that are."""
+    promised = arrays_of(LanguageModel, name)
+    kept = arrays_of(model, name)
+    assert promised.keys() == kept.keys()
+    for argument, theirs in promised.items():
+        assert theirs.dtypes == kept[argument].dtypes
+        shared = unbraced(kept[argument].dim_str).split()
+        assert theirs.dim_str.split()[: len(shared)] == shared
+    last = {argument: theirs.dim_str.split()[-1] for argument, theirs in promised.items()}
+    assert (
+        last
+        == {
+            "hidden": {"tokens": "time", "return": "features"},
+            "logits": {"x": "features", "return": "vocab"},
+            "__call__": {"tokens": "time", "return": "vocab"},
+        }[name]
+    )
+    assert all(len(theirs.dim_str.split()) <= 3 for theirs in promised.values())
+
+
+def arrays_of(owner: type, name: str) -> dict[str, Any]:
+    hints = annotations(getattr(owner, name))
+    return {argument: hint for argument, hint in hints.items() if hasattr(hint, "dim_str")}
 
 
 def test_typed_is_innermost():
