@@ -1,5 +1,7 @@
 """Every argument of every callable, wrong in every way: it is refused, or it is fine."""
 
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -15,6 +17,19 @@ TAKING_ARRAYS = [case for case in REAL if case.arrays]
 def test_a_good_call_passes(case: Case):
     assert case.accepts(case.good)
     assert case.outcome(case.good) == "ok"
+
+
+def test_positions_are_judged_where_they_are_given():
+    """A wrong source may be found further in, as its case says; a wrong position may not."""
+    (case,) = (each for each in CASES if str(each).endswith("_project-positions"))
+    case = dataclasses.replace(case, blames="")
+    changed = [
+        values
+        for values in mutations(case.good)
+        if values["position"] != case.good["position"] and not case.accepts(values)
+    ]
+    assert len(changed) > 5
+    assert {case.outcome(values) for values in changed} == {"contract"}
 
 
 @pytest.mark.parametrize("case", TAKING_ARRAYS, ids=str)
