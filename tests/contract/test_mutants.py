@@ -75,6 +75,7 @@ def test_a_report_s_summary_counts_by_module():
     report = {
         "command": "python -m tests.contract.mutants",
         "killed": {"nn/loss.py:3 axis: a -> b": "killed by x", "nn/loss.py:9 axis: a -> b": ""},
+        "score": {"value": "2/3", "value: axis": "2/2"},
         "survivors": ["data/dataset.py:7 sign: -a -> a"],
         "not_tried": ["nn/loss.py:8 sign: -a -> a"],
         "equivalent": {"nn/loss.py:5 where: a -> b": "both are zero"},
@@ -84,5 +85,6 @@ def test_a_report_s_summary_counts_by_module():
     assert "| data/dataset.py | 1 | 0 | 1 | 0 | 0 |" in lines
     assert "| nn/loss.py | 4 | 2 | 0 | 1 | 1 |" in lines
     assert "| all | 5 | 2 | 1 | 1 | 1 |" in lines
+    assert any(line.endswith("value 2/3, value: axis 2/2.") for line in lines)
     assert "- 1: both are zero" in lines
     assert lines[-1] == "- `data/dataset.py:7 sign: -a -> a`"
