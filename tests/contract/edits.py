@@ -9,22 +9,6 @@ from typing import Any
 from tests.contract.inspection import dimension_strings, is_array_annotation, unbraced
 
 LAZY = {"Callable", "Iterator", "Iterable"}
-VALUE_FILES = (
-    "contracts.py",
-    "nn/attention.py",
-    "nn/bigram.py",
-    "nn/cache.py",
-    "nn/heads.py",
-    "nn/layers.py",
-    "nn/loss.py",
-    "nn/transformer.py",
-    "data/batches.py",
-    "data/dataset.py",
-    "training/optimizer.py",
-    "training/step.py",
-    "generation/decoding.py",
-    "generation/sampling.py",
-)
 
 
 @dataclass(frozen=True)
@@ -60,7 +44,6 @@ class Editor:
             self.lines.append(self.lines[-1] + len(line))
         self.module = f"jgpt.{file.removesuffix('.py').replace('/', '.')}"
         self.edits: list[Edit] = []
-        self.values = file in VALUE_FILES
         self.names: list[str] = []
         self._walk(ast.parse(source), self.module, lazy=False)
 
@@ -98,7 +81,7 @@ class Editor:
                 continue
             if _is_call(child, "check"):
                 self._add(child, where, "drop check", f"({self._text(child.args[0])})")  # type: ignore
-            elif self.values and where != self.module:
+            elif where != self.module:
                 self._value(child, where)
             self._walk(child, inside, its_lazy)
 

@@ -37,7 +37,9 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("jgpt", "tests", "pyproject.toml")
 # the proof's tests that a change of the contract can fail, without those that start processes
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
-# the tests of what computes, rather than reads files and starts commands
+# the runner's own tests, and what runs for minutes
+WITHOUT = ("tests/contract/test_mutants.py", "tests/test_gpu_benchmark.py")
+# what else tests a module, beside the tests of its own name
 ABOUT = {
     "contracts.py": (
         "contract/test_calls",
@@ -47,25 +49,20 @@ ABOUT = {
         "contract/test_switch",
         "contract/test_returns",
     ),
-    "nn/attention.py": ("nn/test_attention", "nn/test_windows", "nn/test_dropout"),
+    "config.py": ("test_presets", "runs/test_directory"),
+    "hardware.py": ("nn/test_precision", "training/test_plan"),
+    "presets.py": ("cli/test_cli",),
+    "nn/attention.py": ("nn/test_windows", "nn/test_dropout"),
     "nn/bigram.py": ("nn/test_transformer", "generation/test_decoding"),
     "nn/cache.py": (
-        "nn/test_cache",
         "nn/test_heads",
         "generation/test_decoding",
         "generation/test_decoding_modern",
     ),
-    "nn/heads.py": (
-        "nn/test_heads",
-        "nn/test_attention",
-        "nn/test_windows",
-        "nn/test_dropout",
-        "nn/test_modern",
-    ),
-    "nn/layers.py": ("nn/test_layers", "nn/test_ngrams", "nn/test_dropout"),
-    "nn/loss.py": ("nn/test_loss",),
+    "nn/heads.py": ("nn/test_attention", "nn/test_windows", "nn/test_dropout", "nn/test_modern"),
+    "nn/layers.py": ("nn/test_ngrams", "nn/test_dropout"),
+    "nn/models.py": ("nn/test_transformer",),
     "nn/transformer.py": (
-        "nn/test_transformer",
         "nn/test_modern",
         "nn/test_ngrams",
         "nn/test_dropout",
@@ -73,17 +70,34 @@ ABOUT = {
         "generation/test_decoding_modern",
     ),
     "data/batches.py": ("data/test_data",),
+    "data/corpus.py": ("runs/test_provenance", "cli/test_commands"),
     "data/dataset.py": ("data/test_data",),
-    "training/optimizer.py": ("training/test_optimizer",),
-    "training/step.py": ("training/test_step", "training/test_memory", "nn/test_dropout"),
-    "generation/decoding.py": ("generation/test_decoding", "generation/test_decoding_modern"),
-    "generation/sampling.py": ("generation/test_sampling", "generation/test_decoding"),
+    "data/tokenizers.py": ("parity/test_tokenizer",),
+    "training/plan.py": ("training/test_memory", "cli/test_console"),
+    "training/step.py": ("training/test_memory", "nn/test_dropout"),
+    "generation/decoding.py": ("generation/test_decoding_modern",),
+    "generation/sampling.py": ("generation/test_decoding",),
+    "generation/text.py": ("cli/test_cli",),
+    "interop/huggingface.py": ("interop/test_exchange", "parity/test_gpt2"),
+    "interop/names.py": (
+        "interop/test_huggingface",
+        "interop/test_exchange",
+        "parity/test_gpt2",
+        "parity/test_nanogpt",
+    ),
+    "interop/nanogpt.py": ("parity/test_nanogpt",),
+    "runs/checkpoints.py": ("runs/test_durability", "runs/test_damage", "runs/test_loop"),
+    "runs/directory.py": ("runs/test_durability", "runs/test_damage", "cli/test_cli"),
+    "runs/loop.py": ("runs/test_metrics", "runs/test_resume", "cli/test_signals"),
+    "runs/manifest.py": ("runs/test_durability", "runs/test_damage"),
+    "runs/metrics.py": ("runs/test_loop",),
+    "runs/profiling.py": ("runs/test_loop",),
+    "runs/progress.py": ("runs/test_loop",),
+    "runs/provenance.py": ("runs/test_loop", "cli/test_cli"),
+    "cli/__init__.py": ("cli/test_cli",),
+    "cli/commands.py": ("cli/test_cli", "runs/test_profiling"),
+    "cli/options.py": ("cli/test_cli", "cli/test_commands"),
 }
-VALUES = [
-    "tests/contract/test_values.py",
-    *(f"tests/{name}.py" for name in dict.fromkeys(sum(ABOUT.values(), ()))),
-    "tests/parity/test_[!t]*.py",
-]
 SECONDS_PER_MUTANT = 600
 PARTS = ("killed", "survivors", "not_tried", "equivalent")  # of a report
 NEEDED = (
@@ -144,7 +158,8 @@ class About:
                 self.function not in item.nodeid,
                 method not in source_of(item),
                 name not in source_of(item),
-                "family" in item.fixturenames,  # many models: slow
+                item.get_closest_marker("slow") is not None,
+                "family" in item.fixturenames,  # many models
             )
         )
 
@@ -154,20 +169,29 @@ def source_of(item: Any) -> str:
     return inspect.getsource(item.function)
 
 
+def own_tests(file: str) -> list[str]:
+    """The tests of a module: those of its name, and what else is about it."""
+    path = Path(file)
+    names = (f"{path.parent}/test_{path.stem}", *ABOUT.get(file, ()))
+    paths = [Path(f"tests/{name}.py") for name in names]
+    return [path.as_posix() for path in paths if (ROOT / path).exists()]
+
+
 def stages(mutant: Edit | None, own_alone: bool) -> Iterator[tuple[list[str], bool]]:
     """What to run on a mutant, until something fails: the likeliest to notice first."""
     proof = [f"tests/contract/{name}" for name in PROOF]
-    paths = [str(path.relative_to(ROOT)) for glob in VALUES for path in sorted(ROOT.glob(glob))]
+    paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    everything = sorted(path for path in paths if path not in WITHOUT)
     if mutant is None:
-        yield [*proof, *paths], False
+        yield everything, False
     elif kind_of(mutant) == "contract":
         yield proof[1:], True
         yield proof, False
     else:
-        own = [f"tests/{name}.py" for name in ABOUT[mutant.file]]
+        own = own_tests(mutant.file)
         yield own, False
         if not own_alone:
-            yield [path for path in paths if path not in own], False
+            yield [path for path in everything if path not in own], False
 
 
 def try_in_child(mutant: Edit | None, tree: Path, own_alone: bool) -> int:
