@@ -34,7 +34,7 @@ from tests.contract.edits import Edit, Editor
 from tests.contract.equivalent import reason_why_equivalent
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("jgpt", "tests", "pyproject.toml")
+COPIED = ("jgpt", "tests", "benchmarks", "pyproject.toml", "README.md")
 # the proof's tests that a change of the contract can fail, without those that start processes
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
 # the runner's own tests, and what runs for minutes
@@ -159,6 +159,7 @@ class About:
                 method not in source_of(item),
                 name not in source_of(item),
                 item.get_closest_marker("slow") is not None,
+                "subprocess" in source_of(item) or "python(" in source_of(item),
                 "family" in item.fixturenames,  # many models
             )
         )
