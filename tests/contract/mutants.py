@@ -38,7 +38,11 @@ COPIED = ("jgpt", "tests", "benchmarks", "pyproject.toml", "README.md")
 # the proof's tests that a change of the contract can fail, without those that start processes
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
 # the runner's own tests, and what runs for minutes
-WITHOUT = ("tests/contract/test_mutants.py", "tests/test_gpu_benchmark.py")
+WITHOUT = (
+    "tests/contract/test_mutants.py",
+    "tests/test_gpu_benchmark.py",
+    "tests/test_notebooks.py",
+)
 # what else tests a module, beside the tests of its own name
 ABOUT = {
     "contracts.py": (
@@ -263,12 +267,10 @@ def run(
 ) -> Iterator[tuple[Edit | None, str]]:
     """Try all mutants, several at a time; None is no edit at all."""
     with tempfile.TemporaryDirectory() as scratch:
-        cache = Path(scratch) / "compiled"
-        os.environ |= {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        # where programs are kept that no mutant changes: in a folder that is warm, if one is named
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{scratch}/compiled")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         warm_up()
         free = copies(workers, Path(scratch))
         running: dict[int, Trial] = {}
