@@ -348,6 +348,7 @@ def main() -> None:
     tried: list[Edit | None] = [
         mutant for mutant in chosen if not equivalent[mutant] and mutant not in outcomes
     ]
+    tried.sort(key=lambda mutant: str(mutant) in earlier["survivors"])  # what is new comes first
     total = len(outcomes) + len(tried)
     queue = tried if options.green else [None, *tried]
     for mutant, outcome in run(queue, options.workers, options.own, options.minutes):
