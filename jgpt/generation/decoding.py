@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from jgpt.contracts import typed
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.cache import KVCache
+from jgpt.nn.layers import require_in_vocabulary
 from jgpt.nn.models import LanguageModel
 
 TOKENS_PER_CALL = 32
@@ -89,18 +90,13 @@ def stream(
         raise ValueError("the prompt is empty: give at least one token to continue from")
     if ends.max() > prompt.shape[1]:
         raise ValueError(f"lengths={ends.max()} is more than the prompt's {prompt.shape[1]} tokens")
-    tokens = np.asarray(prompt)
-    outside = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
-    if outside.size:
-        raise ValueError(
-            f"the prompt contains token {outside[0]}, outside the vocabulary of {model.vocab_size}"
-        )
+    require_in_vocabulary(prompt, model.vocab_size, "the prompt's token")
     sampling = Sampling(
         jnp.float32(temperature),
         None if top_p is None else jnp.float32(top_p),
         None if min_p is None else jnp.float32(min_p),
     )
-    return _stream(model, tokens, ends, max_new_tokens, key, sampling, top_k)
+    return _stream(model, np.asarray(prompt), ends, max_new_tokens, key, sampling, top_k)
 
 
 @typed

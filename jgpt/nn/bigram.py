@@ -38,7 +38,10 @@ class BigramLM(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Next-token logits. Neither `cache` nor `rngs` has anything to do."""
+        """Next-token logits. Neither `cache` nor `rngs` has anything to do.
+
+        Raises ValueError as `require_in_vocabulary`.
+        """
         return self.logits(self.hidden(tokens))
 
     @typed

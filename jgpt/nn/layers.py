@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
@@ -132,8 +133,30 @@ _low_precision_product.defvjp(
 )
 
 
+@typed
+def require_in_vocabulary(
+    tokens: Int[Array, "*rows"], vocab_size: int, what: str = "token"
+) -> None:
+    """Raise ValueError, with its place, for the first token outside the vocabulary.
+
+    Not under a trace, where values aren't known: there an embedding and a loss are NaN for a token
+    outside, and the tokens from -vocab_size to -1 count from the vocabulary's end.
+    """
+    if isinstance(tokens, jax.core.Tracer):
+        return
+    values = np.asarray(tokens)
+    outside = np.argwhere((values < 0) | (values >= vocab_size))
+    if len(outside):
+        *batch, position = outside[0].tolist() or [0]
+        place = "".join(f"batch index {index}, " for index in batch) + f"position {position}"
+        raise ValueError(
+            f"{what} {values[tuple(outside[0])]} at {place} is outside the vocabulary of "
+            f"{vocab_size}: 0 to {vocab_size - 1}"
+        )
+
+
 class Embedding(Module):
-    """Embedding table. Indices are not checked: they must be in range."""
+    """Embedding table."""
 
     @typed
     def __init__(
@@ -152,7 +175,8 @@ class Embedding(Module):
 
     @typed
     def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
-        """Look up each index."""
+        """Look up each index. Raises ValueError as `require_in_vocabulary`."""
+        require_in_vocabulary(index, self.num_embeddings)
         return jnp.take(self.embedding[...], index, axis=0)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.contracts import typed
+from jgpt.nn.layers import require_in_vocabulary
 
 LOGITS_BYTES = 1 << 30
 """The largest float32 logits that a loss materialises; beyond it computes in chunks."""
@@ -22,7 +23,11 @@ LanguageModelHead = Callable[
 def token_losses(
     logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
 ) -> Float[Array, "*rows"]:
-    """Each target's negative log likelihood in nats, in at least float32."""
+    """Each target's negative log likelihood in nats, in at least float32.
+
+    Raises ValueError as `require_in_vocabulary`.
+    """
+    require_in_vocabulary(targets, logits.shape[-1], "target")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
@@ -32,7 +37,10 @@ def token_losses(
 def cross_entropy(
     logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
 ) -> Float[Array, ""]:
-    """The mean negative log likelihood of the targets in nats, in at least float32."""
+    """The mean negative log likelihood of the targets in nats, in at least float32.
+
+    Raises ValueError as `require_in_vocabulary`.
+    """
     return token_losses(logits, targets).mean()
 
 

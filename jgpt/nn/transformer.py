@@ -272,7 +272,9 @@ class GPT(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Next-token logits. Raises ValueError past `block_size`.
+        """Next-token logits.
+
+        Raises ValueError past `block_size`, and as `require_in_vocabulary`.
 
         With a `cache`, `tokens` continue the sequences in it and are appended to it.
         """

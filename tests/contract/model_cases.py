@@ -339,6 +339,11 @@ MODEL = [
         owner=TABLE,
     ),
     Case("jgpt.nn.layers.next_dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
+    Case(
+        "jgpt.nn.layers.require_in_vocabulary",
+        {"tokens": "int *rows"},
+        static={"vocab_size": SIZES["vocab"]},
+    ),
 ]
 MODERN_X = {"x": "float batch time modern_dim"}
 MODERN_CROSS = {**MODERN_X, "context": "float batch key modern_dim"}

@@ -304,8 +304,14 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
         ({"prompt": jnp.zeros((0, 2), jnp.int32)}, "the prompt is empty"),
         ({"lengths": np.array([3, 0])}, "the prompt is empty"),
         ({"lengths": np.array([3, 4])}, "lengths=4 is more than the prompt's 3 tokens"),
-        ({"prompt": jnp.array([[3, VOCAB]])}, "contains token 17, outside the vocabulary of 17"),
-        ({"prompt": jnp.array([[-1, 3]])}, "contains token -1, outside the vocabulary of 17"),
+        (
+            {"prompt": jnp.array([[3, VOCAB]])},
+            "the prompt's token 17 at batch index 0, position 1 is outside the vocabulary of 17",
+        ),
+        (
+            {"prompt": jnp.array([[3, 4], [-1, 3]])},
+            "the prompt's token -1 at batch index 1, position 0 is outside the vocabulary of 17",
+        ),
     ],
 )
 def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, message):
