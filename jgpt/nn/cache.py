@@ -28,7 +28,8 @@ class LayerCache(Module):
         *,
         dtype: DTypeLike = jnp.float32,
     ) -> None:
-        self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
+        self.batch, self.capacity = batch, capacity
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         # batch and heads share an axis: XLA copies a cache with an axis of size 1 at each write
         shape = (batch * num_kv_heads, capacity, head_dim)
         self.keys, self.values = (nnx.Cache(jnp.zeros(shape, dtype)) for _ in range(2))
@@ -52,10 +53,10 @@ class LayerCache(Module):
 
         Raises ValueError for more positions than the buffer holds.
         """
-        time, capacity = key.shape[2], self.keys.shape[1]
-        if time > capacity:
-            raise ValueError(f"{time} positions don't fit into a KV cache of {capacity}")
-        start = self.end[...] % capacity
+        time = key.shape[2]
+        if time > self.capacity:
+            raise ValueError(f"{time} positions don't fit into a KV cache of {self.capacity}")
+        start = self.end[...] % self.capacity
         for kept, new in ((self.keys, key), (self.values, value)):
             new = new.reshape(-1, time, self.head_dim).astype(kept.dtype)
             kept[...] = jax.lax.dynamic_update_slice_in_dim(kept[...], new, start, axis=1)
@@ -65,9 +66,9 @@ class LayerCache(Module):
     @typed
     def mask(
         self, time: int, window: int | None = None
-    ) -> Bool[Array, "{self.batch} {time} {self.keys.shape[1]}"]:
+    ) -> Bool[Array, "{self.batch} {time} {self.capacity}"]:
         """True where one of the last `time` queries (row) may attend to a cached key (column)."""
-        capacity, newest = self.keys.shape[1], self.end[...] - 1
+        capacity, newest = self.capacity, self.end[...] - 1
         slot = newest - (newest - jnp.arange(capacity)) % capacity  # of the key at each index
         query = newest + 1 - time + jnp.arange(time)[:, None]
         mask = (slot <= query) & (slot > newest - self.length[...][:, None, None])

@@ -184,13 +184,13 @@ class MultiHeadAttention(_Attention):
         rngs: nnx.Rngs,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or embed_dim % num_heads:
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        if embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}"
             )
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale

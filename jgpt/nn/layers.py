@@ -22,8 +22,26 @@ MANY_FEATURES, TILE = 1024, 128
 """Products with more output features than that are padded to a multiple of the tile size."""
 
 
+SIZES = (
+    *("batch", "block_size", "capacity", "embed_dim", "head_dim", "hidden_dim", "in_features"),
+    *("num_embeddings", "num_heads", "num_kv_heads", "num_rows", "out_features", "vocab_size"),
+    "window",
+)
+"""The attributes of modules that are at least 1, or None."""
+
+
 class Module(nnx.Module):
-    """An NNX module whose class keeps its own signature, which NNX's metaclass hides."""
+    """An NNX module whose class keeps its own signature, which NNX's metaclass hides.
+
+    Setting one of `SIZES` below 1, or `dropout` outside [0, 1), raises ValueError.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SIZES and value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be positive")
+        if name == "dropout" and not 0 <= value < 1:
+            raise ValueError(f"{name}={value} must be at least 0 and below 1")
+        super().__setattr__(name, value)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -183,7 +183,7 @@ def test_there_is_no_other_head(index):
         make_heads().head(index)
 
 
-@pytest.mark.parametrize("num_heads", [0, 5, -3])
+@pytest.mark.parametrize("num_heads", [5, 24])
 def test_features_divide_into_heads(num_heads):
     with pytest.raises(
         ValueError, match=f"embed_dim=12 must be divisible by num_heads={num_heads}"

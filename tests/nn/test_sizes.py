@@ -1,0 +1,89 @@
+"""The sizes and dropout rates that modules refuse, when they are made and later."""
+
+import inspect
+
+import pytest
+from flax import nnx
+
+import jgpt
+from jgpt.nn.cache import KVCache, LayerCache
+from jgpt.nn.layers import Embedding, LayerNorm, Linear, Module, NGramEmbedding, RMSNorm
+
+ARGUMENTS = {
+    jgpt.Head: {"embed_dim": 10, "head_dim": 4, "window": 3},
+    jgpt.MultiHeadAttention: {"embed_dim": 12, "num_heads": 6, "num_kv_heads": 2, "window": 3},
+    jgpt.FeedForward: {"embed_dim": 10, "hidden_dim": 7},
+    jgpt.Block: {
+        "embed_dim": 12,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "hidden_dim": 7,
+        "window": 3,
+    },
+    jgpt.BigramLM: {"vocab_size": 5},
+    Linear: {"in_features": 3, "out_features": 5},
+    Embedding: {"num_embeddings": 3, "embed_dim": 5},
+    NGramEmbedding: {"sizes": (2, 3), "num_rows": 7, "embed_dim": 5},
+    LayerNorm: {"embed_dim": 5},
+    RMSNorm: {"embed_dim": 5},
+    LayerCache: {"batch": 2, "capacity": 7, "num_kv_heads": 3, "head_dim": 5},
+    KVCache: {"layers": (), "batch": 2},
+}
+RATES = (-0.1, 1.0, 1.5, float("nan"))
+
+
+def make(kind: type[Module], **changes: object) -> Module:
+    def build():
+        draws = "rngs" in inspect.signature(kind).parameters
+        rngs = {"rngs": nnx.Rngs(0)} if draws else {}
+        return kind(**{**ARGUMENTS[kind], **changes, **rngs})
+
+    return nnx.eval_shape(build)
+
+
+def sizes_of(kind: type[Module]) -> list[str]:
+    """The arguments that are sizes, all of which `ARGUMENTS` gives."""
+    parameters = inspect.signature(kind).parameters.items()
+    sizes = [name for name, each in parameters if each.annotation in (int, int | None)]
+    return [name for name in sizes if name != "lookback"]  # 0 where there are no n-grams
+
+
+def test_every_module_is_tried():
+    """All but a GPT, whose config refuses them."""
+
+    def below(kind):
+        return {kind, *(each for child in kind.__subclasses__() for each in below(child))}
+
+    ours = {kind for kind in below(Module) if kind.__module__.startswith("jgpt.")}
+    known = {*ARGUMENTS, jgpt.GPT, Module}
+    assert {kind for kind in ours - known if kind.__name__ != "_Attention"} == set()
+    assert all(set(sizes_of(kind)) <= set(given) for kind, given in ARGUMENTS.items())
+
+
+@pytest.mark.parametrize("size", [0, -3])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in ARGUMENTS for name in sizes_of(kind)]
+)
+def test_a_size_is_at_least_1(kind, name, size):
+    with pytest.raises(ValueError, match=f"^{name}={size} must be positive"):
+        make(kind, **{name: size})
+    make(kind)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in ARGUMENTS if "dropout" in inspect.signature(kind).parameters]
+)
+def test_a_rate_is_below_1(kind):
+    for rate in RATES:
+        with pytest.raises(ValueError, match=f"^dropout={rate} must be at least 0 and below 1"):
+            make(kind, dropout=rate)
+    for rate in (0, 0.0, 0.99):
+        make(kind, dropout=rate)
+
+
+def test_a_size_and_a_rate_stay_what_they_may_be():
+    head = make(jgpt.Head)
+    with pytest.raises(ValueError, match="window=0 must be positive"):
+        head.window = 0
+    head.window = None
+    assert (head.window, head.head_dim) == (None, 4)
