@@ -21,7 +21,7 @@ from jgpt.nn.attention import (
     split_heads,
 )
 from jgpt.nn.cache import LayerCache
-from jgpt.nn.layers import INIT_STD, Linear, Module, apply_dropout, next_dropout_key, rms_norm
+from jgpt.nn.layers import INIT_STD, Linear, Module, apply_dropout, rms_norm
 
 
 class _Attention(Module):
@@ -89,6 +89,8 @@ class _Attention(Module):
 class Head(_Attention):
     """One attention head (Vaswani et al. 2017, section 3.2.1): `head(x)`, or `head(x, context)`
     for cross-attention. Kernels are (in, out).
+
+    Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
     """
 
     @typed
@@ -139,7 +141,7 @@ class Head(_Attention):
             self._normalise_and_rotate(self.key(source)),
             self.value(source),
             self._mask(x, context),
-            next_dropout_key(rngs),
+            self.next_dropout_key(rngs, self.dropout),
         )
 
     @typed
@@ -159,7 +161,10 @@ class Head(_Attention):
 
 
 class MultiHeadAttention(_Attention):
-    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), all heads in one computation."""
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), all heads in one computation.
+
+    Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
+    """
 
     @typed
     def __init__(
@@ -227,7 +232,8 @@ class MultiHeadAttention(_Attention):
             raise ValueError("a KV cache is for causal self-attention in evaluation")
         position = None if cache is None else jnp.maximum(cache.positions(x), 0)
         query, key, value = self._project(x, x if context is None else context, position)
-        mask, dropout_key = self._mask(x, context), next_dropout_key(rngs)
+        mask = self._mask(x, context)
+        dropout_key = self.next_dropout_key(rngs, self.dropout)
         if cache is not None:
             cache.append(key, value)
             heads = self._attend_over(cache, query)
@@ -246,7 +252,9 @@ class MultiHeadAttention(_Attention):
             )
         check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
         return apply_dropout(
-            self.projection(merge_heads(heads)), self.dropout, next_dropout_key(rngs)
+            self.projection(merge_heads(heads)),
+            self.dropout,
+            self.next_dropout_key(rngs, self.dropout),
         )
 
     @typed

@@ -36,6 +36,8 @@ class Module(nnx.Module):
     Setting one of `SIZES` below 1, or `dropout` outside [0, 1), raises ValueError.
     """
 
+    deterministic = True  # `train()` sets it to False, `eval()` to True
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SIZES and value is not None and value < 1:
             raise ValueError(f"{name}={value} must be positive")
@@ -48,6 +50,21 @@ class Module(nnx.Module):
         signature = inspect.signature(cls.__init__)
         shown = list(signature.parameters.values())[1:]  # without self
         cls.__signature__ = inspect.Signature(shown)
+
+    @typed
+    def next_dropout_key(self, rngs: nnx.Rngs | None, rate: float) -> Key[Array, ""] | None:
+        """The next key of the `dropout` stream, or None in evaluation.
+
+        Raises ValueError after `train()` if dropout at `rate` lacks its `rngs`.
+        """
+        if rngs is not None:
+            return rngs.dropout()
+        if rate > 0 and not self.deterministic:
+            raise ValueError(
+                f"after train(), dropout={rate} needs the call's rngs=nnx.Rngs(dropout=key); "
+                "for evaluation, call eval() first"
+            )
+        return None
 
 
 class Linear(Module):
@@ -319,12 +336,6 @@ def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, 
     """Divide the last axis by its root mean square, in at least float32."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
-
-
-@typed
-def next_dropout_key(rngs: nnx.Rngs | None) -> Key[Array, ""] | None:
-    """The next key of the `dropout` stream, or None in evaluation."""
-    return None if rngs is None else rngs.dropout()
 
 
 @typed

@@ -1,7 +1,8 @@
 """The transformer: feed-forward network, block, GPT.
 
 Modules hold parameters only. `module(x)` is evaluation; `module(x, rngs=nnx.Rngs(dropout=key))`
-is training. Models map tokens to logits; the loss is a function beside them.
+is training; after `train()`, dropout without `rngs` is an error. Models map tokens to logits; the
+loss is a function beside them.
 """
 
 import functools
@@ -26,7 +27,6 @@ from jgpt.nn.layers import (
     NGramEmbedding,
     apply_dropout,
     make_norm,
-    next_dropout_key,
     project_to_vocabulary,
 )
 from jgpt.nn.precision import ANYWHERE, for_platform
@@ -40,7 +40,10 @@ ACTIVATIONS = {
 
 
 class FeedForward(Module):
-    """Position-wise MLP (Vaswani et al. 2017, section 3.3)."""
+    """Position-wise MLP (Vaswani et al. 2017, section 3.3).
+
+    Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
+    """
 
     @typed
     def __init__(
@@ -83,13 +86,16 @@ class FeedForward(Module):
             ACTIVATIONS[self.activation](self.expansion(x)),
             Float[Array, "batch time {self.hidden_dim}"],
         )
-        return apply_dropout(self.projection(hidden), self.dropout, next_dropout_key(rngs))
+        return apply_dropout(
+            self.projection(hidden), self.dropout, self.next_dropout_key(rngs, self.dropout)
+        )
 
 
 class Block(Module):
     """Transformer block: pre-norm attention and MLP with residual connections.
 
-    Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3).
+    Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3). Dropout needs the call's `rngs`; after
+    `train()`, a call without them raises ValueError.
     """
 
     @typed
@@ -202,7 +208,8 @@ class GPT(Module):
 
     Initialised as GPT-2: N(0, 0.02), output projections of the residual branches divided by
     sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). A config's `auto` means what it means
-    on a CPU; `for_platform` decides it for another platform.
+    on a CPU; `for_platform` decides it for another platform. Dropout needs the call's `rngs`; after
+    `train()`, a call without them raises ValueError.
     """
 
     @typed
@@ -361,12 +368,14 @@ class GPT(Module):
             x = x + self.position_embedding(position)
         if self.ngram_embedding is not None:
             whole = jnp.ones((*tokens.shape, 1), x.dtype)
-            kept = apply_dropout(whole, self.config.ngram_dropout, next_dropout_key(rngs))
+            rate = self.config.ngram_dropout
+            kept = apply_dropout(whole, rate, self.next_dropout_key(rngs, rate))
             known = tokens if cache is None else cache.append_tokens(tokens)
             x = x + kept * self.ngram_embedding(known)[:, -time:]
         # the residual stream is never below float32
         x = x.astype(jnp.promote_types(self.dtype, jnp.float32))
-        return apply_dropout(x, self.config.dropout, next_dropout_key(rngs))
+        rate = self.config.dropout
+        return apply_dropout(x, rate, self.next_dropout_key(rngs, rate))
 
     @typed
     def empty_cache(self, batch: int) -> KVCache:

@@ -338,7 +338,13 @@ MODEL = [
         fixed="vocab",
         owner=TABLE,
     ),
-    Case("jgpt.nn.layers.next_dropout_key", {}, SCALAR, static={"rngs": dropout_rngs}),
+    Case(
+        "jgpt.nn.layers.Module.next_dropout_key",
+        {},
+        SCALAR,
+        static={"rngs": dropout_rngs, "rate": 0.1},
+        owner=HEAD,
+    ),
     Case(
         "jgpt.nn.layers.require_in_vocabulary",
         {"tokens": "int *rows"},

@@ -66,6 +66,40 @@ def test_evaluation_has_none_and_training_is_by_the_key(module):
     assert not jnp.array_equal(module(x, rngs=rngs(1)), module(x))
 
 
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+def test_training_mode_without_a_key_is_an_error(module):
+    """Not a loop of `nnx.Optimizer` that trains without dropout and doesn't know."""
+    x, module = jax.random.normal(jax.random.key(3), (2, 7, 6)), nnx.clone(module)
+    evaluated, trained = module(x), module(x, rngs=rngs(1))
+    module.train()
+    with pytest.raises(ValueError, match=rf"dropout={RATE} needs .* rngs=nnx.Rngs\(dropout=key\)"):
+        module(x)
+    assert jnp.array_equal(module(x, rngs=rngs(1)), trained)
+    module.eval()
+    assert jnp.array_equal(module(x), evaluated)
+
+
+@pytest.mark.parametrize("rate", ["dropout", "ngram_dropout"])
+def test_so_it_is_of_a_model_and_inside_a_gradient(rate):
+    config = jgpt.ModelConfig(
+        num_layers=1, num_heads=3, embed_dim=6, block_size=5, ngram_sizes=(2,), **{rate: RATE}
+    )
+    model, tokens = jgpt.GPT(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 5), jnp.int32)
+
+    def loss(model):
+        return jgpt.cross_entropy(model(tokens), tokens)
+
+    evaluated = loss(model)
+    model.train()
+    for call in (loss, nnx.value_and_grad(loss), nnx.jit(loss)):
+        with pytest.raises(ValueError, match=rf"after train\(\), dropout={RATE} needs"):
+            call(model)
+    with pytest.raises(ValueError, match=r"call eval\(\) first"):
+        jgpt.generate(model, tokens, 2, key=jax.random.key(0))
+    model.eval()
+    assert loss(model) == evaluated
+
+
 BY_DEFAULT = [
     jgpt.Head(6, 5, rngs=nnx.Rngs(0)),
     jgpt.MultiHeadAttention(6, 3, rngs=nnx.Rngs(0)),
@@ -79,6 +113,9 @@ def test_nothing_is_dropped_unless_it_is_asked_for(module):
     x = jax.random.normal(jax.random.key(3), (2, 7, 6))
     assert jnp.abs(module(x)).max() > 0
     assert jnp.array_equal(module(x, rngs=rngs(1)), module(x))
+    in_training = nnx.clone(module)
+    in_training.train()
+    assert jnp.array_equal(in_training(x), module(x))
 
 
 def test_attention_drops_nothing_unless_it_is_asked_to():

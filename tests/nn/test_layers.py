@@ -12,7 +12,6 @@ from jgpt.nn.layers import (
     Linear,
     RMSNorm,
     make_norm,
-    next_dropout_key,
     project,
     project_to_vocabulary,
     rms_norm,
@@ -132,9 +131,11 @@ def test_a_norm_is_of_its_kind(kind, expected):
 
 
 def test_a_key_to_drop_with_is_the_next_one_or_none():
-    assert next_dropout_key(None) is None
+    module = RMSNorm(2)
+    assert module.next_dropout_key(None, 0.5) is None
     rngs, same = nnx.Rngs(dropout=3), nnx.Rngs(dropout=3)
-    assert [next_dropout_key(rngs), next_dropout_key(rngs)] == [same.dropout(), same.dropout()]
+    drawn = [module.next_dropout_key(rngs, rate) for rate in (0.5, 0.0)]
+    assert drawn == [same.dropout(), same.dropout()]
 
 
 def test_an_rms_norm_keeps_the_direction_and_not_the_size():
