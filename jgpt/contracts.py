@@ -346,15 +346,23 @@ def _reason_in_arrays(hint: Any, value: Any) -> str:
 
 def _in_plain_words(reason: str, hint: Any, value: Any) -> str:
     """jaxtyping's reason without its list of dtypes and its class names."""
-    if not hasattr(value, "dtype"):
-        return f"{type(value).__name__} is not an array" if reason else ""
-    if "array type" in reason:
-        is_numpy = type(value).__module__ == "numpy"
-        return "this array is NumPy's, not JAX's" if is_numpy else "this array is not NumPy's"
     kind = hint.__name__.partition("[")[0]
+    convert = "np.asarray" if hint.array_type is np.ndarray else "jnp.asarray"
     advice = ": jax.random.key makes one" if kind == "Key" else ""
+    if not hasattr(value, "dtype"):
+        if isinstance(value, (list, tuple, int, float)):
+            advice = advice or f": {convert} makes one"
+        return f"{type(value).__name__} is not an array{advice}" if reason else ""
+    if "array type" in reason:
+        given, wanted = _library(type(value)), _library(hint.array_type)
+        return f"this array is {given}'s, not {wanted}'s: {convert} converts it"
     reason = re.sub("not .* as expected.*", f"which is no {kind}{advice}", reason)
     return reason.replace("expected by the type hint", "of the annotation")
+
+
+def _library(kind: type) -> str:
+    root = kind.__module__.partition(".")[0]
+    return {"numpy": "NumPy", "jax": "JAX", "jaxlib": "JAX"}.get(root, root)
 
 
 def _spelled(hint: Any) -> str:

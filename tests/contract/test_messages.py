@@ -33,6 +33,13 @@ def concatenated(parts: tuple[Float[Array, "batch time"], ...]) -> Float[Array, 
     return jnp.concatenate(parts)
 
 
+class Foreign:
+    shape, dtype = (2, 3, 10), "float32"
+
+
+Foreign.__module__ = "torch._tensor"
+
+
 class Misspelt:
     @typed
     def __call__(self, x: Float[Array, "batch {self.widht}"]) -> Float[Array, " batch"]:
@@ -110,7 +117,7 @@ GOLDEN = {
         jgpt.nn.heads.Head.__call__() was given a wrong x.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float64[2,3,10]
-        Reason: this array is NumPy's, not JAX's.
+        Reason: this array is NumPy's, not JAX's: jnp.asarray converts it.
         """,
     ),
     "a list": (
@@ -119,7 +126,52 @@ GOLDEN = {
         jgpt.nn.bigram.BigramLM.__call__() was given a wrong tokens.
         Expected: Int[Array, "batch time"]
         Got: [[1, 2, 3]]
-        Reason: list is not an array.
+        Reason: list is not an array: jnp.asarray makes one.
+        """,
+    ),
+    "JAX's array on the host": (
+        lambda: jgpt.ByteTokenizer().decode(jnp.arange(3)),  # type: ignore[arg-type]
+        """
+        jgpt.data.tokenizers.ByteTokenizer.decode() was given a wrong tokens.
+        Expected: Integer[ndarray, "tokens"] | Sequence[int]
+        Got: int32[3]
+        Reason: this array is JAX's, not NumPy's: np.asarray converts it.
+        """,
+    ),
+    "a number on the host": (
+        lambda: jgpt.ByteTokenizer().decode(3),  # type: ignore[arg-type]
+        """
+        jgpt.data.tokenizers.ByteTokenizer.decode() was given a wrong tokens.
+        Expected: Integer[ndarray, "tokens"] | Sequence[int]
+        Got: 3
+        Reason: int is not an array: np.asarray makes one.
+        """,
+    ),
+    "another library's array": (
+        lambda: HEAD(Foreign()),  # type: ignore[arg-type]
+        """
+        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
+        Got: float32[2,3,10]
+        Reason: this array is torch's, not JAX's: jnp.asarray converts it.
+        """,
+    ),
+    "no array at all": (
+        lambda: HEAD("x"),  # type: ignore[arg-type]
+        """
+        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
+        Got: 'x'
+        Reason: str is not an array.
+        """,
+    ),
+    "a seed for a key": (
+        lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=0),  # type: ignore[arg-type]
+        """
+        jgpt.generation.decoding.generate() was given a wrong key.
+        Expected: Key[Array, ""]
+        Got: 0
+        Reason: int is not an array: jax.random.key makes one.
         """,
     ),
     "a size that is no int": (
