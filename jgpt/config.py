@@ -6,13 +6,12 @@ Attribute docstrings are the command line's help. Nothing here imports jax.
 import dataclasses
 import difflib
 import json
-import math
+import reprlib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_type_hints
-
-from beartype import BeartypeConf
-from beartype.door import is_bearable
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared"]
@@ -22,24 +21,69 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
-MAX_LAYERS = 1024  # bounds the work on a config from an untrusted file
-MAX_BPE_VOCAB_SIZE = 1 << 20  # tokenizers reserves memory for all of it, and aborts if it can't
 
-_ints_are_floats = BeartypeConf(is_pep484_tower=True)
+MAX_INTEGER = 2**31 - 1  # of int32 counters and indices
+MAX_INTEGERS = {
+    "num_layers": 1024,  # bounds the work on a config from an untrusted file
+    "bpe_vocab_size": 2**20,  # tokenizers reserves memory for all of it, and aborts if it can't
+    "vocab_size": 2**24,
+    "embed_dim": 2**20,
+    "hidden_dim": 2**24,
+    "block_size": 2**27,
+    "ngram_rows": 2**25,  # those of all sizes are indexed by an int32
+    "batch_size": 2**24,
+    "sample_tokens": 2**24,
+    "eval_tokens": 2**32,
+    "seed": 2**32 - 1,
+}
+MAX_NGRAM = 63  # each size up to it is traced
+_IN_WORDS = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    NoneType: "None",
+}
 
 
 def _check_types(config: Any) -> None:
-    """Raise ValueError for a field of another type, as from edited JSON."""
+    """Raise ValueError for a field of another type, as from edited JSON, or beyond all use."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
-        # a bool is an int to Python
-        if not is_bearable(value, hint, conf=_ints_are_floats) or (
-            isinstance(value, bool) and hint is not bool
-        ):
-            expected = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise ValueError(f"{name}={value!r} must be {expected.replace('typing.', '')}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name}={value} must be finite")
+        if not _has_type(value, hint):
+            raise ValueError(f"{name} must be {_in_words(hint)}, not {reprlib.repr(value)}")
+        if not isinstance(value, (int, float)):
+            continue
+        most = MAX_INTEGERS.get(name, MAX_INTEGER)
+        if int in (hint, *get_args(hint)) and value > most:
+            raise ValueError(f"{name}={reprlib.repr(value)} must be at most {most}")
+        if not abs(value) <= sys.float_info.max:  # NaN is neither, and an int may be beyond
+            raise ValueError(f"{name}={reprlib.repr(value)} must be finite")
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of a field's type; an int is a float too, but a bool is not an int."""
+    kinds = get_args(hint)
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in kinds
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_has_type(item, kinds[0]) for item in value)
+    if isinstance(hint, UnionType):
+        return any(_has_type(value, kind) for kind in kinds)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _in_words(hint: Any) -> str:
+    kinds = get_args(hint)
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(kinds)}"
+    if get_origin(hint) is tuple:
+        return f"a tuple, each item {_in_words(kinds[0])}"
+    if isinstance(hint, UnionType):
+        return " or ".join(map(_in_words, kinds))
+    return _IN_WORDS.get(hint) or f"a {hint.__name__}"
 
 
 def _require_positive(config: Any, *names: str) -> None:
@@ -145,22 +189,21 @@ class ModelConfig:
         _require_positive(self, "embed_dim", "hidden_dim", "norm_epsilon")
         _require_positive(self, "num_kv_heads", "attention_scale", "logit_softcap")
         _require_positive(self, "attention_window", "ngram_rows")
-        if self.num_layers > MAX_LAYERS:
-            raise ValueError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
         _require_multiple(self, "embed_dim", "num_heads")
         if self.num_kv_heads is not None:
             _require_multiple(self, "num_heads", "num_kv_heads")
         if self.positions == "rotary" and self.embed_dim // self.num_heads % 2:
             raise ValueError(
-                f"positions=rotary needs an even head size: embed_dim={self.embed_dim} over "
+                f"positions='rotary' needs an even head size: embed_dim={self.embed_dim} over "
                 f"num_heads={self.num_heads} is {self.embed_dim // self.num_heads}"
             )
         _require_fraction(self, "dropout", "ngram_dropout")
         if list(self.ngram_sizes) != sorted({n for n in self.ngram_sizes if n > 1}):
             raise ValueError(f"ngram_sizes={self.ngram_sizes} must be above 1 and ascending")
-        if self.ngram_sizes and self.ngram_sizes[-1] > self.block_size:
+        if self.ngram_sizes and self.ngram_sizes[-1] > min(self.block_size, MAX_NGRAM):
             raise ValueError(
-                f"ngram_sizes={self.ngram_sizes} must be at most block_size={self.block_size}"
+                f"ngram_sizes={self.ngram_sizes} must be at most block_size={self.block_size} "
+                f"and {MAX_NGRAM}"
             )
         if self.head_bias and self.tie_embeddings:
             raise ValueError("head_bias=True needs tie_embeddings=False: a tied head has no bias")
@@ -236,9 +279,6 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Validate."""
         _check_types(self)
-        for source in self.data:
-            if not isinstance(source, str):  # beartype checks one item only
-                raise ValueError(f"data={self.data!r} must be names and paths, not {source!r}")
         if not self.data or not all(self.data):
             raise ValueError("data is empty: name a corpus (pydocs, shakespeare) or a file")
         if self.bpe_vocab_size < 257:
@@ -247,13 +287,9 @@ class DataConfig:
             )
         _require_fraction(self, "validation_fraction")
         _require_positive(self, "validation_fraction")
-        if self.bpe_vocab_size > MAX_BPE_VOCAB_SIZE:
-            raise ValueError(
-                f"bpe_vocab_size={self.bpe_vocab_size} must be at most {MAX_BPE_VOCAB_SIZE}"
-            )
         if self.tokenizer == "gpt2" and self.tokenizer_files is None:
             raise ValueError(
-                "tokenizer=gpt2 needs tokenizer_files: the folder of encoder.json and vocab.bpe"
+                "tokenizer='gpt2' needs tokenizer_files: the folder of encoder.json and vocab.bpe"
             )
 
 
@@ -306,8 +342,13 @@ class TrainConfig:
             raise ValueError(
                 f"eval_tokens={self.eval_tokens} must be above block_size={self.model.block_size}"
             )
-        if self.seed >= 2**32:
-            raise ValueError(f"seed={self.seed} must be below 2**32")
+        tokens = self.steps_per_call * self.batch_size * self.model.block_size
+        if tokens >= 2**32:
+            raise ValueError(
+                f"steps_per_call={self.steps_per_call} times batch_size={self.batch_size} times "
+                f"block_size={self.model.block_size} is {tokens:,} tokens, not below 2**32: lower "
+                "steps_per_call"
+            )
         if not self.name or set(self.name) & set("/\\\0"):
             raise ValueError(f"name={self.name!r} must be a plain folder name")
 

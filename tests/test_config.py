@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from typing import get_type_hints
 
 import jax
 import pytest
@@ -25,15 +26,32 @@ from jgpt.presets import PRESETS
         (ModelConfig, {"embed_dim": 30}, "embed_dim=30 must be divisible by num_heads=4"),
         (ModelConfig, {"num_layers": 0}, "num_layers=0 must be positive"),
         (ModelConfig, {"block_size": -1}, "block_size=-1 must be positive"),
-        (ModelConfig, {"vocab_size": 2.5}, "vocab_size=2.5 must be int"),
-        (ModelConfig, {"num_heads": True}, "num_heads=True must be int"),
+        (ModelConfig, {"vocab_size": 2.5}, "vocab_size must be an integer, not 2.5"),
+        (ModelConfig, {"num_heads": True}, "num_heads must be an integer, not True"),
         (ModelConfig, {"hidden_dim": 0}, "hidden_dim=0 must be positive"),
         (ModelConfig, {"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
         (ModelConfig, {"dropout": -0.1}, "dropout=-0.1 must be at least 0"),
         (ModelConfig, {"dropout": math.nan}, "dropout=nan must be finite"),
         (ModelConfig, {"norm_epsilon": 0.0}, "norm_epsilon=0.0 must be positive"),
-        (ModelConfig, {"activation": "swish"}, "activation='swish' must be Literal"),
-        (ModelConfig, {"dtype": "float16"}, "dtype='float16' must be Literal"),
+        (
+            ModelConfig,
+            {"activation": "swish"},
+            "activation must be one of relu, gelu, gelu_tanh, relu_squared, not 'swish'",
+        ),
+        (
+            ModelConfig,
+            {"dtype": "float16"},
+            "dtype must be one of auto, bfloat16, float32, float64, not 'float16'",
+        ),
+        (ModelConfig, {"dtype": ["auto"]}, "float64, not ['auto']"),
+        (ModelConfig, {"hidden_dim": "7"}, "hidden_dim must be an integer or None, not '7'"),
+        (ModelConfig, {"hidden_dim": False}, "hidden_dim must be an integer or None, not False"),
+        (ModelConfig, {"dropout": "x"}, "dropout must be a number, not 'x'"),
+        (ModelConfig, {"dropout": True}, "dropout must be a number, not True"),
+        (ModelConfig, {"dropout": 10**400}, "must be finite"),
+        (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
+        (ModelConfig, {"ngram_sizes": (2, True)}, "each item an integer, not (2, True)"),
+        (ModelConfig, {"ngram_sizes": (64,), "block_size": 99}, "at most block_size=99 and 63"),
         (ModelConfig, {"head_bias": True}, "head_bias=True needs tie_embeddings=False"),
         (ModelConfig, {"num_kv_heads": 3}, "num_heads=4 must be divisible by num_kv_heads=3"),
         (ModelConfig, {"num_kv_heads": 8}, "num_heads=4 must be divisible by num_kv_heads=8"),
@@ -41,11 +59,11 @@ from jgpt.presets import PRESETS
         (
             ModelConfig,
             {"positions": "rotary", "embed_dim": 20},
-            "positions=rotary needs an even head size: embed_dim=20 over num_heads=4 is 5",
+            "positions='rotary' needs an even head size: embed_dim=20 over num_heads=4 is 5",
         ),
-        (ModelConfig, {"positions": "sinusoidal"}, "positions='sinusoidal' must be Literal"),
-        (ModelConfig, {"norm": "batch"}, "norm='batch' must be Literal"),
-        (ModelConfig, {"norm_scale": 1}, "norm_scale=1 must be bool"),
+        (ModelConfig, {"positions": "sinusoidal"}, "one of learned, rotary, not 'sinusoidal'"),
+        (ModelConfig, {"norm": "batch"}, "norm must be one of layer, rms, not 'batch'"),
+        (ModelConfig, {"norm_scale": 1}, "norm_scale must be True or False, not 1"),
         (ModelConfig, {"attention_scale": 0.0}, "attention_scale=0.0 must be positive"),
         (ModelConfig, {"attention_scale": math.inf}, "attention_scale=inf must be finite"),
         (ModelConfig, {"logit_softcap": -15.0}, "logit_softcap=-15.0 must be positive"),
@@ -61,7 +79,7 @@ from jgpt.presets import PRESETS
             {"schedule": "wsd", "min_learning_rate": 0.5},
             "min_learning_rate=0.5 is above learning_rate=0.001",
         ),
-        (OptimizerConfig, {"optimizer": "sgd"}, "optimizer='sgd' must be Literal"),
+        (OptimizerConfig, {"optimizer": "sgd"}, "optimizer must be one of adamw, muon, not 'sgd'"),
         (OptimizerConfig, {"decay_fraction": 1.5}, "decay_fraction=1.5 must be at least 0"),
         (OptimizerConfig, {"decay_fraction": -0.1}, "decay_fraction=-0.1 must be at least 0"),
         (OptimizerConfig, {"muon_learning_rate": 0.0}, "muon_learning_rate=0.0 must be positive"),
@@ -74,7 +92,8 @@ from jgpt.presets import PRESETS
         ),
         (DataConfig, {"data": ()}, "data is empty"),
         (DataConfig, {"data": ("",)}, "data is empty"),
-        (DataConfig, {"data": "pydocs"}, "data='pydocs' must be tuple"),
+        (DataConfig, {"data": "pydocs"}, "data must be a tuple, each item a string, not 'pydocs'"),
+        (DataConfig, {"tokenizer_files": 3}, "tokenizer_files must be a string or None, not 3"),
         (DataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 is below 257"),
         (
             DataConfig,
@@ -83,7 +102,7 @@ from jgpt.presets import PRESETS
         ),
         (DataConfig, {"validation_fraction": 0.0}, "validation_fraction=0.0 must be positive"),
         (DataConfig, {"validation_fraction": 1.0}, "validation_fraction=1.0 must be at least 0"),
-        (DataConfig, {"tokenizer": "gpt2"}, "tokenizer=gpt2 needs tokenizer_files"),
+        (DataConfig, {"tokenizer": "gpt2"}, "tokenizer='gpt2' needs tokenizer_files"),
         (TrainConfig, {"steps": 0}, "steps=0 must be positive"),
         (TrainConfig, {"batch_size": 0}, "batch_size=0 must be positive"),
         (TrainConfig, {"steps_per_call": 0}, "steps_per_call=0 must be positive"),
@@ -91,10 +110,13 @@ from jgpt.presets import PRESETS
         (TrainConfig, {"sample_tokens": -1}, "sample_tokens=-1 must not be negative"),
         (TrainConfig, {"eval_tokens": 64}, "eval_tokens=64 must be above block_size=64"),
         (TrainConfig, {"seed": -1}, "seed=-1 must not be negative"),
-        (TrainConfig, {"seed": 2**32}, "seed=4294967296 must be below 2"),
+        (TrainConfig, {"seed": 2**32}, "seed=4294967296 must be at most 4294967295"),
         (TrainConfig, {"name": "a/b"}, "name='a/b' must be a plain folder name"),
         (TrainConfig, {"name": ""}, "name='' must be a plain folder name"),
-        (TrainConfig, {"model": OptimizerConfig()}, "must be ModelConfig"),
+        (TrainConfig, {"model": OptimizerConfig()}, "model must be a ModelConfig, not Optim"),
+        (TrainConfig, {"name": 3}, "name must be a string, not 3"),
+        (TrainConfig, {"steps": "x"}, "steps must be an integer, not 'x'"),
+        (TrainConfig, {"trackers": ("wandb", "x")}, "each item one of tensorboard, wandb, not"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(kind, fields, message):
@@ -110,6 +132,45 @@ def test_what_is_odd_and_fine():
     OptimizerConfig(decay_fraction=0.0, muon_momentum=0.0)
 
 
+INTEGERS = [
+    (kind, name)
+    for kind in (ModelConfig, OptimizerConfig, DataConfig, TrainConfig)
+    for name, hint in get_type_hints(kind).items()
+    if hint in (int, int | None)
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), INTEGERS, ids=lambda value: getattr(value, "name", value)
+)
+def test_an_integer_beyond_all_use_is_refused_in_a_line(kind, name):
+    for value in (99_999_999_999_999_999_999, 2**32 + 1):
+        with pytest.raises(ValueError, match=rf"^{name}={value} must be at most \d+$"):
+            kind(**{name: value})
+    with pytest.raises(ValueError, match=rf"^{name}=1000+\.\.\.0+ must be") as refusal:
+        kind(**{name: 10**400})
+    assert len(str(refusal.value)) < 99
+
+
+def test_large_and_not_beyond_use():
+    """Larger than anyone has trained, in each direction."""
+    ModelConfig(embed_dim=2**20, hidden_dim=2**24, vocab_size=2**24)
+    ModelConfig(block_size=2**27, ngram_sizes=(2, 63), ngram_rows=2**25, num_layers=1024)
+    OptimizerConfig(warmup_steps=2**31 - 1, gradient_clip=10**12)
+    big = TrainConfig(
+        model=ModelConfig(block_size=2**17),
+        steps=2**31 - 1,
+        batch_size=2**9,
+        steps_per_call=63,
+        eval_tokens=2**32,
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"steps_per_call=64 times batch_size=512 times block_size=131072 is 4,294,967,296 ",
+    ):
+        dataclasses.replace(big, steps_per_call=64)
+
+
 def test_a_config_cannot_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ModelConfig().embed_dim = 7  # type: ignore[misc]
@@ -123,7 +184,7 @@ def test_a_preset_survives_json_exactly(name):
 @given(
     model=st.fixed_dictionaries(
         {
-            "vocab_size": st.integers(1, 10**12),
+            "vocab_size": st.integers(1, 2**24),
             "embed_dim": st.integers(1, 99).map(lambda n: 4 * n),
             "hidden_dim": st.none() | st.integers(1, 99),
             "dropout": st.floats(0, 0.99),
@@ -166,10 +227,13 @@ def test_every_source_is_checked_and_not_one_by_chance():
         ('{"model": 3}', "ModelConfig must be an object, not int"),
         ('{"stepz": 3}', "TrainConfig has no field 'stepz' (did you mean 'steps'?)"),
         ('{"model": {"embed": 8}}', "ModelConfig has no field 'embed' (did you mean 'embed_dim'?)"),
-        ('{"steps": "many"}', "steps='many' must be int"),
-        ('{"steps": null}', "steps=None must be int"),
+        ('{"steps": "many"}', "steps must be an integer, not 'many'"),
+        ('{"steps": null}', "steps must be an integer, not None"),
         ('{"optimizer": {"learning_rate": NaN}}', "learning_rate=nan must be finite"),
-        ('{"dataset": {"data": [["a"]]}}', "data=(['a'],) must be tuple"),
+        (
+            '{"dataset": {"data": [["a"]]}}',
+            "data must be a tuple, each item a string, not (['a'],)",
+        ),
     ],
 )
 def test_damaged_json_is_refused(text, message):

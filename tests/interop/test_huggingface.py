@@ -272,13 +272,13 @@ def test_without_the_guard_the_head_would_be_scrambled(tmp_path, monkeypatch):
         ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ({"attn_pdrop": 0.5}, "attn_pdrop=0.5: jgpt has one dropout rate"),
         ({"n_head": 4}, "embed_dim=21 must be divisible by num_heads=4"),
-        ({"n_embd": "21"}, "embed_dim='21' must be int"),
+        ({"n_embd": "21"}, "embed_dim must be an integer, not '21'"),
         ({"n_layer": 10**9}, "num_layers=1000000000 must be at most 1024"),
         ({"n_positions": 12}, r"position_embedding.weight has shape \[11, 21\], not \[12, 21\]"),
         ({"n_inner": None}, r"feed_forward\.expansion\.bias has shape \[29\], not \[84\]"),
         ({"n_embd": 24}, r"blocks\.0\.attention\.key\.bias has shape \[21\], not \[24\]"),
         ({"tie_word_embeddings": False}, r"missing tensors \(1\): lm_head.weight"),
-        ({"tie_word_embeddings": "no"}, "tie_embeddings='no' must be bool"),
+        ({"tie_word_embeddings": "no"}, "tie_embeddings must be True or False, not 'no'"),
     ],
 )
 def test_a_config_that_is_not_ours_or_not_the_weights(fields, complaint, directory):

@@ -140,7 +140,7 @@ def test_gradients_reach_the_rows_that_were_read_and_no_others():
         ({"ngram_sizes": (2, 2)}, "ngram_sizes=(2, 2) must be above 1 and ascending"),
         ({"ngram_sizes": (-2,)}, "ngram_sizes=(-2,) must be above 1 and ascending"),
         ({"ngram_sizes": (2, 65)}, "ngram_sizes=(2, 65) must be at most block_size=64"),
-        ({"ngram_sizes": 2}, "ngram_sizes=2 must be tuple"),
+        ({"ngram_sizes": 2}, "ngram_sizes must be a tuple, each item an integer, not 2"),
         ({"ngram_rows": 0}, "ngram_rows=0 must be positive"),
         ({"ngram_dropout": 1.0}, "ngram_dropout=1.0 must be at least 0 and below 1"),
         ({"attention_window": 0}, "attention_window=0 must be positive"),
