@@ -1,6 +1,19 @@
 """A GPT in JAX and Flax NNX with checked array shapes."""
 
+from importlib import metadata
+from typing import Any
+
 import lazy_loader
 
+from jgpt.config import did_you_mean
+
 # lazy imports: `jgpt --help` doesn't import jax
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("jgpt")
+    if name not in __all__:
+        raise AttributeError(f"jgpt has no attribute {name!r}{did_you_mean(name, __all__)}")
+    return _load(name)

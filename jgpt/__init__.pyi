@@ -2,7 +2,7 @@ from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from .contracts import LEGEND, check, record, typed
 from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
 from .generation.decoding import generate
-from .generation.text import generate_text
+from .generation.text import generate_text, stream_text
 from .hardware import Platform, current_platform
 from .interop.huggingface import load_gpt2, save_gpt2
 from .nn.attention import attend, attention_weights, causal_mask
@@ -15,6 +15,9 @@ from .nn.transformer import GPT, Block, FeedForward
 from .presets import preset
 from .runs.checkpoints import load
 from .runs.loop import Run, fit
+from .runs.progress import Progress
+
+__version__: str
 
 __all__ = [
     "GPT",
@@ -31,6 +34,7 @@ __all__ = [
     "MultiHeadAttention",
     "OptimizerConfig",
     "Platform",
+    "Progress",
     "Run",
     "TrainConfig",
     "attend",
@@ -49,5 +53,6 @@ __all__ = [
     "preset",
     "record",
     "save_gpt2",
+    "stream_text",
     "typed",
 ]

@@ -2,7 +2,10 @@
 
 import ast
 import graphlib
+import tomllib
 from pathlib import Path
+
+import pytest
 
 import jgpt
 
@@ -95,6 +98,18 @@ def test_the_layers_hold():
 def test_every_public_name_is_there():
     assert "fit" in jgpt.__all__
     assert all(getattr(jgpt, name) is not None for name in jgpt.__all__)
+
+
+def test_a_name_that_is_not_there_is_nearly_another():
+    with pytest.raises(AttributeError, match=r"no attribute 'Haed' \(did you mean 'Head'\?\)$"):
+        jgpt.Haed  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'zebra'$"):
+        jgpt.zebra  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_version_is_the_packages():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert jgpt.__version__ == project["version"]
 
 
 def test_readme_names_the_same_layers():

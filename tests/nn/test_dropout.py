@@ -79,10 +79,16 @@ def test_training_mode_without_a_key_is_an_error(module):
     assert jnp.array_equal(module(x), evaluated)
 
 
-@pytest.mark.parametrize("rate", ["dropout", "ngram_dropout"])
-def test_so_it_is_of_a_model_and_inside_a_gradient(rate):
+@pytest.mark.parametrize(("dropout", "ngram_dropout"), [(RATE, 0.0), (0.0, RATE)])
+def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
     config = jgpt.ModelConfig(
-        num_layers=1, num_heads=3, embed_dim=6, block_size=5, ngram_sizes=(2,), **{rate: RATE}
+        num_layers=1,
+        num_heads=3,
+        embed_dim=6,
+        block_size=5,
+        ngram_sizes=(2,),
+        dropout=dropout,
+        ngram_dropout=ngram_dropout,
     )
     model, tokens = jgpt.GPT(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 5), jnp.int32)
 

@@ -1,6 +1,7 @@
 """The sizes and dropout rates that modules refuse, when they are made and later."""
 
 import inspect
+from typing import Any
 
 import pytest
 from flax import nnx
@@ -32,7 +33,7 @@ ARGUMENTS = {
 RATES = (-0.1, 1.0, 1.5, float("nan"))
 
 
-def make(kind: type[Module], **changes: object) -> Module:
+def make(kind: type[Module], **changes: object) -> Any:
     def build():
         draws = "rngs" in inspect.signature(kind).parameters
         rngs = {"rngs": nnx.Rngs(0)} if draws else {}
