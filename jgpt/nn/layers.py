@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
@@ -39,10 +40,10 @@ class Module(nnx.Module):
     deterministic = True  # `train()` sets it to False, `eval()` to True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in SIZES and value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be positive")
         if name == "dropout" and not 0 <= value < 1:
             raise ValueError(f"{name}={value} must be at least 0 and below 1")
+        if name in SIZES and value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be positive")
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -177,7 +178,7 @@ def require_in_vocabulary(
     Not under a trace, where values aren't known: there an embedding and a loss are NaN for a token
     outside, and the tokens from -vocab_size to -1 count from the vocabulary's end.
     """
-    if isinstance(tokens, jax.core.Tracer):
+    if isinstance(tokens, Tracer):
         return
     values = np.asarray(tokens)
     outside = np.argwhere((values < 0) | (values >= vocab_size))
