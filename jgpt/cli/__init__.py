@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jgpt.cli.commands import COMMANDS
+from jgpt.cli.options import in_flags
 from jgpt.config import did_you_mean
 
 
@@ -13,7 +14,7 @@ def main(args: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
         print("usage: jgpt COMMAND ...\n")
-        for name, (summary, _) in COMMANDS.items():
+        for name, (summary, *_) in COMMANDS.items():
             print(f"  {name:<9} {summary}")
         print("\njgpt COMMAND --help shows a command's options; start with: jgpt train")
         sys.exit(0)
@@ -29,7 +30,10 @@ def main(args: Sequence[str] | None = None) -> None:
     except (ValueError, OSError, ModuleNotFoundError, FloatingPointError) as error:
         if os.environ.get("JGPT_TRACEBACK") == "1":
             raise
-        print(f"jgpt: {_one_line(error)}", file=sys.stderr)
+        line = _one_line(error)
+        if args[0] in COMMANDS:
+            line = in_flags(line, COMMANDS[args[0]][2])
+        print(f"jgpt: {line}", file=sys.stderr)
         sys.exit(2)
 
 

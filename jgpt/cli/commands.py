@@ -299,17 +299,17 @@ def attention(args: list[str]) -> None:
     print(f"wrote {options.out}")
 
 
-COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
-    "train": ("train a GPT", train),
-    "sample": ("generate text with a trained model", sample),
-    "eval": ("compute a run's exact validation loss", evaluate),
-    "info": ("parameters, bytes, FLOPs and memory of a preset or a run", info),
-    "plot": ("plot the losses of runs", plot),
-    "attention": ("plot the attention weights of a trained model", attention),
-    "prepare": ("tokenize text larger than memory into a folder", prepare),
-    "import": ("import GPT-2 or nanoGPT weights as a run", import_),
-    "export": ("export a run's model in Hugging Face's GPT-2 format", export),
-    "presets": ("list the presets", presets),
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], None], type]] = {
+    "train": ("train a GPT", train, TrainOptions),
+    "sample": ("generate text with a trained model", sample, SampleOptions),
+    "eval": ("compute a run's exact validation loss", evaluate, EvalOptions),
+    "info": ("parameters, bytes, FLOPs and memory of a preset or a run", info, InfoOptions),
+    "plot": ("plot the losses of runs", plot, PlotOptions),
+    "attention": ("plot the attention weights of a trained model", attention, AttentionOptions),
+    "prepare": ("tokenize text larger than memory into a folder", prepare, PrepareOptions),
+    "import": ("import GPT-2 or nanoGPT weights as a run", import_, ImportOptions),
+    "export": ("export a run's model in Hugging Face's GPT-2 format", export, ExportOptions),
+    "presets": ("list the presets", presets, PresetsOptions),
 }
 
 
@@ -343,7 +343,7 @@ def _tokenizer(options: ImportOptions) -> Any:
 def _prompts(options: SampleOptions) -> tuple[str, ...]:
     """The prompts; an empty one stands for a newline."""
     if options.prompt and options.prompt_file is not None:
-        raise ValueError("give prompt or prompt_file, not both")
+        raise ValueError("give --prompt or --prompt-file, not both")
     if options.prompt_file == "-":
         prompts = (sys.stdin.buffer.read().decode("utf-8"),)
     elif options.prompt_file is not None:

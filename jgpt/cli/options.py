@@ -1,8 +1,10 @@
 """The options of each command, parsed with tyro; attribute docstrings are the help."""
 
 import contextlib
+import dataclasses
 import io
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -182,6 +184,39 @@ def parse(
         if stop.code in (0, None):
             raise
         raise ValueError(_unboxed(said.getvalue())) from None
+
+
+def in_flags(message: str, options: type) -> str:
+    """A library's message in a command's words: `--zero-biases` for `zero_biases=True`.
+
+    Options that the command lacks stay as they are, and so does what quotes a file or the user.
+    """
+    names = _names(options) | {"which"}
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        if name not in names or not (value or re.search("[._]", name)):
+            return found[0]
+        name = "checkpoint" if name == "which" else name.rpartition(".")[2].replace("_", "-")
+        if value in (None, "True", "False"):
+            return f"--no-{name}" if value == "False" else f"--{name}"
+        inner = value[1:-1]
+        words = {"(": re.sub("[',]", "", inner), "'": shlex.quote(inner)}
+        return f"--{name} {words.get(value[0], value)}"
+
+    ours, *quoted = re.split("( is damaged: |Unrecognized options: )", message, maxsplit=1)
+    keyword = r"(?<!\S)(?P<name>[a-z]\w*(?:\.\w+)*)"
+    value = r"(?:=(?P<value>'[^']*'|\([^()]*\)|[^\s,;:()]+))?"
+    return re.sub(keyword + value, flag, ours) + "".join(quoted)
+
+
+def _names(options: Any) -> set[str]:
+    """The fields of options; those of a config in them also with its name."""
+    names = set()
+    for field in dataclasses.fields(options):
+        inner = _names(field.type) if dataclasses.is_dataclass(field.type) else set()
+        names |= {field.name, *inner, *(f"{field.name}.{name}" for name in inner)}
+    return names
 
 
 def _unboxed(box: str) -> str:

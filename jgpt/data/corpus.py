@@ -92,7 +92,7 @@ def python_reference() -> str:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
         raise FileNotFoundError(
-            "this Python has no pydoc_data, the source of the corpus pydocs: use --data FILE"
+            "this Python has no pydoc_data, the source of the corpus pydocs: name a file"
         ) from None
     return "\n".join(topics[name] for name in sorted(topics))
 
@@ -135,8 +135,8 @@ def _download(url: str, target: Path, on_download: Download | None) -> None:
         os.replace(partial, target)
     except (OSError, http.client.HTTPException) as error:
         raise ConnectionError(
-            f"tiny Shakespeare could not be downloaded from {url} ({error}): use --data FILE with "
-            "a copy of it, or --data pydocs, which needs no network"
+            f"tiny Shakespeare could not be downloaded from {url} ({error}): name a file with a "
+            "copy of it, or the corpus pydocs, which needs no network"
         ) from None
     finally:
         Path(partial).unlink(missing_ok=True)

@@ -24,10 +24,10 @@ MANY_FEATURES, TILE = 1024, 128
 
 
 SIZES = (
-    *("batch", "block_size", "capacity", "embed_dim", "head_dim", "hidden_dim", "in_features"),
-    *("num_embeddings", "num_heads", "num_kv_heads", "num_rows", "out_features", "vocab_size"),
+    "batch", "block_size", "capacity", "embed_dim", "head_dim", "hidden_dim", "in_features",
+    "num_embeddings", "num_heads", "num_kv_heads", "num_rows", "out_features", "vocab_size",
     "window",
-)
+)  # fmt: skip
 """The attributes of modules that are at least 1, or None."""
 
 

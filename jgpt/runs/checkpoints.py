@@ -246,7 +246,7 @@ class Checkpoints:
                 if other != step:
                     verify(self._path / str(other))
                     return (
-                        f"; checkpoint {other} is intact: use --checkpoint {other}, or delete "
+                        f"; checkpoint {other} is intact: use which={other}, or delete "
                         f"{self._path / str(step)} to resume from the others"
                     )
             except ValueError:
@@ -285,7 +285,7 @@ class Checkpoints:
         )
         return OSError(
             f"the checkpoint of step {step} could not be written to {self._path} "
-            f"({_reason(error)}); {last}: free some space and use --resume"
+            f"({_reason(error)}); {last}: free some space and use resume=True"
         )
 
     def _delete_old(self) -> None:
@@ -369,7 +369,7 @@ def require_same_run(saved: TrainConfig, given: TrainConfig) -> None:
         raise ValueError(
             "the config doesn't match the run to resume: "
             + "; ".join(differences)
-            + ". Use the same values, or another --out"
+            + ". Use the same values, or another directory"
         )
 
 

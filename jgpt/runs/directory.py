@@ -96,7 +96,8 @@ class RunDirectory:
             except OSError:
                 holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
                 raise BlockingIOError(
-                    f"{self.path} is in use by process {holder}: wait for it, or choose another out"
+                    f"{self.path} is in use by process {holder}: wait for it, or choose another "
+                    "directory"
                 ) from None
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
@@ -172,7 +173,7 @@ class RunDirectory:
                 os.truncate(descriptor, size)
                 raise OSError(
                     f"{self.path / name} can't be written: {error.strerror}; the checkpoints are "
-                    "intact: free some space and use --resume"
+                    "intact: free some space and use resume=True"
                 ) from error
         finally:
             os.close(descriptor)

@@ -195,17 +195,17 @@ def _require_room(config: TrainConfig, out: Path) -> None:
 
 def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
     if resume and overwrite:
-        raise ValueError("give resume or overwrite, not both")
+        raise ValueError("give resume=True or overwrite=True, not both")
     if config.out is None:
         if resume:
-            raise ValueError("resume needs out, the run's directory")
+            raise ValueError("resume=True needs the run's out=DIRECTORY")
         return _free_directory(Path("runs"), config.name)
     out = Path(config.out)
     if not out.exists():
         return out
     if not resume and not overwrite:
         raise FileExistsError(
-            f"{out} already exists: --resume continues it, --overwrite starts again"
+            f"{out} already exists: resume=True continues it, overwrite=True starts again"
         )
     if not RunDirectory.is_unused(out):
         RunDirectory.open(out).config()  # raises unless it is a run
@@ -229,7 +229,7 @@ def _open_run(
         run = RunDirectory.open(out)
         run.write_config(config)
     elif RunDirectory.exists(out) and not overwrite:
-        raise FileExistsError(f"{out} was created by another process: choose another out")
+        raise FileExistsError(f"{out} was created by another process: choose another directory")
     else:
         RunDirectory(out).delete()
         run = RunDirectory.create(out, config, dataset.tokenizer)

@@ -242,17 +242,26 @@ def test_overwrite_starts_again(run, text_file):
         (["train", "tiny", "--learning-rte", "1"], "did you mean --learning-rate?"),
         (["train", "tiny", "--steps", "many"], "--steps"),
         (["train", "tiny", "--activation", "swish"], "'swish'"),
-        (["train", "tiny", "--embed-dim", "30", "--num-heads", "4"], "embed_dim=30"),
-        (["train", "tiny", "--block-size", "0"], "block_size=0 must be positive"),
-        (["train", "tiny", "--batch-size", "-3"], "batch_size=-3 must be positive"),
-        (["train", "tiny", "--learning-rate", "nan"], "learning_rate=nan must be finite"),
-        (["train", "tiny", "--learning-rate", "inf"], "learning_rate=inf must be finite"),
-        (["train", "tiny", "--dropout", "1.5"], "dropout=1.5"),
+        (
+            ["train", "tiny", "--embed-dim", "30", "--num-heads", "4"],
+            "--embed-dim 30 must be divisible by --num-heads 4",
+        ),
+        (["train", "tiny", "--block-size", "0"], "--block-size 0 must be positive"),
+        (["train", "tiny", "--batch-size", "-3"], "--batch-size -3 must be positive"),
+        (["train", "tiny", "--learning-rate", "nan"], "--learning-rate nan must be finite"),
+        (["train", "tiny", "--learning-rate", "inf"], "--learning-rate inf must be finite"),
+        (["train", "tiny", "--dropout", "1.5"], "--dropout 1.5 must be"),
         (["train", "tiny", "--vocab-size", "5"], "the tokenizer determines it"),
-        (["train", "tiny", "--resume"], "resume"),
+        (["train", "tiny", "--resume"], "--resume needs the run's --out DIRECTORY"),
         (["train", "tiny", "--data", "missing.txt"], "missing.txt"),
         (["train", "tiny", "--data", "shakespear"], "did you mean 'shakespeare'?"),
-        (["train", "tiny", "--tokenizer", "gpt2"], "tokenizer_files"),
+        (["train", "tiny", "--tokenizer", "gpt2"], "--tokenizer gpt2 needs --tokenizer-files"),
+        (["train", "tiny", "batch_size=64"], "Unrecognized options: batch_size=64"),
+        (["train", "tiny", "--head-bias"], "--head-bias needs --no-tie-embeddings: a tied head"),
+        (["train", "tiny", "--ngram-sizes", "2", "2"], "--ngram-sizes 2 2 must be above 1"),
+        (["train", "tiny", "--name", "a/ b"], "--name 'a/ b' must be a plain folder name"),
+        (["train", "tiny", "--steps", "9" * 20], f"--steps {'9' * 20} must be at most"),
+        (["train", "tiny", "--resume", "--overwrite", "--out", "x"], "--resume or --overwrite"),
         (["train", "--resume", "--out", "nowhere"], "nowhere is not a run directory"),
         (["sample", "nowhere"], "nowhere is not a run directory"),
         (["eval", "nowhere"], "nowhere is not a run directory"),
@@ -291,14 +300,14 @@ def test_bad_text_gets_one_line(content, because, tmp_path):
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt-file", "missing"], "missing"),
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
-        (["--temperature", "-1"], "temperature=-1.0"),
-        (["--top-k", "0"], "top_k=0"),
-        (["--top-p", "0"], "top_p=0.0"),
-        (["--min-p", "2"], "min_p=2.0"),
+        (["--temperature", "-1"], "--temperature -1.0 must"),
+        (["--top-k", "0"], "--top-k 0 must"),
+        (["--top-p", "0"], "--top-p 0.0 must"),
+        (["--min-p", "2"], "--min-p 2.0 must"),
         (["--stop", ""], "a stop string is empty"),
-        (["--max-new-tokens", "-1"], "max_new_tokens=-1"),
-        (["--num-samples", "0"], "num_samples=0"),
-        (["--seed", "-1"], "seed=-1"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens -1 must"),
+        (["--num-samples", "0"], "--num-samples 0 must"),
+        (["--seed", "-1"], "--seed -1 must"),
     ],
 )
 def test_bad_sampling_gets_one_line(options, because, trained):
@@ -312,8 +321,7 @@ def test_an_empty_standard_input_is_an_empty_prompt(trained):
 def test_an_existing_run_is_neither_continued_nor_deleted_by_accident(run, text_file):
     before = (run / "metrics.jsonl").read_text()
     said = refused("train", "tiny", "--data", text_file, "--out", run)
-    assert "--resume" in said
-    assert "--overwrite" in said
+    assert said.endswith("already exists: --resume continues it, --overwrite starts again")
     assert (run / "metrics.jsonl").read_text() == before
 
 
@@ -347,7 +355,7 @@ def test_resuming_with_another_config_names_the_field(run, text_file):
     said = refused(
         *("train", "tiny", "--data", text_file, "--out", run, "--resume", "--embed-dim", 64)
     )
-    assert "model.embed_dim is 32 in the run, 64 in the config" in said
+    assert "resume: --embed-dim is 32 in the run, 64 in the config. Use" in said
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"model": {"embed_dim": "wide"}}', "\xff"])

@@ -131,13 +131,13 @@ def test_a_failed_download_leaves_nothing_and_says_both_ways_out(
         monkeypatch.setattr(corpus, "SHAKESPEARE_URL", url)
         with pytest.raises(ConnectionError, match="could not be downloaded") as error:
             read_text(["shakespeare"])
-    for word in (reason, url, "--data FILE", "--data pydocs"):
+    for word in (reason, url, "name a file", "the corpus pydocs"):
         assert word in str(error.value)
     assert not list(user_cache.iterdir())
 
 
 def test_without_a_network_the_error_says_both_ways_out(offline, user_cache):
-    with pytest.raises(ConnectionError, match=r"--data FILE .* or --data pydocs"):
+    with pytest.raises(ConnectionError, match=r"name a file .* or the corpus pydocs"):
         read_text(["shakespeare"])
     assert not list(user_cache.iterdir())
 

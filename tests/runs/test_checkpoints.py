@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial):
             name = str(victim.relative_to(folder))
             with pytest.raises(ValueError, match=re.escape(f"checkpoints/2/{name}")) as refusal:
                 load(saved.path)
-            assert "checkpoint 4 is intact: use --checkpoint 4" in str(refusal.value)
+            assert "checkpoint 4 is intact: use which=4" in str(refusal.value)
             victim.write_bytes(original)
     assert bits(nnx.state(load(saved.path)[0])) == bits(numbered(initial, 2).weights)
 

@@ -176,7 +176,7 @@ except OSError as error:
 """
     said = python(code).stdout
     assert "the checkpoint of step 8 could not be written" in said, said
-    assert "the last good checkpoint is step 4: free some space and use --resume" in said
+    assert "the last good checkpoint is step 4: free some space and use resume=True" in said
     with Checkpoints(RunDirectory.open(tmp_path / "run"), read_only=True) as checkpoints:
         assert checkpoints.steps() == [4]
     load(tmp_path / "run")

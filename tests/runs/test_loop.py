@@ -156,10 +156,15 @@ def snapshot(directory):
             {},
             {},
             FileExistsError,
-            "already exists: --resume continues it, --overwrite starts again",
+            "already exists: resume=True continues it, overwrite=True starts again",
         ),
-        ({}, {"resume": True, "overwrite": True}, ValueError, "give resume or overwrite, not both"),
-        ({"out": None}, {"resume": True}, ValueError, "resume needs out, the run's directory"),
+        (
+            {},
+            {"resume": True, "overwrite": True},
+            ValueError,
+            "give resume=True or overwrite=True, not both",
+        ),
+        ({"out": None}, {"resume": True}, ValueError, "resume=True needs the run's out=DIRECTORY"),
         (
             {"seed": 5},
             {"resume": True},
