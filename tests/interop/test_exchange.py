@@ -6,14 +6,12 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import jgpt
 from jgpt.runs.checkpoints import load
 from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
 from tests.models import FAMILIES, SIZES
-from tests.parity.test_nanogpt import write as write_nanogpt
 
 TEXT = "abcdefghijklmnop\n" * 40
 
@@ -23,6 +21,15 @@ def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "alphabet.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.fixture
+def write_nanogpt():
+    """What writes a checkpoint of nanoGPT's, with PyTorch."""
+    pytest.importorskip("torch")
+    from tests.parity.test_nanogpt import write
+
+    return write
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +81,8 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_nanogpt_in_and_gpt2_out(bias, text_file, tmp_path):
+def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
+    torch = pytest.importorskip("torch")
     reference = write_nanogpt(tmp_path / "ckpt.pt", bias=bias)
     run, out = tmp_path / "run", tmp_path / "gpt2"
     worked(
@@ -104,18 +112,22 @@ def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
     ).read_text()
 
 
+def test_a_bad_checkpoint_is_one_line_and_writes_nothing(write_nanogpt, text_file, tmp_path):
+    (tmp_path / "ckpt.pt").write_bytes(b"\x80\x04 not one")
+    write_nanogpt(tmp_path / "good.pt")
+    nanogpt = ("--from", "nanogpt", "--out", tmp_path / "run")
+    before = sorted(tmp_path.iterdir())
+    bad = refused("import", tmp_path / "ckpt.pt", *nanogpt, "--tokenizer", text_file)
+    assert "not a nanoGPT checkpoint" in bad
+    assert "give --tokenizer" in refused("import", tmp_path / "good.pt", *nanogpt)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, text_file, tmp_path):
     run = tmp_path / "run"
-    (tmp_path / "ckpt.pt").write_bytes(b"\x80\x04 not one")
-    nanogpt = ("import", tmp_path / "ckpt.pt", "--from", "nanogpt", "--out", run)
-    write_nanogpt(tmp_path / "good.pt")
     before = sorted(tmp_path.iterdir())
     assert "config.json" in refused("import", tmp_path / "nowhere", "--out", run)
     assert "already exists" in refused("import", gpt2, "--out", imported)
-    assert "not a nanoGPT checkpoint" in refused(*nanogpt, "--tokenizer", text_file)
-    assert "give --tokenizer" in refused(
-        "import", tmp_path / "good.pt", "--from", "nanogpt", "--out", run
-    )
     assert "they don't belong together" in refused(
         "import", gpt2, "--out", run, "--tokenizer", text_file
     )
