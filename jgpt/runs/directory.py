@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.runs.manifest import sync_directory
+from jgpt.runs.manifest import make_directory, sync_directory
 
 if sys.platform == "win32":
     import msvcrt
@@ -45,7 +45,8 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
         """Create a run: its tokenizer, and last its config, which makes the directory a run."""
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
         sync_directory(path.parent)
         _write(path / TOKENIZER, tokenizer.to_json())
         run = cls(path)
@@ -88,7 +89,7 @@ class RunDirectory:
 
         Raises BlockingIOError if another process holds it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path)
         descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _OWN_FILE, 0o666)
         try:
             try:
@@ -146,13 +147,15 @@ class RunDirectory:
         """Write the sample of the end of training."""
         _write(self.path / SAMPLES, text)
 
-    def delete(self) -> None:
-        """Delete the run's own files and nothing else."""
+    def clear(self) -> None:
+        """Delete the run's own files, except those that `create` replaces.
+
+        Its config makes the directory a run, which can be overwritten if this is interrupted.
+        """
         for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
-        # the caller holds the lock; the config goes last, because it makes the directory a run
-        for name in (TOKENIZER, METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID, CONFIG):
+        for name in (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID):
             (self.path / name).unlink(missing_ok=True)
 
     def _append(self, name: str, lines: list[dict[str, Any]], *, durable: bool) -> None:

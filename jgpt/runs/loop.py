@@ -231,7 +231,7 @@ def _open_run(
     elif RunDirectory.exists(out) and not overwrite:
         raise FileExistsError(f"{out} was created by another process: choose another directory")
     else:
-        RunDirectory(out).delete()
+        RunDirectory(out).clear()
         run = RunDirectory.create(out, config, dataset.tokenizer)
     with Checkpoints(run) as checkpoints:
         yield run, checkpoints

@@ -102,6 +102,14 @@ def sync_below(directory: Path) -> None:
                 os.fsync(file.fileno())
 
 
+def make_directory(directory: Path) -> None:
+    """Make a directory and its missing parents durably."""
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        sync_directory(path.parent)
+
+
 def sync_directory(directory: Path) -> None:
     """fsync a directory, so that its entries are durable."""
     if hasattr(os, "O_DIRECTORY"):

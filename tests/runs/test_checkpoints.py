@@ -228,12 +228,13 @@ def test_metrics_survive_a_crash_and_are_forgotten_after_a_step(saved):
     assert text == '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 
 
-def test_deleting_a_run_deletes_nothing_else(saved):
+def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
     saved.append_metrics([{"step": 1}])
     saved.write_samples("text")
     (saved.path / "notes.txt").write_text("mine")
-    saved.delete()
-    assert [path.name for path in saved.path.iterdir()] == ["notes.txt"]
+    saved.clear()
+    left = sorted(path.name for path in saved.path.iterdir())
+    assert left == ["config.json", "notes.txt", "tokenizer.json"]
 
 
 def test_a_run_goes_on_only_with_what_it_was_begun_with():

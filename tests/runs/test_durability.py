@@ -12,11 +12,13 @@ import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, TrainConfig, create_model, fit, load
-from jgpt.runs import checkpoints, directory, manifest
+from jgpt.data.dataset import Dataset
+from jgpt.runs import checkpoints, directory, loop, manifest
 from jgpt.runs.checkpoints import Checkpoints, write_run
 from jgpt.runs.directory import RunDirectory
 from jgpt.training.step import TrainState, init_state
@@ -26,6 +28,8 @@ CONFIG = TrainConfig(
     keep_last=1,
 )
 TOKENIZER = CharTokenizer("abc")
+TOKENS = np.arange(9) % 3
+DATASET = Dataset(TOKENS, TOKENS, TOKENIZER, characters_per_token=1.0, digest="")
 
 
 class Disk:
@@ -291,12 +295,13 @@ def test_an_imported_run_is_there_as_a_whole_or_not_at_all(disk):
 
 
 def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initial, monkeypatch):
-    """The config goes last: a directory without one would be nobody's."""
+    """Beside a file that is not the run's: a directory without a config would be nobody's."""
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
     save(run, initial, {1: 3.0})
     run.append_metrics([{"step": 1, "loss": 3.0}])
     run.append_provenance({"step": 0})
     run.write_samples("text")
+    (run.path / "notes.txt").write_text("mine")
     before, unlink = len(disk.views), Path.unlink
 
     def unlink_and_crash(path, missing_ok=False):
@@ -305,14 +310,33 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
             disk._crash()
 
     monkeypatch.setattr(Path, "unlink", unlink_and_crash)
-    run.delete()
+    new = dataclasses.replace(CONFIG, seed=7, out=str(run.path))
+    with loop._open_run(run.path, new, DATASET, resume=False, overwrite=True):
+        pass
     monkeypatch.undo()
-    assert len(disk.views) - before > 10
-    left = []
+    assert len(disk.views) - before > 20
+    found = []
     for view in disk.views[before:]:
-        if RunDirectory.exists(view / "run"):
-            assert RunDirectory.open(view / "run").config() == CONFIG
-        else:
-            assert may_begin(view / "run")
-        left.append(sorted(path.name for path in (view / "run").iterdir()))
-    assert left[-1] == []
+        config = dataclasses.replace(new, out=str(view / "run"))
+        assert loop._run_directory(config, resume=False, overwrite=True) == view / "run"
+        assert loop._run_directory(config, resume=True, overwrite=False) == view / "run"
+        found.append(RunDirectory.open(view / "run").config())
+        assert found[-1] in (CONFIG, new)
+    assert (found[0], found[-1]) == (CONFIG, CONFIG)  # the last name is lost by a power cut
+    assert run.config() == new
+    left = sorted(path.name for path in run.path.iterdir())
+    assert left == ["checkpoints", "config.json", "notes.txt", "tokenizer.json"]
+
+
+def test_every_directory_that_was_made_is_on_disk(disk, monkeypatch):
+    run = RunDirectory(disk.root / "runs" / "deep" / "run")
+    with run.locked():
+        synced = [call for call in disk.calls if "fsync" in call]
+        assert sorted(synced) == ["fsync .", "fsync runs", "fsync runs/deep"]
+    before = len(disk.calls)
+    RunDirectory.create(disk.root / "new" / "run", CONFIG, TOKENIZER)
+    assert disk.calls[before : before + 2] == ["fsync .", "fsync new"]
+    before = len(disk.calls)
+    with run.locked():
+        pass
+    assert len(disk.calls) == before + 1  # the lock is written; nothing is new
