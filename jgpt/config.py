@@ -266,6 +266,8 @@ class DataConfig:
     data: tuple[str, ...] = ("pydocs",)
     """The corpora pydocs or shakespeare, UTF-8 files, folders of .txt, or one folder that
     `jgpt prepare` wrote."""
+    universal_newlines: bool = True
+    """Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
     tokenizer: TokenizerName = "char"
     """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs from
     tokenizer_files. Prepared data brings its own."""
@@ -376,7 +378,8 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
             raise ValueError(
                 f"{kind.__name__} has no field {name!r}{did_you_mean(str(name), hints)}"
             )
-    fields = {}
+    # what a file from before a field says by not having it
+    fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     for name, value in values.items():
         if dataclasses.is_dataclass(hints[name]):
             value = _from_dict(hints[name], value)

@@ -241,6 +241,15 @@ def test_damaged_json_is_refused(text, message):
         from_json(TrainConfig, text)
 
 
+def test_a_file_from_before_universal_newlines_keeps_its_text():
+    """What a new config says by default would change the text of an old run."""
+    assert DataConfig().universal_newlines
+    old = from_json(TrainConfig, '{"dataset": {"data": ["a.txt"]}}')
+    assert old.dataset == DataConfig(data=("a.txt",), universal_newlines=False)
+    assert from_json(TrainConfig, to_json(old)) == old
+    assert from_json(TrainConfig, "{}") == TrainConfig()
+
+
 def test_json_is_one_field_a_line_for_people():
     lines = to_json(TrainConfig(steps=77)).splitlines()
     assert '  "steps": 77,' in lines

@@ -4,6 +4,7 @@ They import what they need when they run: `jgpt --help` must not wait for jax.
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -118,8 +119,9 @@ def sample(args: list[str]) -> None:
     from jgpt.runs.profiling import enable_compilation_cache
 
     enable_compilation_cache()
-    model, tokenizer, _ = load(options.run, which=options.checkpoint)
-    prompts = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
+    model, tokenizer, config = load(options.run, which=options.checkpoint)
+    given = _prompts(options, config.dataset.universal_newlines)
+    prompts = [prompt for prompt in given for _ in range(options.num_samples)]
     key = jax.random.key(np.uint32(options.seed))
     for first in range(0, len(prompts), BATCH_SIZE):
         rows = tuple(prompts[first : first + BATCH_SIZE])
@@ -207,6 +209,7 @@ def prepare(args: list[str]) -> None:
     options = parse(PrepareOptions, "prepare", args)
     config = DataConfig(
         data=options.files,
+        universal_newlines=options.universal_newlines,
         tokenizer=options.tokenizer,
         bpe_vocab_size=options.bpe_vocab_size,
         tokenizer_files=options.tokenizer_files,
@@ -214,7 +217,7 @@ def prepare(args: list[str]) -> None:
 
     from jgpt.data import dataset
 
-    count = dataset.prepare(config, Path(options.out))
+    count = dataset.prepare(config, Path(options.out), warn=print)
     print(f"{count:,} tokens in {options.out}; next: jgpt train --data {options.out}")
 
 
@@ -239,7 +242,7 @@ def import_(args: list[str]) -> None:
         optimizer=OptimizerConfig(
             learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
         ),
-        dataset=DataConfig(data=options.data),
+        dataset=DataConfig(data=options.data, universal_newlines=options.universal_newlines),
         name=out.name,
         out=options.out,
     )
@@ -337,21 +340,23 @@ def _tokenizer(options: ImportOptions) -> Any:
         raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
     if path.suffix == ".json":
         return tokenizer_from_json(path.read_text(encoding="utf-8"))
-    return CharTokenizer.from_text(read_text((options.tokenizer,)))
+    text = read_text((options.tokenizer,), universal_newlines=options.universal_newlines)
+    return CharTokenizer.from_text(text)
 
 
-def _prompts(options: SampleOptions) -> tuple[str, ...]:
-    """The prompts; an empty one stands for a newline."""
+def _prompts(options: SampleOptions, universal_newlines: bool) -> tuple[str, ...]:
+    """The prompts, files read as the run's text was; an empty one stands for a newline."""
+    from jgpt.data.corpus import read_stream
+
     if options.prompt and options.prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
+    read = functools.partial(read_stream, universal_newlines=universal_newlines)
+    prompts = options.prompt
     if options.prompt_file == "-":
-        prompts = (sys.stdin.buffer.read().decode("utf-8"),)
+        prompts = (read(sys.stdin.buffer, "standard input"),)
     elif options.prompt_file is not None:
-        from jgpt.data.corpus import read_text
-
-        prompts = (read_text((options.prompt_file,)),)
-    else:
-        prompts = options.prompt
+        with open(options.prompt_file, "rb") as file:
+            prompts = (read(file, options.prompt_file),)
     if "" in prompts:
         raise ValueError("the prompt is empty: give at least one character, or no --prompt at all")
     return prompts or ("",)

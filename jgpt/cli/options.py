@@ -96,6 +96,8 @@ class PrepareOptions:
     """UTF-8 files, folders of .txt, or corpora."""
     out: str
     """The folder to write."""
+    universal_newlines: bool = DataConfig.universal_newlines
+    """Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
     tokenizer: TokenizerName = "char"
     """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs."""
     bpe_vocab_size: int = 1024
@@ -121,6 +123,8 @@ class ImportOptions:
     read: unpickling can run code."""
     data: tuple[str, ...] = DataConfig().data
     """The text to evaluate on and to train further with."""
+    universal_newlines: bool = DataConfig.universal_newlines
+    """Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import http.client
+import io
 import os
 import platform
 import tempfile
@@ -9,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import platformdirs
 
@@ -24,15 +26,32 @@ CORPORA = {
     "shakespeare": "tiny Shakespeare, 1,115,394 characters",
 }
 
+BYTE_ORDER_MARK = "\ufeff"
+
 Download = Callable[[int, int | None], None]
 """A callback: bytes received so far, and the total if it is known."""
+Warn = Callable[[str], None]
+"""A callback: a message for the user."""
 
 
-def read_text(sources: Sequence[str], *, on_download: Download | None = None) -> str:
-    """The text of corpora, files and folders of .txt, concatenated."""
-    return "".join(
-        chunk for source in sources for chunk in _read_source(source, on_download, 1 << 30)
-    )
+def read_text(
+    sources: Sequence[str],
+    *,
+    universal_newlines: bool = True,
+    warn: Warn | None = None,
+    on_download: Download | None = None,
+) -> str:
+    """The text of corpora, files and folders of .txt, concatenated.
+
+    With `universal_newlines`, CR LF and CR are read as newlines, and a file's byte-order mark is
+    dropped; `warn` is told of it once.
+    """
+    return "".join(_read_sources(sources, 1 << 30, universal_newlines, warn, on_download))
+
+
+def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -> str:
+    """The text of one open file, which errors name so."""
+    return "".join(_read_stream(file, name, 1 << 30, universal_newlines, []))
 
 
 def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
@@ -45,21 +64,24 @@ def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
 
 
 def text_chunks(
-    sources: Sequence[str], chunk_size: int = 1 << 22, *, on_download: Download | None = None
+    sources: Sequence[str],
+    chunk_size: int = 1 << 22,
+    *,
+    universal_newlines: bool = True,
+    warn: Warn | None = None,
 ) -> Iterator[str]:
     """The same text in chunks of about `chunk_size` characters, for text larger than memory.
 
     Chunks end between a line end and a word, where tokenizers would split anyway.
     """
     pending = ""
-    for source in sources:
-        for chunk in _read_source(source, on_download, chunk_size):
-            pending += chunk
-            if len(pending) >= chunk_size:
-                split = _last_split_point(pending)
-                if split:
-                    yield pending[:split]
-                    pending = pending[split:]
+    for chunk in _read_sources(sources, chunk_size, universal_newlines, warn):
+        pending += chunk
+        if len(pending) >= chunk_size:
+            split = _last_split_point(pending)
+            if split:
+                yield pending[:split]
+                pending = pending[split:]
     if pending:
         yield pending
 
@@ -76,14 +98,29 @@ def _last_split_point(text: str) -> int:
     return 0
 
 
-def _read_source(source: str, on_download: Download | None, chunk_size: int) -> Iterator[str]:
-    if source == "pydocs":
-        yield python_reference()
-    elif source == "shakespeare":
-        yield from _read_file(shakespeare_file(on_download=on_download), chunk_size)
-    else:
-        for path in _files(source):
-            yield from _read_file(path, chunk_size)
+def _read_sources(
+    sources: Sequence[str],
+    chunk_size: int,
+    universal_newlines: bool,
+    warn: Warn | None = None,
+    on_download: Download | None = None,
+) -> Iterator[str]:
+    changed: list[str] = []
+    for source in sources:
+        if source == "pydocs":
+            yield python_reference()
+        elif source == "shakespeare":
+            path = shakespeare_file(on_download=on_download)
+            yield from _read_file(path, chunk_size, universal_newlines, changed)
+        else:
+            for path in _files(source):
+                yield from _read_file(path, chunk_size, universal_newlines, changed)
+    if changed and warn:
+        others = f" and {len(changed) - 1} more" * (len(changed) > 1)
+        warn(
+            f"{changed[0]}{others}: carriage returns are read as newlines and byte-order marks "
+            "dropped; --no-universal-newlines keeps them"
+        )
 
 
 def python_reference() -> str:
@@ -163,9 +200,17 @@ def _fetch(url: str, file, on_download: Download | None) -> None:
 def _files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
-        files = sorted(file for file in path.glob("**/*.txt") if file.is_file())
+        # not what runs in it have written, such as their samples.txt
+        runs = {file.parent for file in path.glob("**/config.json") if _is_run(file.parent)}
+        files = sorted(
+            file
+            for file in path.glob("**/*.txt")
+            if file.is_file() and runs.isdisjoint(file.parents)
+        )
         if not files:
-            raise FileNotFoundError(f"{path} is a folder without any .txt file")
+            raise FileNotFoundError(
+                f"{path} is a folder without any .txt file{' outside of its runs' * bool(runs)}"
+            )
         return files
     if not path.exists():
         raise FileNotFoundError(
@@ -175,32 +220,65 @@ def _files(source: str) -> list[Path]:
     return [path]
 
 
-def _read_file(path: Path, chunk_size: int) -> Iterator[str]:
-    """Decode UTF-8 in chunks, strictly."""
-    decoded, empty = 0, True
-    pending = b""
+def _is_run(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() and (folder / "checkpoints").is_dir()
+
+
+def _read_file(
+    path: Path, chunk_size: int, universal_newlines: bool, changed: list[str]
+) -> Iterator[str]:
+    empty = True
     with path.open("rb") as file:
-        while block := file.read(chunk_size):
-            block, pending = pending + block, b""
-            try:
-                text = block.decode("utf-8")
-            except UnicodeDecodeError as error:
-                # the end of a chunk may split a character, the end of the file may not
-                cut = error.reason == "unexpected end of data" and len(block) - error.start < 4
-                if not cut:
-                    raise _not_text(path, decoded + error.start) from None
-                text, pending = block[: error.start].decode("utf-8"), block[error.start :]
-            if "\0" in text:
-                raise _not_text(path, decoded + len(text[: text.index("\0")].encode()))
-            decoded += len(block) - len(pending)
+        for chunk in _read_stream(file, str(path), chunk_size, universal_newlines, changed):
             empty = False
-            if text:
-                yield text
-    if pending:
-        raise _not_text(path, decoded)
+            yield chunk
     if empty:
         raise ValueError(f"{path} is empty")
 
 
-def _not_text(path: Path, offset: int) -> ValueError:
-    return ValueError(f"{path} is not UTF-8 text: byte {offset} can't be read; convert it to UTF-8")
+def _read_stream(
+    file: BinaryIO, name: str, chunk_size: int, universal_newlines: bool, changed: list[str]
+) -> Iterator[str]:
+    """The text in chunks; `changed` gets the name if universal newlines change the text."""
+    if not universal_newlines:
+        yield from _decode(file, name, chunk_size)
+        return
+    decoder, marked = io.IncrementalNewlineDecoder(None, translate=True), False
+    for index, chunk in enumerate(_decode(file, name, chunk_size)):
+        if index == 0 and (marked := chunk.startswith(BYTE_ORDER_MARK)):
+            chunk = chunk[1:]
+        if text := decoder.decode(chunk):
+            yield text
+    if text := decoder.decode("", final=True):  # a carriage return at the end
+        yield text
+    if marked or decoder.newlines not in (None, "\n"):
+        changed.append(name)
+
+
+def _decode(file: BinaryIO, name: str, chunk_size: int) -> Iterator[str]:
+    """Decode UTF-8 in chunks, strictly."""
+    decoded, pending = 0, b""
+    while block := file.read(chunk_size):
+        block, pending = pending + block, b""
+        try:
+            text = block.decode("utf-8")
+        except UnicodeDecodeError as error:
+            # the end of a chunk may split a character, the end of the file may not
+            cut = error.reason == "unexpected end of data" and len(block) - error.start < 4
+            if not cut:
+                raise _not_text(name, decoded + error.start) from None
+            text, pending = block[: error.start].decode("utf-8"), block[error.start :]
+        if "\0" in text:
+            place = decoded + len(text[: text.index("\0")].encode())
+            raise ValueError(
+                f"{name} is binary, or UTF-16: byte {place} is NUL; convert it to UTF-8 text"
+            )
+        decoded += len(block) - len(pending)
+        if text:
+            yield text
+    if pending:
+        raise _not_text(name, decoded)
+
+
+def _not_text(name: str, offset: int) -> ValueError:
+    return ValueError(f"{name} is not UTF-8 text: byte {offset} can't be read; convert it to UTF-8")

@@ -1,5 +1,6 @@
 """Datasets: load and split a text as tokens, or prepare one that is larger than memory."""
 
+import functools
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.contracts import record, typed
-from jgpt.data.corpus import Download, corpus_versions, read_text, text_chunks
+from jgpt.data.corpus import Download, Warn, corpus_versions, read_text, text_chunks
 from jgpt.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -56,6 +57,7 @@ def load_dataset(
     *,
     tokenizer: Tokenizer | None = None,
     known: KnownText | None = None,
+    warn: Warn | None = None,
     on_download: Download | None = None,
 ) -> Dataset:
     """Read, tokenize and split the data of a config, with the given tokenizer or its own.
@@ -73,7 +75,12 @@ def load_dataset(
             raise ValueError(f"{prepared[0]} was prepared with another tokenizer: prepare it again")
         tokenizer = its_tokenizer
     else:
-        text = read_text(config.data, on_download=on_download)
+        text = read_text(
+            config.data,
+            universal_newlines=config.universal_newlines,
+            warn=warn,
+            on_download=on_download,
+        )
         text_digest = hashlib.sha256(text.encode()).hexdigest()
         if known is not None:
             _require_known(config, text_digest, known)
@@ -109,7 +116,11 @@ def _require_known(config: DataConfig, digest: str, known: KnownText) -> None:
 
 
 def prepare(
-    config: DataConfig, directory: Path, *, on_progress: Callable[[int], None] | None = None
+    config: DataConfig,
+    directory: Path,
+    *,
+    warn: Warn | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> int:
     """Tokenize text of any size into a folder to train from; return the number of tokens.
 
@@ -118,14 +129,15 @@ def prepare(
     """
     if directory.exists():
         raise FileExistsError(f"{directory} already exists: choose another folder")
-    tokenizer = _make_tokenizer(config, lambda: text_chunks(config.data))
+    read = functools.partial(text_chunks, config.data, universal_newlines=config.universal_newlines)
+    tokenizer = _make_tokenizer(config, read)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     partial = directory.with_name(directory.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     count = characters = 0
     try:
         with (partial / TOKENS_FILE).open("wb") as file:
-            for chunk in text_chunks(config.data):
+            for chunk in read(warn=warn):
                 tokens = tokenizer.encode(chunk).astype(dtype)
                 file.write(tokens.tobytes())
                 count, characters = count + len(tokens), characters + len(chunk)

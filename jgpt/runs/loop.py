@@ -162,19 +162,24 @@ def _prepare(
     out = _run_directory(config, resume=resume, overwrite=overwrite)
     resumes = resume and RunDirectory.exists(out)
     run = RunDirectory.open(out) if resumes else None
+    saved = run.config() if run else config
+    # a run's text stays as it was first read, in runs from before universal newlines too
+    universal = config.dataset.universal_newlines and saved.dataset.universal_newlines
+    data = dataclasses.replace(config.dataset, universal_newlines=universal)
     dataset = load_dataset(
-        config.dataset,
+        data,
         config.model.block_size,
         tokenizer=run.tokenizer() if run else None,
         known=known_text(run.provenance()) if run else None,
+        warn=progress.warned,
         on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     # the run's config records the dtype that `auto` was resolved to
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
-    config = dataclasses.replace(config, model=model)
+    config = dataclasses.replace(config, model=model, dataset=data)
     if run:
-        require_same_run(run.config(), config)
+        require_same_run(saved, config)
         require_same_corpus(run.provenance(), dataset, str(out))
     require_feasible(config, memory_limit())
     _require_room(config, out)

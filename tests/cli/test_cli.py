@@ -138,6 +138,45 @@ def test_sample_reads_prompts_from_files_and_standard_input(trained, tmp_path):
     assert from_file.startswith("lazy dog")
 
 
+def test_a_prompt_file_is_a_file(trained, tmp_path):
+    """And not a corpus of that name; it is read as the run's text was."""
+    assert "pydocs: No such file" in refused("sample", trained, "--prompt-file", "pydocs")
+    assert f"{tmp_path}: Is a dir" in refused("sample", trained, "--prompt-file", tmp_path)
+    windows = b"\xef\xbb\xbflazy\r\ndog"
+    (tmp_path / "prompt.txt").write_bytes(windows)
+    options = ("--max-new-tokens", 5, "--temperature", 0)
+    said = worked("sample", trained, "--prompt-file", tmp_path / "prompt.txt", *options)
+    assert said.startswith("lazy\ndog")
+    assert said == worked("sample", trained, "--prompt-file", "-", *options, stdin=windows)
+    (tmp_path / "binary").write_bytes(b"a\0b")
+    refusal = refused("sample", trained, "--prompt-file", tmp_path / "binary")
+    assert "binary is binary, or UTF-16: byte 1 is NUL" in refusal
+    for data, because in ((b"caf\xe9", "standard input is not UTF-8 text"), (b"", "is empty")):
+        assert because in refused("sample", trained, "--prompt-file", "-", stdin=data)
+
+
+def test_carriage_returns_are_newlines_and_that_is_said_once(text_file, tmp_path):
+    (tmp_path / "notes").mkdir()
+    for name in "ab":
+        data = b"\xef\xbb\xbf" + text_file.read_bytes().replace(b"\n", b"\r\n")
+        (tmp_path / "notes" / f"{name}.txt").write_bytes(data)
+    brief = ("--steps", 1, "--eval-interval", 1, "--sample-tokens", 0)
+    said = worked("train", "bigram", "--data", tmp_path / "notes", "--out", tmp_path / "a", *brief)
+    line = "a.txt and 1 more: carriage returns are read as newlines and byte-order marks dropped"
+    assert said.count(line) == said.count("carriage returns") == 1
+    assert "step 0: validation loss about " in said
+    vocabulary = json.loads((tmp_path / "a" / "tokenizer.json").read_text())["characters"]
+    assert vocabulary == "".join(sorted(set(TEXT)))
+    keep = ("--no-universal-newlines", "--out")
+    said = worked("train", "bigram", "--data", tmp_path / "notes", *brief, *keep, tmp_path / "b")
+    assert "carriage returns" not in said
+    vocabulary = json.loads((tmp_path / "b" / "tokenizer.json").read_text())["characters"]
+    assert vocabulary == "".join(sorted({*TEXT, "\r", "\ufeff"}))
+    said = worked("prepare", tmp_path / "notes", "--out", tmp_path / "c")
+    assert said.count(line) == 1
+    assert "carriage returns" not in worked("prepare", tmp_path / "notes", *keep, tmp_path / "d")
+
+
 def test_sample_slides_past_the_block_size(trained):
     prompt = "the quick brown fox jumps over the lazy dog"  # tiny's block is 16
     said = worked("sample", trained, "--prompt", prompt, "--max-new-tokens", 50, "--num-samples", 2)
@@ -278,7 +317,7 @@ def test_bad_options_get_one_line(options, because, tmp_path):
     ("content", "because"),
     [
         (b"", "is empty"),
-        (b"plain\0binary", "byte 5 "),
+        (b"plain\0binary", "is binary, or UTF-16: byte 5 "),
         (b"caf\xe9 au lait" * 100, "byte 3 "),
         (b"too short", "training split has 8 tokens"),
         (b"a" * 100, "validation split has 10 tokens"),

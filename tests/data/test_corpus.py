@@ -1,6 +1,8 @@
 """Text is found, downloaded whole or not at all, and read strictly."""
 
 import http.server
+import io
+import shutil
 import threading
 from contextlib import contextmanager
 from itertools import chain
@@ -11,7 +13,13 @@ from hypothesis import strategies as st
 
 from jgpt import BPETokenizer
 from jgpt.data import corpus
-from jgpt.data.corpus import python_reference, read_text, shakespeare_file, text_chunks
+from jgpt.data.corpus import (
+    python_reference,
+    read_stream,
+    read_text,
+    shakespeare_file,
+    text_chunks,
+)
 
 
 def write(folder, name, data):
@@ -143,18 +151,76 @@ def test_without_a_network_the_error_says_both_ways_out(offline, user_cache):
 
 
 def test_files_and_folders_follow_each_other(tmp_path):
-    single = write(tmp_path, "z.text", "last\r\n")
+    single = write(tmp_path, "z.text", "last\n")
     write(tmp_path / "folder", "b.txt", "two ")
     write(tmp_path / "folder", "a.txt", "one ")
     write(tmp_path / "folder", "c.md", "not text")
     write(tmp_path / "folder" / "deep", "d.txt", "three ")
-    assert read_text([str(tmp_path / "folder"), single]) == "one two three last\r\n"
-    assert read_text([single, single]) == "last\r\nlast\r\n"
+    assert read_text([str(tmp_path / "folder"), single]) == "one two three last\n"
+    assert read_text([single, single]) == "last\nlast\n"
 
 
 def test_a_folder_named_as_a_text_is_not_read_as_one(tmp_path):
     write(tmp_path / "x.txt", "inner.txt", "inner")
     assert read_text([str(tmp_path)]) == "inner"
+
+
+def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
+    """Their samples, say; but a folder with some of a run's names is none."""
+    write(tmp_path, "notes.txt", "mine ")
+    write(tmp_path / "data", "config.json", "{}")
+    write(tmp_path / "data", "tokenizer.json", "{}")
+    write(tmp_path / "data", "text.txt", "too")
+    run = shutil.copytree(trained.directory, tmp_path / "runs" / "run")
+    write(run / "wandb", "log.txt", "words")
+    assert (run / "samples.txt").read_text()
+    assert read_text([str(tmp_path)]) == "toomine "
+    with pytest.raises(FileNotFoundError, match=r"folder without any \.txt file outside of its ru"):
+        read_text([str(tmp_path / "runs")])
+    assert read_text([str(run / "samples.txt")]) == trained.sample  # which is asked for
+
+
+def test_newlines_are_universal_and_a_byte_order_mark_is_dropped(tmp_path):
+    said = []
+    plain = write(tmp_path, "plain.txt", "d\ne")
+    windows = write(tmp_path, "windows.txt", "\ufeffa\r\nb\r\n")
+    mac = write(tmp_path, "mac.txt", "c\rd\r")
+    marked = write(tmp_path, "marked.txt", "\ufeffe")
+    assert read_text([plain], warn=said.append) == "d\ne"
+    assert said == []
+    sources = [plain, windows, mac, marked]
+    assert read_text(sources, warn=said.append) == "d\nea\nb\nc\nd\ne"
+    assert said == [
+        f"{windows} and 2 more: carriage returns are read as newlines and byte-order marks "
+        "dropped; --no-universal-newlines keeps them"
+    ]
+    for source in (windows, mac, marked):
+        read_text([source], warn=said.append)
+        assert said[-1].startswith(f"{source}: ")
+    assert len(said) == 4
+    kept = read_text(sources, universal_newlines=False, warn=said.append)
+    assert kept == "d\ne\ufeffa\r\nb\r\nc\rd\r\ufeffe"
+    assert len(said) == 4
+
+
+def test_a_mark_within_a_text_is_a_character(tmp_path):
+    path = write(tmp_path, "text.txt", "a\ufeffb")
+    assert read_text([path]) == "a\ufeffb"
+
+
+@pytest.mark.parametrize("data", [b"", b"\xef\xbb\xbf"])
+def test_a_file_without_text_is_empty(tmp_path, data):
+    with pytest.raises(ValueError, match=r"input\.txt is empty"):
+        read_text([write(tmp_path, "input.txt", data)])
+
+
+def test_a_stream_is_read_as_a_file_is():
+    data = "\ufeffé\r\n".encode()
+    assert read_stream(io.BytesIO(data), "it") == "é\n"
+    assert read_stream(io.BytesIO(data), "it", universal_newlines=False) == "\ufeffé\r\n"
+    assert read_stream(io.BytesIO(b""), "it") == ""
+    with pytest.raises(ValueError, match="it is not UTF-8 text: byte 3 can't be read"):
+        read_stream(io.BytesIO(b"caf\xe9"), "it")
 
 
 def test_what_is_not_there_is_named(tmp_path):
@@ -170,12 +236,13 @@ def test_what_is_not_there_is_named(tmp_path):
         (b"", "is empty"),
         (b"caf\xe9 au lait", "byte 3 can't be read"),
         (b"\x89PNG\r\n", "byte 0 can't be read"),
-        (b"text\0text", "byte 4 can't be read"),
-        ("née\0".encode(), "byte 4 can't be read"),
+        (b"text\0text", "is binary, or UTF-16: byte 4 is NUL"),
+        ("née\0".encode(), "is binary, or UTF-16: byte 4 is NUL"),
         ("🙂".encode()[:3], "byte 0 can't be read"),
         (b"ab\xf0\x9f\x99", "byte 2 can't be read"),
         ("12345ü".encode() + b"\xff", "byte 7 can't be read"),
-        ("üüüüü🙂🙂".encode() + b"\0", "byte 18 can't be read"),
+        ("üüüüü🙂🙂".encode() + b"\0", "is binary, or UTF-16: byte 18 is NUL"),
+        ("\ufeffa\r\nb".encode() + b"\xff", "byte 7 can't be read"),
         (b"\xff\xfea\0", "byte 0 can't be read"),
         (b"\xed\xa0\x80", "byte 0 can't be read"),
     ],
@@ -194,9 +261,12 @@ LINES = st.text(alphabet="a🙂é' \n\r\t1.\u2028\x1c\x85", max_size=60)
 @given(text=LINES.filter(bool), chunk_size=st.integers(1, 9))
 def test_chunks_join_to_the_whole(tmp_path_factory, text, chunk_size):
     path = write(tmp_path_factory.getbasetemp(), "chunked.txt", text)
-    chunks = list(text_chunks([path, path], chunk_size))
-    assert "".join(chunks) == text + text == read_text([path, path])
-    assert all(chunks)
+    read = text.replace("\r\n", "\n").replace("\r", "\n")
+    for universal, expected in ((True, read + read), (False, text + text)):
+        chunks = list(text_chunks([path, path], chunk_size, universal_newlines=universal))
+        assert "".join(chunks) == expected
+        assert read_text([path, path], universal_newlines=universal) == expected
+        assert all(chunks)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +277,8 @@ def byte_pairs():
 @given(text=LINES.filter(bool), chunk_size=st.integers(1, 9))
 def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chunk_size):
     path = write(tmp_path_factory.getbasetemp(), "seams.txt", text)
-    pieces = [byte_pairs.encode(chunk).tolist() for chunk in text_chunks([path], chunk_size)]
+    chunks = text_chunks([path], chunk_size, universal_newlines=False)
+    pieces = [byte_pairs.encode(chunk).tolist() for chunk in chunks]
     assert list(chain.from_iterable(pieces)) == byte_pairs.encode(text).tolist()
 
 

@@ -196,7 +196,9 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     )
     direct = load_dataset(config, 8)
     chunks = dataset_module.text_chunks
-    monkeypatch.setattr(dataset_module, "text_chunks", lambda sources: chunks(sources, 17))
+    monkeypatch.setattr(
+        dataset_module, "text_chunks", lambda sources, **options: chunks(sources, 17, **options)
+    )
     counts = []
     total = prepare(config, tmp_path / "out", on_progress=counts.append)
     mapped = load_dataset(DataConfig(data=(str(tmp_path / "out"),)), 8)
@@ -204,6 +206,20 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     assert mapped.characters_per_token == direct.characters_per_token
     assert len(counts) > 9
     assert counts[-1] == total == len(direct.train) + len(direct.validation)
+
+
+@pytest.mark.parametrize("universal", [True, False])
+def test_prepared_text_has_the_newlines_that_were_asked_for(tmp_path, universal):
+    said, text = [], "\ufeffone\r\ntwo\r\n" * 9
+    config = dataclasses.replace(write(tmp_path, text), universal_newlines=universal)
+    direct = load_dataset(config, 2, warn=said.append)
+    prepare(config, tmp_path / "out", warn=said.append)
+    mapped = load_dataset(DataConfig(data=(str(tmp_path / "out"),)), 2)
+    assert mapped.digest == direct.digest
+    characters = direct.tokenizer.decode(range(direct.tokenizer.vocab_size))
+    # the first mark is the file's, the others are characters
+    assert characters == ("\nenotw\ufeff" if universal else "\n\renotw\ufeff")
+    assert len(said) == (2 if universal else 0)  # not again when the tokenizer is made
 
 
 def test_a_vocabulary_too_large_for_uint16_gets_uint32(tmp_path):
