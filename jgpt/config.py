@@ -224,6 +224,9 @@ class OptimizerConfig:
     decay)."""
     decay_fraction: float = 0.5
     """The fraction of the steps in which wsd decays."""
+    schedule_steps: int | None = None
+    """The steps that the schedule spans, after which its last learning rate stays; all by
+    default."""
     warmup_steps: int = 100
     """Steps of linear warmup."""
     weight_decay: float = 0.1
@@ -247,6 +250,7 @@ class OptimizerConfig:
         """Validate."""
         _check_types(self)
         _require_positive(self, "learning_rate", "muon_learning_rate", "embedding_learning_rate")
+        _require_positive(self, "schedule_steps")
         _require_not_negative(
             self, "min_learning_rate", "warmup_steps", "weight_decay", "gradient_clip"
         )

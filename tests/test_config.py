@@ -69,6 +69,7 @@ from jgpt.presets import PRESETS
         (ModelConfig, {"logit_softcap": -15.0}, "logit_softcap=-15.0 must be positive"),
         (OptimizerConfig, {"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
         (OptimizerConfig, {"learning_rate": math.inf}, "learning_rate=inf must be finite"),
+        (OptimizerConfig, {"schedule_steps": 0}, "schedule_steps=0 must be positive"),
         (OptimizerConfig, {"min_learning_rate": 0.5}, "min_learning_rate=0.5 is above"),
         (OptimizerConfig, {"warmup_steps": -3}, "warmup_steps=-3 must not be negative"),
         (OptimizerConfig, {"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),

@@ -73,7 +73,9 @@ class ConsoleProgress(TrainingProgress):
             f"data: {' '.join(config.dataset.data)}: {len(dataset.train):,} training "
             f"and {len(dataset.validation):,} validation tokens",
             *describe_optimizer_groups(config.optimizer, state.weights),
-            f"resumed at step {step} of {config.steps}: {out}"
+            f"finished at step {step} of {config.steps} already: {out}; --steps trains it further"
+            if step == config.steps
+            else f"resumed at step {step} of {config.steps}: {out}"
             if step
             else f"{config.steps} steps of {config.batch_size} x {config.model.block_size} tokens "
             f"into {out}; compiling",

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -36,10 +35,6 @@ from jgpt.training.step import TrainState, abstract_state
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
-_MAY_DIFFER = {
-    *("steps", "eval_interval", "steps_per_call", "sample_tokens", "out", "name"),
-    *("patience", "keep_best", "keep_last", "keep_every", "trackers", "model.vocab_size"),
-}
 
 _STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
 
@@ -86,10 +81,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first."""
-        if not self._path.is_dir():
-            return []
-        names = [entry.name for entry in self._path.iterdir()]
-        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+        return self._run.checkpoint_steps()
 
     def save(self, state: TrainState, validation_loss: float | None) -> None:
         """Save a state asynchronously. Raises OSError if the last save failed.
@@ -356,30 +348,6 @@ def write_run(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return RunDirectory(path)
-
-
-def require_same_run(saved: TrainConfig, given: TrainConfig) -> None:
-    """Raise ValueError naming the fields of a config that a run can't be resumed with."""
-    differences = [
-        f"{name} is {old!r} in the run, {new!r} in the config"
-        for (name, old), (_, new) in zip(_fields(saved), _fields(given), strict=True)
-        if old != new and name not in _MAY_DIFFER
-    ]
-    if differences:
-        raise ValueError(
-            "the config doesn't match the run to resume: "
-            + "; ".join(differences)
-            + ". Use the same values, or another directory"
-        )
-
-
-def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", value
 
 
 def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:

@@ -118,6 +118,13 @@ class RunDirectory:
         """The SHA-256 of the tokenizer's file."""
         return hashlib.sha256((self.path / TOKENIZER).read_bytes()).hexdigest()
 
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of the checkpoints, oldest first."""
+        if not (self.path / CHECKPOINTS).is_dir():
+            return []
+        names = [entry.name for entry in (self.path / CHECKPOINTS).iterdir()]
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
     def append_metrics(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
         """Append lines to the metrics: all of them or none."""
         self._append(METRICS, lines, durable=durable)

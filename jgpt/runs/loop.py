@@ -33,6 +33,7 @@ from jgpt.runs.plots import plot_losses
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_text, provenance, require_same_corpus
+from jgpt.runs.resume import describe_learning_rate, require_same_run, require_steps_left
 from jgpt.runs.trackers import open_tracker
 from jgpt.training.plan import Plan, bytes_of, make_plan, require_feasible
 from jgpt.training.step import (
@@ -179,8 +180,12 @@ def _prepare(
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
     config = dataclasses.replace(config, model=model, dataset=data)
     if run:
+        checkpoints = run.checkpoint_steps()
         require_same_run(saved, config)
+        require_steps_left(config, max(checkpoints, default=0), str(out))
         require_same_corpus(run.provenance(), dataset, str(out))
+        if (changed := describe_learning_rate(saved, config, checkpoints)) is not None:
+            progress.warned(changed)
     require_feasible(config, memory_limit())
     _require_room(config, out)
     return config, dataset, out

@@ -25,6 +25,7 @@ def learning_rate_schedule(
     Hu et al. 2024, section 4).
     """
     peak = config.learning_rate if peak is None else peak
+    steps = config.schedule_steps or steps
     first = peak / (config.warmup_steps + 1)  # not 0: the first step would change nothing
     lowest = config.min_learning_rate / config.learning_rate
     pieces = [optax.linear_schedule(first, peak, config.warmup_steps)]

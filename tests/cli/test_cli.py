@@ -264,6 +264,15 @@ def test_resume_needs_only_the_directory(run):
     assert json.loads((run / "config.json").read_text())["steps"] == 40
 
 
+def test_resume_says_that_a_run_is_finished(run):
+    said = worked("train", "--out", run, "--resume")
+    assert f"finished at step 30 of 30 already: {run}; --steps trains it further" in said
+    before = (run / "config.json").read_text()
+    said = refused("train", "--out", run, "--resume", "--steps", 20)
+    assert f"steps=20 is below the 30 steps that {run} has taken" in said
+    assert (run / "config.json").read_text() == before
+
+
 def test_overwrite_starts_again(run, text_file):
     said = worked(
         *("train", "tiny", "--data", text_file, "--out", run, "--overwrite", *SMALL),

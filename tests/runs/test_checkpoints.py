@@ -14,7 +14,8 @@ from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, TrainConfig, fit, load
 from jgpt.config import to_json
-from jgpt.runs.checkpoints import Checkpoints, RunDirectory, require_same_run
+from jgpt.runs.checkpoints import Checkpoints, RunDirectory
+from jgpt.runs.resume import require_same_run
 from jgpt.training.step import TrainState, init_state
 
 

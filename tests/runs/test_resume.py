@@ -2,7 +2,10 @@
 
 import dataclasses
 import importlib
+import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +16,7 @@ import pytest
 
 from jgpt import fit
 from jgpt.runs.directory import RunDirectory, read_config
-from jgpt.runs.loop import TrainingStopped
+from jgpt.runs.loop import TrainingStopped, evaluate, plan
 from jgpt.runs.progress import Progress
 from tests.models import config_of
 
@@ -157,3 +160,173 @@ def test_a_changed_text_is_not_gone_on_with(trained, small_run, poem, tmp_path):
     text.write_text(poem.read_text()[::-1])
     with pytest.raises(ValueError, match="the text has changed since"):
         fit(dataclasses.replace(config, steps=8), resume=True)
+
+
+class Warned(Progress):
+    """Keeps the warnings."""
+
+    def __init__(self):
+        self.messages = []
+
+    def warned(self, message):
+        self.messages.append(message)
+
+
+def bigram(small_run, out, steps, **optimizer):
+    """A run that compiles at once, which evaluates and saves every tenth step."""
+    model = dataclasses.replace(small_run.model, architecture="bigram", dropout=0.0)
+    schedule = {"learning_rate": 0.4, "min_learning_rate": 0.1, "warmup_steps": 0, **optimizer}
+    return dataclasses.replace(
+        small_run,
+        model=model,
+        optimizer=dataclasses.replace(small_run.optimizer, **schedule),
+        out=str(out),
+        steps=steps,
+        eval_interval=10,
+        sample_tokens=0,
+    )
+
+
+def with_optimizer(config, steps, **changes):
+    optimizer = dataclasses.replace(config.optimizer, **changes)
+    return dataclasses.replace(config, steps=steps, optimizer=optimizer)
+
+
+def resumed(config):
+    """What resuming said of the learning rate, and the learning rates of all steps."""
+    progress = Warned()
+    fit(config, resume=True, progress=progress)
+    lines = RunDirectory.open(config.out).metrics()
+    return progress.messages, [line["learning_rate"] for line in lines if "loss" in line]
+
+
+def test_a_longer_cosine_jumps_and_its_end_can_be_kept(small_run, tmp_path):
+    config = bigram(small_run, tmp_path / "run", 20)
+    fit(config)
+    shutil.copytree(config.out, tmp_path / "kept")
+    said, rates = resumed(with_optimizer(config, 40))
+    assert said == [
+        "40 steps instead of 20: the learning rate jumps from 0.102 to 0.25 at step 21. Without a "
+        "jump: --schedule-steps 20 keeps the schedule (0.1 at the last step)"
+    ]
+    assert (rates[19], rates[20]) == (pytest.approx(0.102, abs=5e-4), pytest.approx(0.25))
+
+    kept = dataclasses.replace(config, out=str(tmp_path / "kept"))
+    said, rates = resumed(with_optimizer(kept, 40, schedule_steps=20))
+    assert said == [
+        "40 steps instead of 20: the learning rate goes on from 0.102 to 0.1, without a jump"
+    ]
+    assert rates[19:] == [pytest.approx(0.102, abs=5e-4), *[pytest.approx(0.1)] * 20]
+    # the run's own config keeps it too, and says no more
+    assert resumed(read_config(tmp_path / "kept" / "config.json"))[0] == []
+
+
+def test_a_cosine_in_its_middle_is_kept_too(small_run, tmp_path):
+    config = bigram(small_run, tmp_path / "run", 40, min_learning_rate=0.0)
+    steps = []
+
+    class Evaluated(Progress):
+        def evaluated(self, step, validation_loss):
+            steps.append(step)
+
+    with pytest.raises(TrainingStopped):
+        fit(config, progress=Evaluated(), should_stop=lambda: steps == [10])
+    done = read_config(tmp_path / "run" / "config.json")
+    progress = Warned()
+    plan(with_optimizer(done, 30), resume=True, progress=progress)
+    assert progress.messages == [
+        "30 steps instead of 40: the learning rate jumps from 0.352 to 0.3 at step 11. Without a "
+        "jump: --schedule-steps 40 keeps the schedule (0.0701 at the last step)"
+    ]
+    said, rates = resumed(with_optimizer(done, 30, schedule_steps=40))
+    assert "without a jump" in said[0]
+    by_hand = [0.2 * (1 + math.cos(math.pi * step / 40)) for step in range(30)]
+    assert rates == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_wsd_is_extended_before_it_decays(small_run, tmp_path):
+    """Its decay moves to the new end; from a checkpoint of then, afterwards too."""
+    wsd = {"schedule": "wsd", "min_learning_rate": 0.0, "decay_fraction": 0.4}
+    config = bigram(small_run, tmp_path / "run", 50, **wsd)
+    config = dataclasses.replace(config, keep_every=20)
+    fit(config)
+    shutil.copytree(config.out, tmp_path / "early")
+    for step in (40, 50):
+        shutil.rmtree(tmp_path / "early" / "checkpoints" / str(step))
+
+    early = dataclasses.replace(config, out=str(tmp_path / "early"))
+    said, rates = resumed(with_optimizer(early, 100))
+    assert said == [
+        "100 steps instead of 50: the learning rate goes on from 0.4 to 0.4, without a jump"
+    ]
+    assert rates[:61] == pytest.approx([0.4] * 61)
+    assert rates[61:] == pytest.approx([0.4 * left / 40 for left in range(39, 0, -1)], rel=1e-4)
+
+    longer = Warned()
+    plan(with_optimizer(config, 100), resume=True, progress=longer)
+    assert longer.messages == [
+        "100 steps instead of 50: the learning rate jumps from 0.02 to 0.4 at step 51. Without a "
+        "jump: delete the checkpoints after 20 to resume from that one"
+    ]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "20")
+    plan(with_optimizer(config, 100), resume=True, progress=longer)
+    assert longer.messages[1].endswith(
+        "Without a jump: nothing, for the schedule ends at 0; wsd can be extended from a "
+        "checkpoint before its decay, which --keep-every keeps"
+    )
+
+
+def snapshot(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_fewer_steps_than_were_taken_are_refused_and_as_many_are_done(small_run, tmp_path):
+    config = bigram(small_run, tmp_path / "run", 20)
+    run = fit(config)
+    before = snapshot(tmp_path)
+    refusal = (
+        rf"steps=19 is below the 20 steps that {tmp_path}/run has taken: give --steps 20 or more, "
+        "or another --out"
+    )
+    for start in (fit, plan):
+        with pytest.raises(ValueError, match=refusal):
+            start(with_optimizer(config, 19), resume=True)
+    assert snapshot(tmp_path) == before
+    again = fit(config, resume=True)
+    assert (again.best_step, again.validation_loss) == (run.best_step, run.validation_loss)
+    assert read_config(tmp_path / "run" / "config.json") == run.config
+
+
+def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path):
+    """With its carriage returns, which its tokenizer has: evaluated, and resumed."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"\xef\xbb\xbf" + b"So long as men can breathe\r\nor eyes can see\r\n" * 30)
+    data = {"data": (str(text),), "universal_newlines": False}
+    config = bigram(small_run, tmp_path / "run", 10)
+    config = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, **data))
+    run = fit(config)
+    assert {"\r", "\ufeff"} < set(run.tokenizer.decode(range(run.tokenizer.vocab_size)))
+    path = tmp_path / "run" / "config.json"
+    old = json.loads(path.read_text())
+    del old["dataset"]["universal_newlines"], old["optimizer"]["schedule_steps"]
+    path.write_text(json.dumps(old))
+
+    assert evaluate(run.directory).loss == pytest.approx(run.validation_loss, rel=1e-6)
+    today = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, **data))
+    today = dataclasses.replace(
+        today, steps=20, dataset=dataclasses.replace(today.dataset, universal_newlines=True)
+    )
+    progress = Warned()
+    again = fit(today, resume=True, progress=progress)
+    assert not again.config.dataset.universal_newlines
+    assert not any("newlines" in message for message in progress.messages)
+    digests = {line["text_sha256"] for line in resumed_sessions(run.directory)}
+    assert len(digests) == 1
+
+
+def test_the_text_of_a_run_is_not_read_another_way(small_run, tmp_path):
+    config = bigram(small_run, tmp_path / "run", 10)
+    fit(config)
+    off = dataclasses.replace(config.dataset, universal_newlines=False)
+    with pytest.raises(ValueError, match="universal_newlines is True in the run, False in the"):
+        fit(dataclasses.replace(config, dataset=off), resume=True)

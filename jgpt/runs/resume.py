@@ -1,0 +1,90 @@
+"""Resuming: what may differ from the run's config, and what other steps do to the learning rate."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from jgpt.config import TrainConfig
+from jgpt.training.optimizer import learning_rate_schedule
+
+_MAY_DIFFER = {
+    *("steps", "eval_interval", "steps_per_call", "sample_tokens", "out", "name"),
+    *("patience", "keep_best", "keep_last", "keep_every", "trackers"),
+    *("model.vocab_size", "optimizer.schedule_steps"),
+}
+
+
+def require_same_run(saved: TrainConfig, given: TrainConfig) -> None:
+    """Raise ValueError naming the fields of a config that a run can't be resumed with."""
+    differences = [
+        f"{name} is {old!r} in the run, {new!r} in the config"
+        for (name, old), (_, new) in zip(_fields(saved), _fields(given), strict=True)
+        if old != new and name not in _MAY_DIFFER
+    ]
+    if differences:
+        raise ValueError(
+            "the config doesn't match the run to resume: "
+            + "; ".join(differences)
+            + ". Use the same values, or another directory"
+        )
+
+
+def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def require_steps_left(given: TrainConfig, done: int, run: str) -> None:
+    """Raise ValueError if a run has taken more steps than a config has."""
+    if given.steps < done:
+        raise ValueError(
+            f"steps={given.steps} is below the {done} steps that {run} has taken: give --steps "
+            f"{done} or more, or another --out"
+        )
+
+
+def describe_learning_rate(
+    saved: TrainConfig, given: TrainConfig, checkpoints: list[int]
+) -> str | None:
+    """What other steps do to the learning rate, and how to avoid a jump; None if nothing changes.
+
+    `checkpoints` are the run's, by their steps; the last one is resumed.
+    """
+    done = max(checkpoints, default=0)
+    span = saved.optimizer.schedule_steps or saved.steps
+    same = (saved.steps, span) == (given.steps, given.optimizer.schedule_steps or given.steps)
+    if same or not 0 < done < given.steps:
+        return None
+    before, after = _learning_rate(saved), _learning_rate(given)
+    steady = [step for step in checkpoints if math.isclose(before(step), after(step), rel_tol=1e-6)]
+    changed = f"{given.steps} steps instead of {saved.steps}: the learning rate"
+    if done in steady:
+        return f"{changed} goes on from {before(done - 1):.3g} to {after(done):.3g}, without a jump"
+    ways = []
+    kept = dataclasses.replace(given.optimizer, schedule_steps=span)
+    end = _learning_rate(dataclasses.replace(given, optimizer=kept))(given.steps - 1)
+    if end > 0:
+        ways.append(f"--schedule-steps {span} keeps the schedule ({end:.3g} at the last step)")
+    if steady:
+        ways.append(f"delete the checkpoints after {steady[-1]} to resume from that one")
+    if not ways:
+        ways.append(
+            "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
+            "decay, which --keep-every keeps"
+        )
+    return (
+        f"{changed} jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. "
+        f"Without a jump: {', or '.join(ways)}"
+    )
+
+
+def _learning_rate(config: TrainConfig) -> Callable[[int], float]:
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    return lambda step: float(jnp.asarray(schedule(step)))
