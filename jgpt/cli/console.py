@@ -97,6 +97,10 @@ class ConsoleProgress(TrainingProgress):
         self.validation = f"  validation {validation_loss:.3f}"
         self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
+    def estimated(self, step: int, validation_loss: float) -> None:
+        """Print a line."""
+        self._line(f"step {step}: validation loss about {validation_loss:.3f}")
+
     def stopping(self) -> None:
         """After the first signal."""
         self.say(

@@ -26,7 +26,7 @@ from jgpt.hardware import Platform, current_platform, memory_limit
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
-from jgpt.runs.checkpoints import Checkpoints, Which, load, require_same_run
+from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import LOSS_PICTURE, PROFILE, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.plots import plot_losses
@@ -44,6 +44,9 @@ from jgpt.training.step import (
     make_eval_step,
     make_train_steps,
 )
+
+ESTIMATE_TOKENS = 2048
+"""The validation tokens of an estimate, at least: shorter ones say little."""
 
 
 @dataclass(frozen=True)
@@ -259,13 +262,24 @@ def _train(
     should_stop: Callable[[], bool],
 ) -> None:
     """Calls of many steps, with one in flight while the metrics of the last one are read."""
-    train_steps, evaluate = make_train_steps(config), _evaluator(config, dataset)
+    train_steps, (evaluate, estimate) = make_train_steps(config), _evaluators(config, dataset)
     tokens, key = resident(dataset.train), dropout_stream(config.seed)
-    losses = [line["validation_loss"] for line in run.metrics() if "validation_loss" in line]
+    lines = run.metrics()
+    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
     first_step = step = int(state.step)
+    halves = {config.eval_interval >> halvings for halvings in range(1, 5)}
+    early = {at for at in halves if at > step} | ({0} if step == 0 and not lines else set())
     with CompilationWatch(progress.warned) as watch:
         try:
             while step < config.steps and not _stops_early(losses, config.patience):
+                if step in early:
+                    _report(progress, metrics_logger.wait())
+                    loss = estimate(state.weights)
+                    if math.isfinite(loss):  # if not, the next step stops the run
+                        metrics_logger.add_evaluation(validation_estimate=loss)
+                        progress.estimated(step, loss)
+                    if step > first_step:
+                        metrics_logger.start_clock()
                 if should_stop():
                     metrics_logger.finish()
                     checkpoints.save(state, None)
@@ -273,7 +287,8 @@ def _train(
                     raise TrainingStopped(step, run.path)
                 boundary = step - step % config.eval_interval + config.eval_interval
                 boundary = min(boundary, config.steps)
-                count = profiler.limit(min(config.steps_per_call, boundary - step))
+                pause = min([boundary, *(at for at in early if at > step)])
+                count = profiler.limit(min(config.steps_per_call, pause - step))
                 windows = batches(
                     tokens,
                     config.seed,
@@ -298,7 +313,8 @@ def _train(
                         raise FloatingPointError(
                             f"the validation loss is {losses[-1]} after step {step}"
                         )
-                    metrics_logger.finish(losses[-1])
+                    metrics_logger.add_evaluation(validation_loss=losses[-1])
+                    metrics_logger.finish()
                     progress.evaluated(step, losses[-1])
                     checkpoints.save(state, losses[-1])
                     watch.arm()
@@ -356,9 +372,8 @@ def evaluate(
         on_download=(progress or Progress()).downloaded,
     )
     require_same_corpus(run.provenance(), dataset, str(run.path))
-    loss = _evaluator(run_for_platform(config, platform), dataset)(
-        nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    )
+    exact, _ = _evaluators(run_for_platform(config, platform), dataset)
+    loss = exact(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     return Evaluation(
         loss=loss,
         perplexity=math.exp(loss),
@@ -367,13 +382,30 @@ def evaluate(
     )
 
 
-def _evaluator(config: TrainConfig, dataset: Dataset) -> Callable[[Weights], float]:
-    """A function from weights to the exact mean loss on the validation split."""
+def _evaluators(
+    config: TrainConfig, dataset: Dataset
+) -> tuple[Callable[[Weights], float], Callable[[Weights], float]]:
+    """Functions from weights to the mean loss on the validation split: exact, and an estimate.
+
+    The estimate is of batches that are spread over the split: few enough that the estimates of a
+    run take about 1% of its time.
+    """
     evaluate_windows = make_eval_step(config.model)
     held_out = dataset.validation[: config.eval_tokens]
     windows, counts = evaluation_windows(held_out, config.model.block_size, config.batch_size)
-    on_device = jnp.asarray(windows), jnp.asarray(counts)
-    return lambda weights: float(evaluate_windows(weights, *on_device)) / int(counts.sum())
+    few = max(config.steps // 200, -(-ESTIMATE_TOKENS // counts[0].size))
+    spread = np.linspace(0, len(counts) - 1, min(few, len(counts))).astype(int)
+    some = np.zeros_like(counts)
+    some[spread] = counts[spread]
+    on_device = jnp.asarray(windows)
+
+    def mean_loss(counted: np.ndarray) -> Callable[[Weights], float]:
+        total, counted_on_device = int(counted.sum()), jnp.asarray(counted)
+        return lambda weights: (
+            float(evaluate_windows(weights, on_device, counted_on_device)) / total
+        )
+
+    return mean_loss(counts), mean_loss(some)
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig) -> str:

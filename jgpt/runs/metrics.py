@@ -16,11 +16,12 @@ from jgpt.runs.trackers import Tracker
 from jgpt.training.step import Metrics
 
 SCHEMA = {
-    "step": "optimizer steps taken; each appears once, in order",
+    "step": "optimizer steps taken; each appears once, in order; step 0 has an estimate only",
     "loss": "the step's training loss, in nats per token",
     "gradient_norm": "the gradient's global norm before clipping",
     "learning_rate": "the step's learning rate",
     "validation_loss": "exact, every validation target once; on the steps that were evaluated",
+    "validation_estimate": "of a part of the validation split; a few, before the first evaluation",
     "tokens": "tokens trained on since step 0; this and the rest on the last step of each call",
     "seconds": "spent training since step 0, evaluations and resumed runs included",
     "tokens_per_second": "of training since the last evaluation; absent while compiling",
@@ -69,11 +70,13 @@ class MetricsLogger:
         """Wait for all calls and record them; return as `add` does."""
         return self._read(wait_for_all=True)
 
-    def finish(self, validation_loss: float | None = None) -> None:
-        """Record all calls durably, the last step with its validation loss."""
+    def add_evaluation(self, **losses: float) -> None:
+        """Add to the last step's line, or begin that of step 0. Call `wait` before."""
+        self._held = (self._held or {"step": 0}) | losses
+
+    def finish(self) -> None:
+        """Record all calls durably."""
         self.wait()
-        if self._held is not None and validation_loss is not None:
-            self._held["validation_loss"] = validation_loss
         self._write([], durable=True)
 
     def _read(self, *, wait_for_all: bool) -> dict[str, Any] | None:

@@ -19,6 +19,9 @@ class Progress:
     def evaluated(self, step: int, validation_loss: float) -> None:
         """The validation split was evaluated."""
 
+    def estimated(self, step: int, validation_loss: float) -> None:
+        """The validation loss was estimated on a part of the split."""
+
     def warned(self, message: str) -> None:
         """A warning; training continues."""
 

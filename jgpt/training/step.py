@@ -156,7 +156,10 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
 
 
 def make_eval_step(config: ModelConfig) -> EvalStep:
-    """A jitted function that sums the losses of counted targets over batches of windows."""
+    """A jitted function that sums the losses of counted targets over batches of windows.
+
+    A batch without counted targets is skipped at run time.
+    """
     graph = nnx.graphdef(abstract_model(config))
     loss_dtype = _loss_dtype(config)
     at_once = rows_at_once(config.vocab_size)
@@ -172,9 +175,13 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 
         def add(total, batch):
             window, counted = batch
-            x = model.hidden(window[:, :-1])
-            losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
-            return total + jnp.where(counted, losses, 0).sum(), None
+
+            def added():
+                x = model.hidden(window[:, :-1])
+                losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
+                return total + jnp.where(counted, losses, 0).sum()
+
+            return jax.lax.cond(counted.any(), added, lambda: total), None
 
         return jax.lax.scan(add, jnp.zeros((), loss_dtype), (windows, counts))[0]
 

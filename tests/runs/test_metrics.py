@@ -6,10 +6,15 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from jgpt import ModelConfig, TrainConfig, fit
+from jgpt.data.batches import evaluation_windows
+from jgpt.data.dataset import load_dataset
 from jgpt.hardware import peak_flops
+from jgpt.nn.loss import token_losses
 from jgpt.runs import loop
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.metrics import SCHEMA, MetricsLogger
@@ -56,13 +61,16 @@ def metrics_of(*losses: float) -> Metrics:
 def test_every_number_by_hand(clock, tmp_path):
     config = TrainConfig(model=MODEL, batch_size=5)  # 35 tokens a step
     logger = MetricsLogger(config, RunDirectory(tmp_path), [], 1000)
+    logger.add_evaluation(validation_estimate=4.5)
     clock.now = 107.5
     logger.add(0, 3, metrics_of(4.0, 3.5, 3.25))  # the call that compiled
     clock.now = 110.0
     logger.start_clock()
     clock.now = 112.0
     logger.add(3, 1, metrics_of(3.0))
-    logger.finish(2.5)
+    logger.wait()
+    logger.add_evaluation(validation_loss=2.5)
+    logger.finish()
     clock.now = 122.0
     logger.start_clock()  # the evaluation took ten seconds
     clock.now = 125.0
@@ -91,6 +99,7 @@ def test_every_number_by_hand(clock, tmp_path):
         }
 
     lines = [
+        {"step": 0, "validation_estimate": 4.5},
         step(1, 4.0),
         step(2, 3.5),
         step(3, 3.25, **measured(105, 7.5)),
@@ -100,8 +109,8 @@ def test_every_number_by_hand(clock, tmp_path):
         step(7, 2.25, **measured(245, 27.0, 3, 5)),
     ]
     assert RunDirectory(tmp_path).metrics() == lines
-    assert [line.get("tokens_per_second") for line in lines[3:]] == [17.5, None, 23.3, 21.0]
-    assert [line.get("model_flops_utilisation") for line in lines[3:]] == [
+    assert [line.get("tokens_per_second") for line in lines[4:]] == [17.5, None, 23.3, 21.0]
+    assert [line.get("model_flops_utilisation") for line in lines[4:]] == [
         *(0.22554, None, 0.30072, 0.27065),
     ]
 
@@ -137,12 +146,49 @@ def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
     monkeypatch.setattr("jgpt.runs.metrics._is_ready", lambda _: True)
     config = dataclasses.replace(small_run, out=str(tmp_path / "run"), sample_tokens=0)
     lines = [line for line in RunDirectory(fit(config).directory).metrics() if "seconds" in line]
-    # calls of three steps, cut short where there is an evaluation: after 4, 8 and 11
+    # calls of three steps, cut short where there is an estimate, after 0, 1 and 2, or an
+    # evaluation, after 4, 8 and 11
     assert [(line["step"], line["seconds"]) for line in lines] == [
-        *((3, 3.0), (4, 4.0), (7, 1007.0), (8, 1008.0), (11, 2011.0)),
+        *((1, 1001.0), (2, 2002.0), (4, 3004.0), (7, 4007.0), (8, 4008.0), (11, 5011.0)),
     ]
-    assert [line["tokens"] for line in lines] == [105, 140, 245, 280, 385]
-    assert [line.get("tokens_per_second") for line in lines] == [None, 35.0, 35.0, 35.0, 35.0]
+    assert [line["tokens"] for line in lines] == [35, 70, 140, 245, 280, 385]
+    assert [line.get("tokens_per_second") for line in lines] == [None, *[35.0] * 5]
+
+
+def test_the_validation_loss_is_estimated_before_it_is_evaluated(small_run, tmp_path):
+    """At step 0, and at a half, a quarter, ... of the first interval; a checkpoint is exact."""
+    model = dataclasses.replace(small_run.model, architecture="bigram", dropout=0.0)
+    out = tmp_path / "run"
+    config = dataclasses.replace(small_run, model=model, out=str(out), sample_tokens=0)
+    run = fit(dataclasses.replace(config, steps=80, eval_interval=35, patience=1))
+    lines = RunDirectory.open(run.directory).metrics()
+    assert [line["step"] for line in lines] == list(range(81))
+    where = {
+        name: [line["step"] for line in lines if name in line]
+        for name in ("validation_estimate", "validation_loss")
+    }
+    expected = {"validation_estimate": [0, 2, 4, 8, 17], "validation_loss": [35, 70, 80]}
+    assert where == expected
+    assert set(lines[0]) == {"step", "validation_estimate"}
+    assert lines[0]["validation_estimate"] > lines[35]["validation_loss"] > 2
+    assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [70, 80]
+
+
+def test_an_estimate_is_of_batches_that_are_spread_over_the_split(trained, monkeypatch):
+    """Of six batches of 35 targets, the last with four, as many as 71 tokens need, or more."""
+    config, dataset = trained.config, load_dataset(trained.config.dataset, 7)
+    windows, counts = evaluation_windows(dataset.validation, 7, 5)
+    assert len(windows) == 6
+    weights = nnx.to_pure_dict(nnx.state(trained.model, nnx.Param))
+    of = jax.vmap(lambda batch: token_losses(trained.model(batch[:, :-1]), batch[:, 1:]))
+    losses = np.asarray(of(jnp.asarray(windows)))
+    monkeypatch.setattr(loop, "ESTIMATE_TOKENS", 71)
+    for steps, chosen in ((11, [0, 2, 5]), (1000, [0, 1, 2, 3, 5]), (9999, range(6))):
+        longer = dataclasses.replace(config, steps=steps)
+        exact, estimate = loop._evaluators(longer, dataset)
+        assert exact(weights) == pytest.approx(losses[counts].mean(), rel=1e-5)
+        expected = np.concatenate([losses[i][counts[i]] for i in chosen]).mean()
+        assert estimate(weights) == pytest.approx(expected, rel=1e-5)
 
 
 def test_provenance_tells_what_a_run_was_made_with(trained):

@@ -40,7 +40,7 @@ def test_a_stop_that_is_asked_for_saves_and_goes_on(trained, small_run, tmp_path
 
     def should_stop() -> bool:
         asked.append(True)
-        return len(asked) == 3
+        return len(asked) == 4
 
     with pytest.raises(TrainingStopped) as stopped:
         fit(config, should_stop=should_stop)
@@ -61,7 +61,7 @@ def test_muon_s_state_goes_on_too(small_run, tmp_path):
     config = dataclasses.replace(small_run, model=model, optimizer=muon)
     whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole")))
     config = dataclasses.replace(config, out=str(tmp_path / "stopped"))
-    calls = iter([False, True])
+    calls = iter([False, False, True])
     with pytest.raises(TrainingStopped):
         fit(config, should_stop=lambda: next(calls))
     resumed = fit(config, resume=True)

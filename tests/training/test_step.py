@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
+from jgpt import GPT, ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
 from jgpt.data.batches import batches, evaluation_windows
 from jgpt.nn import loss as loss_module
 from jgpt.nn.models import abstract_model, create_model
@@ -172,6 +172,28 @@ def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
         expected += (log_sum - logits[np.arange(6), piece[1:]]).sum()
     assert float(total) == pytest.approx(expected, rel=1e-5)
     assert counts.sum() == 210
+
+
+def test_a_batch_of_which_nothing_counts_is_not_computed(monkeypatch):
+    weights = nnx.to_pure_dict(nnx.state(create_model(CONFIG.model, rngs=nnx.Rngs(0)), nnx.Param))
+    windows, counts = evaluation_windows(TOKENS, 6, 4)
+    computed, hidden = [], GPT.hidden
+
+    def spy(self, *arguments):
+        jax.debug.callback(lambda: computed.append(True))
+        return hidden(self, *arguments)
+
+    monkeypatch.setattr(GPT, "hidden", spy)
+    evaluate, totals = make_eval_step(CONFIG.model), []
+    for chosen in ([0, 3, 7], [1, 2, 4, 5, 6, 8], range(9)):
+        some = np.zeros_like(counts)
+        some[chosen] = counts[chosen]
+        totals.append(float(evaluate(weights, jnp.asarray(windows), jnp.asarray(some))))
+        jax.effects_barrier()
+        assert len(computed) == len(chosen)
+        computed.clear()
+    assert totals[0] + totals[1] == pytest.approx(totals[2], rel=1e-5)
+    assert totals[0] > 60  # of 72 targets, each about ln 11
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bigram"])
