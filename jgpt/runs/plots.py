@@ -1,16 +1,19 @@
 """Plots: loss curves and attention weights."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Real
+from jaxtyping import Float, Real
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.ticker import EngFormatter
 
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
@@ -18,29 +21,32 @@ from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import RunDirectory
 
+INCHES_PER_TOKEN, MOST_INCHES = 0.16, 40
+"""Of an attention picture: a readable token, and the longest row or column of panels."""
+
 
 def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot training and validation loss against steps."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    for name, label, marker, width in (
-        ("loss", "training, each step", "", 0.8),
-        ("validation_loss", "validation, exact", "o", 1.5),
-    ):
-        steps = [line["step"] for line in metrics if name in line]
-        losses = [line[name] for line in metrics if name in line]
-        axes.plot(steps, losses, label=label, marker=marker, linewidth=width)
-    axes.set(xlabel="step", ylabel="loss in nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    steps = np.array([line["step"] for line in metrics])
+    labels = (
+        "training, each step",
+        f"training, mean of {_window(metrics)} steps",
+        "validation",
+        "validation, estimated on a part",
+    )
+    _draw_run(axes, steps, metrics, ("C0", "C1"), labels)
+    axes.set(title=path.absolute().parent.name)
+    _finish(figure, {"step": axes})
     figure.savefig(path, dpi=120)
 
 
 def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
     """Plot the losses of several runs against steps, tokens and seconds."""
     _require_picture(path)
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
+    steps_axes, tokens_axes, seconds_axes = figure.subplots(1, 3, sharey=True)
     names = _short_names([run.path for run in runs])
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         config, metrics = run.config(), run.metrics()
@@ -52,13 +58,15 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
             steps, [0, *(line["step"] for line in timed)], [0, *(line["seconds"] for line in timed)]
         )
         tokens = steps * (config.batch_size * config.model.block_size)
-        for axes, x in zip(panels, (steps, tokens, seconds), strict=True):
-            _draw_run(axes, x, metrics, f"C{index}", name)
-    for axes, label in zip(panels, ("steps", "tokens", "seconds"), strict=True):
-        axes.set(xlabel=label)
-        axes.grid(alpha=0.3)
-    panels[0].set(ylabel="loss in nats per token")
-    panels[-1].legend(title="dots: validation, exact; lines: training")
+        colours, labels = (f"C{index}", f"C{index}"), ("", name, "", "")
+        _draw_run(steps_axes, steps, metrics, colours, labels)
+        _draw_run(tokens_axes, tokens, metrics, colours, labels)
+        _draw_run(seconds_axes, seconds, metrics, colours, labels)
+    legend = _finish(figure, {"steps": steps_axes, "tokens": tokens_axes, "seconds": seconds_axes})
+    legend.set_title(
+        "line: training, mean of 2% of the steps around; faint: each step; "
+        "dots: validation; circles: validation, estimated on a part"
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -67,15 +75,54 @@ def _draw_run(
     axes: Axes,
     x: Real[np.ndarray, " steps"],
     metrics: Sequence[dict[str, Any]],
-    colour: str,
-    name: str,
+    colours: tuple[str, str],
+    labels: tuple[str, str, str, str],
 ) -> None:
-    trained = [i for i, line in enumerate(metrics) if "loss" in line]
-    evaluated = [i for i, line in enumerate(metrics) if "validation_loss" in line]
-    losses = [metrics[i]["loss"] for i in trained]
-    axes.plot(x[trained], losses, color=colour, alpha=0.3, linewidth=0.7)
-    losses = [metrics[i]["validation_loss"] for i in evaluated]
-    axes.plot(x[evaluated], losses, color=colour, marker="o", label=name)
+    """Draw training, each step and smoothed, and validation, exact and estimated."""
+    training, validation = colours
+    each, smoothed, exact, estimated = labels
+
+    def points(field: str) -> tuple[np.ndarray, np.ndarray]:
+        at = [i for i, line in enumerate(metrics) if field in line]
+        return x[at], np.array([metrics[i][field] for i in at])
+
+    places, losses = points("loss")
+    axes.plot(places, losses, color=training, alpha=0.25, linewidth=0.7, label=each)
+    mean = _running_mean(losses, _window(metrics))
+    axes.plot(places, mean, color=training, linewidth=1.5, label=smoothed)
+    dots = {"linestyle": "", "marker": "o", "color": validation, "zorder": 3}
+    axes.plot(*points("validation_loss"), **dots, label=exact)
+    axes.plot(*points("validation_estimate"), **dots, fillstyle="none", label=estimated)
+
+
+def _window(metrics: Sequence[dict[str, Any]]) -> int:
+    """2% of the steps, and an odd number of them."""
+    return len(metrics) // 50 | 1
+
+
+@typed
+def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
+    """The mean of a window around each step; of a smaller one at the start, where losses fall."""
+    step = np.arange(len(losses))
+    before = np.minimum(window // 2, step)
+    after = np.minimum(before, step[::-1])
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    return (sums[step + after + 1] - sums[step - before]) / (before + 1 + after)
+
+
+def _finish(figure: Figure, panels: dict[str, Axes]) -> Legend:
+    """Name the axes and add the legend, below them, where no data is."""
+    for name, axes in panels.items():
+        axes.set(xlabel=name)
+        axes.locator_params(axis="x", integer=name != "seconds")
+        axes.xaxis.set_major_formatter(EngFormatter(sep="") if name == "tokens" else "{x:,.12g}")
+        axes.grid(alpha=0.3)
+    first = next(iter(panels.values()))
+    first.set(ylabel="loss in nats per token")
+    handles, labels = first.get_legend_handles_labels()
+    return figure.legend(
+        handles, labels, loc="outside lower center", ncols=max(2, len(labels) // 2)
+    )
 
 
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
@@ -89,20 +136,25 @@ def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: 
     maps = np.asarray(model.attention_weights(jnp.asarray(tokens)[None])[:, 0])
     names = [_visible(tokenizer.decode(tokens[i : i + 1])) for i in range(len(tokens))]
     layers, heads, time, _ = maps.shape
-    side = max(2.2, 0.16 * time)
+    side = min(max(2.2, INCHES_PER_TOKEN * time), MOST_INCHES / max(layers, heads))
+    named = range(0, time, math.ceil(INCHES_PER_TOKEN * time / side))
+    small, large = min(8.0, 72 * 0.85 * side / (len(named) + 4)), min(24.0, 7 + side)
     figure = Figure(figsize=(heads * side + 1, layers * side + 0.5), layout="constrained")
-    size = min(8.0, 72 * 0.85 * side / (time + 4))
-    for layer, head in np.ndindex(layers, heads):
-        axes = figure.add_subplot(layers, heads, layer * heads + head + 1)
+    panels = figure.subplots(layers, heads, squeeze=False)
+    for (layer, head), axes in np.ndenumerate(panels):
         axes.imshow(maps[layer, head], vmin=0, vmax=1, cmap="viridis")
-        axes.set_title(f"layer {layer}, head {head}", fontsize=9)
-        axes.set_xticks(range(time), names, fontsize=size, fontfamily="monospace")
-        axes.set_yticks(range(time), names, fontsize=size, fontfamily="monospace")
+        axes.set_title(f"layer {layer}, head {head}", fontsize=large)
+        characters = [names[i] for i in named]
+        axes.set_xticks(named, characters, fontsize=small, fontfamily="monospace")
+        axes.set_yticks(named, characters, fontsize=small, fontfamily="monospace")
         axes.tick_params(length=0, pad=2)
-    figure.supxlabel("key", fontsize=10)
-    figure.supylabel("query", fontsize=10)
+    for axes in panels[-1]:
+        axes.set_xlabel("key position", fontsize=large)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("query position", fontsize=large)
     shades = ScalarMappable(Normalize(0, 1), "viridis")
-    figure.colorbar(shades, ax=figure.axes, label="weight", shrink=0.6)
+    bar = figure.colorbar(shades, ax=panels, aspect=40)
+    bar.set_label("attention weight", fontsize=large)
     figure.savefig(path, dpi=120)
 
 

@@ -118,8 +118,14 @@ REPORTS = [
     HOST(
         "jgpt.runs.plots._draw_run",
         {"x": "real steps"},
-        static={"axes": Figure().add_subplot(), "metrics": [], "colour": "black", "name": "a"},
+        static={
+            "axes": Figure().add_subplot(),
+            "metrics": [],
+            "colours": ("black", "red"),
+            "labels": ("a", "b", "c", "d"),
+        },
     ),
+    HOST("jgpt.runs.plots._running_mean", {"losses": "real steps"}, (6,), static={"window": 3}),
     Case("jgpt.training.plan.bytes_of", {}, static={"tree": WEIGHTS}),
     Case(
         "jgpt.runs.profiling.Profiler.stepped",

@@ -33,19 +33,26 @@ def figures(monkeypatch):
 
 
 def lines_of(axes):
-    """The points of each line, and whether they are marked."""
+    """Each line's points, label, and what it is drawn with: a line, dots or circles."""
+    styles = {("-", "full"): "line", ("None", "full"): "dots", ("None", "none"): "circles"}
     return [
-        (line.get_xdata().tolist(), list(line.get_ydata()), line.get_marker() == "o")
+        (
+            list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True)),
+            line.get_label(),
+            styles[line.get_linestyle(), line.get_fillstyle()],
+        )
         for line in axes.get_lines()
     ]
 
 
 METRICS = [
+    {"step": 0, "validation_estimate": 5.0},
     {"step": 1, "loss": 4.0},
     {"step": 2, "loss": 3.0, "seconds": 10.0, "validation_loss": 3.5},
     {"step": 3, "loss": 2.0},
     {"step": 4, "loss": 1.0, "seconds": 40.0, "validation_loss": 2.5},
 ]
+LOSSES = [4.0, 3.0, 2.0, 1.0]
 
 
 def run_with(path, metrics, **changes) -> RunDirectory:
@@ -58,26 +65,48 @@ def run_with(path, metrics, **changes) -> RunDirectory:
 def test_the_losses_are_drawn_against_steps(figures, tmp_path):
     plot_losses(METRICS, tmp_path / "loss.png")
     (axes,) = figures[0].axes
-    labels = [line.get_label() for line in axes.get_lines()]
-    assert ["training" in label for label in labels] == [True, False]
-    assert ["validation" in label for label in labels] == [False, True]
-    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()] == [
-        ([1, 2, 3, 4], [4.0, 3.0, 2.0, 1.0]),
-        ([2, 4], [3.5, 2.5]),
+    training = list(zip([1, 2, 3, 4], LOSSES, strict=True))
+    assert lines_of(axes) == [
+        (training, "training, each step", "line"),
+        (training, "training, mean of 1 steps", "line"),
+        ([(2, 3.5), (4, 2.5)], "validation", "dots"),
+        ([(0, 5.0)], "validation, estimated on a part", "circles"),
     ]
-    assert "step" in axes.get_xlabel()
-    assert "loss" in axes.get_ylabel()
+    faint, smoothed = axes.get_lines()[:2]
+    assert faint.get_alpha() < 0.5
+    assert smoothed.get_alpha() is None
+    assert axes.get_title() == tmp_path.name
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss in nats per token")
+    (legend,) = figures[0].legends  # not over the data: of the figure, outside its axes
+    assert len(legend.get_texts()) == 4
+    assert not axes.get_legend()
+
+
+def test_training_losses_are_smoothed_over_a_fiftieth_of_the_steps(figures, tmp_path):
+    losses = [float(step % 7) for step in range(1, 251)]
+    metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    plot_losses(metrics, tmp_path / "loss.png")
+    (axes,) = figures[0].axes
+    (_, (smooth, label, _), *_) = lines_of(axes)
+    assert label == "training, mean of 5 steps"
+    expected = [
+        losses[0],
+        np.mean(losses[:3]),
+        *(np.mean(losses[i - 2 : i + 3]) for i in range(2, 248)),
+        np.mean(losses[-4:]),
+        np.mean(losses[-3:]),
+    ]
+    np.testing.assert_allclose([loss for _, loss in smooth], expected, rtol=1e-12)
 
 
 def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     """35 and 14 tokens a step; seconds between the times that were taken are interpolated."""
     runs = [
         run_with(tmp_path / "five", METRICS, batch_size=5),
-        run_with(tmp_path / "two", METRICS[:2], batch_size=2),
+        run_with(tmp_path / "two", METRICS[:3], batch_size=2),
     ]
     plot_runs(runs, tmp_path / "runs.png")
     panels = figures[0].axes
-    losses, evaluated = [4.0, 3.0, 2.0, 1.0], [3.5, 2.5]
     expected = {
         "steps": ([1, 2, 3, 4], [2, 4], [1, 2], [2]),
         "tokens": ([35, 70, 105, 140], [70, 140], [14, 28], [28]),
@@ -85,16 +114,38 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     }
     assert [axes.get_xlabel() for axes in panels] == [*expected]
     for axes, places in zip(panels, expected.values(), strict=True):
-        assert lines_of(axes) == [
-            (places[0], losses, False),
-            (places[1], evaluated, True),
-            (places[2], losses[:2], False),
-            (places[3], evaluated[:1], True),
+        drawn = [(points, style) for points, _, style in lines_of(axes)]
+        five, two = (list(zip(places[i], LOSSES, strict=False)) for i in (0, 2))
+        assert drawn == [
+            (five, "line"),
+            (five, "line"),
+            (list(zip(places[1], [3.5, 2.5], strict=True)), "dots"),
+            ([(0, 5.0)], "circles"),
+            (two, "line"),
+            (two, "line"),
+            (list(zip(places[3], [3.5], strict=True)), "dots"),
+            ([(0, 5.0)], "circles"),
         ]
         colours = [line.get_color() for line in axes.get_lines()]
-        assert colours == ["C0", "C0", "C1", "C1"]
-    assert [text.get_text() for text in panels[2].get_legend().get_texts()] == ["five", "two"]
+        assert colours == ["C0"] * 4 + ["C1"] * 4
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["five", "two"]
+    assert "mean of 2% of the steps" in legend.get_title().get_text()
     assert "loss" in panels[0].get_ylabel()
+
+
+def test_large_numbers_on_axes_can_be_read(figures, tmp_path):
+    metrics = [{"step": 1, "loss": 4.0}, {"step": 20_000, "loss": 3.0, "seconds": 2500.0}]
+    plot_runs([run_with(tmp_path / "run", metrics, batch_size=5)], tmp_path / "runs.png")
+    ticks = []
+    for axes in figures[0].axes:
+        axes.set_xticks([0, 1500, 1_500_000])
+        ticks.append([label.get_text() for label in axes.get_xticklabels()])
+    assert ticks == [
+        ["0", "1,500", "1,500,000"],
+        ["0", "1.5k", "1.5M"],
+        ["0", "1,500", "1,500,000"],
+    ]
 
 
 def test_the_attention_of_a_text_s_end_is_drawn(figures, tmp_path):
@@ -118,8 +169,22 @@ def test_the_attention_of_a_text_s_end_is_drawn(figures, tmp_path):
             assert [label.get_text() for label in labels] == ["e", "g", r"\$", "i", "␣", "b", "d"]
         bottom, top = axes.get_ylim()
         assert bottom > top  # the first query on top
-    assert figures[0].get_supxlabel() in ("read", "key")
-    assert figures[0].get_supylabel() in ("reads", "query")
+        named = axes.get_subplotspec()
+        assert axes.get_xlabel() == ("key position" if named.is_last_row() else "")
+        assert axes.get_ylabel() == ("query position" if named.is_first_col() else "")
+    assert figures[0].axes[-1].get_ylabel() == "attention weight"
+
+
+def test_the_attention_of_a_long_text_is_a_picture_of_bounded_size(figures, tmp_path):
+    """Of 300 tokens, those are named for which there is room."""
+    model = random_gpt("nanogpt", vocab_size=2, block_size=300)
+    plot_attention(model, CharTokenizer("ab"), "ab" * 150, tmp_path / "attention.png")
+    assert max(figures[0].get_size_inches()) < 45
+    (image,) = figures[0].axes[0].get_images()
+    assert image.get_array().shape == (300, 300)
+    shown = len(figures[0].axes[0].get_xticks())
+    assert 50 < shown < 100
+    assert shown == len(figures[0].axes[0].get_xticklabels())
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
