@@ -45,8 +45,8 @@ def require_steps_left(given: TrainConfig, done: int, run: str) -> None:
     """Raise ValueError if a run has taken more steps than a config has."""
     if given.steps < done:
         raise ValueError(
-            f"steps={given.steps} is below the {done} steps that {run} has taken: give --steps "
-            f"{done} or more, or another --out"
+            f"steps={given.steps} is below the {done} steps that {run} has taken: give steps="
+            f"{done} or more, or another directory"
         )
 
 
@@ -71,13 +71,13 @@ def describe_learning_rate(
     kept = dataclasses.replace(given.optimizer, schedule_steps=span)
     end = _learning_rate(dataclasses.replace(given, optimizer=kept))(given.steps - 1)
     if end > 0:
-        ways.append(f"--schedule-steps {span} keeps the schedule ({end:.3g} at the last step)")
+        ways.append(f"schedule_steps={span} keeps the schedule ({end:.3g} at the last step)")
     if steady:
         ways.append(f"delete the checkpoints after {steady[-1]} to resume from that one")
     if not ways:
         ways.append(
             "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
-            "decay, which --keep-every keeps"
+            "decay, which keep_every keeps"
         )
     return (
         f"{changed} jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. "
