@@ -51,6 +51,7 @@ from jgpt.presets import PRESETS
         (ModelConfig, {"dropout": 10**400}, "must be finite"),
         (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
         (ModelConfig, {"ngram_sizes": (2, True)}, "each item an integer, not (2, True)"),
+        (ModelConfig, {"ngram_sizes": (1, 2)}, "ngram_sizes=(1, 2) must be above 1 and ascending"),
         (ModelConfig, {"ngram_sizes": (64,), "block_size": 99}, "at most block_size=99 and 63"),
         (ModelConfig, {"head_bias": True}, "head_bias=True needs tie_embeddings=False"),
         (ModelConfig, {"num_kv_heads": 3}, "num_heads=4 must be divisible by num_kv_heads=3"),
@@ -131,6 +132,12 @@ def test_what_is_odd_and_fine():
     ModelConfig(num_kv_heads=1, positions="rotary")
     OptimizerConfig(schedule="constant", min_learning_rate=0.5)
     OptimizerConfig(decay_fraction=0.0, muon_momentum=0.0)
+    # the limits themselves
+    ModelConfig(num_layers=1024)
+    ModelConfig(ngram_sizes=(2, 8), block_size=8)
+    DataConfig(bpe_vocab_size=257)
+    DataConfig(bpe_vocab_size=2**20)
+    TrainConfig(seed=2**32 - 1)
 
 
 INTEGERS = [
@@ -308,3 +315,28 @@ def test_presets_have_the_published_hyper_parameters():
 def test_configs_come_without_jax():
     code = "import jgpt.config, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_optimizer_s_defaults():
+    """Muon's are those of Jordan et al. 2024; no preset overrides its weight decay."""
+    assert dataclasses.asdict(OptimizerConfig()) == {
+        "optimizer": "adamw",
+        "learning_rate": 1e-3,
+        "min_learning_rate": 1e-4,
+        "schedule": "cosine",
+        "decay_fraction": 0.5,
+        "schedule_steps": None,
+        "warmup_steps": 100,
+        "weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "gradient_clip": 1.0,
+        "muon_learning_rate": 0.02,
+        "muon_weight_decay": 0.0,
+        "muon_momentum": 0.95,
+        "embedding_learning_rate": None,
+    }
+
+
+def test_a_file_of_json_ends_with_a_newline():
+    assert to_json(OptimizerConfig()).endswith('": null\n}\n')

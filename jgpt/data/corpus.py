@@ -264,8 +264,7 @@ def _decode(file: BinaryIO, name: str, chunk_size: int) -> Iterator[str]:
             text = block.decode("utf-8")
         except UnicodeDecodeError as error:
             # the end of a chunk may split a character, the end of the file may not
-            cut = error.reason == "unexpected end of data" and len(block) - error.start < 4
-            if not cut:
+            if error.reason != "unexpected end of data":
                 raise _not_text(name, decoded + error.start) from None
             text, pending = block[: error.start].decode("utf-8"), block[error.start :]
         if "\0" in text:

@@ -192,7 +192,7 @@ def test_newlines_are_universal_and_a_byte_order_mark_is_dropped(tmp_path):
     assert read_text(sources, warn=said.append) == "d\nea\nb\nc\nd\ne"
     assert said == [
         f"{windows} and 2 more: carriage returns are read as newlines and byte-order marks "
-        "dropped; --no-universal-newlines keeps them"
+        "dropped; universal_newlines=False keeps them"
     ]
     for source in (windows, mac, marked):
         read_text([source], warn=said.append)
@@ -287,3 +287,8 @@ def test_chunks_are_cut_where_a_line_ends(tmp_path):
     chunks = list(text_chunks([path], 10))
     assert len(chunks) >= 4
     assert all(chunk.endswith(("one\n", "three\n", "four\n")) for chunk in chunks)
+
+
+def test_a_chunk_of_exactly_its_size_is_split(tmp_path):
+    path = write(tmp_path, "lines.txt", "a\nbcd\nef")
+    assert list(text_chunks([path], 4)) == ["a\n", "bcd\n", "ef"]

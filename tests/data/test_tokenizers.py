@@ -124,6 +124,14 @@ def test_an_unknown_character_is_named_with_its_place_and_the_vocabulary():
             tokenizer.encode("d" + unknown)
 
 
+@pytest.mark.parametrize(("size", "shown"), [(100, 100), (101, 100)])
+def test_a_large_vocabulary_is_shortened(size, shown):
+    characters = "".join(chr(0x4E00 + i) for i in range(size))
+    with pytest.raises(ValueError, match=f"the {size} characters ") as error:
+        CharTokenizer(characters).encode("a")
+    assert str(error.value).endswith(repr(characters[:shown] + "…" * (size > shown)))
+
+
 @pytest.mark.parametrize("outside", [-1, 3])
 def test_a_token_outside_the_vocabulary_is_named_with_its_place(outside):
     with pytest.raises(ValueError, match=f"token {outside} at position 2 .* vocabulary of 3"):

@@ -44,8 +44,15 @@ def test_another_python_s_corpus_is_named_before_it_is_encoded(
     monkeypatch.setattr(corpus.platform, "python_version", lambda: "3.13.0")
     longer = dataclasses.replace(of_python_3_11, steps=8)
     changed = r"pydocs was that of Python 3\.11\.7, here it is that of Python 3\.13\.0"
-    with pytest.raises(ValueError, match=changed):
+    with pytest.raises(ValueError, match=changed) as error:
         fit(longer, resume=True) if goes_on else evaluate(of_python_3_11.out)
+    assert "restore the text or use that Python, or train a new run" in str(error.value)
+
+
+def test_a_changed_text_of_the_same_python_is_to_be_restored(of_python_3_11, monkeypatch):
+    monkeypatch.setattr(corpus, "python_reference", lambda: "another text")
+    with pytest.raises(ValueError, match="restore the text, or train a new run"):
+        evaluate(of_python_3_11.out)
 
 
 def test_the_same_text_from_another_python_is_the_same(of_python_3_11, monkeypatch):

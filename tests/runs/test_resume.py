@@ -207,7 +207,7 @@ def test_a_longer_cosine_jumps_and_its_end_can_be_kept(small_run, tmp_path):
     said, rates = resumed(with_optimizer(config, 40))
     assert said == [
         "40 steps instead of 20: the learning rate jumps from 0.102 to 0.25 at step 21. Without a "
-        "jump: --schedule-steps 20 keeps the schedule (0.1 at the last step)"
+        "jump: schedule_steps=20 keeps the schedule (0.1 at the last step)"
     ]
     assert (rates[19], rates[20]) == (pytest.approx(0.102, abs=5e-4), pytest.approx(0.25))
 
@@ -236,7 +236,7 @@ def test_a_cosine_in_its_middle_is_kept_too(small_run, tmp_path):
     plan(with_optimizer(done, 30), resume=True, progress=progress)
     assert progress.messages == [
         "30 steps instead of 40: the learning rate jumps from 0.352 to 0.3 at step 11. Without a "
-        "jump: --schedule-steps 40 keeps the schedule (0.0701 at the last step)"
+        "jump: schedule_steps=40 keeps the schedule (0.0701 at the last step)"
     ]
     said, rates = resumed(with_optimizer(done, 30, schedule_steps=40))
     assert "without a jump" in said[0]
@@ -272,7 +272,7 @@ def test_wsd_is_extended_before_it_decays(small_run, tmp_path):
     plan(with_optimizer(config, 100), resume=True, progress=longer)
     assert longer.messages[1].endswith(
         "Without a jump: nothing, for the schedule ends at 0; wsd can be extended from a "
-        "checkpoint before its decay, which --keep-every keeps"
+        "checkpoint before its decay, which keep_every keeps"
     )
 
 
@@ -285,8 +285,8 @@ def test_fewer_steps_than_were_taken_are_refused_and_as_many_are_done(small_run,
     run = fit(config)
     before = snapshot(tmp_path)
     refusal = (
-        rf"steps=19 is below the 20 steps that {tmp_path}/run has taken: give --steps 20 or more, "
-        "or another --out"
+        rf"steps=19 is below the 20 steps that {tmp_path}/run has taken: give steps=20 or more, "
+        "or another directory"
     )
     for start in (fit, plan):
         with pytest.raises(ValueError, match=refusal):
