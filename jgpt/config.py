@@ -355,7 +355,7 @@ class TrainConfig:
                 f"block_size={self.model.block_size} is {tokens:,} tokens, not below 2**32: lower "
                 "steps_per_call"
             )
-        if not self.name or set(self.name) & set("/\\\0"):
+        if self.name in ("", ".", "..") or set(self.name) & set("/\\\0"):
             raise ValueError(f"name={self.name!r} must be a plain folder name")
 
 

@@ -115,6 +115,8 @@ from jgpt.presets import PRESETS
         (TrainConfig, {"seed": 2**32}, "seed=4294967296 must be at most 4294967295"),
         (TrainConfig, {"name": "a/b"}, "name='a/b' must be a plain folder name"),
         (TrainConfig, {"name": ""}, "name='' must be a plain folder name"),
+        (TrainConfig, {"name": "."}, "name='.' must be a plain folder name"),
+        (TrainConfig, {"name": ".."}, "name='..' must be a plain folder name"),
         (TrainConfig, {"model": OptimizerConfig()}, "model must be a ModelConfig, not Optim"),
         (TrainConfig, {"name": 3}, "name must be a string, not 3"),
         (TrainConfig, {"steps": "x"}, "steps must be an integer, not 'x'"),

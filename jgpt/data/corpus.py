@@ -107,6 +107,8 @@ def _read_sources(
 ) -> Iterator[str]:
     changed: list[str] = []
     for source in sources:
+        if source in CORPORA and Path(source).exists() and warn:
+            warn(f"{source} is the corpus of that name; the file or folder here is ./{source}")
         if source == "pydocs":
             yield python_reference()
         elif source == "shakespeare":

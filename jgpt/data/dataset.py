@@ -75,12 +75,19 @@ def load_dataset(
             raise ValueError(f"{prepared[0]} was prepared with another tokenizer: prepare it again")
         tokenizer = its_tokenizer
     else:
-        text = read_text(
-            config.data,
-            universal_newlines=config.universal_newlines,
-            warn=warn,
-            on_download=on_download,
-        )
+        try:
+            text = read_text(
+                config.data,
+                universal_newlines=config.universal_newlines,
+                warn=warn,
+                on_download=on_download,
+            )
+        except FileNotFoundError as error:
+            if known is None:
+                raise
+            raise FileNotFoundError(
+                f"{error}; if the run's text has moved, train it with --resume --data PLACE"
+            ) from None
         text_digest = hashlib.sha256(text.encode()).hexdigest()
         if known is not None:
             _require_known(config, text_digest, known)
@@ -102,7 +109,7 @@ def _require_known(config: DataConfig, digest: str, known: KnownText) -> None:
     """Raise ValueError if the text is another, before it meets a tokenizer that can't encode it."""
     if digest == known.digest:
         return
-    here = corpus_versions(config.data)
+    here, sources = corpus_versions(config.data), " ".join(config.data)
     moved = [
         f"{name} was that of {version}, here it is that of {here[name]}"
         for name, version in known.versions.items()
@@ -110,7 +117,7 @@ def _require_known(config: DataConfig, digest: str, known: KnownText) -> None:
     ]
     raise ValueError(
         "the text has changed since the run was trained on it "
-        f"({'; '.join(moved) or f'SHA-256 {digest[:12]}…, not {known.digest[:12]}…'}): "
+        f"({'; '.join(moved) or f'{sources}: SHA-256 {digest[:12]}…, not {known.digest[:12]}…'}): "
         f"restore the text{' or use that Python' * bool(moved)}, or train a new run"
     )
 
@@ -130,10 +137,16 @@ def prepare(
     if directory.exists():
         raise FileExistsError(f"{directory} already exists: choose another folder")
     read = functools.partial(text_chunks, config.data, universal_newlines=config.universal_newlines)
+    for source in config.data:
+        if Path(source).is_fifo():
+            raise ValueError(f"{source} can be read only once: save its text to a file first")
     tokenizer = _make_tokenizer(config, read)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     partial = directory.with_name(directory.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
+    for entry in partial.iterdir():
+        if entry.name not in (TOKENS_FILE, TOKENIZER_FILE, INDEX_FILE):  # which a killed one leaves
+            raise FileExistsError(f"{entry} is in the way: choose another folder than {directory}")
     count = characters = 0
     try:
         with (partial / TOKENS_FILE).open("wb") as file:

@@ -333,12 +333,13 @@ def write_run(
     path: Path, model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RunDirectory:
     """Save an imported model as a run at step 0, atomically."""
+    partial = path.with_name(path.name + ".partial")
     if path.exists():
         raise FileExistsError(f"{path} already exists: choose another directory")
+    if partial.exists():
+        raise FileExistsError(f"{partial} exists, perhaps of an import that was killed: delete it")
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
         run = RunDirectory.create(partial, config, tokenizer)
         with Checkpoints(run) as checkpoints:

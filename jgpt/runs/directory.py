@@ -122,7 +122,7 @@ class RunDirectory:
         """The steps of the checkpoints, oldest first."""
         if not (self.path / CHECKPOINTS).is_dir():
             return []
-        names = [entry.name for entry in (self.path / CHECKPOINTS).iterdir()]
+        names = [entry.name for entry in (self.path / CHECKPOINTS).iterdir() if entry.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def append_metrics(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
@@ -233,8 +233,9 @@ def _write(path: Path, text: str) -> None:
 
 def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a file")
+        hint = f": give {path / CONFIG}" * RunDirectory.exists(path)
+        raise ValueError(f"{path} is not a file{hint}")
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8-sig"))  # an editor may have added a mark
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error

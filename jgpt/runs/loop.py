@@ -183,10 +183,11 @@ def _prepare(
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
     config = dataclasses.replace(config, model=model, dataset=data)
     if run:
-        checkpoints = run.checkpoint_steps()
-        require_same_run(saved, config)
+        lines, checkpoints = run.provenance(), run.checkpoint_steps()
+        known = any("corpus_sha256" in line for line in lines)
+        require_same_run(saved, config, text_is_known=known)
         require_steps_left(config, max(checkpoints, default=0), str(out))
-        require_same_corpus(run.provenance(), dataset, str(out))
+        require_same_corpus(lines, dataset, str(out))
         if (changed := describe_learning_rate(saved, config, checkpoints)) is not None:
             progress.warned(changed)
     require_feasible(config, memory_limit())
@@ -214,7 +215,9 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
             raise ValueError("resume=True needs the run's out=DIRECTORY")
         return _free_directory(Path("runs"), config.name)
     out = Path(config.out)
-    if not out.exists():
+    if not out.is_dir():
+        if out.exists() or out.is_symlink():
+            raise NotADirectoryError(f"{out} is not a directory: choose another out")
         return out
     if not resume and not overwrite:
         raise FileExistsError(
@@ -319,6 +322,11 @@ def _train(
                     checkpoints.save(state, losses[-1])
                     watch.arm()
                     metrics_logger.start_clock()
+            if step < config.steps:
+                progress.warned(
+                    f"stopped at step {step} of {config.steps}: no better validation loss in "
+                    f"patience={config.patience} evaluations"
+                )
         except FloatingPointError as error:
             metrics_logger.finish()
             if int(state.step) < step:  # the step that was not finite was skipped

@@ -17,12 +17,18 @@ _MAY_DIFFER = {
 }
 
 
-def require_same_run(saved: TrainConfig, given: TrainConfig) -> None:
-    """Raise ValueError naming the fields of a config that a run can't be resumed with."""
+def require_same_run(
+    saved: TrainConfig, given: TrainConfig, *, text_is_known: bool = False
+) -> None:
+    """Raise ValueError naming the fields of a config that a run can't be resumed with.
+
+    The place of the text may differ if the text itself is compared.
+    """
+    may_differ = _MAY_DIFFER | ({"dataset.data"} if text_is_known else set())
     differences = [
         f"{name} is {old!r} in the run, {new!r} in the config"
         for (name, old), (_, new) in zip(_fields(saved), _fields(given), strict=True)
-        if old != new and name not in _MAY_DIFFER
+        if old != new and name not in may_differ
     ]
     if differences:
         raise ValueError(

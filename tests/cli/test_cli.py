@@ -406,10 +406,26 @@ def test_resuming_with_another_config_names_the_field(run, text_file):
     assert "resume: --embed-dim is 32 in the run, 64 in the config. Use" in said
 
 
+def test_a_config_may_have_a_byte_order_mark_and_is_a_file(run):
+    path = run / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as an editor leaves it
+    assert "validation loss" in worked("eval", run)
+    assert f"{run} is not a file: give {path}" in refused("train", "--config", run)
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"model": {"embed_dim": "wide"}}', "\xff"])
 def test_a_damaged_config_is_named(run, damage):
     (run / "config.json").write_bytes(damage.encode("latin-1"))
     assert "config.json is damaged" in refused("eval", run)
+
+
+@pytest.mark.parametrize("option", ["--resume", "--overwrite", "--dry-run"])
+def test_a_run_s_directory_is_no_file_and_no_broken_link(text_file, tmp_path, option):
+    (tmp_path / "link").symlink_to("nowhere")
+    for out in (text_file, tmp_path / "link"):
+        said = refused("train", "tiny", "--data", text_file, "--out", out, option)
+        assert f"{out} is not a directory: choose another out" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
 def test_where_nothing_can_be_written_nothing_is_trained(text_file):

@@ -96,6 +96,7 @@ ABOUT = {
     "runs/profiling.py": ("runs/test_loop",),
     "runs/progress.py": ("runs/test_loop",),
     "runs/provenance.py": ("runs/test_loop",),
+    "runs/resume.py": ("runs/test_checkpoints",),
     "cli/__init__.py": ("cli/test_cli",),
     "cli/commands.py": ("cli/test_cli", "runs/test_profiling"),
     "cli/options.py": ("cli/test_cli", "cli/test_commands"),

@@ -223,6 +223,18 @@ def test_a_stream_is_read_as_a_file_is():
         read_stream(io.BytesIO(b"caf\xe9"), "it")
 
 
+def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    assert read_text(["pydocs"], warn=said.append) == python_reference()
+    assert said == []
+    write(tmp_path, "pydocs", "mine")
+    assert read_text(["pydocs"], warn=said.append) == python_reference()
+    assert said == ["pydocs is the corpus of that name; the file or folder here is ./pydocs"]
+    assert read_text(["./pydocs"], warn=said.append) == "mine"
+    assert len(said) == 1
+
+
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file 'pydoc'.*did you mean 'pydocs'"):
         read_text(["pydoc"])

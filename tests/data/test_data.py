@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 
 import jax
 import numpy as np
@@ -300,6 +301,27 @@ def test_preparing_never_overwrites(prepared, tmp_path):
     with pytest.raises(FileExistsError, match="already exists"):
         prepare(DataConfig(data=(str(tmp_path / "input.txt"),)), prepared)
     assert (prepared / "tokens.bin").read_bytes() == before
+
+
+def test_preparing_goes_on_from_what_a_killed_one_left_and_deletes_nothing_else(tmp_path):
+    config, partial = write(tmp_path, "fine"), tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "tokens.bin").write_bytes(b"half")
+    (partial / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out\.partial/thesis\.txt is in the way"):
+        prepare(config, tmp_path / "out")
+    assert (partial / "thesis.txt").read_text() == "mine"
+    (partial / "thesis.txt").unlink()
+    assert prepare(config, tmp_path / "out") == 4
+    assert not partial.exists()
+
+
+def test_what_can_be_read_once_is_not_prepared(tmp_path):
+    """A pipe, such as `<(zcat text.gz)`: the tokenizer is made in a first pass."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe can be read only once: save its text"):
+        prepare(DataConfig(data=(str(tmp_path / "pipe"),)), tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte"])

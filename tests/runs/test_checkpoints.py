@@ -229,6 +229,14 @@ def test_metrics_survive_a_crash_and_are_forgotten_after_a_step(saved):
     assert text == '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
 
 
+def test_only_directories_are_checkpoints(saved):
+    steps = saved.checkpoint_steps()
+    assert steps
+    (saved.path / "checkpoints" / "9999").write_text("a file")
+    (saved.path / "checkpoints" / f"{steps[-1]} (copy)").mkdir()
+    assert saved.checkpoint_steps() == steps
+
+
 def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
     saved.append_metrics([{"step": 1}])
     saved.write_samples("text")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jgpt import fit
+from jgpt import DataConfig, fit
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.loop import TrainingStopped, evaluate, plan
 from jgpt.runs.progress import Progress
@@ -322,6 +322,44 @@ def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path
     assert not any("newlines" in message for message in progress.messages)
     digests = {line["text_sha256"] for line in resumed_sessions(run.directory)}
     assert len(digests) == 1
+
+
+def test_a_text_may_move_but_not_change(small_run, poem, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(poem.read_text())
+    config = bigram(small_run, tmp_path / "run", 2)
+    config = dataclasses.replace(config, dataset=DataConfig(data=(str(text),)))
+    fit(config)
+    moved = text.rename(tmp_path / "moved.txt")
+    hint = (
+        r"no file .*text\.txt.*; if the run's text has moved, train it with --resume --data PLACE"
+    )
+    with pytest.raises(FileNotFoundError, match=hint):
+        evaluate(tmp_path / "run")
+    config = dataclasses.replace(config, steps=3)
+    elsewhere = dataclasses.replace(config, dataset=DataConfig(data=(str(moved),)))
+    assert fit(elsewhere, resume=True).config.dataset.data == (str(moved),)
+    assert evaluate(tmp_path / "run").loss > 0
+    other = dataclasses.replace(elsewhere, dataset=DataConfig(data=("pydocs",)))
+    with pytest.raises(ValueError, match=r"the text has changed .* \(pydocs: SHA-256 "):
+        fit(other, resume=True)
+    # nobody knows the text of a run without provenance
+    (tmp_path / "run" / "provenance.jsonl").unlink()
+    text.write_text(poem.read_text()[::-1])
+    with pytest.raises(ValueError, match=r"dataset\.data is .*moved\.txt',\) in the run"):
+        fit(config, resume=True)
+
+
+def test_a_run_that_patience_has_stopped_says_so(small_run, tmp_path):
+    worse = {"learning_rate": 9.0, "min_learning_rate": 9.0, "schedule": "constant"}
+    config = bigram(small_run, tmp_path / "run", 400, **worse)
+    config, progress = dataclasses.replace(config, patience=1), Warned()
+    fit(config, progress=progress)
+    fit(config, resume=True, progress=progress)
+    done = RunDirectory.open(tmp_path / "run").metrics()[-1]["step"]
+    assert done < 400
+    said = f"stopped at step {done} of 400: no better validation loss in patience=1 evaluations"
+    assert progress.messages == [said, said]
 
 
 def test_the_text_of_a_run_is_not_read_another_way(small_run, tmp_path):
