@@ -51,7 +51,8 @@ def _check_types(config: Any) -> None:
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not _has_type(value, hint):
-            raise ValueError(f"{name} must be {_in_words(hint)}, not {reprlib.repr(value)}")
+            advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
+            raise ValueError(f"{name} must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}")
         if not isinstance(value, (int, float)):
             continue
         most = MAX_INTEGERS.get(name, MAX_INTEGER)

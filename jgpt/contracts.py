@@ -71,6 +71,8 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     Use it on functions and methods, never on classes, and as the innermost decorator.
     A mismatch raises `jaxtyping.TypeCheckError`, a `TypeError` whose last line is the reason.
     """
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(f"@typed is for functions and methods, not for {function!r}")
     contract = _Contract(function)
 
     @functools.wraps(function)
@@ -95,6 +97,11 @@ def check(value: Result, annotation: Any) -> Result:
 
     `annotation` is one array annotation, such as `Float[Array, "batch time {self.embed_dim}"]`.
     """
+    if not _is_array(annotation):
+        raise TypeError(
+            f"check() needs an array annotation, such as Float[Array, 'batch'], "
+            f"not {_spelled(annotation)}"
+        )
     if config.jaxtyping_disable or not __debug__:
         return value
     if reason := _mismatch(annotation, value):
@@ -113,8 +120,8 @@ def record(kind: type[Record]) -> type[Record]:
     """
     import jax
 
-    kind.__init__ = typed(kind.__init__)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    kind.__init__ = typed(kind.__init__)
 
     def flatten(made):
         return [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names], None

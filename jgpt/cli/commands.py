@@ -183,7 +183,7 @@ def info(args: list[str]) -> None:
     from jgpt.nn.models import flops_per_token, parts_of
     from jgpt.nn.precision import run_for_platform
     from jgpt.runs.directory import RunDirectory
-    from jgpt.training.plan import training_memory
+    from jgpt.training.plan import format_bytes, training_memory
 
     if options.what in PRESETS:
         config = preset(options.what)
@@ -197,7 +197,7 @@ def info(args: list[str]) -> None:
     rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
     rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     for name, parameters, size in rows:
-        print(f"{name:<28} {parameters:>13,} parameters {size / 2**20:>9.2f} MiB")
+        print(f"{name:<28} {parameters:>13,} parameters {format_bytes(size):>12}")
     flops = flops_per_token(config.model)
     print(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if (memory := training_memory(run_for_platform(config, current_platform()))) is not None:

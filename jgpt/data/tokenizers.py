@@ -50,6 +50,8 @@ class CharTokenizer:
     @classmethod
     def from_text(cls, text: str) -> Self:
         """The tokenizer of the characters in a text."""
+        if not isinstance(text, str):
+            raise TypeError(f"the text must be a string, not {type(text).__name__}")
         if not text:
             raise ValueError(
                 "the text is empty: a character vocabulary needs at least one character"

@@ -81,7 +81,7 @@ def stream(
         ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
         ("top_p", top_p, top_p is None or 0 < top_p <= 1, "in (0, 1]"),
         ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "in [0, 1]"),
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 0, "0 or more"),
+        ("max_new_tokens", max_new_tokens, 0 <= max_new_tokens < 2**31, "0 or more, below 2**31"),
     ):
         if not valid:
             raise ValueError(f"{name}={value} must be {requirement}")

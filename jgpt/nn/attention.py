@@ -15,8 +15,10 @@ def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {ti
     """True where a query (row) may attend to a key (column): itself and the past.
 
     A `window` limits that to the last `window` positions, its own included (sliding-window
-    attention). Raises ValueError for a window below 1.
+    attention). Raises ValueError for a negative `time` and a window below 1.
     """
+    if time < 0:
+        raise ValueError(f"time={time} must not be negative")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be positive: it includes the query's own position")
     mask = jnp.tril(jnp.ones((time, time), dtype=bool))

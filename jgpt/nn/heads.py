@@ -36,6 +36,15 @@ class _Attention(Module):
     scale: float | None
     dropout: float
 
+    def _require_consistent(self) -> None:
+        """Raise ValueError for a window without causal order, or an odd rotary head size."""
+        if self.window is not None and not self.causal:
+            raise ValueError(
+                f"window={self.window} needs causal=True: it limits how far back a query attends"
+            )
+        if self.rotary and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rotary position embedding")
+
     @typed
     def _normalise_and_rotate(
         self,
@@ -63,10 +72,6 @@ class _Attention(Module):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
-        if self.window is not None and not self.causal:
-            raise ValueError(
-                f"window={self.window} needs causal=True: it limits how far back a query attends"
-            )
         # cross-attention and encoders have no causal order
         return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
 
@@ -114,6 +119,7 @@ class Head(_Attention):
         self.embed_dim, self.head_dim = embed_dim, head_dim
         self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
+        self._require_consistent()
         linear = functools.partial(
             Linear,
             use_bias=use_bias,
@@ -199,6 +205,7 @@ class MultiHeadAttention(_Attention):
         self.head_dim = embed_dim // num_heads
         self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
+        self._require_consistent()
         self.attention_kernel, self.dtype, self.param_dtype = attention_kernel, dtype, param_dtype
         self.activation_dtype = activation_dtype
         linear = functools.partial(

@@ -34,7 +34,8 @@ SIZES = (
 class Module(nnx.Module):
     """An NNX module whose class keeps its own signature, which NNX's metaclass hides.
 
-    Setting one of `SIZES` below 1, or `dropout` outside [0, 1), raises ValueError.
+    Setting one of `SIZES` below 1, `dropout` outside [0, 1), or a negative `epsilon` raises
+    ValueError.
     """
 
     deterministic = True  # `train()` sets it to False, `eval()` to True
@@ -44,6 +45,8 @@ class Module(nnx.Module):
             raise ValueError(f"{name}={value} must be at least 0 and below 1")
         if name in SIZES and value is not None and value < 1:
             raise ValueError(f"{name}={value} must be positive")
+        if name == "epsilon" and not value >= 0:
+            raise ValueError(f"{name}={value} must not be negative")
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -56,9 +59,11 @@ class Module(nnx.Module):
     def next_dropout_key(self, rngs: nnx.Rngs | None, rate: float) -> Key[Array, ""] | None:
         """The next key of the `dropout` stream, or None in evaluation.
 
-        Raises ValueError after `train()` if dropout at `rate` lacks its `rngs`.
+        Raises ValueError if `rngs` lack the stream, and after `train()` if dropout lacks `rngs`.
         """
         if rngs is not None:
+            if "dropout" not in rngs and "default" not in rngs:
+                raise ValueError("rngs has no stream for dropout: nnx.Rngs(dropout=key) has one")
             return rngs.dropout()
         if rate > 0 and not self.deterministic:
             raise ValueError(
@@ -234,6 +239,8 @@ class NGramEmbedding(Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
+        if not sizes or list(sizes) != sorted({size for size in sizes if size > 0}):
+            raise ValueError(f"sizes={sizes} must be positive and ascending")
         self.sizes, self.num_rows, self.embed_dim = sizes, num_rows, embed_dim
         self.table = Embedding(
             len(sizes) * num_rows, embed_dim, init_std=init_std, param_dtype=param_dtype, rngs=rngs
@@ -343,7 +350,12 @@ def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, 
 def apply_dropout(
     x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*rows"]:
-    """Inverted dropout (Srivastava et al. 2014, section 4); the identity without a key."""
+    """Inverted dropout (Srivastava et al. 2014, section 4); the identity without a key.
+
+    Raises ValueError for a rate outside [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout={rate} must be at least 0 and below 1")
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)

@@ -39,8 +39,10 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The mean negative log likelihood of the targets in nats, in at least float32.
 
-    Raises ValueError as `require_in_vocabulary`.
+    Raises ValueError without targets, and as `require_in_vocabulary`.
     """
+    if targets.size == 0:
+        raise ValueError("there are no targets, so their mean loss is undefined")
     return token_losses(logits, targets).mean()
 
 

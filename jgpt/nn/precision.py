@@ -65,7 +65,16 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
 
 
 def supported_dtype(dtype: DTypeLike) -> DTypeLike:
-    """The same dtype. Raises ValueError for float64 if JAX_ENABLE_X64 is off."""
+    """The same dtype.
+
+    Raises ValueError for one that is not floating-point, and for float64 if JAX_ENABLE_X64 is off.
+    """
+    try:
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        raise ValueError(f"dtype {dtype!r} must be floating-point, such as float32 or bfloat16")
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"dtype {jnp.dtype(dtype)} needs JAX_ENABLE_X64=1 in the environment")
     return dtype

@@ -329,7 +329,7 @@ class GPT(Module):
             if self.shortcut is not None:
                 x = x + self.shortcut[index].astype(x.dtype) * embedded
             states.append(x)
-            x = run(block, x, rngs) if layer is None else block(x, cache=layer)
+            x = run(block, x, rngs) if layer is None else block(x, cache=layer, rngs=rngs)
         return *states, x
 
     @typed

@@ -35,7 +35,7 @@ from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_text, provenance, require_same_corpus
 from jgpt.runs.resume import describe_learning_rate, require_same_run, require_steps_left
 from jgpt.runs.trackers import open_tracker
-from jgpt.training.plan import Plan, bytes_of, make_plan, require_feasible
+from jgpt.training.plan import Plan, bytes_of, format_bytes, make_plan, require_feasible
 from jgpt.training.step import (
     TrainState,
     abstract_state,
@@ -94,6 +94,8 @@ def fit(
     TrainingStopped, each with the last good state in a checkpoint.
     """
     started = time.perf_counter()
+    if profile_steps < 0:
+        raise ValueError(f"profile_steps={profile_steps} must not be negative")
     progress, platform = progress or Progress(), platform or current_platform()
     config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     with (
@@ -202,8 +204,8 @@ def _require_room(config: TrainConfig, out: Path) -> None:
     needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
     if needed > free:
         raise OSError(
-            f"{existing} has {free / 2**20:.0f} MiB free, the checkpoints need "
-            f"{needed / 2**20:.0f} MiB: free some space, or lower keep_best and keep_last"
+            f"{existing} has {format_bytes(free)} free, the checkpoints need "
+            f"{format_bytes(needed)}: free some space, or lower keep_best and keep_last"
         )
 
 

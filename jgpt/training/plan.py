@@ -25,10 +25,8 @@ class TrainingMemory:
     """Activations, gradients and batches."""
 
     def __str__(self) -> str:
-        total, state, working = (
-            f"{size / 2**20:,.1f} MiB"
-            for size in (self.state + self.working, self.state, self.working)
-        )
+        sizes = (self.state + self.working, self.state, self.working)
+        total, state, working = map(format_bytes, sizes)
         return f"{total} ({state} parameters and optimizer, {working} activations and gradients)"
 
 
@@ -87,9 +85,16 @@ def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
     state = bytes_of(abstract_state(config))
     if memory_limit is not None and state > memory_limit:
         raise ValueError(
-            f"parameters and optimizer need {state / 2**30:.1f} GiB, the device has "
-            f"{memory_limit / 2**30:.1f} GiB: choose a smaller model"
+            f"parameters and optimizer need {format_bytes(state)}, the device has "
+            f"{format_bytes(memory_limit)}: choose a smaller model"
         )
+
+
+def format_bytes(size: int) -> str:
+    """A size in the largest binary unit that it reaches, such as 1.5 MiB."""
+    units = "bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"
+    power = min(max(size.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{size / 1024**power:,.{min(power, 1)}f} {units[power]}"
 
 
 @typed

@@ -12,7 +12,7 @@ from jgpt.cli import main
 from jgpt.cli.console import describe
 from jgpt.data.dataset import load_dataset
 from jgpt.nn.loss import token_losses
-from jgpt.training.plan import Plan, TrainingMemory
+from jgpt.training.plan import Plan, TrainingMemory, format_bytes
 
 MIB = 1 << 20
 
@@ -38,18 +38,24 @@ def test_info_of_gpt2_by_hand(capsys, monkeypatch):
         "final_norm": 2 * width,
     }
     assert sum(expected.values()) == 124_439_808
-    # the name, parameters, and mebibytes in float32
+    # the name, parameters, and bytes in float32
     said = {line.split()[0]: numbers(line.partition(" ")[2]) for line in parts}
     assert said == {
-        name: [f"{count:,}", f"{4 * count / 2**20:.2f}"]
+        name: [f"{count:,}", format_bytes(4 * count).split()[0]]
         for name, count in {**expected, "all": 124_439_808}.items()
     }
-    assert parts[-1].endswith("474.70 MiB")
+    assert [line.split()[-2:] for line in parts[:4]] == [
+        ["147.2", "MiB"],
+        ["3.0", "MiB"],
+        ["72.0", "KiB"],
+        ["108.1", "MiB"],
+    ]
+    assert parts[-1].endswith("474.7 MiB")
     # two for each weight of a product and for each key and value met in 1024 positions
     forward = 2 * (layers * (attention + feed_forward) + 50257 * width + layers * 2 * 1024 * width)
     assert numbers(flops) == [f"{forward:,}", f"{3 * forward:,}"] == ["284,812,800", "854,438,400"]
-    assert numbers(needed) == ["12", "3.5", "3.0", "0.5"]
-    assert needed.count("MiB") == 3
+    assert numbers(needed) == ["12", "3.5", "3.0", "512.0"]
+    assert (needed.count("MiB"), needed.count("KiB")) == (2, 1)
 
 
 def test_a_plan_in_words_by_hand():

@@ -14,6 +14,7 @@ from jgpt.training import plan
 from jgpt.training.plan import (
     TrainingMemory,
     bytes_of,
+    format_bytes,
     make_plan,
     require_feasible,
     training_memory,
@@ -74,9 +75,26 @@ def test_a_state_is_parameters_and_two_moments_of_each():
     assert bytes_of({"a": jax.ShapeDtypeStruct((2, 3), "int8"), "b": jax.numpy.zeros(5)}) == 26
 
 
-def test_memory_is_said_in_mebibytes():
+def test_memory_is_said_in_units_that_people_read():
     said = str(TrainingMemory(state=1234 * MIB, working=3 * MIB // 2))
-    assert re.findall(r"[\d.,]+ MiB", said) == ["1,235.5 MiB", "1,234.0 MiB", "1.5 MiB"]
+    assert re.findall(r"[\d.,]+ \wiB", said) == ["1.2 GiB", "1.2 GiB", "1.5 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (0, "0 bytes"),
+        (1023, "1,023 bytes"),
+        (1024, "1.0 KiB"),
+        (1536 * 1024, "1.5 MiB"),
+        (2**40 - 1, "1,024.0 GiB"),
+        (1098638489 * MIB, "1.0 PiB"),
+        (2**60, "1.0 EiB"),
+        (2**72, "4,096.0 EiB"),
+    ],
+)
+def test_a_size_has_the_largest_unit_that_it_reaches(size, said):
+    assert format_bytes(size) == said
 
 
 def test_a_state_that_no_device_holds_is_refused_in_gibibytes():
@@ -86,5 +104,5 @@ def test_a_state_that_no_device_holds_is_refused_in_gibibytes():
     require_feasible(config, state)
     with pytest.raises(ValueError, match=r"1\.4 GiB, .* 1\.4 GiB"):
         require_feasible(config, state - 1)
-    with pytest.raises(ValueError, match=r"1\.4 GiB, .* 0\.5 GiB"):
+    with pytest.raises(ValueError, match=r"1\.4 GiB, .* 512\.0 MiB"):
         require_feasible(config, 1 << 29)
