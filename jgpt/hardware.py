@@ -46,8 +46,14 @@ class Platform:
 
 @typed
 def current_platform() -> Platform:
-    """The platform that JAX computes on."""
-    device = jax.devices()[0]
+    """The platform that JAX computes on. Raises OSError if it can't use the one it is told to."""
+    try:
+        device = jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:  # an assertion: CUDA without its plugin
+        named = jax.config.jax_platforms  # type: ignore[attr-defined]
+        raise OSError(
+            f"JAX can't use JAX_PLATFORMS={named} on this machine: unset it, or set it to cpu"
+        ) from error
     is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version
     capability = float(device.compute_capability) if is_cuda else None
     return Platform(jax.default_backend(), capability)

@@ -6,8 +6,12 @@ They import what they need when they run: `jgpt --help` must not wait for jax.
 import dataclasses
 import functools
 import json
+import shlex
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +24,11 @@ from jgpt.cli.options import (
     PlotOptions,
     PrepareOptions,
     PresetsOptions,
+    RunOptions,
     SampleOptions,
-    TrainOptions,
+    describe_presets,
     parse,
+    parse_train,
 )
 from jgpt.config import DataConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
@@ -34,36 +40,33 @@ SEPARATOR = "---------------"
 
 def train(args: list[str]) -> None:
     """`jgpt train [PRESET] ...`"""
-    default, args = _train_default(args)
-    if _value_after("--vocab-size", args) is not None:
+    began = time.perf_counter()
+    if any(word.partition("=")[0] == "--vocab-size" for word in args):
         raise ValueError("--vocab-size can't be set: the tokenizer determines it")
-    options = parse(TrainOptions, "train [PRESET]", args, default=TrainOptions(default))
+    config, options = parse_train(args, _base_config)
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
 
     from rich.console import Console
 
-    from jgpt.cli.console import ConsoleProgress, describe
-    from jgpt.cli.signals import stop_requested
-    from jgpt.runs.loop import TrainingStopped, fit, plan
-    from jgpt.runs.profiling import enable_compilation_cache
+    from jgpt.cli.terminal import importing
 
-    enable_compilation_cache()
-    console = Console()
-    with ConsoleProgress(console) as progress:
+    with importing():
+        from jgpt.cli.console import ConsoleProgress, describe
+        from jgpt.cli.signals import stop_requested
+        from jgpt.runs.loop import TrainingStopped, fit, plan
+
+    with ConsoleProgress(Console(), "reading the data") as progress:
         if options.dry_run:
             planned = plan(
-                options.run,
-                resume=options.resume,
-                overwrite=options.overwrite,
-                progress=progress,
+                config, resume=options.resume, overwrite=options.overwrite, progress=progress
             )
             progress.say(*describe(planned))
             return
         with stop_requested(progress.stopping, progress.leaving) as stop:
             try:
                 run = fit(
-                    options.run,
+                    config,
                     resume=options.resume,
                     overwrite=options.overwrite,
                     progress=progress,
@@ -71,36 +74,38 @@ def train(args: list[str]) -> None:
                     profile_steps=options.profile,
                 )
             except TrainingStopped as stopped:
-                resume = f"jgpt train --out {stopped.directory} --resume"
+                resume = _command("train", "--out", stopped.directory, "--resume")
                 progress.say(str(stopped), f"resume with: {resume}")
                 sys.exit(stop.exit_code)
-    if run.sample:
-        progress.say("", run.sample, "")
-    progress.say(
-        f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
-        f"total time {run.seconds:.0f} s",
-        f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
-        f"next: jgpt sample {run.directory}   or   jgpt eval {run.directory}",
-    )
+        if run.sample:
+            progress.say("", run.sample, "")
+        progress.say(
+            f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
+            f"total time {time.perf_counter() - began:.0f} s",
+            f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
+            f"next: {_command('sample', run.directory)}   or   {_command('eval', run.directory)}",
+        )
 
 
-def _train_default(args: list[str]) -> tuple[TrainConfig, list[str]]:
+def _base_config(given: Any) -> TrainConfig:
     """The config that options override: of a preset, a file, or the run to resume."""
-    # the preset's name is no option: tyro must not see it
-    name, args = _preset_name(args)
-    file, out = _value_after("--config", args), _value_after("--out", args)
-    if file is not None:
-        if name is not None:
-            raise ValueError(f"give the preset {name} or --config, not both")
+    if given.run.config is not None:
+        if given.preset is not None:
+            raise ValueError(f"give the preset {given.preset} or --config, not both")
 
         from jgpt.runs.directory import read_config
 
-        return dataclasses.replace(read_config(Path(file)), out=None), args
-    if name is None and out is not None and "--resume" in args:
+        return dataclasses.replace(read_config(Path(given.run.config)), out=None)
+    if given.preset is None and given.out is not None and given.run.resume:
         from jgpt.runs.directory import RunDirectory
 
-        return RunDirectory.open(out).config(), args
-    return preset(name or DEFAULT_PRESET), args
+        return RunDirectory.open(given.out).config()
+    for word in (word for words in given.data for word in words):
+        if given.preset is None and word in PRESETS and not Path(word).exists():
+            raise ValueError(f"{word} is a preset: put it before --data")
+    name = given.preset or DEFAULT_PRESET
+    # preset() checks the type of the name, for which it imports jax
+    return PRESETS[name][1] if name in PRESETS else preset(name)
 
 
 def sample(args: list[str]) -> None:
@@ -111,20 +116,24 @@ def sample(args: list[str]) -> None:
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"seed={options.seed} must be at least 0 and below 2**32")
 
-    import jax
-    import numpy as np
+    from jgpt.cli.terminal import importing
 
-    from jgpt.generation.text import stream_text
-    from jgpt.runs.checkpoints import load
-    from jgpt.runs.profiling import enable_compilation_cache
+    with importing() as spinner:
+        import jax
+        import numpy as np
 
-    enable_compilation_cache()
-    model, tokenizer, config = load(options.run, which=options.checkpoint)
+        from jgpt.generation.text import stream_text
+        from jgpt.runs.checkpoints import load
+
+        spinner.update("loading the model")
+        model, tokenizer, config = load(options.run, which=options.checkpoint)
     given = _prompts(options, config.dataset.universal_newlines)
-    prompts = [prompt for prompt in given for _ in range(options.num_samples)]
+    prompts = (prompt for prompt in given for _ in range(options.num_samples))
     key = jax.random.key(np.uint32(options.seed))
-    for first in range(0, len(prompts), BATCH_SIZE):
-        rows = tuple(prompts[first : first + BATCH_SIZE])
+    for first in count(0, BATCH_SIZE):
+        rows = tuple(islice(prompts, BATCH_SIZE))
+        if not rows:
+            break
         pieces = stream_text(
             model,
             tokenizer,
@@ -158,14 +167,13 @@ def evaluate(args: list[str]) -> None:
     """`jgpt eval RUN`"""
     options = parse(EvalOptions, "eval", args)
 
-    from rich.console import Console
+    from jgpt.cli.terminal import error_console, importing
 
-    from jgpt.cli.console import ConsoleProgress
-    from jgpt.runs import loop
-    from jgpt.runs.profiling import enable_compilation_cache
+    with importing():
+        from jgpt.cli.console import ConsoleProgress
+        from jgpt.runs import loop
 
-    enable_compilation_cache()
-    with ConsoleProgress(Console(stderr=True)) as progress:
+    with ConsoleProgress(error_console(), "evaluating") as progress:
         result = loop.evaluate(options.run, which=options.checkpoint, progress=progress)
     if options.json:
         print(json.dumps(dataclasses.asdict(result)))
@@ -179,29 +187,41 @@ def info(args: list[str]) -> None:
     """`jgpt info PRESET|RUN`"""
     options = parse(InfoOptions, "info", args)
 
-    from jgpt.hardware import current_platform
-    from jgpt.nn.models import flops_per_token, parts_of
-    from jgpt.nn.precision import run_for_platform
-    from jgpt.runs.directory import RunDirectory
-    from jgpt.training.plan import format_bytes, training_memory
+    from rich.console import Console
 
-    if options.what in PRESETS:
-        config = preset(options.what)
-    elif Path(options.what).exists():
-        config = RunDirectory.open(options.what).config()
-    else:
-        raise ValueError(
-            f"{options.what!r} is neither a preset nor a run directory"
-            f"{did_you_mean(options.what, PRESETS)}"
-        )
+    from jgpt.cli.terminal import importing, say
+
+    with importing() as spinner:
+        from jgpt.hardware import current_platform
+        from jgpt.nn.models import flops_per_token, parts_of
+        from jgpt.nn.precision import run_for_platform
+        from jgpt.runs.directory import RunDirectory
+        from jgpt.training.plan import format_bytes, training_memory
+
+        if options.what in PRESETS:
+            config = PRESETS[options.what][1]
+        elif Path(options.what).exists():
+            config = RunDirectory.open(options.what).config()
+        else:
+            raise ValueError(
+                f"{options.what!r} is neither a preset nor a run directory"
+                f"{did_you_mean(options.what, PRESETS)}"
+            )
+        spinner.update("compiling")
+        memory = training_memory(run_for_platform(config, current_platform()))
     rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
     rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    for name, parameters, size in rows:
-        print(f"{name:<28} {parameters:>13,} parameters {format_bytes(size):>12}")
     flops = flops_per_token(config.model)
-    print(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
-    if (memory := training_memory(run_for_platform(config, current_platform()))) is not None:
-        print(f"training memory at batch_size={config.batch_size}: {memory}")
+    lines = [
+        *(
+            f"{name:<28} {count:>13,} parameters {format_bytes(size):>12}"
+            for name, count, size in rows
+        ),
+        f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training",
+    ]
+    if memory is not None:
+        lines.append(f"training memory at batch_size={config.batch_size}: {memory}")
+    say(Console(), *lines)
 
 
 def prepare(args: list[str]) -> None:
@@ -217,8 +237,8 @@ def prepare(args: list[str]) -> None:
 
     from jgpt.data import dataset
 
-    count = dataset.prepare(config, Path(options.out), warn=print)
-    print(f"{count:,} tokens in {options.out}; next: jgpt train --data {options.out}")
+    tokens = dataset.prepare(config, Path(options.out), warn=print)
+    print(f"{tokens:,} tokens in {options.out}; next: {_command('train', '--data', options.out)}")
 
 
 def import_(args: list[str]) -> None:
@@ -228,28 +248,35 @@ def import_(args: list[str]) -> None:
     if out.exists():  # before loading, which may take a while
         raise ValueError(f"{out} already exists: choose another directory")
 
-    from jgpt.interop.huggingface import load_gpt2
-    from jgpt.interop.names import crop_vocabulary
-    from jgpt.interop.nanogpt import load_nanogpt
-    from jgpt.runs.checkpoints import write_run
+    from jgpt.cli.terminal import importing
 
-    model = (load_gpt2 if options.format == "gpt2" else load_nanogpt)(options.source)
-    tokenizer = _tokenizer(options)
-    model = crop_vocabulary(model, tokenizer.vocab_size)
+    with importing() as spinner:
+        from jgpt.interop.huggingface import load_gpt2
+        from jgpt.interop.names import crop_vocabulary
+        from jgpt.interop.nanogpt import load_nanogpt
+        from jgpt.runs.checkpoints import write_run
+
+        spinner.update("loading the model")
+        model = (load_gpt2 if options.format == "gpt2" else load_nanogpt)(options.source)
+        tokenizer = _tokenizer(options)
+        model = crop_vocabulary(model, tokenizer.vocab_size)
     config = TrainConfig(
         model=model.config,
         # small and constant, as is usual for fine-tuning
         optimizer=OptimizerConfig(
             learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
         ),
-        dataset=DataConfig(data=options.data, universal_newlines=options.universal_newlines),
+        dataset=DataConfig(
+            data=tuple(chain(*options.data)) if options.data else DataConfig().data,
+            universal_newlines=options.universal_newlines,
+        ),
         name=out.name,
         out=options.out,
     )
     write_run(out, model, tokenizer, config)
     print(
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
-        f"vocabulary {model.vocab_size}; next: jgpt sample {out}"
+        f"vocabulary {model.vocab_size}; next: {_command('sample', out)}"
     )
 
 
@@ -257,11 +284,15 @@ def export(args: list[str]) -> None:
     """`jgpt export RUN --out DIR`"""
     options = parse(ExportOptions, "export", args)
 
-    from jgpt.data.tokenizers import BPETokenizer
-    from jgpt.interop.huggingface import save_gpt2
-    from jgpt.runs.checkpoints import load
+    from jgpt.cli.terminal import importing
 
-    model, tokenizer, _ = load(options.run, which=options.checkpoint)
+    with importing() as spinner:
+        from jgpt.data.tokenizers import BPETokenizer
+        from jgpt.interop.huggingface import save_gpt2
+        from jgpt.runs.checkpoints import load
+
+        spinner.update("loading the model")
+        model, tokenizer, _ = load(options.run, which=options.checkpoint)
     save_gpt2(model, options.out, tokenizer=tokenizer, zero_biases=options.zero_biases)
     print(f"wrote {options.out}, for transformers.GPT2LMHeadModel.from_pretrained")
     if not isinstance(tokenizer, BPETokenizer):
@@ -274,17 +305,22 @@ def export(args: list[str]) -> None:
 def presets(args: list[str]) -> None:
     """`jgpt presets`"""
     parse(PresetsOptions, "presets", args)
-    for name, (summary, config) in PRESETS.items():
-        default = " (the default)" if name == DEFAULT_PRESET else ""
-        print(f"{name:<14} {summary}{default}; {config.steps:,} steps")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    print("\n".join(describe_presets(width)))
 
 
 def plot(args: list[str]) -> None:
     """`jgpt plot RUN...`"""
     options = parse(PlotOptions, "plot", args)
 
-    from jgpt.runs.directory import RunDirectory
-    from jgpt.runs.plots import plot_runs
+    if not options.runs:
+        raise ValueError("there is nothing to plot: name at least one run directory")
+
+    from jgpt.cli.terminal import importing
+
+    with importing():
+        from jgpt.runs.directory import RunDirectory
+        from jgpt.runs.plots import plot_runs
 
     plot_runs([RunDirectory.open(run) for run in options.runs], Path(options.out))
     print(f"wrote {options.out}")
@@ -294,16 +330,21 @@ def attention(args: list[str]) -> None:
     """`jgpt attention RUN --prompt TEXT`"""
     options = parse(AttentionOptions, "attention", args)
 
-    from jgpt.runs.checkpoints import load
-    from jgpt.runs.plots import plot_attention
+    from jgpt.cli.terminal import importing
 
-    model, tokenizer, _ = load(options.run, which=options.checkpoint)
-    plot_attention(model, tokenizer, options.prompt, Path(options.out))
+    with importing() as spinner:
+        from jgpt.runs.checkpoints import load
+        from jgpt.runs.plots import plot_attention
+
+        spinner.update("loading the model")
+        model, tokenizer, _ = load(options.run, which=options.checkpoint)
+        spinner.update("plotting")
+        plot_attention(model, tokenizer, options.prompt, Path(options.out))
     print(f"wrote {options.out}")
 
 
-COMMANDS: dict[str, tuple[str, Callable[[list[str]], None], type]] = {
-    "train": ("train a GPT", train, TrainOptions),
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "train": ("train a GPT", train, TrainConfig, RunOptions),
     "sample": ("generate text with a trained model", sample, SampleOptions),
     "eval": ("compute a run's exact validation loss", evaluate, EvalOptions),
     "info": ("parameters, bytes, FLOPs and memory of a preset or a run", info, InfoOptions),
@@ -316,17 +357,9 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None], type]] = {
 }
 
 
-def _preset_name(args: list[str]) -> tuple[str | None, list[str]]:
-    return (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
-
-
-def _value_after(flag: str, args: list[str]) -> str | None:
-    for index, argument in enumerate(args):
-        if argument == flag:
-            return args[index + 1] if index + 1 < len(args) else None
-        if argument.startswith(flag + "="):
-            return argument.partition("=")[2]
-    return None
+def _command(*words: object) -> str:
+    """A command to copy, quoted for the shell."""
+    return shlex.join(["jgpt", *map(str, words)])
 
 
 def _tokenizer(options: ImportOptions) -> Any:

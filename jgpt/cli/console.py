@@ -1,14 +1,22 @@
 """Training progress: a bar on a terminal, plain lines elsewhere."""
 
-import time
+from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.constrain import Constrain
+from rich.control import Control
+from rich.progress import Progress
+from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
+from rich.table import Table
 from rich.text import Text
 
+from jgpt.cli.options import RunOptions, in_flags
+from jgpt.cli.terminal import say, spinner
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
@@ -20,51 +28,61 @@ from jgpt.training.plan import Plan
 from jgpt.training.step import TrainState
 
 SECONDS_PER_LINE = 20
+BAR_WIDTH = 40
 
 
-class _Details(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(task.fields.get("details", ""))
+class _Bar(Progress):
+    """A bar of one line, with room for the ^C that a terminal echoes."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, as wide as the numbers leave it."""
+        for task in self.tasks:
+            width = self.console.width - len("^C") - 1
+            left = "-:--:--" if task.time_remaining is None else timedelta(0, task.time_remaining)
+            numbers = f"{task.completed:.0f}/{task.total or '?'} {left}{task.fields['details']}"
+            room = width - len(f"{task.description}  {numbers}")
+            bar = ProgressBar(task.total, task.completed, width=max(1, min(BAR_WIDTH, room)))
+            line = Table.grid(padding=(0, 1))
+            line.add_row(task.description, bar, Text(numbers, no_wrap=True, overflow="ellipsis"))
+            yield Constrain(line, width)
 
 
 class ConsoleProgress(TrainingProgress):
-    """Shows the start of a run, its losses, throughput and remaining time."""
+    """Shows the start of a run, its losses, throughput and remaining time.
 
-    def __init__(self, console: Console) -> None:
+    A spinner says what it is `doing` until the first step.
+    """
+
+    def __init__(self, console: Console, doing: str) -> None:
         self.console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            _Details(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self.spinner = spinner(console, doing)
+        self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
         self.steps = self.download = None
         self.validation = ""
         self.details = ""
-        self.last_line = time.monotonic()
+        self.last_line = console.get_time()
 
     def __enter__(self) -> Self:
-        self.bar.start()
+        self.spinner.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.spinner.stop()
         self.bar.stop()
 
     def downloaded(self, received: int, total: int | None) -> None:
         """Show the download's bar."""
         if self.download is None:
-            self.console.print("downloading tiny Shakespeare")
-            self.download = self.bar.add_task("download", total=total)
+            self.say("downloading tiny Shakespeare")
+            self.download = self.bar.add_task("download", total=total, details="")
+            self._show_bar()
         self.bar.update(self.download, completed=received)
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print model and data, and start the bar."""
         if self.download is not None:
             self.bar.remove_task(self.download)
+            self.bar.stop()
         total = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         step = int(state.step)
         self.say(
@@ -78,23 +96,26 @@ class ConsoleProgress(TrainingProgress):
             else f"resumed at step {step} of {config.steps}: {out}"
             if step
             else f"{config.steps} steps of {config.batch_size} x {config.model.block_size} tokens "
-            f"into {out}; compiling",
+            f"into {out}",
         )
-        self.steps = self.bar.add_task("train", total=config.steps, completed=step)
+        self.steps = self.bar.add_task("train", total=config.steps, completed=step, details="")
+        self.spinner.update("compiling")
+        self.spinner.start()
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Move the bar; without one, print a line now and then."""
         speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
         self.details = f"loss {loss:.3f}{speed}"
-        if self.steps is not None:
-            details = f"{self.details}{self.validation}"
-            self.bar.update(self.steps, completed=step, details=details)
-        if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_PER_LINE:
+        self._show_bar()
+        self._move_bar(step)
+        waited = self.console.get_time() - self.last_line
+        if not self.console.is_terminal and waited > SECONDS_PER_LINE:
             self._line(f"step {step}: {self.details}")
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
         self.validation = f"  validation {validation_loss:.3f}"
+        self._move_bar(step)
         self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
     def estimated(self, step: int, validation_loss: float) -> None:
@@ -103,26 +124,35 @@ class ConsoleProgress(TrainingProgress):
 
     def stopping(self) -> None:
         """After the first signal."""
-        self.say(
-            "finishing the current call and saving a checkpoint; a second signal exits at once"
-        )
+        self.say("finishing this call and saving a checkpoint; a second signal exits at once")
 
     def leaving(self) -> None:
         """After the second signal: restore the terminal."""
-        self.console.show_cursor(True)
+        erase = (ControlType.ERASE_IN_LINE, 2)
+        self.console.control(Control(ControlType.CARRIAGE_RETURN, erase, ControlType.SHOW_CURSOR))
+        self.console.quiet = True  # nothing is drawn again until the exit
 
     def warned(self, message: str) -> None:
         """Print a line."""
-        self.say(message)
+        self.say(in_flags(message, TrainConfig, RunOptions))
 
     def _line(self, line: str) -> None:
         self.say(line)
-        self.last_line = time.monotonic()
+        self.last_line = self.console.get_time()
 
     def say(self, *lines: str) -> None:
-        """Print plain text, without markup."""
-        for line in lines:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        """Print plain text."""
+        say(self.console, *lines)
+
+    def _move_bar(self, step: int) -> None:
+        if self.steps is not None:
+            details = f"  {self.details}{self.validation}"
+            self.bar.update(self.steps, completed=step, details=details)
+
+    def _show_bar(self) -> None:
+        """A console shows either the spinner or the bar."""
+        self.spinner.stop()
+        self.bar.start()
 
 
 @typed

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
+import tokenizers
 from jaxtyping import Int32, Integer, UInt32
 
 from jgpt.contracts import typed
@@ -109,7 +110,7 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding on the tokenizers library (the extra `jgpt[bpe]`)."""
+    """Byte-level byte-pair encoding on the tokenizers library."""
 
     def __init__(self, backend: Any) -> None:
         """Wrap a `tokenizers.Tokenizer`."""
@@ -118,8 +119,7 @@ class BPETokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """Learn merges from texts up to `vocab_size` tokens."""
-        tokenizers = _tokenizers()
-        backend = _byte_level(tokenizers, tokenizers.models.BPE())
+        backend = _byte_level(tokenizers.models.BPE())
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size,
             show_progress=False,
@@ -142,7 +142,6 @@ class BPETokenizer:
             raise FileNotFoundError(
                 f"{directory} has neither encoder.json and vocab.bpe nor vocab.json and merges.txt"
             )
-        tokenizers = _tokenizers()
         try:
             vocab = json.loads((directory / vocabulary).read_text(encoding="utf-8"))
             lines = (directory / merges).read_text(encoding="utf-8").split("\n")
@@ -152,7 +151,7 @@ class BPETokenizer:
             model = tokenizers.models.BPE(vocab=vocab, merges=pairs)
         except Exception as error:  # the library raises a bare Exception for a bad vocabulary
             raise ValueError(f"{directory}: not GPT-2's vocabulary and merges: {error}") from error
-        backend = _byte_level(tokenizers, model)
+        backend = _byte_level(model)
         if END_OF_TEXT in vocab:
             backend.add_special_tokens([END_OF_TEXT])
         return cls(backend)
@@ -199,8 +198,8 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         if kind == "byte":
             return ByteTokenizer()
         if kind == "bpe":
-            return BPETokenizer(_tokenizers().Tokenizer.from_str(json.dumps(values["tokenizer"])))
-    except (ModuleNotFoundError, MemoryError, KeyboardInterrupt, SystemExit):
+            return BPETokenizer(tokenizers.Tokenizer.from_str(json.dumps(values["tokenizer"])))
+    except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in tokenizers is not an Exception
         raise ValueError(f"not a tokenizer: {error!r}") from error
@@ -229,18 +228,8 @@ def _shortened(characters: str, limit: int = 100) -> str:
     return repr(characters if len(characters) <= limit else characters[:limit] + "…")
 
 
-def _byte_level(tokenizers: Any, model: Any) -> Any:
+def _byte_level(model: Any) -> Any:
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
-
-
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "byte-pairs need the tokenizers library: pip install 'jgpt[bpe]'"
-        ) from None
-    return tokenizers

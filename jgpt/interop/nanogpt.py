@@ -33,7 +33,8 @@ def load_nanogpt(file: str | Path) -> GPT:
                 short: stored[name].float().numpy() for short, name in plain_names(stored).items()
             }
         except Exception as error:  # a damaged file can raise anything
-            reason = (str(error).splitlines() or [""])[0][:200]
+            # a sentence of PyTorch's, and not its advice on how to run code from the file
+            reason = (str(error).splitlines() or [""])[0].split(". ")[0][:200]
             raise ValueError(
                 f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -39,11 +40,11 @@ Which = Literal["best", "last"] | int
 _STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
 
 
-class _OrbaxWarnings(logging.Filter):
-    """Drops Orbax's log messages below errors, and no others."""
+class _OrbaxMessages(logging.Filter):
+    """Drops Orbax's log messages, and no others: what fails raises an error as well."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts
+        return "orbax" not in Path(record.pathname).parts
 
 
 class Checkpoints:
@@ -60,7 +61,7 @@ class Checkpoints:
             ocp.CompositeCheckpointHandler(weights=_handler(), optimizer=_handler())
         )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._quiet = _OrbaxWarnings()
+        self._quiet = _OrbaxMessages()
         self._saving: Future[None] | None = None
         if not read_only:
             self._path.mkdir(exist_ok=True)
@@ -379,4 +380,6 @@ def _handler() -> ocp.StandardCheckpointHandler:
 
 
 def _reason(error: Exception) -> str:
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore's
+        return os.strerror(int(code[1]))
     return (str(error).splitlines() or [repr(error)])[0][:200]

@@ -34,7 +34,7 @@ from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_text, provenance, require_same_corpus
 from jgpt.runs.resume import describe_learning_rate, require_same_run, require_steps_left
-from jgpt.runs.trackers import open_tracker
+from jgpt.runs.trackers import open_tracker, require_tracker
 from jgpt.training.plan import Plan, bytes_of, format_bytes, make_plan, require_feasible
 from jgpt.training.step import (
     TrainState,
@@ -166,6 +166,8 @@ def _prepare(
 ) -> tuple[TrainConfig, Dataset, Path]:
     """Load the data and check everything that can be checked before compiling and writing."""
     out = _run_directory(config, resume=resume, overwrite=overwrite)
+    for name in config.trackers:
+        require_tracker(name)
     resumes = resume and RunDirectory.exists(out)
     run = RunDirectory.open(out) if resumes else None
     saved = run.config() if run else config
@@ -219,14 +221,19 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
     out = Path(config.out)
     if not out.is_dir():
         if out.exists() or out.is_symlink():
-            raise NotADirectoryError(f"{out} is not a directory: choose another out")
+            raise NotADirectoryError(f"{out} is a file: choose another directory")
         return out
+    if not (RunDirectory.exists(out) or RunDirectory.is_unused(out)):
+        raise FileExistsError(
+            f"{out} is not a run directory and not empty: choose another, such as "
+            f"{out / config.name}"
+        )
     if not resume and not overwrite:
         raise FileExistsError(
             f"{out} already exists: resume=True continues it, overwrite=True starts again"
         )
-    if not RunDirectory.is_unused(out):
-        RunDirectory.open(out).config()  # raises unless it is a run
+    if RunDirectory.exists(out):
+        RunDirectory.open(out).config()  # raises if it is damaged
     return out
 
 

@@ -170,5 +170,5 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _require_picture(path: Path) -> None:
-    if path.suffix not in (".png", ".svg"):
+    if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"{path} must end in .png or .svg")

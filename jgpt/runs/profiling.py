@@ -1,6 +1,7 @@
 """The compilation cache, a watch for recompilations, and profiler traces."""
 
 import platform
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +27,8 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
         jax.config.update("jax_compilation_cache_max_size", _MAX_COMPILED_BYTES)
+        # a folder that can't be written is no cache, and none is needed
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
 class CompilationWatch:

@@ -23,10 +23,15 @@ class Tracker(Protocol):
 
 
 def open_tracker(name: TrackerName, run: Path, run_name: str, first_step: int) -> Tracker:
-    """Open a tracker. Raises ModuleNotFoundError if its extra is not installed."""
+    """Open a tracker."""
     kinds = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    return kinds[name](run, run_name, first_step)
+
+
+def require_tracker(name: TrackerName) -> None:
+    """Raise ModuleNotFoundError if a tracker's extra is not installed."""
     try:
-        return kinds[name](run, run_name, first_step)
+        importlib.import_module({"tensorboard": "tensorboardX", "wandb": "wandb"}[name])
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"trackers={name} needs {error.name}: pip install 'jgpt[{name}]'"

@@ -1,17 +1,23 @@
 """The command as a user types it: what works, and one clear line for what doesn't."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
+from unittest import mock
 
+import jax
 import pytest
 
 from jgpt import save_gpt2
-from jgpt.cli.commands import COMMANDS
-from tests.commands import refused, worked
+from jgpt.cli import main
+from jgpt.cli.commands import BATCH_SIZE, COMMANDS
+from jgpt.runs.loop import TrainingStopped
+from tests.commands import jgpt, refused, worked
 from tests.models import random_gpt
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
@@ -61,6 +67,20 @@ def test_every_command_has_help(command):
     assert f"usage: jgpt {command}" in worked(command, "--help")
 
 
+def test_commands_show_that_they_import_jax_before_they_do():
+    code = (
+        "import sys, jgpt.cli.commands as commands, jgpt.cli.terminal as terminal\n"
+        "terminal.importing = lambda: sys.exit('jax' in sys.modules)\n"
+        "for line in ('train tiny', 'train --steps 3', 'sample r', 'eval r', 'info tiny',\n"
+        "    'plot r', 'attention r --prompt a', 'import s --out i', 'export r --out e'):\n"
+        "    name, *options = line.split()\n"
+        "    try: commands.COMMANDS[name][1](options)\n"
+        "    except SystemExit as stop: assert stop.code is False, line\n"
+        "    else: raise AssertionError(line)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 IN_A_PROCESS = {
     "train": ["tiny", "--steps", 2, "--eval-interval", 2, "--sample-tokens", 0, "--out", "again"],
     "sample": ["trained", "--prompt-file", "-", "--max-new-tokens", 5, "--temperature", 0],
@@ -104,6 +124,121 @@ def test_a_refusal_leaves_a_process_with_one_line_and_2():
     )
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr == b"jgpt: nowhere is not a run directory: it has no config.json\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a closed pipe is another error there")
+@pytest.mark.parametrize("arguments", [["presets"], ["train", "--help-all"], ["--help"]])
+def test_a_reader_that_leaves_is_no_error(arguments):
+    """As of `| head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "jgpt.cli", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_output_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "jgpt.cli", "presets"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (2, b"jgpt: No space left on device\n")
+
+
+def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
+    monkeypatch.setitem(COMMANDS, "presets", ("", lambda args: print("naïve Ω")))
+    main(["presets"])
+    assert output.getvalue() == b"na?ve ?\n"
+
+
+def test_closed_streams_are_empty(monkeypatch, trained):
+    """As after `<&- >&- 2>&-`, where Python has None."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    main(["presets"])
+    with pytest.raises(SystemExit) as stopped:
+        main(["sample", str(trained), "--prompt-file", "-"])
+    assert stopped.value.code == 2
+    for name in ("stdin", "stdout", "stderr"):
+        getattr(sys, name).close()
+
+
+def test_a_help_in_very_few_columns_ends(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "5")
+    with pytest.raises(SystemExit):
+        main(["sample", "--help"])
+    said = capsys.readouterr().out
+    assert "--max-new-tokens N" in said
+    assert max(len(line) for line in said.splitlines() if line.startswith((" ", "│"))) == 40
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no backend 'cuda'"), AssertionError()])
+@pytest.mark.parametrize(
+    "line",
+    ["train tiny", "sample r", "eval r", "info tiny", "attention r --prompt a", "export r --out e"],
+)
+def test_a_platform_that_jax_does_not_have_gets_one_line(line, failure, monkeypatch, tmp_path):
+    monkeypatch.setattr("jax.devices", mock.Mock(side_effect=failure))
+    said = refused(*line.split(), cwd=tmp_path)
+    assert said == (
+        f"jgpt: JAX can't use JAX_PLATFORMS={jax.config.jax_platforms} on this machine: "  # type: ignore[attr-defined]
+        "unset it, or set it to cpu"
+    )
+
+
+def test_a_command_to_copy_is_quoted(text_file, tmp_path):
+    out = tmp_path / "with space"
+    said = worked("prepare", text_file, "--out", out)
+    assert said.endswith(f"; next: jgpt train --data '{out}'\n")
+
+
+def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
+    seconds = iter([100.0, 114.2])
+    monkeypatch.setattr("jgpt.cli.commands.time.perf_counter", lambda: next(seconds))
+    run = types.SimpleNamespace(
+        directory=tmp_path / "a run", sample="", validation_loss=1.23456, best_step=7
+    )
+    monkeypatch.setattr("jgpt.runs.loop.fit", lambda *_, **__: run)
+    loss, directory, following = worked("train", "tiny").splitlines()
+    assert loss == "validation loss 1.2346 at step 7, total time 14 s"
+    assert directory.startswith(f"run directory: {run.directory} (")
+    assert following == f"next: jgpt sample '{run.directory}'   or   jgpt eval '{run.directory}'"
+
+
+def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
+    def stopped(*_, **__):
+        raise TrainingStopped(5, tmp_path / "a run")
+
+    monkeypatch.setattr("jgpt.runs.loop.fit", stopped)
+    monkeypatch.setattr("jgpt.cli.signals.StopRequest.exit_code", 130)
+    done = jgpt("train", "tiny")
+    assert done.code == 130
+    resume = f"resume with: jgpt train --out '{tmp_path / 'a run'}' --resume"
+    assert done.stdout.splitlines()[-1] == resume
+
+
+def test_nothing_to_plot_leaves_an_earlier_picture(tmp_path):
+    picture = tmp_path / "losses.png"
+    picture.write_bytes(b"of yesterday")
+    assert "name at least one run directory" in refused("plot", cwd=tmp_path)
+    assert picture.read_bytes() == b"of yesterday"
+
+
+@pytest.mark.parametrize("how", [[], ["--resume"], ["--overwrite"]])
+@pytest.mark.parametrize("existing", ["notes.txt", "folder"])
+def test_an_out_that_is_no_run_is_not_advised_to_be_resumed(existing, how, text_file, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    ask = ("train", "tiny", "--data", text_file, "--out", existing, *how)
+    said = refused(*ask, cwd=tmp_path)
+    assert "choose another --out" in said
+    assert "--resume" not in said
+    assert "--overwrite" not in said
+    assert {path.name for path in tmp_path.rglob("*")} == {"notes.txt", "folder"}
 
 
 def test_a_run_holds_what_the_readme_says(trained):
@@ -201,6 +336,16 @@ def test_sample_writes_more_texts_than_go_side_by_side(trained):
     assert len(set(texts)) > 9
 
 
+def test_sample_begins_before_all_prompts_are_made(trained, monkeypatch):
+    def few(number):
+        yield from [number] * BATCH_SIZE
+        raise AssertionError("more than go side by side")
+
+    monkeypatch.setattr("jgpt.cli.commands.range", few, raising=False)
+    monkeypatch.setattr("jgpt.generation.text.stream_text", mock.Mock(side_effect=ValueError("go")))
+    assert refused("sample", trained, "--num-samples", 10**12) == "jgpt: go"
+
+
 def test_sample_ends_at_the_first_stop_string(trained):
     ask = ("sample", trained, "--prompt", "the", "--max-new-tokens", 40, "--temperature", 0)
     whole = worked(*ask).removesuffix("\n")
@@ -288,7 +433,12 @@ def test_overwrite_starts_again(run, text_file):
         (["train", "nanogtp-cpu"], "unknown preset 'nanogtp-cpu' (did you mean 'nanogpt-cpu'?)"),
         (["trian"], "unknown command 'trian' (did you mean 'train'?)"),
         (["train", "tiny", "--learning-rte", "1"], "did you mean --learning-rate?"),
-        (["train", "tiny", "--steps", "many"], "--steps"),
+        (["train", "tiny", "--steps", "many"], "--steps must be a whole number, not 'many'"),
+        (["train", "tiny", "--beta1", "1,5"], "--beta1 must be a number, not '1,5'"),
+        (["train", "tiny", "--patience", "x"], "--patience must be {None}|INT, not 'x'"),
+        (["sample", "r", "--checkpoint", "old"], "--checkpoint must be {best,last}|INT, not 'old'"),
+        (["train", "--", "tiny", "--resume"], "Unrecognized options: --resume"),
+        (["train", "tiny", "--trackers", "wandb"], "pip install 'jgpt[wandb]'"),
         (["train", "tiny", "--activation", "swish"], "'swish'"),
         (
             ["train", "tiny", "--embed-dim", "30", "--num-heads", "4"],

@@ -1,13 +1,19 @@
-"""What a person reads when training begins."""
+"""What a person reads while a model is trained."""
+
+import dataclasses
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from rich.console import Console
 
-from jgpt import ModelConfig, OptimizerConfig
-from jgpt.cli.console import describe_optimizer_groups
+from jgpt import ModelConfig, OptimizerConfig, preset
+from jgpt.cli.console import ConsoleProgress, describe_optimizer_groups
 from jgpt.nn.models import abstract_model
+from tests.cli.screen import Screen
 from tests.nn.test_models import ATTENTION, FEED_FORWARD, MODERN
 
 NGRAMS = ModelConfig(**{**vars(MODERN), "ngram_sizes": (2, 4), "ngram_rows": 19})
@@ -44,3 +50,66 @@ def test_each_rule_names_what_it_moves(optimizer, lines):
     abstract = nnx.to_pure_dict(nnx.state(abstract_model(NGRAMS), nnx.Param))
     weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), abstract)
     assert describe_optimizer_groups(OptimizerConfig(**optimizer), weights) == lines
+
+
+def story(width: int) -> str:
+    """What a terminal of some width shows of a run that is stopped."""
+    screen, seconds, shown = Screen(width), [0.0], [f"=== {width} columns"]
+    console = Console(
+        file=screen,  # type: ignore[arg-type]
+        width=width,
+        force_terminal=True,
+        color_system=None,  # or what is left of a bar is drawn in another colour
+        get_time=lambda: seconds[0],
+        _environ={},
+    )
+
+    def show(moment: str) -> None:
+        progress.bar.refresh()
+        console.print(end="")  # draws the spinner again
+        shown.extend(["", f"--- {moment}", *screen.show()])
+
+    config = dataclasses.replace(preset("tiny"), steps=3000)
+    text = types.SimpleNamespace(
+        train=range(418_543),
+        validation=range(46_505),
+        tokenizer=types.SimpleNamespace(vocab_size=103),
+    )
+    weights: dict = {f"matrix {i}": jnp.zeros((37, 64)) for i in range(12)}
+    weights |= {f"vector {i}": jnp.zeros(32) for i in range(3)}
+    state = types.SimpleNamespace(weights=weights, step=0)
+    progress = ConsoleProgress(console, "reading the data")
+    with progress:
+        show("at once")
+        progress.started(config, text, state, Path("runs/first try"))  # type: ignore[arg-type]
+        show("started")
+        for step in range(50, 1250, 50):
+            seconds[0] += 0.25
+            progress.stepped(step, 4 - step / 1000, 120_000 + step)
+            if step == 100:
+                show("the first steps")
+            if step % 300 == 0:
+                progress.evaluated(step, 3.9 - step / 1000)
+        show("evaluated")
+        screen.write("^C")
+        progress.stopping()
+        show("a signal")
+    show("at the end")
+    return "\n".join(shown) + "\n"
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_terminal_shows_whole_words_and_one_bar(width):
+    assert story(width) == (Path(__file__).parent / f"terminal_{width}.txt").read_text()
+
+
+def test_a_second_signal_leaves_neither_a_bar_nor_a_hidden_cursor():
+    screen = Screen(80)
+    console = Console(file=screen, width=80, force_terminal=True, _environ={})  # type: ignore[arg-type]
+    with ConsoleProgress(console, "reading the data") as progress:
+        console.print(end="")
+        assert screen.show() == ["⠋ reading the data"]
+        assert not screen.cursor
+        progress.leaving()
+        assert screen.show() == []
+        assert screen.cursor

@@ -1,61 +1,138 @@
-"""Each door speaks its own language: keywords in Python, flags on the command line."""
+"""What can be typed: every field of the config, lists, presets, and what the help shows of them."""
 
-import ast
+import dataclasses
+import importlib.metadata
+import io
 import re
-from pathlib import Path
 
 import pytest
 
-import jgpt
-from jgpt.cli.options import ExportOptions, PlotOptions, SampleOptions, TrainOptions, in_flags
+from jgpt.cli.commands import COMMANDS, _base_config
+from jgpt.cli.options import (
+    EVERYDAY,
+    ImportOptions,
+    RunOptions,
+    describe_presets,
+    parse,
+    parse_train,
+)
+from jgpt.presets import PRESETS
+from tests.commands import refused, worked
 
-IN_FLAGS = [
-    (TrainOptions, "r exists: resume=True continues it", "r exists: --resume continues it"),
-    (TrainOptions, "head_bias=True: use_bias=False", "--head-bias: --no-use-bias"),
-    (TrainOptions, "out='my run' must be", "--out 'my run' must be"),
-    (TrainOptions, "positions='rotary' needs", "--positions rotary needs"),
-    (TrainOptions, "trackers=('wandb', 'x') must", "--trackers wandb x must"),
-    (TrainOptions, "ngram_sizes=(2, 2) must", "--ngram-sizes 2 2 must"),
-    (TrainOptions, "dropout=-0.5, beta2=1.0: no", "--dropout -0.5, --beta2 1.0: no"),
-    (TrainOptions, "model.dropout is 0.1, not 0.2", "--dropout is 0.1, not 0.2"),
-    (TrainOptions, "lower keep_best and keep_last", "lower --keep-best and --keep-last"),
-    (TrainOptions, "(learning_rate 9): lower it_self", "..."),
-    (
-        TrainOptions,
-        "loss is nan: lower learning_rate; 1 is",
-        "loss is nan: lower --learning-rate; 1 is",
-    ),
-    (SampleOptions, "it is intact: use which=4, or", "it is intact: use --checkpoint 4, or"),
-    (ExportOptions, "no qkv_bias=False: zero_biases=True", "no qkv_bias=False: --zero-biases"),
-    # words, files and what the user wrote stay as they are
-    (TrainOptions, "resume and overwrite the data of steps", "..."),
-    (TrainOptions, "runs/steps=3 has no lr=0,steps=3/batch_size", "..."),
-    (TrainOptions, "config.json is damaged: steps=-4 must be positive", "..."),
-    (TrainOptions, "Unrecognized options: batch_size=64", "..."),
-    (TrainOptions, "unknown preset 'steps=3'; set FLAGS=--x", "..."),
-    (PlotOptions, "steps=3 and keep_best", "..."),
-]
+TINY = PRESETS["tiny"][1]
 
 
-@pytest.mark.parametrize(("options", "message", "expected"), IN_FLAGS)
-def test_a_keyword_becomes_the_flag_of_a_command_that_has_it(options, message, expected):
-    assert in_flags(message, options) == (message if expected == "..." else expected)
+def parsed(*args):
+    return parse_train([str(word) for word in args], _base_config)[0]
 
 
-def test_the_library_names_no_flag():
-    """Beside the command itself: in any of its strings but docstrings."""
-    package = Path(jgpt.__file__).parent
-    found = []
-    for path in package.rglob("*.py"):
-        if path.parent.name != "cli":
-            tree = ast.parse(path.read_text())
-            documentation = {
-                id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
-            }
-            found += [
-                f"{path.name}:{node.lineno}: {node.value}"
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Constant) and id(node) not in documentation
-                if isinstance(node.value, str) and re.search(r"(?<![\w-])--[a-z]", node.value)
-            ]
-    assert found == []
+def flags(help: str) -> list[str]:
+    """The options that a help shows, in order, without those that switch others off."""
+    words = [line.strip("│ ").split(" ")[0].rstrip(",") for line in help.splitlines()]
+    return [word[2:] for word in words if word.startswith("--")]
+
+
+def fields(config) -> list[str]:
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    parts = [fields(value) for value in values.values() if dataclasses.is_dataclass(value)]
+    own = [name for name, value in values.items() if not dataclasses.is_dataclass(value)]
+    return sum(parts, own)
+
+
+def test_repeating_a_list_appends():
+    given = parsed(
+        *("tiny", "--data", "a", "--data", "b", "c", "--trackers", "wandb"),
+        *("--ngram-sizes", 2, "--steps", 7, "--ngram-sizes", 3, 5, "--trackers", "tensorboard"),
+    )
+    assert given.dataset.data == ("a", "b", "c")
+    assert given.trackers == ("wandb", "tensorboard")
+    assert given.model.ngram_sizes == (2, 3, 5)
+    assert given.steps == 7
+    options = ["x", "--out", "y", "--data", "a", "--data", "b", "c"]
+    imported = parse(ImportOptions, "import", options)
+    assert imported.data == (("a",), ("b", "c"))
+
+
+def test_a_list_that_is_not_given_stays_and_one_without_values_is_empty():
+    assert parsed("tiny", "--steps", 7) == dataclasses.replace(TINY, steps=7)
+    assert parsed().model.ngram_sizes == (2, 3, 4)
+    assert parsed("--ngram-sizes").model.ngram_sizes == ()
+
+
+def test_the_preset_stands_anywhere():
+    expected = dataclasses.replace(TINY, steps=10, seed=3)
+    assert parsed("tiny", "--steps", 10, "--seed", 3) == expected
+    assert parsed("--steps", 10, "tiny", "--seed", 3) == expected
+    assert parsed("--steps", 10, "--seed", 3, "tiny") == expected
+    assert parsed("--steps", 10) == dataclasses.replace(PRESETS["modern-cpu"][1], steps=10)
+
+
+def test_a_preset_among_the_data_is_no_file(tmp_path):
+    said = refused("train", "--data", "notes.txt", "tiny", cwd=tmp_path)
+    assert said == "jgpt: tiny is a preset: put it before --data"
+    (tmp_path / "tiny").write_text("a text of that name")
+    assert "notes.txt" in refused("train", "--data", "notes.txt", "tiny", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_refusal_is_the_same_whatever_the_output_can_show(encoding, monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    for options, message in (
+        (["--stepz", "3"], "Unrecognized options: --stepz, 3 (did you mean --steps?)"),
+        (["--steps", "x"], "--steps must be a whole number, not 'x'"),
+        (["--steps"], "Missing value for argument '--steps'. Expected 1 values."),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            parsed("tiny", *options)
+
+
+def test_every_field_of_the_config_is_an_option():
+    shown = flags(worked("train", "--help-all"))
+    switches = [field.name for field in dataclasses.fields(RunOptions)]
+    assert sorted(shown) == sorted(
+        name.replace("_", "-") for name in {*fields(TINY), *switches} - {"vocab_size"}
+    )
+
+
+def test_the_help_of_train_begins_with_what_people_change():
+    said = worked("train", "tiny", "--help")
+    assert said == worked("help", "train", "tiny")
+    lines = said.splitlines()
+    assert len(lines) < 60  # and --help-all has three times as many
+    assert max(map(len, lines)) <= 80
+    listed = [line.split()[0] for line in lines[3:16] if line.startswith("  ") and line[2] != " "]
+    assert listed == [*PRESETS]
+    common = [name.replace("_", "-") for name in EVERYDAY]
+    assert flags(said)[: len(common)] == common
+    assert "(default: 200)" in said  # the steps of the preset
+    assert "--help-all" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_says_what_a_value_is(command):
+    said = worked("help", command) + worked(command, "--help-all" if command == "train" else "-h")
+    assert f"usage: jgpt {command}" in said
+    for word in ("STR", "INT", "FLOAT", "{None}", "(default: None)", "(default: )"):
+        assert word not in said
+
+
+def test_presets_are_wrapped_at_words_of_a_terminal():
+    whole = worked("presets").splitlines()
+    assert [line.split()[0] for line in whole] == [*PRESETS]
+    assert max(map(len, whole)) > 80
+    for line, wrapped in zip(whole, describe_presets(80), strict=True):
+        assert max(map(len, wrapped.splitlines())) <= 80
+        assert wrapped.split() == line.split()
+        assert all(rest.startswith(" " * 15) for rest in wrapped.splitlines()[1:])
+
+
+def test_the_version_is_the_package_s():
+    assert worked("--version") == f"jgpt {importlib.metadata.version('jgpt')}\n"
+
+
+def test_help_lists_the_commands():
+    assert worked() == worked("help") == worked("--help")
+    assert "unknown command 'trian' (did you mean 'train'?)" in refused("help", "trian")
+    for name, (summary, _) in COMMANDS.items():
+        assert f"{name} " in worked("help")
+        assert summary in worked("help")

@@ -168,3 +168,8 @@ def test_two_steps_on_the_same_window_differ_by_dropout_alone():
     assert np.array_equal(with_dropout, losses(RATE, seed=1))
     assert not np.array_equal(with_dropout, losses(RATE, seed=2))
     assert len(set(losses(0.0, seed=1).tolist())) == 1
+
+
+def test_dropout_at_rate_zero_computes_nothing():
+    x = normal(1, 3, 5)
+    assert apply_dropout(x, 0.0, jax.random.key(0)) is x

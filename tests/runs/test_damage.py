@@ -159,24 +159,22 @@ def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(small_run, tmp_pat
     first = dataclasses.replace(small_run, out=str(tmp_path / "run"), steps=4, sample_tokens=0)
     fit(first)
     code = f"""
-import dataclasses, resource
-from jgpt import fit
-from jgpt.runs.directory import RunDirectory
-config = RunDirectory.open({str(tmp_path / "run")!r}).config()
-import jgpt.runs.checkpoints, jgpt.runs.loop
+import resource
+import jgpt.cli, jgpt.runs.checkpoints
 save = jgpt.runs.checkpoints.Checkpoints.save
 def limited(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
     save(*args)
 jgpt.runs.checkpoints.Checkpoints.save = limited
-try:
-    fit(dataclasses.replace(config, steps=8), resume=True)
-except OSError as error:
-    print(error)
+jgpt.cli.main(["train", "--out", {str(tmp_path / "run")!r}, "--resume", "--steps", "8"])
 """
-    said = python(code).stdout
-    assert "the checkpoint of step 8 could not be written" in said, said
-    assert "the last good checkpoint is step 4: free some space and use resume=True" in said
+    done = python(code)
+    assert done.returncode == 2
+    # and nothing of the threads of Orbax and TensorStore
+    assert done.stderr == (
+        f"jgpt: the checkpoint of step 8 could not be written to {tmp_path}/run/checkpoints "
+        "(File too large); the last good checkpoint is step 4: free some space and use --resume\n"
+    )
     with Checkpoints(RunDirectory.open(tmp_path / "run"), read_only=True) as checkpoints:
         assert checkpoints.steps() == [4]
     load(tmp_path / "run")

@@ -160,6 +160,7 @@ def snapshot(directory):
             FileExistsError,
             "already exists: resume=True continues it, overwrite=True starts again",
         ),
+        ({"out": __file__}, {"overwrite": True}, FileExistsError, "is a file: choose another"),
         (
             {},
             {"resume": True, "overwrite": True},

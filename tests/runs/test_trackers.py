@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from jgpt.runs.trackers import open_tracker
+from jgpt.runs.trackers import open_tracker, require_tracker
 
 events = importlib.import_module("tensorboardX.proto.event_pb2")
 
@@ -65,7 +65,7 @@ def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path, monkeypatch):
     }
 
 
-def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)  # type: ignore[arg-type]
     with pytest.raises(ModuleNotFoundError, match=r"jgpt\[tensorboard\]"):
-        open_tracker("tensorboard", tmp_path, "name", 0)
+        require_tracker("tensorboard")
