@@ -21,6 +21,8 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
+MESH_AXES = ("data", "fsdp", "tensor")
+"""The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
 
 MAX_INTEGER = 2**31 - 1  # of int32 counters and indices
 MAX_INTEGERS = {
@@ -337,6 +339,10 @@ class TrainConfig:
     """Trackers besides metrics.jsonl; each needs the extra of its name."""
     sample_tokens: int = 500
     """Tokens of the sample after training; 0 for none."""
+    mesh: str | None = None
+    """The mesh of devices, such as data=2,fsdp=2,tensor=2: data shards the batch, fsdp also the
+    train state, tensor heads and features. By default all accelerators over data, or over fsdp if
+    one can't hold the train state."""
 
     def __post_init__(self) -> None:
         """Validate."""
@@ -356,8 +362,33 @@ class TrainConfig:
                 f"block_size={self.model.block_size} is {tokens:,} tokens, not below 2**32: lower "
                 "steps_per_call"
             )
+        sizes = mesh_sizes("data=1" if self.mesh is None else self.mesh)
+        parts, batch = sizes["data"] * sizes["fsdp"], self.batch_size // self.micro_batches
+        if batch % parts:
+            raise ValueError(
+                f"mesh={self.mesh} shards each batch over data x fsdp = {parts} devices: "
+                f"batch_size={self.batch_size} / micro_batches={self.micro_batches} is {batch}, "
+                f"which {parts} doesn't divide"
+            )
         if self.name in ("", ".", "..") or set(self.name) & set("/\\\0"):
             raise ValueError(f"name={self.name!r} must be a plain folder name")
+
+
+def mesh_sizes(mesh: str) -> dict[str, int]:
+    """The sizes of a mesh's axes, from text such as `data=2,fsdp=4`. Raises ValueError."""
+    sizes = {}
+    for part in mesh.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES:
+            raise ValueError(
+                f"mesh={mesh} has no axis {axis!r}{did_you_mean(axis, MESH_AXES)}: the axes are "
+                "data, fsdp and tensor"
+            )
+        is_size = size.isascii() and size.isdecimal() and len(size) < 10 and int(size) > 0
+        if axis in sizes or not is_size:
+            raise ValueError(f"mesh={mesh} must give an axis once, as data=2,fsdp=4")
+        sizes[axis] = int(size)
+    return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
 
 
 def to_json(config: Any) -> str:

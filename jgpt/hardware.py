@@ -64,6 +64,11 @@ def device_kinds() -> list[str]:
     return [device.device_kind for device in jax.devices()]
 
 
+def accelerators() -> int:
+    """The number of devices to train on if none are named: one on a CPU, whose cores they share."""
+    return 1 if jax.default_backend() == "cpu" else len(jax.devices())
+
+
 def memory_in_use() -> int | None:
     """Peak memory in bytes: of the device, or on a CPU of this process."""
     statistics = jax.local_devices()[0].memory_stats()

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from jgpt.contracts import typed
+from jgpt.sharding import placed
 
 RESIDENT_BYTES = 1 << 30
 """Splits up to this size are kept on the device, as int32; larger ones stay memory-mapped."""
@@ -40,7 +41,7 @@ def batches(
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
     index = np.asarray(starts)[..., None] + np.arange(block_size + 1)
-    return jnp.asarray(tokens[index].astype(np.int32))
+    return placed(jnp.asarray(tokens[index].astype(np.int32)), None, "batch", None)
 
 
 @typed
@@ -91,7 +92,7 @@ def _window_starts(
 def _gather(
     tokens: Int[Array, " tokens"], starts: Integer[Array, "steps batch"], block_size: int
 ) -> Int[Array, "steps batch {block_size}+1"]:
-    return tokens[starts[..., None] + jnp.arange(block_size + 1)]
+    return placed(tokens[starts[..., None] + jnp.arange(block_size + 1)], None, "batch", None)
 
 
 @typed

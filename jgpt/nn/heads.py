@@ -216,10 +216,14 @@ class MultiHeadAttention(_Attention):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.query = linear(embed_dim, use_bias=qkv_bias)
-        self.key = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
-        self.value = linear(num_kv_heads * self.head_dim, use_bias=qkv_bias)
-        self.projection = linear(embed_dim, use_bias=use_bias, init_std=projection_std)
+        heads, kv_heads = ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)
+        kv_dim, into_kv = num_kv_heads * self.head_dim, ("embed_dim", kv_heads)
+        self.query = linear(embed_dim, use_bias=qkv_bias, dimensions=("embed_dim", heads))
+        self.key = linear(kv_dim, use_bias=qkv_bias, dimensions=into_kv)
+        self.value = linear(kv_dim, use_bias=qkv_bias, dimensions=into_kv)
+        self.projection = linear(
+            embed_dim, use_bias=use_bias, init_std=projection_std, dimensions=(heads, "embed_dim")
+        )
 
     @typed
     def __call__(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from jgpt.config import NormKind
 from jgpt.contracts import typed
 from jgpt.nn.precision import supported_dtype
+from jgpt.sharding import Dimension, Dimensions, parameter, with_gathered
 
 INIT_STD = 0.02
 
@@ -87,24 +88,34 @@ class Linear(Module):
         *,
         use_bias: bool = True,
         init_std: float = INIT_STD,
+        dimensions: Dimensions = (None, None),
         dtype: DTypeLike = jnp.float32,
         activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
+        self.dimensions = dimensions
         self.dtype, self.activation_dtype = supported_dtype(dtype), activation_dtype
         shape = (in_features, out_features)
         param_dtype = supported_dtype(param_dtype)
-        self.kernel = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
-        self.bias = nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None
+        kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
+        bias = jnp.zeros(out_features, param_dtype)
+        self.kernel = parameter(kernel, *dimensions)
+        self.bias = parameter(bias, dimensions[1]) if use_bias else None
 
     @typed
     def __call__(
         self, x: Float[Array, "*rows {self.in_features}"]
     ) -> Float[Array, "*rows {self.out_features}"]:
         """Apply the layer to the last axis."""
-        y = project(x, self.kernel[...], self.dtype, self.activation_dtype)
+        y = with_gathered(
+            lambda x, kernel: project(x, kernel, self.dtype, self.activation_dtype),
+            x,
+            self.kernel[...],
+            self.dimensions,
+            self.dtype,
+        )
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
@@ -206,19 +217,27 @@ class Embedding(Module):
         embed_dim: int,
         *,
         init_std: float = INIT_STD,
+        dimension: Dimension = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         self.num_embeddings, self.embed_dim = num_embeddings, embed_dim
+        self.dimensions = (dimension, "embed_dim")
         shape = (num_embeddings, embed_dim)
         param_dtype = supported_dtype(param_dtype)
-        self.embedding = nnx.Param(init_std * jax.random.normal(rngs.params(), shape, param_dtype))
+        table = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
+        self.embedding = parameter(table, *self.dimensions)
 
     @typed
     def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
         """Look up each index. Raises ValueError as `require_in_vocabulary`."""
         require_in_vocabulary(index, self.num_embeddings)
-        return jnp.take(self.embedding[...], index, axis=0)
+        return with_gathered(
+            lambda index, table: jnp.take(table, index, axis=0),
+            index,
+            self.embedding[...],
+            self.dimensions,
+        )
 
 
 class NGramEmbedding(Module):

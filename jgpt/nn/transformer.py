@@ -30,6 +30,7 @@ from jgpt.nn.layers import (
     project_to_vocabulary,
 )
 from jgpt.nn.precision import ANYWHERE, for_platform
+from jgpt.sharding import placed, with_gathered
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -71,8 +72,13 @@ class FeedForward(Module):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.expansion = linear(embed_dim, self.hidden_dim)
-        self.projection = linear(self.hidden_dim, embed_dim, init_std=projection_std)
+        self.expansion = linear(embed_dim, self.hidden_dim, dimensions=("embed_dim", "hidden_dim"))
+        self.projection = linear(
+            self.hidden_dim,
+            embed_dim,
+            init_std=projection_std,
+            dimensions=("hidden_dim", "embed_dim"),
+        )
 
     @typed
     def __call__(
@@ -220,7 +226,11 @@ class GPT(Module):
         self.block_size = config.block_size
         self.supports_rolling_cache = config.positions == "rotary"
         self.token_embedding = Embedding(
-            config.vocab_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
+            config.vocab_size,
+            config.embed_dim,
+            dimension="vocab_size",
+            param_dtype=config.param_dtype,
+            rngs=rngs,
         )
         self.position_embedding = (
             Embedding(
@@ -263,6 +273,7 @@ class GPT(Module):
                 config.embed_dim,
                 config.vocab_size,
                 use_bias=config.head_bias,
+                dimensions=("embed_dim", "vocab_size"),
                 init_std=0.0 if config.zero_init else INIT_STD,
                 dtype=config.dtype,
                 activation_dtype=config.activation_dtype,
@@ -323,13 +334,14 @@ class GPT(Module):
             return block(x, rngs=rngs)
 
         run = nnx.remat(call) if self.config.rematerialise else call
-        x = embedded = self.embed(tokens, cache=cache, rngs=rngs)
+        x = embedded = placed(self.embed(tokens, cache=cache, rngs=rngs), "batch", "time", None)
         states = []
         for index, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
             if self.shortcut is not None:
                 x = x + self.shortcut[index].astype(x.dtype) * embedded
             states.append(x)
             x = run(block, x, rngs) if layer is None else block(x, cache=layer, rngs=rngs)
+            x = placed(x, "batch", "time", None)
         return *states, x
 
     @typed
@@ -392,8 +404,14 @@ class GPT(Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
         head = self.head
-        kernel = self.token_embedding.embedding[...].T if head is None else head.kernel[...]
-        logits = project_to_vocabulary(x, kernel, self.dtype, self.activation_dtype)
+        table = self.token_embedding.embedding if head is None else head.kernel
+
+        def project(x, kernel):
+            kernel = kernel.T if head is None else kernel
+            return project_to_vocabulary(x, kernel, self.dtype, self.activation_dtype)
+
+        dimensions = ("vocab_size", "embed_dim") if head is None else ("embed_dim", "vocab_size")
+        logits = with_gathered(project, x, table[...], dimensions, self.dtype)
         if head is not None and head.bias is not None:
             logits = logits + head.bias[...].astype(logits.dtype)
         cap = self.config.logit_softcap

@@ -31,8 +31,9 @@ from jgpt.runs.manifest import (
     sync_directory,
     verify,
 )
+from jgpt.sharding import current_mesh, shardings, weight_specs
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.step import TrainState, abstract_state
+from jgpt.training.step import TrainState, abstract_state, state_specs
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
@@ -139,8 +140,12 @@ class Checkpoints:
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
         step = self._verified_step(config, which)
-        abstract = abstract_state(config)
-        items = self._restore(step, {"weights": abstract.weights, "optimizer": abstract.optimizer})
+        abstract, specs = abstract_state(config), state_specs(config)
+        items = self._restore(
+            step,
+            {"weights": abstract.weights, "optimizer": abstract.optimizer},
+            {"weights": specs.weights, "optimizer": specs.optimizer},
+        )
         return TrainState(items["weights"], items["optimizer"], jnp.int32(step))
 
     @typed
@@ -149,8 +154,10 @@ class Checkpoints:
         step = self._verified_step(
             config, which
         )  # before an abstract model is made, which may be huge
-        abstract = nnx.to_pure_dict(nnx.state(abstract_model(config.model), nnx.Param))
-        return self._restore(step, {"weights": abstract})["weights"]
+        model = abstract_model(config.model)
+        abstract = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        specs = weight_specs(model, current_mesh())
+        return self._restore(step, {"weights": abstract}, {"weights": specs})["weights"]
 
     def _by_loss(self) -> list[int]:
         """Steps by validation loss; those without one last, newest first."""
@@ -199,12 +206,13 @@ class Checkpoints:
                 "they belong to different runs"
             )
 
-    def _restore(self, step: int, abstract: dict[str, Any]) -> Any:
+    def _restore(self, step: int, abstract: dict[str, Any], specs: dict[str, Any]) -> Any:
         directory = self._path / str(step)
         _require_plausible_arrays(directory, jax.tree.leaves(abstract))
-        here = jnp.zeros(()).sharding  # of the default device, as for any new array
         wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            abstract,
+            shardings(specs),
         )
         try:
             restored = self._orbax.restore(

@@ -22,7 +22,7 @@ from jgpt.data.dataset import Dataset, load_dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
-from jgpt.hardware import Platform, current_platform, memory_limit
+from jgpt.hardware import Platform, accelerators, current_platform, memory_limit
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
@@ -35,7 +35,15 @@ from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_text, provenance, require_same_corpus
 from jgpt.runs.resume import describe_learning_rate, require_same_run, require_steps_left
 from jgpt.runs.trackers import open_tracker, require_tracker
-from jgpt.training.plan import Plan, bytes_of, format_bytes, make_plan, require_feasible
+from jgpt.sharding import current_mesh, make_mesh, placed
+from jgpt.training.plan import (
+    Plan,
+    bytes_of,
+    default_mesh,
+    format_bytes,
+    make_plan,
+    require_feasible,
+)
 from jgpt.training.step import (
     TrainState,
     abstract_state,
@@ -85,6 +93,8 @@ def fit(
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
 
+    It trains on the mesh of the config, or by default on all accelerators.
+
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
     `profile_steps` are traced into the run's folder `profile`. `platform`, by default the current
@@ -98,7 +108,9 @@ def fit(
         raise ValueError(f"profile_steps={profile_steps} must not be negative")
     progress, platform = progress or Progress(), platform or current_platform()
     config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
+    mesh = _mesh_text(config)
     with (
+        _using_mesh(mesh),
         RunDirectory(out).locked(),
         _open_run(out, config, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
         contextlib.ExitStack() as stack,
@@ -114,8 +126,10 @@ def fit(
             for name in config.trackers
         ]
         run.append_provenance(provenance(config, dataset, first_step))
-        progress.started(config, dataset, state, out)
-        metrics_logger = MetricsLogger(config, run, trackers, len(dataset.train))
+        progress.started(dataclasses.replace(config, mesh=mesh), dataset, state, out)
+        metrics_logger = MetricsLogger(
+            config, run, trackers, len(dataset.train), max(current_mesh().size, 1)
+        )
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
         _train(
             run_for_platform(config, platform),
@@ -130,10 +144,10 @@ def fit(
         )
         checkpoints.wait()
         best = checkpoints.best()
-    plot_losses(run.metrics(), run.path / LOSS_PICTURE)
-    model, tokenizer, _ = load(run.path, platform=platform)
-    sample = _sample(model, tokenizer, config)
-    run.write_samples(sample)
+        plot_losses(run.metrics(), run.path / LOSS_PICTURE)
+        model, tokenizer, _ = load(run.path, platform=platform)
+        sample = _sample(model, tokenizer, config)
+        run.write_samples(sample)
     assert best.validation_loss is not None  # the last step is always evaluated
     return Run(
         directory=run.path,
@@ -158,7 +172,19 @@ def plan(
     """The plan of `fit`, which raises what `fit` would. Nothing is written."""
     progress, platform = progress or Progress(), platform or current_platform()
     config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
-    return make_plan(run_for_platform(config, platform), dataset, out)
+    mesh = _mesh_text(config)
+    with _using_mesh(mesh):
+        config = dataclasses.replace(run_for_platform(config, platform), mesh=mesh)
+        return make_plan(config, dataset, out)
+
+
+def _mesh_text(config: TrainConfig) -> str | None:
+    return config.mesh or default_mesh(config, accelerators(), memory_limit())
+
+
+def _using_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
+    """The mesh set, or nothing for None."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
 
 
 def _prepare(
@@ -194,7 +220,7 @@ def _prepare(
         require_same_corpus(lines, dataset, str(out))
         if (changed := describe_learning_rate(saved, config, checkpoints)) is not None:
             progress.warned(changed)
-    require_feasible(config, memory_limit())
+    require_feasible(dataclasses.replace(config, mesh=_mesh_text(config)), memory_limit())
     _require_room(config, out)
     return config, dataset, out
 
@@ -414,10 +440,13 @@ def _evaluators(
     spread = np.linspace(0, len(counts) - 1, min(few, len(counts))).astype(int)
     some = np.zeros_like(counts)
     some[spread] = counts[spread]
-    on_device = jnp.asarray(windows)
+    on_device = placed(jnp.asarray(windows), None, "batch", None)
 
     def mean_loss(counted: np.ndarray) -> Callable[[Weights], float]:
-        total, counted_on_device = int(counted.sum()), jnp.asarray(counted)
+        total, counted_on_device = (
+            int(counted.sum()),
+            placed(jnp.asarray(counted), None, "batch", None),
+        )
         return lambda weights: (
             float(evaluate_windows(weights, on_device, counted_on_device)) / total
         )

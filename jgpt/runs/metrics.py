@@ -25,8 +25,8 @@ SCHEMA = {
     "tokens": "tokens trained on since step 0; this and the rest on the last step of each call",
     "seconds": "spent training since step 0, evaluations and resumed runs included",
     "tokens_per_second": "of training since the last evaluation; absent while compiling",
-    "model_flops_utilisation": "of the device's dense 16-bit peak; absent where that is unknown",
-    "memory_bytes": "the most in use so far: on the device, or by the process on a CPU",
+    "model_flops_utilisation": "of the devices' dense 16-bit peak; absent where that is unknown",
+    "memory_bytes": "the most in use so far: on a device, or by the process on a CPU",
 }
 """The fields of `metrics.jsonl`."""
 
@@ -40,12 +40,14 @@ class MetricsLogger:
         run: RunDirectory,
         trackers: Sequence[Tracker],
         training_tokens: int,
+        devices: int = 1,
     ) -> None:
         self._config, self._run, self._trackers = config, run, trackers
         self._training_tokens = training_tokens
         self._tokens_per_step = config.batch_size * config.model.block_size
         self._flops_per_token = 3 * flops_per_token(config.model)
-        self._peak = peak_flops()
+        peak = peak_flops()
+        self._peak = peak and devices * peak
         self._pending: list[tuple[int, int, Metrics]] = []
         self._held: dict[str, Any] | None = None
         seconds = [line["seconds"] for line in run.metrics() if "seconds" in line]

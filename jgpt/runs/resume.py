@@ -12,7 +12,7 @@ from jgpt.training.optimizer import learning_rate_schedule
 
 _MAY_DIFFER = {
     *("steps", "eval_interval", "steps_per_call", "sample_tokens", "out", "name"),
-    *("patience", "keep_best", "keep_last", "keep_every", "trackers"),
+    *("mesh", "patience", "keep_best", "keep_last", "keep_every", "trackers"),
     *("model.vocab_size", "optimizer.schedule_steps"),
 }
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from jgpt.config import OptimizerConfig
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
+from jgpt.sharding import gathered
 
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 
@@ -88,6 +89,18 @@ def partition(
     return jax.tree_util.tree_map_with_path(group, weights)
 
 
+def _on_whole_matrices(muon: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Muon, with gradients and momentum gathered first if a mesh is set.
+
+    Otherwise each product of each Newton-Schulz iteration would gather the matrix again.
+    """
+
+    def update(updates, state, weights=None):
+        return muon.update(gathered(updates), gathered(state), weights)
+
+    return optax.GradientTransformation(muon.init, update)
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a config for a run of `steps` steps.
 
@@ -112,6 +125,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             beta=config.muon_momentum,
             weight_decay=config.muon_weight_decay,
         )
+        muon = _on_whole_matrices(muon)
         optimizer = optax.partition(
             {
                 "muon": muon,

@@ -1,26 +1,37 @@
 """Plans: the memory and compute of a run before it starts, and whether it is feasible."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
-from jgpt.config import TrainConfig
+from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
-from jgpt.nn.models import flops_per_token, parts_of
-from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
+from jgpt.nn.models import abstract_model, flops_per_token, parts_of
+from jgpt.sharding import (
+    abstract_mesh,
+    axes_of,
+    dimensions_of,
+    shardings,
+    spec_of,
+)
+from jgpt.training.step import abstract_state, dropout_stream, make_train_steps, state_specs
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """The device memory of the train steps in bytes, by XLA's analysis."""
+    """The memory of the train steps on each device, in bytes, by XLA's analysis."""
 
     state: int
-    """Parameters and optimizer state, which is a checkpoint's size too."""
+    """Parameters and optimizer state; on one device that is a checkpoint's size too."""
     working: int
     """Activations, gradients and batches."""
 
@@ -40,13 +51,18 @@ class Plan:
     validation_tokens: int
     parameters: int
     memory: TrainingMemory | None
+    mesh: str | None
+    """None on one device."""
+    replicated: tuple[str, ...]
+    """Dimensions of parameters that the mesh doesn't divide, and what that costs."""
     flops: int
     """For all steps."""
 
 
 def training_memory(config: TrainConfig) -> TrainingMemory | None:
     """Compile the train steps and analyse their memory; None if the backend doesn't report it."""
-    state = abstract_state(config)
+    specs = state_specs(config)
+    state = jax.tree.map(_in_parts, abstract_state(config), shardings(specs))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = dropout_stream(config.seed)
@@ -60,7 +76,12 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
         - analysis.alias_size_in_bytes  # the donated state is counted once
         + analysis.temp_size_in_bytes
     )
-    return TrainingMemory(bytes_of(state), max(total - bytes_of(state), 0))
+    on_each = bytes_on_each(state, specs, abstract_mesh(config.mesh))
+    return TrainingMemory(on_each, max(total - on_each, 0))
+
+
+def _in_parts(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
@@ -73,6 +94,8 @@ def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
         validation_tokens=len(dataset.validation),
         parameters=sum(part.parameters for part in parts_of(config.model)),
         memory=training_memory(config),
+        mesh=config.mesh,
+        replicated=replicated_dimensions(config.model, abstract_mesh(config.mesh)),
         flops=3 * flops_per_token(config.model) * tokens,
     )
 
@@ -82,11 +105,15 @@ def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
     for name in ("dtype", "param_dtype"):
         if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
             raise ValueError(f"{name}=float64 needs JAX_ENABLE_X64=1 in the environment")
-    state = bytes_of(abstract_state(config))
-    if memory_limit is not None and state > memory_limit:
+    if memory_limit is None:
+        return
+    mesh = abstract_mesh(config.mesh)
+    state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
+    if state > memory_limit:
         raise ValueError(
             f"parameters and optimizer need {format_bytes(state)}, the device has "
-            f"{format_bytes(memory_limit)}: choose a smaller model"
+            f"{format_bytes(memory_limit)}: choose a smaller model, or "
+            "shard it over N devices with mesh=fsdp=N"
         )
 
 
@@ -97,7 +124,47 @@ def format_bytes(size: int) -> str:
     return f"{size / 1024**power:,.{min(power, 1)}f} {units[power]}"
 
 
+def default_mesh(config: TrainConfig, devices: int, memory_limit: int | None) -> str | None:
+    """A mesh of all devices: over data if each can hold the whole train state, else over fsdp."""
+    if devices == 1:
+        return None
+    # activations and gradients need room too
+    fits = memory_limit is None or 2 * bytes_of(abstract_state(config)) < memory_limit
+    return f"data={devices}" if fits else f"fsdp={devices}"
+
+
 @typed
 def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
     """The bytes of a tree's arrays."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
+    """The bytes of a tree's arrays that lie on each device of a mesh."""
+
+    def size(leaf: Any, spec: PartitionSpec) -> int:
+        shape = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, specs)))
+
+
+def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The dimensions of parameters that a mesh doesn't divide, and the memory that costs."""
+    costs: Counter[str] = Counter()
+    state = nnx.state(abstract_model(config), nnx.Param)
+    for variable in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        dimensions, shape = dimensions_of(variable), variable.shape
+        spec = spec_of(dimensions, shape, mesh)
+        size = bytes_on_each(variable.get_value(), spec, mesh)
+        for dimension, entries, axes in zip(dimensions, shape, spec, strict=True):
+            wanted = axes_of(dimension, mesh)
+            if len(shape) > 1 and wanted and not axes:
+                name, pieces = dimension if isinstance(dimension, tuple) else (dimension, entries)
+                over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted)
+                parts = math.prod(mesh.shape[axis] for axis in wanted)
+                costs[f"{name}={pieces} is not divided by {over}"] += size - size // parts
+    return tuple(
+        f"{reason} and is replicated: {format_bytes(cost)} more parameters on each device"
+        for reason, cost in costs.items()
+    )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
@@ -15,6 +16,7 @@ from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import Weights, abstract_model, create_model
 from jgpt.nn.precision import ANYWHERE, for_platform
+from jgpt.sharding import current_mesh, placed, shardings, specs_like, weight_specs
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer
 
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
@@ -49,7 +51,16 @@ EvalStep = Callable[
 
 
 def init_state(config: TrainConfig) -> TrainState:
-    """Initial parameters, optimizer state and step 0 from the config's seed."""
+    """Initial parameters, optimizer state and step 0 from the config's seed.
+
+    If a mesh is set, each device makes its own shards.
+    """
+    if current_mesh().empty:
+        return _init_state(config)
+    return jax.jit(lambda: _init_state(config), out_shardings=shardings(state_specs(config)))()
+
+
+def _init_state(config: TrainConfig) -> TrainState:
     # not under one jit: a small program per shape compiles faster, to far less code
     model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -68,7 +79,13 @@ def dropout_stream(seed: int) -> Key[Array, ""]:
 
 def abstract_state(config: TrainConfig) -> TrainState:
     """The shapes and dtypes of the train state."""
-    return jax.eval_shape(lambda: init_state(config))
+    return jax.eval_shape(lambda: _init_state(config))
+
+
+def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
+    """How the train state is sharded over a mesh, by default the one that is set."""
+    specs = weight_specs(abstract_model(config.model), current_mesh() if mesh is None else mesh)
+    return specs_like(abstract_state(config), specs)
 
 
 def make_train_steps(config: TrainConfig) -> TrainSteps:
@@ -82,6 +99,12 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
     at_once = rows_at_once(config.model.vocab_size)
+
+    def stored(state: TrainState) -> TrainState:
+        """Sharded as it is stored, if a mesh is set."""
+        if current_mesh().empty:
+            return state
+        return jax.lax.with_sharding_constraint(state, state_specs(config))
 
     @typed
     def loss_of(
@@ -100,6 +123,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         if config.micro_batches == 1:
             return jax.value_and_grad(loss_of)(weights, window, key)
         parts = window.reshape(config.micro_batches, -1, window.shape[1])
+        parts = placed(parts, None, "batch", None)
         keys = jax.random.split(key, config.micro_batches)
 
         def add(total, part):
@@ -113,6 +137,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     def step(
         state: TrainState, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
+        window = placed(window, "batch", None)
         step_key = jax.random.fold_in(key, state.step)
         loss, gradients = gradients_of(state.weights, window, step_key)
         norm = optax.tree.norm(gradients)
@@ -121,7 +146,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         stepped = TrainState(weights, optimizer_state, state.step + 1)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
-        return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
+        return stored(state), (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
 
     @typed
     def steps(
@@ -174,7 +199,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
         model = nnx.merge(graph, weights)
 
         def add(total, batch):
-            window, counted = batch
+            window, counted = (placed(each, "batch", None) for each in batch)
 
             def added():
                 x = model.hidden(window[:, :-1])

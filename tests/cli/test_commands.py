@@ -66,6 +66,8 @@ def test_a_plan_in_words_by_hand():
         1_000_000,  # tokens to train on
         111_111,
         parameters=812_345,
+        mesh=None,
+        replicated=(),
         memory=TrainingMemory(state=5 * MIB, working=7 * MIB),
         flops=123_456_789_000,
     )

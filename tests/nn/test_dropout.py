@@ -13,6 +13,7 @@ from jgpt.config import TrainConfig
 from jgpt.nn.attention import attend, attend_locally
 from jgpt.nn.layers import apply_dropout
 from jgpt.training.step import dropout_stream, init_state, make_train_steps
+from tests.models import normal
 
 RATE = 0.3
 

@@ -123,6 +123,18 @@ def test_every_number_by_hand(clock, tmp_path):
     assert RunDirectory(tmp_path).metrics() == [*lines, step(8, 2.0, **measured(280, 31.0))]
 
 
+def test_utilisation_is_of_all_devices(clock, tmp_path):
+    logger = MetricsLogger(
+        TrainConfig(model=MODEL, batch_size=5), RunDirectory(tmp_path), [], 1000, devices=4
+    )
+    logger.start_clock()
+    clock.now = 102.0
+    logger.add(0, 2, metrics_of(4.0, 3.5))
+    logger.finish()
+    found = RunDirectory(tmp_path).metrics()[-1]["model_flops_utilisation"]
+    assert found == round(35 * TRAINING / 4e6, 5)
+
+
 def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
     clock, small_run, tmp_path, monkeypatch
 ):

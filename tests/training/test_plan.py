@@ -10,16 +10,20 @@ import pytest
 
 from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.data.dataset import load_dataset
+from jgpt.sharding import abstract_mesh
 from jgpt.training import plan
 from jgpt.training.plan import (
     TrainingMemory,
     bytes_of,
+    bytes_on_each,
+    default_mesh,
     format_bytes,
     make_plan,
+    replicated_dimensions,
     require_feasible,
     training_memory,
 )
-from jgpt.training.step import abstract_state
+from jgpt.training.step import abstract_state, state_specs
 
 MIB = 1 << 20
 MODEL = ModelConfig(vocab_size=21, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
@@ -41,6 +45,8 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
         characters - int(characters * 0.9),  # held out
         # the tied embedding, positions, the block with two norms, and the last norm
         parameters=21 * 12 + 7 * 12 + BLOCK + 2 * 12 + 12,
+        mesh=None,
+        replicated=(),
         memory=memory,
         # eleven steps of 5 x 7 tokens; a backward pass costs two forward passes
         flops=3 * FORWARD * 11 * 5 * 7,
@@ -106,3 +112,36 @@ def test_a_state_that_no_device_holds_is_refused_in_gibibytes():
         require_feasible(config, state - 1)
     with pytest.raises(ValueError, match=r"1\.4 GiB, .* 512\.0 MiB"):
         require_feasible(config, 1 << 29)
+
+
+def test_a_mesh_shards_the_state_and_says_what_it_cannot():
+    """Over fsdp=4 and tensor=2: 21 tokens can't be halved, two heads can."""
+    config = TrainConfig(model=MODEL, batch_size=4, mesh="fsdp=4,tensor=2")
+    mesh = abstract_mesh(config.mesh)
+    on_each = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
+    # four attention matrices and the MLP's two in eighths, two tables in quarters, norms whole
+    parameters = 4 * 12 * 12 // 8 + 2 * 12 * 48 // 8 + (21 + 7) * 12 // 4 + 3 * 12
+    assert on_each == 4 * (3 * parameters + 3)
+    (line,) = replicated_dimensions(config.model, mesh)
+    assert line.startswith("vocab_size=21 is not divided by tensor=2 and is replicated: ")
+    assert replicated_dimensions(config.model, abstract_mesh("fsdp=4")) == ()
+
+
+def test_a_state_in_shards_may_be_larger_than_a_device():
+    config = dataclasses.replace(preset("gpt2"), mesh="fsdp=2")
+    require_feasible(config, 3 * 4 * 124_439_808 * 51 // 100)
+    with pytest.raises(ValueError, match=r"0\.7 GiB, the device has 0\.4 GiB: .*mesh=fsdp=N"):
+        require_feasible(config, 3 * 4 * 124_439_808 * 3 // 10)
+
+
+@pytest.mark.parametrize(
+    ("devices", "memory", "mesh"),
+    [
+        (1, 10, None),
+        (8, None, "data=8"),
+        (8, 2 * 3 * 4 * 124_439_808 + 1000, "data=8"),
+        (8, 2 * 3 * 4 * 124_439_808 - 1000, "fsdp=8"),
+    ],
+)
+def test_all_accelerators_are_used_by_default(devices, memory, mesh):
+    assert default_mesh(preset("gpt2"), devices, memory) == mesh

@@ -1,0 +1,173 @@
+"""The mesh of devices, and which dimension names are sharded over which of its axes."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jgpt.config import MESH_AXES, mesh_sizes
+from jgpt.hardware import device_kinds
+
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed_dim": ("fsdp",),
+    "hidden_dim": ("tensor",),
+    "num_heads": ("tensor",),
+    "num_kv_heads": ("tensor",),
+    "vocab_size": ("tensor",),
+}
+"""The axes of the mesh over which a dimension is sharded, by its name; no others are."""
+Dimension = str | tuple[str, int] | None
+"""A dimension's name, and into how many equal pieces it may be split if not its entries."""
+Dimensions = tuple[Dimension, ...]
+
+
+def make_mesh(mesh: str) -> Mesh:
+    """A mesh of all devices from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`."""
+    sizes, devices = mesh_sizes(mesh), len(device_kinds())
+    product = math.prod(sizes.values())
+    if product != devices:
+        raise ValueError(f"mesh={mesh} is of {product} devices, and there are {devices}")
+    # automatic axes: XLA's partitioner decides what the rules leave open
+    automatic = (AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, automatic)
+
+
+def abstract_mesh(mesh: str | None) -> AbstractMesh:
+    """The same without devices, to see how arrays would be sharded; of one device for None."""
+    sizes = mesh_sizes(mesh or "data=1")
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def current_mesh() -> AbstractMesh:
+    """The mesh that is set, while tracing too; empty if there is none."""
+    return jax.sharding.get_abstract_mesh()
+
+
+def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes of a mesh that a dimension is to be sharded over, without those of size 1."""
+    name = dimension[0] if isinstance(dimension, tuple) else dimension
+    return tuple(axis for axis in RULES.get(name or "", ()) if mesh.shape.get(axis, 1) > 1)
+
+
+def spec_of(
+    dimensions: Dimensions, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, but: str = ""
+) -> PartitionSpec:
+    """How the rules shard an array, over all axes `but` one.
+
+    A dimension that its axes don't divide evenly is replicated. So is a vector over fsdp, which
+    costs more to gather than to store.
+    """
+    parts: list[tuple[str, ...] | None] = []
+    for dimension, size in zip(dimensions, shape, strict=True):
+        pieces = dimension[1] if isinstance(dimension, tuple) else size
+        without = "fsdp" if len(shape) == 1 and dimension != "batch" else but
+        axes = tuple(axis for axis in axes_of(dimension, mesh) if axis != without)
+        divides = pieces % math.prod(mesh.shape[axis] for axis in axes) == 0
+        parts.append(axes if axes and divides else None)
+    return PartitionSpec(*parts)
+
+
+def placed(x: Any, *dimensions: Dimension) -> Any:
+    """The same array, sharded by the rules if a mesh is set."""
+    mesh = current_mesh()
+    if mesh.empty:
+        return x
+    return lax.with_sharding_constraint(x, spec_of(dimensions, x.shape, mesh))
+
+
+def gathered(tree: Any) -> Any:
+    """The arrays of a tree, replicated if a mesh is set."""
+    return tree if current_mesh().empty else lax.with_sharding_constraint(tree, PartitionSpec())
+
+
+def with_gathered(
+    function: Callable[[Any, Any], Any],
+    x: Any,
+    parameter: Any,
+    dimensions: Dimensions,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """`function(x, parameter)`, the parameter gathered over fsdp in `dtype` if a mesh is set.
+
+    It is gathered again for the backward pass, rather than kept, and its gradient is sharded as it
+    is (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
+    """
+    if current_mesh().empty:
+        return function(x, parameter)
+
+    def with_whole(x, parameter):
+        return function(x, _gathered(dimensions, dtype or parameter.dtype, parameter))
+
+    return jax.checkpoint(with_whole)(x, parameter)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
+    # the barrier keeps XLA from gathering first and narrowing afterwards
+    narrow = lax.optimization_barrier(parameter.astype(dtype))
+    spec = spec_of(dimensions, parameter.shape, current_mesh(), but="fsdp")
+    return lax.with_sharding_constraint(narrow, spec).astype(parameter.dtype)
+
+
+_gathered.defvjp(
+    lambda dimensions, dtype, parameter: (_gathered(dimensions, dtype, parameter), None),
+    lambda dimensions, dtype, _, gradient: (placed(gradient, *dimensions),),
+)
+
+
+def parameter(value: Any, *dimensions: Dimension) -> nnx.Param:
+    """A parameter that knows its dimensions' names."""
+    return nnx.Param(value, dimensions=dimensions)
+
+
+def dimensions_of(variable: nnx.Variable) -> Dimensions:
+    """The names of a parameter's dimensions."""
+    return variable.get_metadata().get("dimensions", (None,) * len(variable.shape))
+
+
+def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """How each parameter of a model is sharded, in the structure of its weights."""
+
+    def spec(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(spec_of(dimensions_of(variable), variable.shape, mesh))
+
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
+    return nnx.to_pure_dict(jax.tree.map(spec, nnx.state(model, nnx.Param), is_leaf=is_variable))
+
+
+def specs_like(tree: Any, weights: Any) -> Any:
+    """How the arrays of a tree are sharded, from the specs of weights.
+
+    An array whose path ends with a parameter's is sharded like it, as an optimizer's moments are;
+    any other is replicated.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=_is_spec)
+    known = {jax.tree_util.keystr(path): spec for path, spec in leaves}
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        ends = (jax.tree_util.keystr(path[start:]) for start in range(len(path)))
+        found = next((known[end] for end in ends if end in known), PartitionSpec())
+        return found if len(found) == len(leaf.shape) else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def shardings(specs: Any) -> Any:
+    """Specs as shardings over the devices of the mesh that is set, or on the default device."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        here = jnp.zeros(()).sharding
+        return jax.tree.map(lambda _: here, specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)

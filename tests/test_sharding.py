@@ -1,0 +1,51 @@
+"""The rules of sharding: which dimensions are split over which axes of a mesh."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jgpt.sharding import abstract_mesh, make_mesh, placed, spec_of
+from tests.models import tokens_of
+
+MESH = abstract_mesh("data=2,fsdp=3,tensor=5")
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "shape", "spec"),
+    [
+        (("embed_dim", "hidden_dim"), (9, 10), P(("fsdp",), ("tensor",))),
+        (("batch", "time", None), (12, 7, 9), P(("data", "fsdp"), None, None)),
+        (("vocab_size", "embed_dim"), (65, 8), P(("tensor",), None)),  # 3 doesn't divide 8
+        ((("num_heads", 5), "embed_dim"), (20, 6), P(("tensor",), ("fsdp",))),
+        ((("num_heads", 4), "embed_dim"), (20, 6), P(None, ("fsdp",))),  # heads stay whole
+        (("embed_dim",), (9,), P(None)),  # a vector is too small to gather
+        (("hidden_dim",), (10,), P(("tensor",))),
+    ],
+)
+def test_dimensions_are_split_where_the_axes_divide_them(dimensions, shape, spec):
+    assert spec_of(dimensions, shape, MESH) == spec
+
+
+def test_an_axis_can_be_left_out():
+    assert spec_of(("embed_dim", "hidden_dim"), (9, 10), MESH, but="fsdp") == P(None, ("tensor",))
+
+
+def test_axes_of_size_one_split_nothing():
+    assert spec_of(("batch", "embed_dim"), (7, 9), abstract_mesh("fsdp=3")) == P(None, ("fsdp",))
+    assert spec_of(("batch", "embed_dim"), (7, 9), abstract_mesh(None)) == P(None, None)
+
+
+def test_without_a_mesh_nothing_moves():
+    tokens = tokens_of(1)
+    assert placed(tokens, "batch", "time") is tokens
+
+
+def test_with_a_mesh_an_array_is_split():
+    with jax.set_mesh(make_mesh("data=4,tensor=2")):
+        tokens = placed(tokens_of(1, batch=12), "batch", "time")
+    assert tokens.sharding.shard_shape(tokens.shape) == (3, tokens.shape[1])
+
+
+def test_a_mesh_of_another_size_than_the_machine_is_refused():
+    with pytest.raises(ValueError, match=r"mesh=data=2,fsdp=3 is of 6 devices, and there are 8"):
+        make_mesh("data=2,fsdp=3")

@@ -1,0 +1,294 @@
+"""Train steps on a mesh of eight devices: the same numbers, and what is communicated."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jgpt import ModelConfig, OptimizerConfig, TrainConfig, sharding
+from jgpt.data.batches import batches
+from jgpt.nn import transformer
+from jgpt.sharding import make_mesh, shardings
+from jgpt.training import optimizer
+from jgpt.training.step import (
+    abstract_state,
+    dropout_stream,
+    init_state,
+    make_train_steps,
+    state_specs,
+)
+from tests.models import FAMILIES
+
+SIZES = {
+    "vocab_size": 40,
+    "block_size": 10,
+    "num_layers": 2,
+    "num_heads": 8,
+    "embed_dim": 48,
+    "hidden_dim": 56,
+}
+ROWS = 24 * 10
+MATRICES = Counter({(48, 48): 4 * 2, (48, 56): 2, (56, 48): 2})  # of the blocks
+TOKENS = np.arange(997, dtype=np.int32) ** 2 % 37
+
+
+def config_of(family: str, optimizer: str, **changes) -> TrainConfig:
+    own = {**FAMILIES[family], **SIZES, **changes.pop("model", {})}
+    return TrainConfig(
+        model=ModelConfig(**own),
+        optimizer=OptimizerConfig(optimizer=optimizer, warmup_steps=3),
+        **{"steps": 50, "batch_size": 24, **changes},
+    )
+
+
+# --- the same numbers -------------------------------------------------------------------------
+
+FLOAT64 = {"dtype": "float64", "param_dtype": "float64", "activation_dtype": "float64"}
+RUNS = {
+    "lecture": config_of("lecture", "adamw", model={**FLOAT64, "dropout": 0.1}),
+    "modern": config_of(
+        "modern",
+        "muon",
+        # four key-value heads can't be split over eight devices, nor 21 rows of n-grams
+        model={**FLOAT64, "num_kv_heads": 4, "ngram_sizes": (2,), "ngram_rows": 21},
+    ),
+    "accumulated": config_of(
+        "nanogpt",
+        "adamw",
+        model={**FLOAT64, "dropout": 0.2, "attention_window": 4, "rematerialise": True},
+        batch_size=48,
+        micro_batches=2,
+    ),
+}
+
+
+def losses(config: TrainConfig, steps: int) -> np.ndarray:
+    """The losses of the first steps, and the norm of the weights after them."""
+    state = init_state(config)
+    windows = batches(TOKENS, config.seed, 0, config.steps, config.batch_size, 10)
+    key = dropout_stream(config.seed)
+    state, metrics = make_train_steps(config)(state, windows, key, steps, 0)
+    norm = sum(float(jnp.abs(leaf).sum()) for leaf in jax.tree.leaves(state.weights))
+    return np.append(np.asarray(metrics.loss)[:steps], norm)
+
+
+@functools.cache
+def losses_on_one_device(name: str, steps: int) -> np.ndarray:
+    with jax.enable_x64(True):
+        return losses(RUNS[name], steps)
+
+
+MESHES = ("data=8", "fsdp=8", "tensor=8", "data=2,fsdp=2,tensor=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "steps"),
+    [
+        ("lecture", "fsdp=8", 4),
+        ("modern", "data=2,fsdp=2,tensor=2", 3),
+        *(pytest.param(name, mesh, 50, marks=pytest.mark.slow) for name in RUNS for mesh in MESHES),
+    ],
+)
+def test_steps_are_those_of_one_device(name, mesh, steps):
+    with jax.enable_x64(True), jax.set_mesh(make_mesh(mesh)):
+        found = losses(RUNS[name], steps)
+    wanted = losses_on_one_device(name, steps)
+    assert found.dtype == np.float64
+    assert np.abs(found[:-1] - wanted[:-1]).max() < 1e-12
+    assert abs(found[-1] / wanted[-1] - 1) < 1e-12
+    assert np.abs(np.diff(wanted[:-1])).min() > 1e-9  # each step would show a mistake
+
+
+def test_another_seed_is_seen():
+    """The negative control: the bound tells apart what a seed changes."""
+    with jax.enable_x64(True):
+        other = losses(dataclasses.replace(RUNS["lecture"], seed=5), 4)
+    assert np.abs(other - losses_on_one_device("lecture", 4)).min() > 1e-9
+
+
+# --- the communication that one expects --------------------------------------------------------
+
+LINE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def collectives(config: TrainConfig, mesh: str, folder) -> Counter:
+    """The collectives of the step's program as XLA's partitioner leaves it: kind, dtype, shape."""
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "spmd-partitioning"}
+    with jax.set_mesh(make_mesh(mesh)):
+        state = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            abstract_state(config),
+            shardings(state_specs(config)),
+        )
+        windows = jax.ShapeDtypeStruct((3, config.batch_size, 11), jnp.int32)
+        lowered = make_train_steps(config).lower(state, windows, dropout_stream(1), 3, 0)
+        lowered.compile(compiler_options=options)
+    (program,) = folder.glob("*jit_steps*after_spmd-partitioning*.txt")
+    found: Counter = Counter()
+    for line in program.read_text().splitlines():
+        if match := LINE.search(line):
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
+                sizes = tuple(int(size) for size in shape.split(",") if size)
+                found[match[2], dtype, sizes] += 1
+    return found
+
+
+def of_matrices(found: Counter, kind: str, dtype: str) -> Counter:
+    """How often each shape of two dimensions is communicated."""
+    return Counter(
+        {
+            shape: count
+            for (its, of, shape), count in found.items()
+            if (its, of) == (kind, dtype) and len(shape) == 2
+        }
+    )
+
+
+def kinds(found: Counter) -> set[str]:
+    return {kind for kind, _, _ in found}
+
+
+UNTIED = config_of("nanogpt", "adamw", model={"tie_embeddings": False, "dtype": "bfloat16"})
+TABLES = Counter({(40, 48): 1, (10, 48): 1})
+HEAD = Counter({(48, 40): 1})
+
+
+def expected_of_data(found: Counter) -> None:
+    """Each gradient is summed once, and nothing else is sent."""
+    assert kinds(found) == {"all-reduce"}
+    assert of_matrices(found, "all-reduce", "f32") == MATRICES + TABLES + HEAD
+
+
+def expected_of_fsdp(found: Counter) -> None:
+    """Each matrix is gathered for the forward and for the backward pass, in the products' dtype.
+
+    Its gradient is summed once. Accelerators' compilers make a reduce-scatter of the sum and the
+    slice that follows; the CPU's doesn't.
+    """
+    twice = MATRICES + HEAD
+    assert of_matrices(found, "all-gather", "bf16") == twice + twice
+    assert of_matrices(found, "all-gather", "f32") == TABLES
+    # the token table's gradient is scattered from tokens and activations instead
+    assert of_matrices(found, "all-reduce", "f32") == MATRICES + HEAD + Counter({(10, 48): 1})
+    activations = {(kind, shape) for kind, of, shape in found if len(shape) > 2 and of != "s32"}
+    assert activations == {("all-to-all", (3, 10, 8, 6))}
+
+
+def expected_of_tensor(found: Counter) -> None:
+    """Two sums of activations in a block's forward pass (Shoeybi et al. 2019, section 3).
+
+    And four in its backward pass: the three of queries, keys and values are added up afterwards,
+    which accelerators' compilers do before the sum. One is the head's.
+    """
+    assert kinds(found) <= {"all-reduce"}
+    sums = {shape: n for (_, _, shape), n in found.items() if np.prod(shape) >= ROWS}
+    assert sum(sums.values()) == 2 * (2 + 4) + 1 + 1 + 1  # the embedding's and the targets' logits
+
+
+EXPECTED = {
+    "data=8": expected_of_data,
+    "fsdp=8": expected_of_fsdp,
+    "tensor=8": expected_of_tensor,
+}
+
+
+@pytest.mark.parametrize("mesh", EXPECTED)
+def test_what_is_communicated(mesh, tmp_path):
+    EXPECTED[mesh](collectives(UNTIED, mesh, tmp_path))
+
+
+def test_muon_gathers_a_matrix_and_its_momentum_once(tmp_path):
+    config = config_of("nanogpt", "muon", model={"tie_embeddings": False})
+    found = of_matrices(collectives(config, "fsdp=8", tmp_path), "all-gather", "f32")
+    forward_and_backward = MATRICES + MATRICES
+    assert {shape: found[shape] for shape in MATRICES} == forward_and_backward + MATRICES + MATRICES
+
+
+def rule(name: str, *axes: str):
+    return lambda patch: patch.setitem(sharding.RULES, name, axes)
+
+
+def identity(module, name: str):
+    return lambda patch: patch.setattr(module, name, lambda x, *_, **__: x)
+
+
+def widely_gathered(patch):
+    gather = sharding._gathered
+    patch.setattr(
+        sharding, "_gathered", lambda dimensions, dtype, x: gather(dimensions, x.dtype, x)
+    )
+
+
+FAULTS = {
+    "the batch is replicated": ("fsdp=8", rule("batch", "data")),
+    "the batch is not split over data": ("data=8", rule("batch", "fsdp")),
+    "weights are split over the wrong axis": ("fsdp=8", rule("embed_dim", "tensor")),
+    "weights are replicated": ("fsdp=8", rule("embed_dim")),
+    "heads are replicated": ("tensor=8", rule("num_heads")),
+    "the MLP is replicated": ("tensor=8", rule("hidden_dim")),
+    "the vocabulary is replicated": ("tensor=8", rule("vocab_size")),
+    "gathered in float32": ("fsdp=8", widely_gathered),
+    "gathered once and kept": (
+        "fsdp=8",
+        lambda patch: patch.setattr(sharding.jax, "checkpoint", lambda function: function),
+    ),
+    "not gathered": (
+        "fsdp=8",
+        lambda patch: patch.setattr(sharding, "_gathered", lambda dimensions, dtype, x: x),
+    ),
+    "activations are gathered": (
+        "data=8",
+        lambda patch: patch.setattr(transformer, "placed", lambda x, *_: sharding.gathered(x)),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault, tmp_path, monkeypatch):
+    mesh, plant = FAULTS[fault]
+    plant(monkeypatch)
+    jax.clear_caches()
+    with pytest.raises(AssertionError):
+        EXPECTED[mesh](collectives(UNTIED, mesh, tmp_path))
+
+
+@pytest.mark.slow
+def test_muon_s_fault_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizer, "gathered", lambda tree: tree)
+    with pytest.raises(AssertionError):
+        test_muon_gathers_a_matrix_and_its_momentum_once(tmp_path)
+
+
+# --- where the state lies ------------------------------------------------------------------------
+
+
+def test_no_device_holds_the_whole_state():
+    config = config_of("nanogpt", "muon")
+    with jax.set_mesh(make_mesh("fsdp=4,tensor=2")):
+        state, again = init_state(config), init_state(config)  # one is donated
+        windows = batches(TOKENS, 1, 0, 2, 24, 10)
+        stepped, _ = make_train_steps(config)(state, windows, dropout_stream(1), 2, 0)
+    kernel = stepped.weights["blocks"][1]["feed_forward"]["expansion"]["kernel"]
+    assert kernel.sharding.spec == P("fsdp", "tensor")
+    assert kernel.addressable_shards[3].data.shape == (48 // 4, 56 // 2)
+    for leaf in jax.tree.leaves((stepped.weights, stepped.optimizer)):
+        if leaf.ndim == 2:
+            assert leaf.addressable_shards[0].data.size <= leaf.size // 4, leaf.shape
+    before, after = (
+        [leaf.sharding for leaf in jax.tree.leaves((each.weights, each.optimizer))]
+        for each in (again, stepped)
+    )
+    # what a call returns lies as what it took: the next one compiles nothing anew
+    assert all(
+        one.is_equivalent_to(other, leaf.ndim)
+        for one, other, leaf in zip(
+            before, after, jax.tree.leaves((again.weights, again.optimizer)), strict=True
+        )
+    )
