@@ -97,13 +97,13 @@ def check(value: Result, annotation: Any) -> Result:
 
     `annotation` is one array annotation, such as `Float[Array, "batch time {self.embed_dim}"]`.
     """
+    if config.jaxtyping_disable or not __debug__:
+        return value
     if not _is_array(annotation):
         raise TypeError(
             f"check() needs an array annotation, such as Float[Array, 'batch'], "
             f"not {_spelled(annotation)}"
         )
-    if config.jaxtyping_disable or not __debug__:
-        return value
     if reason := _mismatch(annotation, value):
         frame = sys._getframe(1)
         name = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"

@@ -9,6 +9,7 @@ import sys
 from typing import get_type_hints
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import given
@@ -134,6 +135,7 @@ from jgpt.presets import PRESETS
         (TrainConfig, {"name": "."}, "name='.' must be a plain folder name"),
         (TrainConfig, {"name": ".."}, "name='..' must be a plain folder name"),
         (TrainConfig, {"model": OptimizerConfig()}, "model must be a ModelConfig, not Optim"),
+        (ModelConfig, {"embed_dim": np.int64(8)}, "an integer, not np.int64(8): its item() is one"),
         (TrainConfig, {"name": 3}, "name must be a string, not 3"),
         (TrainConfig, {"steps": "x"}, "steps must be an integer, not 'x'"),
         (TrainConfig, {"trackers": ("wandb", "x")}, "each item one of tensorboard, wandb, not"),

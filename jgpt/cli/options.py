@@ -49,7 +49,7 @@ def _arg(metavar: str | None, hint: str = "", **others: Any) -> Any:
     return arg(metavar=metavar, help_behavior_hint=shown, **others)
 
 
-Run = Annotated[str, _arg("RUN")]
+Run = Annotated[str, _arg("RUN", help="The run directory.")]
 Directory = Annotated[str, _arg("DIR")]
 Image = Annotated[str, _arg("FILE")]
 Number = Annotated[int, _arg("N")]
@@ -58,7 +58,10 @@ File = Annotated[str | None, _arg("FILE")]
 Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
 Sources = Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], _arg("TEXT ...", PYDOCS)]
 Switch = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
-Checkpoint = Annotated[Literal["best", "last"] | int, _arg("best|last|N")]
+Checkpoint = Annotated[
+    Literal["best", "last"] | int,
+    _arg("best|last|N", help="The best by validation loss, the last, or a step."),
+]
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,6 @@ class SampleOptions:
     """Generate text with a trained model, streamed as it is sampled."""
 
     run: Positional[Run]
-    """The run directory."""
     prompt: Texts = ()
     """The text to continue, by default a newline. Several are sampled as a batch."""
     prompt_file: File = None
@@ -104,7 +106,6 @@ class SampleOptions:
     seed: Number = 1337
     """The random seed."""
     checkpoint: Checkpoint = "best"
-    """The best by validation loss, the last, or a step."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,9 @@ class EvalOptions:
     """Compute a run's exact loss on its validation split: every target once."""
 
     run: Positional[Run]
-    """The run directory."""
     json: Switch = False
     """Print one JSON object."""
     checkpoint: Checkpoint = "best"
-    """The best by validation loss, the last, or a step."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class ImportOptions:
 
     source: Positional[Annotated[str, _arg("DIR|FILE")]]
     """A Hugging Face GPT-2 directory (config.json, model.safetensors), or nanoGPT's ckpt.pt."""
-    out: Run
+    out: Annotated[str, _arg("RUN")]
     """The run directory to write."""
     format: Annotated[Literal["gpt2", "nanogpt"], arg(name=FROM)] = "gpt2"
     """The format of the weights."""
@@ -168,13 +167,11 @@ class ExportOptions:
     """Export a run's model as a Hugging Face GPT-2 directory."""
 
     run: Positional[Run]
-    """The run directory."""
     out: Directory
     """The directory to write."""
     zero_biases: Switch = False
     """Write zeros for biases that the model lacks and GPT-2's format requires."""
     checkpoint: Checkpoint = "best"
-    """The best by validation loss, the last, or a step."""
 
 
 @dataclass(frozen=True)
@@ -197,13 +194,11 @@ class AttentionOptions:
     """Plot the attention weights of each layer and head over a text."""
 
     run: Positional[Run]
-    """The run directory."""
     prompt: Annotated[str, _arg("TEXT")]
     """The text; its last block-size tokens are plotted."""
     out: Image = "attention.png"
     """The image to write: .png or .svg."""
     checkpoint: Checkpoint = "best"
-    """The best by validation loss, the last, or a step."""
 
 
 def parse_train(

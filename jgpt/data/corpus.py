@@ -174,9 +174,9 @@ def _download(url: str, target: Path, on_download: Download | None) -> None:
         os.replace(partial, target)
     except (OSError, http.client.HTTPException) as error:
         raise ConnectionError(
-            f"tiny Shakespeare could not be downloaded from {url} ({error}): put a copy of it as "
-            f"{SHAKESPEARE_FILE} into the folder that JGPT_DATA_DIR names, or use the corpus "
-            "pydocs, which needs no network"
+            f"tiny Shakespeare could not be downloaded from {url} ({error}): name a file with a "
+            f"copy of it, or put it as {SHAKESPEARE_FILE} into a folder that JGPT_DATA_DIR names, "
+            "or use the corpus pydocs, which needs no network"
         ) from None
     finally:
         Path(partial).unlink(missing_ok=True)

@@ -44,10 +44,10 @@ class Module(nnx.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "dropout" and not 0 <= value < 1:
             raise ValueError(f"{name}={value} must be at least 0 and below 1")
-        if name in SIZES and value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be positive")
         if name == "epsilon" and not value >= 0:
             raise ValueError(f"{name}={value} must not be negative")
+        if name in SIZES and value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be positive")
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -27,7 +27,7 @@ from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
-from jgpt.runs.directory import LOSS_PICTURE, PROFILE, RunDirectory
+from jgpt.runs.directory import CONFIG, LOSS_PICTURE, PROFILE, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.plots import plot_losses
 from jgpt.runs.profiling import CompilationWatch, Profiler
@@ -249,17 +249,17 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
         if out.exists() or out.is_symlink():
             raise NotADirectoryError(f"{out} is a file: choose another directory")
         return out
-    if not (RunDirectory.exists(out) or RunDirectory.is_unused(out)):
+    if RunDirectory.exists(out):
+        RunDirectory.open(out).config()  # raises if it is damaged, or another program's
+    elif not RunDirectory.is_unused(out):
         raise FileExistsError(
-            f"{out} is not a run directory and not empty: choose another, such as "
+            f"{out} is not a run directory: it has files, but no {CONFIG}; choose another, such as "
             f"{out / config.name}"
         )
     if not resume and not overwrite:
         raise FileExistsError(
             f"{out} already exists: resume=True continues it, overwrite=True starts again"
         )
-    if RunDirectory.exists(out):
-        RunDirectory.open(out).config()  # raises if it is damaged
     return out
 
 

@@ -13,6 +13,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from jgpt.contracts import typed
@@ -29,16 +30,11 @@ def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot training and validation loss against steps."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    steps = np.array([line["step"] for line in metrics])
-    labels = (
-        "training, each step",
-        f"training, mean of {_window(metrics)} steps",
-        "validation",
-        "validation, estimated on a part",
-    )
-    _draw_run(axes, steps, metrics, ("C0", "C1"), labels)
-    axes.set(title=path.absolute().parent.name)
-    _finish(figure, {"step": axes})
+    axes.set_title(path.absolute().parent.name, parse_math=False)
+    lines = _draw_run(axes, np.array([line["step"] for line in metrics]), metrics, "C0", "C1")
+    labels = ["training, each step", f"training, mean of {_window(metrics)} steps"]
+    labels += ["validation", "validation, estimated on a part"]
+    _finish(figure, {"step": axes}, lines, labels)
     figure.savefig(path, dpi=120)
 
 
@@ -46,10 +42,11 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
     """Plot the losses of several runs against steps, tokens and seconds."""
     _require_picture(path)
     figure = Figure(figsize=(15, 5.5), layout="constrained")
-    steps_axes, tokens_axes, seconds_axes = figure.subplots(1, 3, sharey=True)
-    names = _short_names([run.path for run in runs])
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        config, metrics = run.config(), run.metrics()
+    names, row = ("steps", "tokens", "seconds"), figure.subplots(1, 3, sharey=True)
+    panels: dict[str, Axes] = dict(zip(names, row, strict=True))
+    smoothed = []
+    for index, run in enumerate(runs):
+        config, metrics, colour = run.config(), run.metrics(), f"C{index}"
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         steps = np.array([line["step"] for line in metrics])
@@ -58,11 +55,12 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
             steps, [0, *(line["step"] for line in timed)], [0, *(line["seconds"] for line in timed)]
         )
         tokens = steps * (config.batch_size * config.model.block_size)
-        colours, labels = (f"C{index}", f"C{index}"), ("", name, "", "")
-        _draw_run(steps_axes, steps, metrics, colours, labels)
-        _draw_run(tokens_axes, tokens, metrics, colours, labels)
-        _draw_run(seconds_axes, seconds, metrics, colours, labels)
-    legend = _finish(figure, {"steps": steps_axes, "tokens": tokens_axes, "seconds": seconds_axes})
+        lines = [
+            _draw_run(axes, x, metrics, colour, colour)
+            for axes, x in zip(row, (steps, tokens, seconds), strict=True)
+        ]
+        smoothed.append(lines[0][1])
+    legend = _finish(figure, panels, smoothed, _short_names([run.path for run in runs]))
     legend.set_title(
         "line: training, mean of 2% of the steps around; faint: each step; "
         "dots: validation; circles: validation, estimated on a part"
@@ -75,29 +73,29 @@ def _draw_run(
     axes: Axes,
     x: Real[np.ndarray, " steps"],
     metrics: Sequence[dict[str, Any]],
-    colours: tuple[str, str],
-    labels: tuple[str, str, str, str],
-) -> None:
-    """Draw training, each step and smoothed, and validation, exact and estimated."""
-    training, validation = colours
-    each, smoothed, exact, estimated = labels
+    training: str,
+    validation: str,
+) -> list[Line2D]:
+    """Draw a run in two colours: training, each step and smoothed; validation, and estimates."""
 
     def points(field: str) -> tuple[np.ndarray, np.ndarray]:
         at = [i for i, line in enumerate(metrics) if field in line]
         return x[at], np.array([metrics[i][field] for i in at])
 
     places, losses = points("loss")
-    axes.plot(places, losses, color=training, alpha=0.25, linewidth=0.7, label=each)
     mean = _running_mean(losses, _window(metrics))
-    axes.plot(places, mean, color=training, linewidth=1.5, label=smoothed)
     dots = {"linestyle": "", "marker": "o", "color": validation, "zorder": 3}
-    axes.plot(*points("validation_loss"), **dots, label=exact)
-    axes.plot(*points("validation_estimate"), **dots, fillstyle="none", label=estimated)
+    return [
+        *axes.plot(places, losses, color=training, alpha=0.25, linewidth=0.7),
+        *axes.plot(places, mean, color=training, linewidth=1.5),
+        *axes.plot(*points("validation_loss"), **dots),
+        *axes.plot(*points("validation_estimate"), **dots, fillstyle="none"),
+    ]
 
 
 def _window(metrics: Sequence[dict[str, Any]]) -> int:
-    """2% of the steps, and an odd number of them."""
-    return len(metrics) // 50 | 1
+    """2% of the steps, an odd number of them."""
+    return max(len(metrics) // 50 | 1, 3)
 
 
 @typed
@@ -110,19 +108,21 @@ def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.n
     return (sums[step + after + 1] - sums[step - before]) / (before + 1 + after)
 
 
-def _finish(figure: Figure, panels: dict[str, Axes]) -> Legend:
+def _finish(
+    figure: Figure, panels: dict[str, Axes], lines: list[Line2D], labels: list[str]
+) -> Legend:
     """Name the axes and add the legend, below them, where no data is."""
     for name, axes in panels.items():
         axes.set(xlabel=name)
         axes.locator_params(axis="x", integer=name != "seconds")
         axes.xaxis.set_major_formatter(EngFormatter(sep="") if name == "tokens" else "{x:,.12g}")
         axes.grid(alpha=0.3)
-    first = next(iter(panels.values()))
-    first.set(ylabel="loss in nats per token")
-    handles, labels = first.get_legend_handles_labels()
-    return figure.legend(
-        handles, labels, loc="outside lower center", ncols=max(2, len(labels) // 2)
-    )
+    next(iter(panels.values())).set(ylabel="loss in nats per token")
+    columns = max(2, len(labels) // 2)
+    legend = figure.legend(lines, labels, loc="outside lower center", ncols=columns)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a directory may have dollars in its name
+    return legend
 
 
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:

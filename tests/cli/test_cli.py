@@ -228,17 +228,21 @@ def test_nothing_to_plot_leaves_an_earlier_picture(tmp_path):
 
 
 @pytest.mark.parametrize("how", [[], ["--resume"], ["--overwrite"]])
-@pytest.mark.parametrize("existing", ["notes.txt", "folder"])
+@pytest.mark.parametrize("existing", ["notes.txt", "folder", "model"])
 def test_an_out_that_is_no_run_is_not_advised_to_be_resumed(existing, how, text_file, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
+    if existing == "model":
+        (tmp_path / "folder").rename(tmp_path / "model")
+        (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    before = {path.name for path in tmp_path.rglob("*")}
     ask = ("train", "tiny", "--data", text_file, "--out", existing, *how)
     said = refused(*ask, cwd=tmp_path)
-    assert "choose another --out" in said
+    assert ("config.json is damaged" if existing == "model" else "choose another") in said
     assert "--resume" not in said
     assert "--overwrite" not in said
-    assert {path.name for path in tmp_path.rglob("*")} == {"notes.txt", "folder"}
+    assert {path.name for path in tmp_path.rglob("*")} == before
 
 
 def test_a_run_holds_what_the_readme_says(trained):
@@ -414,7 +418,7 @@ def test_resume_says_that_a_run_is_finished(run):
     assert f"finished at step 30 of 30 already: {run}; --steps trains it further" in said
     before = (run / "config.json").read_text()
     said = refused("train", "--out", run, "--resume", "--steps", 20)
-    assert f"steps=20 is below the 30 steps that {run} has taken" in said
+    assert f"--steps 20 is below the 30 steps that {run} has taken" in said
     assert (run / "config.json").read_text() == before
 
 
@@ -574,7 +578,7 @@ def test_a_run_s_directory_is_no_file_and_no_broken_link(text_file, tmp_path, op
     (tmp_path / "link").symlink_to("nowhere")
     for out in (text_file, tmp_path / "link"):
         said = refused("train", "tiny", "--data", text_file, "--out", out, option)
-        assert f"{out} is not a directory: choose another out" in said
+        assert f"{out} is a file: choose another directory" in said
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 

@@ -121,8 +121,8 @@ REPORTS = [
         static={
             "axes": Figure().add_subplot(),
             "metrics": [],
-            "colours": ("black", "red"),
-            "labels": ("a", "b", "c", "d"),
+            "training": "black",
+            "validation": "red",
         },
     ),
     HOST("jgpt.runs.plots._running_mean", {"losses": "real steps"}, (6,), static={"window": 3}),

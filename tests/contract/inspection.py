@@ -103,7 +103,7 @@ def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
     of_module = isinstance(parent, type) and issubclass(parent, nnx.Module)
     has_sizes = not names[-1].startswith("_") and int in _parameters(function)
     makes_module = of_module and (names[-1] == "__init__" or has_sizes)
-    is_public = getattr(package, names[-1], None) is function
+    is_public = not names[-1].startswith("_") and getattr(package, names[-1], None) is function
     return handles_arrays(function) or makes_module or is_public
 
 
@@ -207,7 +207,7 @@ def string_annotations(source: str) -> Iterator[str]:
 def _strings_outside_arrays(hint: ast.AST) -> Iterator[str]:
     if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
         yield hint.value
-    elif isinstance(hint, ast.Subscript) and _named(hint.value) in {"Literal", "PyTree"}:
+    elif isinstance(hint, ast.Call) or (isinstance(hint, ast.Subscript) and _named(hint.value) in {"Literal", "PyTree"}):  # what Annotated holds beside the type
         return
     else:
         children = [hint.slice.elts[0]] if is_array_annotation(hint) else ast.iter_child_nodes(hint)

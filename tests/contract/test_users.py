@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -88,6 +89,24 @@ def test_a_wrong_result_of_theirs_is_found(gate):
     gate.axis = 1
     with pytest.raises(TypeCheckError, match=r"Gate.__call__\(\) returned a wrong result"):
         gate(jnp.ones((2, 4, 6)))
+
+
+NOTHING: Any = 3
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda: jgpt.typed(NOTHING), "@typed is for functions and methods, not for 3"),
+        (lambda: jgpt.typed(jgpt.Head), "@typed is for functions and methods, not for <class"),
+        (lambda: jgpt.record(NOTHING), "must be called with a dataclass"),
+        (lambda: jgpt.record(type("Plain", (), {})), "must be called with a dataclass"),
+        (lambda: jgpt.check(1, int), r"check\(\) needs an array annotation, .* not int"),
+    ],
+)
+def test_misuse_of_theirs_says_so(misuse, message):
+    with pytest.raises(TypeError, match=message):
+        misuse()
 
 
 def test_what_they_need_is_public():

@@ -300,6 +300,7 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
         ({"min_p": -0.1}, r"min_p=-0.1 must be in \[0, 1\]"),
         ({"min_p": 1.5}, r"min_p=1.5 must be in \[0, 1\]"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 must be 0 or more"),
+        ({"max_new_tokens": 10**20}, r"max_new_tokens=10+ must be 0 or more, below 2\*\*31"),
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "the prompt is empty"),
         ({"prompt": jnp.zeros((0, 2), jnp.int32)}, "the prompt is empty"),
         ({"lengths": np.array([3, 0])}, "the prompt is empty"),

@@ -41,6 +41,32 @@ def test_the_key_decides():
     )
 
 
+@pytest.mark.parametrize("rate", [1.0, 1.5, -0.5, float("nan")])
+def test_a_rate_is_at_least_0_and_below_1(rate):
+    x = jnp.ones((3, 4))
+    for call in (
+        lambda: apply_dropout(x, rate, jax.random.key(0)),
+        lambda: attend(x, x, x, dropout=rate),
+    ):
+        with pytest.raises(ValueError, match=f"dropout={rate} must be at least 0 and below 1"):
+            call()
+
+
+def test_keys_of_another_stream_are_refused():
+    module, x = jgpt.FeedForward(6, 13, dropout=RATE, rngs=nnx.Rngs(0)), jnp.ones((2, 7, 6))
+    with pytest.raises(ValueError, match=r"no stream for dropout: nnx.Rngs\(dropout=key\) has"):
+        module(x, rngs=nnx.Rngs(params=0))
+    assert not jnp.array_equal(module(x, rngs=nnx.Rngs(0)), module(x))  # the default stream
+
+
+def test_nothing_is_dropped_half():
+    """With a cache a block can't, so the embedding must not either."""
+    config = jgpt.ModelConfig(num_layers=1, num_heads=3, embed_dim=6, block_size=5, dropout=RATE)
+    model, tokens = jgpt.GPT(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 5), jnp.int32)
+    with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
+        model(tokens, cache=model.empty_cache(1), rngs=rngs(1))
+
+
 def test_attention_drops_weights_and_not_values():
     query, key = jnp.zeros((1, 2, 3)), jnp.zeros((1, 400, 3))
     value = jnp.eye(400)[None]

@@ -86,9 +86,12 @@ def test_rotary_heads_know_distances_and_not_places():
 
 
 def test_rotary_heads_have_an_even_size():
-    head = Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="head_dim=5 must be even"):
-        head(normal(1, BATCH, TIME, EMBED_DIM))
+    for make in (
+        lambda: Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0)),
+        lambda: MultiHeadAttention(15, 3, rotary=True, rngs=nnx.Rngs(0)),
+    ):
+        with pytest.raises(ValueError, match="head_dim=5 must be even"):
+            make()
 
 
 @pytest.mark.parametrize("cross", [False, True])

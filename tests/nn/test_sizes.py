@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -80,6 +81,30 @@ def test_a_rate_is_below_1(kind):
             make(kind, dropout=rate)
     for rate in (0, 0.0, 0.99):
         make(kind, dropout=rate)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_an_epsilon_is_not_negative(kind):
+    for epsilon in (-1e-5, float("nan")):
+        with pytest.raises(ValueError, match=f"^epsilon={epsilon} must not be negative"):
+            make(kind, epsilon=epsilon)
+    assert make(kind, epsilon=0.0).epsilon == 0
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 2), (2, 2), (3, 2)])
+def test_sizes_of_n_grams_ascend(sizes):
+    with pytest.raises(ValueError, match="must be positive and ascending"):
+        make(NGramEmbedding, sizes=sizes)
+    assert make(NGramEmbedding, sizes=(1, 4)).sizes == (1, 4)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "auto", int, "float23"])
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+def test_a_dtype_is_floating_point(name, dtype):
+    with pytest.raises(ValueError, match=r"dtype .* must be floating-point, such as float32"):
+        make(Linear, **{name: dtype})
+    for fine in ("bfloat16", float, jnp.float16):
+        make(Linear, **{name: fine})
 
 
 def test_a_size_and_a_rate_stay_what_they_may_be():

@@ -37,7 +37,12 @@ def test_the_place_of_a_target_follows_its_axes():
     ):
         with pytest.raises(ValueError, match=f"target 9 at {place} is outside"):
             jgpt.cross_entropy(jnp.zeros((*targets.shape, 9)), targets)
-    assert jnp.isnan(jgpt.cross_entropy(jnp.zeros((0, 9)), jnp.zeros(0, int)))
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_a_mean_of_no_losses_is_refused(shape):
+    with pytest.raises(ValueError, match="there are no targets"):
+        jgpt.cross_entropy(jnp.zeros((*shape, 9)), jnp.zeros(shape, int))
 
 
 def test_compiled_embedding_and_loss_treat_it_alike():

@@ -51,6 +51,8 @@ def test_a_query_may_look_at_itself_and_so_much_of_its_past():
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_that_holds_nothing_is_refused(window):
     x = jnp.zeros((TIME, HEAD_DIM))
+    with pytest.raises(ValueError, match=f"time={-TIME} must not be negative"):
+        causal_mask(-TIME)
     with pytest.raises(ValueError, match=f"window={window} must be positive"):
         causal_mask(TIME, window)
     with pytest.raises(ValueError, match=f"window={window} must be positive"):

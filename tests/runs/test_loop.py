@@ -160,7 +160,8 @@ def snapshot(directory):
             FileExistsError,
             "already exists: resume=True continues it, overwrite=True starts again",
         ),
-        ({"out": __file__}, {"overwrite": True}, FileExistsError, "is a file: choose another"),
+        ({"out": __file__}, {"overwrite": True}, NotADirectoryError, "is a file: choose another"),
+        ({}, {"profile_steps": -1}, ValueError, "profile_steps=-1 must not be negative"),
         (
             {},
             {"resume": True, "overwrite": True},
