@@ -86,7 +86,7 @@ def load_dataset(
             if known is None:
                 raise
             raise FileNotFoundError(
-                f"{error}; if the run's text has moved, train it with --resume --data PLACE"
+                f"{error}; if the run's text has moved, train it with resume=True data=PLACE"
             ) from None
         text_digest = hashlib.sha256(text.encode()).hexdigest()
         if known is not None:

@@ -332,7 +332,7 @@ def test_a_text_may_move_but_not_change(small_run, poem, tmp_path):
     fit(config)
     moved = text.rename(tmp_path / "moved.txt")
     hint = (
-        r"no file .*text\.txt.*; if the run's text has moved, train it with --resume --data PLACE"
+        r"no file .*text\.txt.*; if the run's text has moved, train it with resume=True data=PLACE"
     )
     with pytest.raises(FileNotFoundError, match=hint):
         evaluate(tmp_path / "run")
