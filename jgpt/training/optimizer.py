@@ -95,8 +95,8 @@ def _on_whole_matrices(muon: optax.GradientTransformation) -> optax.GradientTran
     Otherwise each product of each Newton-Schulz iteration would gather the matrix again.
     """
 
-    def update(updates, state, weights=None):
-        return muon.update(gathered(updates), gathered(state), weights)
+    def update(updates, state, params=None):
+        return muon.update(gathered(updates), gathered(state), params)
 
     return optax.GradientTransformation(muon.init, update)
 

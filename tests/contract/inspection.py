@@ -205,9 +205,11 @@ def string_annotations(source: str) -> Iterator[str]:
 
 
 def _strings_outside_arrays(hint: ast.AST) -> Iterator[str]:
+    if isinstance(hint, ast.Call):  # what Annotated holds beside the type
+        return
     if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
         yield hint.value
-    elif isinstance(hint, ast.Call) or (isinstance(hint, ast.Subscript) and _named(hint.value) in {"Literal", "PyTree"}):  # what Annotated holds beside the type
+    elif isinstance(hint, ast.Subscript) and _named(hint.value) in {"Literal", "PyTree"}:
         return
     else:
         children = [hint.slice.elts[0]] if is_array_annotation(hint) else ast.iter_child_nodes(hint)

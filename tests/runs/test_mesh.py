@@ -1,6 +1,7 @@
 """Runs on a mesh of devices: the same run on one device, on eight, and on others when resumed."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,9 +61,12 @@ def test_a_mesh_generates_the_same_tokens(family):
 
 
 def test_a_run_is_loaded_in_shards(trained):
-    alone = load(trained.directory)[0].blocks[0].feed_forward.expansion.kernel[...]
+    def kernel_of(model: Any) -> jax.Array:
+        return model.blocks[0].feed_forward.expansion.kernel[...]
+
+    alone = kernel_of(load(trained.directory)[0])
     with jax.set_mesh(make_mesh("fsdp=4,tensor=2")):
-        kernel = load(trained.directory)[0].blocks[0].feed_forward.expansion.kernel[...]
+        kernel = kernel_of(load(trained.directory)[0])
     assert kernel.addressable_shards[0].data.shape == (12 // 4, 48 // 2)
     np.testing.assert_array_equal(kernel, alone)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ MATRICES = Counter({(48, 48): 4 * 2, (48, 56): 2, (56, 48): 2})  # of the blocks
 TOKENS = np.arange(997, dtype=np.int32) ** 2 % 37
 
 
-def config_of(family: str, optimizer: str, **changes) -> TrainConfig:
+def config_of(family: str, optimizer: Any, **changes: Any) -> TrainConfig:
     own = {**FAMILIES[family], **SIZES, **changes.pop("model", {})}
     return TrainConfig(
         model=ModelConfig(**own),
@@ -119,7 +120,10 @@ LINE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute
 
 def collectives(config: TrainConfig, mesh: str, folder) -> Counter:
     """The collectives of the step's program as XLA's partitioner leaves it: kind, dtype, shape."""
-    options = {"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "spmd-partitioning"}
+    options: dict[str, str | bool] = {
+        "xla_dump_to": str(folder),
+        "xla_dump_hlo_pass_re": "spmd-partitioning",
+    }
     with jax.set_mesh(make_mesh(mesh)):
         state = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
