@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -72,6 +73,7 @@ def _without_echoes() -> Iterator[None]:
     TensorStore's threads complain of its event loop, and asyncio of its futures, some at exit.
     """
     logging.getLogger("asyncio").addFilter(_is_no_echo)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

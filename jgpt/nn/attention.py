@@ -17,10 +17,10 @@ def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {ti
     A `window` limits that to the last `window` positions, its own included (sliding-window
     attention). Raises ValueError for a negative `time` and a window below 1.
     """
-    if time < 0:
-        raise ValueError(f"time={time} must not be negative")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be positive: it includes the query's own position")
+    if time < 0:
+        raise ValueError(f"time={time} must not be negative")
     mask = jnp.tril(jnp.ones((time, time), dtype=bool))
     return mask if window is None else mask & ~jnp.tril(mask, -window)
 

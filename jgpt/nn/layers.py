@@ -69,7 +69,7 @@ class Module(nnx.Module):
         if rate > 0 and not self.deterministic:
             raise ValueError(
                 f"after train(), dropout={rate} needs the call's rngs=nnx.Rngs(dropout=key); "
-                "for evaluation, call eval() first"
+                "the model's eval method switches back to evaluation"
             )
         return None
 

@@ -133,6 +133,6 @@ def test_the_version_is_the_package_s():
 def test_help_lists_the_commands():
     assert worked() == worked("help") == worked("--help")
     assert "unknown command 'trian' (did you mean 'train'?)" in refused("help", "trian")
-    for name, (summary, _) in COMMANDS.items():
+    for name, (summary, *_) in COMMANDS.items():
         assert f"{name} " in worked("help")
         assert summary in worked("help")

@@ -227,6 +227,7 @@ class FakeTracker:
 def test_trackers_are_given_every_line_and_closed(small_run, tmp_path, monkeypatch):
     tracker = FakeTracker()
     monkeypatch.setattr("jgpt.runs.loop.open_tracker", lambda *_: tracker)
+    monkeypatch.setattr("jgpt.runs.loop.require_tracker", lambda name: None)
     run = fit(dataclasses.replace(small_run, out=str(tmp_path / "run"), trackers=("wandb",)))
     written = (run.directory / "metrics.jsonl").read_text().splitlines()
     assert tracker.logged == [json.loads(line) for line in written]

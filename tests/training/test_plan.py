@@ -130,7 +130,7 @@ def test_a_mesh_shards_the_state_and_says_what_it_cannot():
 def test_a_state_in_shards_may_be_larger_than_a_device():
     config = dataclasses.replace(preset("gpt2"), mesh="fsdp=2")
     require_feasible(config, 3 * 4 * 124_439_808 * 51 // 100)
-    with pytest.raises(ValueError, match=r"0\.7 GiB, the device has 0\.4 GiB: .*mesh=fsdp=N"):
+    with pytest.raises(ValueError, match=r"712\.7 MiB, the device has 427\.2 MiB: .*mesh=fsdp=N"):
         require_feasible(config, 3 * 4 * 124_439_808 * 3 // 10)
 
 
