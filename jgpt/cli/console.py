@@ -196,6 +196,8 @@ def describe(plan: Plan) -> list[str]:
         f"{epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
         f"an evaluation and a checkpoint every {config.eval_interval} steps",
     ]
+    if plan.mesh is not None:
+        lines += [f"mesh: {plan.mesh}", *plan.replicated]
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
     return [*lines, "nothing was written: leave out --dry-run to train"]

@@ -1,5 +1,6 @@
 """The numbers that commands print, each computed by hand. In this process: jax is there already."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -78,6 +79,8 @@ def test_a_plan_in_words_by_hand():
     assert numbers(steps) == ["2,000", "12", "64", "1.5", "1.23e+11"]
     assert numbers(evaluations) == ["250"]
     assert re.findall(r"[\d.]+ MiB", memory) == ["12.0 MiB", "5.0 MiB", "7.0 MiB"]
+    sharded = dataclasses.replace(planned, mesh="fsdp=8", replicated=("so much",))
+    assert describe(sharded)[4:6] == ["mesh: fsdp=8", "so much"]
 
 
 def test_eval_prints_the_loss_of_the_run_s_model(trained, capsys):
