@@ -24,7 +24,7 @@ def wide_run(small_run):
 
 
 def losses(path) -> np.ndarray:
-    lines = RunDirectory(path).metrics()
+    lines = [line for line in RunDirectory(path).metrics() if "loss" in line]
     return np.array([[line["loss"], line.get("validation_loss", 0.0)] for line in lines])
 
 
