@@ -184,6 +184,8 @@ class ModelConfig:
     """The dtype of parameters."""
     rematerialise: bool = False
     """Rematerialise: recompute each block in the backward pass instead of storing activations."""
+    scan_layers: bool = False
+    """Scan over the blocks, which are compiled once however many there are; slower on CPUs."""
 
     def __post_init__(self) -> None:
         """Validate."""

@@ -1,37 +1,15 @@
 """The machine: platform, peak FLOP/s, memory. No other file asks for them."""
 
+import os
+import re
 import sys
 from dataclasses import dataclass
 
 import jax
-import jax.monitoring
+from jax.experimental.topologies import get_topology_desc
 
+from jgpt.config import did_you_mean
 from jgpt.contracts import typed
-
-_PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "Tesla T4": 65e12,
-    "Tesla V100": 125e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200": 989e12,
-}
-
-
-def peak_flops() -> float | None:
-    """A device's dense 16-bit peak in FLOP/s, or None if it is not in the table."""
-    kind = device_kinds()[0]
-    # a GPU's kind ends with its form factor and memory, a TPU's is exact
-    known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
-    known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
-    return _PEAK_FLOPS[max(known, key=len)] if known else None
 
 
 @dataclass(frozen=True)
@@ -42,6 +20,110 @@ class Platform:
     """cpu, gpu or tpu."""
     cuda_capability: float | None = None
     """The compute capability of a CUDA GPU, such as 9.0; None elsewhere."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A kind of accelerator with its published figures, per chip."""
+
+    kind: str
+    """As JAX names it."""
+    platform: Platform
+    peak_flops: float
+    """Dense, 16-bit, in FLOP/s."""
+    memory: int
+    """In bytes."""
+    memory_bandwidth: float
+    """In bytes/s."""
+    interconnect: float
+    """What a chip can send to the others of its slice or NVLink domain, in bytes/s."""
+
+
+_TPU, _HOPPER = Platform("tpu"), Platform("gpu", 9.0)
+CHIPS = {
+    "v5e": Chip("TPU v5 lite", _TPU, 197e12, 16 << 30, 0.82e12, 200e9),
+    "v5p": Chip("TPU v5", _TPU, 459e12, 95 << 30, 2.77e12, 600e9),
+    "v6e": Chip("TPU v6 lite", _TPU, 918e12, 32 << 30, 1.64e12, 448e9),
+    "h100": Chip("NVIDIA H100 80GB HBM3", _HOPPER, 989e12, 80 * 10**9, 3.35e12, 450e9),
+}
+"""The chips to compile for without having them."""
+_PEAK_FLOPS = {chip.kind: chip.peak_flops for chip in CHIPS.values()} | {
+    "TPU v4": 275e12,
+    "TPU v5p": 459e12,
+    "Tesla T4": 65e12,
+    "Tesla V100": 125e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+}
+_H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472  l2_cache_size: 52428800
+  device_memory_size: 80000000000  memory_bandwidth: 3350000000000
+}
+"""  # XLA's description of a GPU, from the data sheet and CUDA's table of compute capabilities
+
+
+_COMPILE_ONLY = {
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+"""What libtpu reads from the environment of a machine without a TPU, and fewer log messages."""
+
+
+def topology(on: str) -> tuple[Chip, list[jax.Device]]:
+    """The chips of a text such as `v5e:4x4` or `h100:8`, as devices that can only be compiled for.
+
+    Raises ModuleNotFoundError without their compiler, and ValueError for other texts.
+    """
+    name, _, shape = on.partition(":")
+    if name not in CHIPS or not re.fullmatch(r"\d{1,4}(x\d{1,4})*", shape):
+        raise ValueError(
+            f"on={on} must be a chip and its arrangement, such as v5e:4x4 or h100:8; the chips are "
+            f"{', '.join(CHIPS)}{did_you_mean(name, CHIPS)}"
+        )
+    chip = CHIPS[name]
+    for variable, value in _COMPILE_ONLY.items():
+        os.environ.setdefault(variable, value)
+    try:
+        if chip.platform.name == "gpu":
+            found = get_topology_desc(platform="cuda", target_config=_H100, topology=f"1x{shape}x1")
+        else:
+            found = get_topology_desc(on, platform="tpu")
+    except (NotImplementedError, RuntimeError) as error:
+        extra = "cuda12" if chip.platform.name == "gpu" else "tpu"
+        if "not installed" in str(error) or isinstance(error, NotImplementedError):
+            raise ModuleNotFoundError(
+                f"compiling for {on} needs its compiler: pip install 'jgpt[{extra}]'"
+            ) from None
+        raise ValueError(f"on={on}: {str(error).splitlines()[0]}") from None
+    return chip, list(found.devices)
+
+
+def peak_flops() -> float | None:
+    """A device's dense 16-bit peak in FLOP/s, or None if it is not in the table."""
+    kind = device_kinds()[0]
+    # a GPU's kind ends with its form factor and memory, a TPU's is exact
+    known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
+    known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
+    return _PEAK_FLOPS[max(known, key=len)] if known else None
 
 
 @typed

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,15 +29,15 @@ Dimension = str | tuple[str, int] | None
 Dimensions = tuple[Dimension, ...]
 
 
-def make_mesh(mesh: str) -> Mesh:
-    """A mesh of all devices from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`."""
-    sizes, devices = mesh_sizes(mesh), len(device_kinds())
+def make_mesh(mesh: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
+    sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
     product = math.prod(sizes.values())
-    if product != devices:
-        raise ValueError(f"mesh={mesh} is of {product} devices, and there are {devices}")
+    if product != found:
+        raise ValueError(f"mesh={mesh} is of {product} devices, and there are {found}")
     # automatic axes: XLA's partitioner decides what the rules leave open
     automatic = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, automatic)
+    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, automatic, devices=devices)
 
 
 def abstract_mesh(mesh: str | None) -> AbstractMesh:
@@ -55,6 +55,11 @@ def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The axes of a mesh that a dimension is to be sharded over, without those of size 1."""
     name = dimension[0] if isinstance(dimension, tuple) else dimension
     return tuple(axis for axis in RULES.get(name or "", ()) if mesh.shape.get(axis, 1) > 1)
+
+
+def shards_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> int:
+    """Into how many shards a mesh is to split a dimension."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(dimension, mesh))
 
 
 def spec_of(
@@ -141,6 +146,20 @@ def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
     return nnx.to_pure_dict(jax.tree.map(spec, nnx.state(model, nnx.Param), is_leaf=is_variable))
+
+
+def stacked(layers: Sequence[Any], module: Any) -> Any:
+    """The weights of modules like this one, stacked on a new first axis, sharded as they are."""
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    mesh = current_mesh()
+    if mesh.empty:
+        return stack
+    specs = weight_specs(module, mesh)
+    return jax.tree.map(
+        lambda leaf, spec: lax.with_sharding_constraint(leaf, PartitionSpec(None, *spec)),
+        stack,
+        specs,
+    )
 
 
 def specs_like(tree: Any, weights: Any) -> Any:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.contracts import typed
 from jgpt.nn.layers import require_in_vocabulary
+from jgpt.sharding import current_mesh, shards_of
 
 LOGITS_BYTES = 1 << 30
 """The largest float32 logits that a loss materialises; beyond it computes in chunks."""
@@ -47,8 +48,9 @@ def cross_entropy(
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """The rows of logits that a loss materialises at once."""
-    return max(1, LOGITS_BYTES // (4 * vocab_size))
+    """The rows of logits that a loss materialises at once, over all devices of the mesh set."""
+    shards = shards_of("batch", current_mesh())
+    return max(1, LOGITS_BYTES // (4 * vocab_size)) * shards
 
 
 @typed

@@ -30,7 +30,7 @@ from jgpt.nn.layers import (
     project_to_vocabulary,
 )
 from jgpt.nn.precision import ANYWHERE, for_platform
-from jgpt.sharding import placed, with_gathered
+from jgpt.sharding import placed, stacked, with_gathered
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -335,6 +335,8 @@ class GPT(Module):
 
         run = nnx.remat(call) if self.config.rematerialise else call
         x = embedded = placed(self.embed(tokens, cache=cache, rngs=rngs), "batch", "time", None)
+        if self.config.scan_layers and cache is None:
+            return self._scanned_states(x, rngs)
         states = []
         for index, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
             if self.shortcut is not None:
@@ -342,6 +344,30 @@ class GPT(Module):
             states.append(x)
             x = run(block, x, rngs) if layer is None else block(x, cache=layer, rngs=rngs)
             x = placed(x, "batch", "time", None)
+        return *states, x
+
+    @typed
+    def _scanned_states(
+        self, x: Float[Array, "batch time {self.embed_dim}"], rngs: nnx.Rngs | None
+    ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
+        """`hidden_states` by a scan over the blocks, whose weights are stacked for it."""
+        graph, embedded = nnx.graphdef(self.blocks[0]), x
+        layers = [nnx.to_pure_dict(nnx.state(block, nnx.Param)) for block in self.blocks]
+        scales = None if self.shortcut is None else self.shortcut[...].astype(x.dtype)
+        streams, drawn = nnx.split(rngs)  # the streams' counts are carried along
+
+        def call(carry, layer):
+            (x, drawn), (weights, scale) = carry, layer
+            x = x if scale is None else x + scale * embedded
+            rngs = nnx.merge(streams, drawn)
+            y = placed(nnx.merge(graph, weights)(x, rngs=rngs), "batch", "time", None)
+            return (y, nnx.state(rngs)), x
+
+        run = jax.checkpoint(call) if self.config.rematerialise else call
+        (x, drawn), states = jax.lax.scan(
+            run, (x, drawn), (stacked(layers, self.blocks[0]), scales)
+        )
+        nnx.update(rngs, drawn)
         return *states, x
 
     @typed

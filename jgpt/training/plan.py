@@ -19,6 +19,7 @@ from jgpt.nn.models import abstract_model, flops_per_token, parts_of
 from jgpt.sharding import (
     abstract_mesh,
     axes_of,
+    current_mesh,
     dimensions_of,
     shardings,
     spec_of,
@@ -59,15 +60,18 @@ class Plan:
     """For all steps."""
 
 
-def training_memory(config: TrainConfig) -> TrainingMemory | None:
-    """Compile the train steps and analyse their memory; None if the backend doesn't report it."""
-    specs = state_specs(config)
-    state = jax.tree.map(_in_parts, abstract_state(config), shardings(specs))
+def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
+    """The train steps of a config, compiled for the mesh that is set, or the default device."""
+    state = jax.tree.map(_in_parts, abstract_state(config), shardings(state_specs(config)))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    key = dropout_stream(config.seed)
-    compiled = make_train_steps(config).lower(state, windows, key, 0, 0).compile()
-    analysis = compiled.memory_analysis()
+    key = jax.eval_shape(lambda: dropout_stream(config.seed))
+    return make_train_steps(config).lower(state, windows, key, 0, 0).compile()
+
+
+def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory | None:
+    """The memory of compiled train steps; None if the backend doesn't report it."""
+    analysis = steps.memory_analysis()
     if analysis is None:
         return None
     total = (
@@ -76,8 +80,14 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
         - analysis.alias_size_in_bytes  # the donated state is counted once
         + analysis.temp_size_in_bytes
     )
-    on_each = bytes_on_each(state, specs, abstract_mesh(config.mesh))
+    mesh = current_mesh() if not current_mesh().empty else abstract_mesh(None)
+    on_each = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     return TrainingMemory(on_each, max(total - on_each, 0))
+
+
+def training_memory(config: TrainConfig) -> TrainingMemory | None:
+    """Compile the train steps and analyse their memory; None if the backend doesn't report it."""
+    return memory_of(compile_steps(config), config)
 
 
 def _in_parts(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -98,7 +98,6 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     graph = nnx.graphdef(abstract_model(config.model))
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
-    at_once = rows_at_once(config.model.vocab_size)
 
     def stored(state: TrainState) -> TrainState:
         """Sharded as it is stored, if a mesh is set."""
@@ -112,6 +111,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     ) -> Float[Array, ""]:
         model = nnx.merge(graph, weights)
         x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
+        at_once = rows_at_once(config.model.vocab_size)
         return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
 
     @typed
@@ -187,7 +187,6 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
     """
     graph = nnx.graphdef(abstract_model(config))
     loss_dtype = _loss_dtype(config)
-    at_once = rows_at_once(config.vocab_size)
 
     @jax.jit
     @typed
@@ -203,6 +202,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 
             def added():
                 x = model.hidden(window[:, :-1])
+                at_once = rows_at_once(config.vocab_size)
                 losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
                 return total + jnp.where(counted, losses, 0).sum()
 

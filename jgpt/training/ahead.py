@@ -1,0 +1,164 @@
+"""Ahead-of-time compilation: the train step for chips that this machine lacks, and its costs."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jgpt.config import TrainConfig
+from jgpt.hardware import Chip, topology
+from jgpt.nn.models import flops_per_token
+from jgpt.nn.precision import run_for_platform
+from jgpt.sharding import make_mesh
+from jgpt.training.plan import TrainingMemory, compile_steps, default_mesh, memory_of
+
+_BYTES = {"f64": 8, "s64": 8, "u64": 8, "c64": 8, "f32": 4, "s32": 4, "u32": 4}
+_BYTES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$", re.MULTILINE)
+_CALLED = re.compile(r"\b(body|calls|\w*computations?)=(\{[^}]*\}|%?[\w.-]+)")
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The collectives of one kind in a step."""
+
+    kind: str
+    count: int
+    sent: int
+    """Bytes that each chip sends, by ring algorithms."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A train step as compiled for `chips` chips, and the least time that each resource takes."""
+
+    on: str
+    chip: Chip
+    chips: int
+    mesh: str
+    memory: TrainingMemory
+    fits: bool
+    flops: int
+    """For each chip, from the config."""
+    collectives: tuple[Collective, ...]
+    kernels: tuple[str, ...]
+    """Custom calls in the program, such as cuDNN's attention."""
+    compute_seconds: float
+    """At the chip's peak."""
+    memory_seconds: float
+    """To read and write the state once, and what a step keeps in memory once each."""
+    interconnect_seconds: float
+    """For the collectives, if nothing overlaps."""
+
+    @property
+    def bound(self) -> str:
+        """What takes the longest: compute, memory or interconnect."""
+        seconds = {
+            "compute": self.compute_seconds,
+            "memory": self.memory_seconds,
+            "interconnect": self.interconnect_seconds,
+        }
+        return max(seconds, key=lambda name: seconds[name])
+
+
+def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
+    """Compile a config's train step for chips such as `v5e:4x4`, on its mesh or the default one.
+
+    Raises as `hardware.topology`, and ValueError for a mesh of another number of chips.
+    """
+    chip, devices = topology(on)
+    mesh = config.mesh or default_mesh(config, len(devices), chip.memory) or "data=1"
+    config = run_for_platform(config, chip.platform)
+    with jax.set_mesh(make_mesh(mesh, devices)):
+        compiled = compile_steps(config)
+        memory = memory_of(compiled, config)
+    assert memory is not None  # these compilers report it
+    text = compiled.as_text()
+    sent, counts = Counter(), Counter()
+    for kind, size in collectives(text):
+        sent[kind] += size
+        counts[kind] += 1
+    tokens = config.batch_size * config.model.block_size
+    flops = 3 * flops_per_token(config.model) * tokens // len(devices)
+    return CompiledStep(
+        on=on,
+        chip=chip,
+        chips=len(devices),
+        mesh=mesh,
+        memory=memory,
+        fits=memory.state + memory.working <= chip.memory,
+        flops=flops,
+        collectives=tuple(Collective(kind, counts[kind], sent[kind]) for kind in sorted(counts)),
+        kernels=tuple(sorted(set(re.findall(r'custom_call_target="([^"]+)"', text)))),
+        compute_seconds=flops / chip.peak_flops,
+        memory_seconds=2 * (memory.state + memory.working) / chip.memory_bandwidth,
+        interconnect_seconds=sum(sent.values()) / chip.interconnect,
+    )
+
+
+def collectives(text: str) -> Iterator[tuple[str, int]]:
+    """The collectives of a compiled step, and the bytes that each device sends, by ring algorithms.
+
+    Those in a loop come as often as it runs; the loop over the steps of a call counts once.
+    """
+    starts = [*_COMPUTATION.finditer(text)]
+    ends = [*(start.start() for start in starts[1:]), len(text)]
+    bodies = {
+        start[2]: text[start.end() : end].splitlines()
+        for start, end in zip(starts, ends, strict=True)
+    }
+    seen = set()  # a TPU's asynchronous collective stands in several places, with one channel
+
+    def inside(name: str) -> Iterator[tuple[str, int]]:
+        for line in bodies[name]:
+            channel = re.search(r"channel_id=\d+", line)
+            if (found := _COLLECTIVE.search(line)) and not (channel and channel[0] in seen):
+                seen.add(channel and channel[0])
+                # a TPU's reduce-scatter is an all-reduce in a computation of that name
+                kind = "reduce-scatter" if "reduce-scatter" in name else found[2]
+                yield kind, _sent(found, line)
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            for role, names in _CALLED.findall(line):
+                for called in re.findall(r"[\w.-]+", names):
+                    yield from [*inside(called)] * (
+                        int(trips[1]) if role == "body" and trips else 1
+                    )
+
+    yield from inside(next(start[2] for start in starts if start[1]))
+
+
+def _sent(found: re.Match[str], line: str) -> int:
+    """The bytes that each device of a group sends for a collective."""
+    size, kind, devices = 0, found[2], _group(line)
+    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", found[1]):
+        size += _BYTES.get(dtype, 1) * math.prod(map(int, filter(None, shape.split(","))))
+    if found[3]:  # the type of an asynchronous start holds the operands too
+        match kind:
+            case "all-gather":
+                size = size * devices // (devices + 1)
+            case "reduce-scatter":
+                size //= devices + 1
+            case "collective-permute" | "all-to-all":
+                size //= 2
+    if kind == "collective-permute":
+        return size
+    of_each = {"all-reduce": 2 * size / devices, "reduce-scatter": size}.get(kind, size / devices)
+    return round(of_each * (devices - 1))
+
+
+def _group(line: str) -> int:
+    """The devices in a group of a collective."""
+    if found := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line):
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(axes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(found[1])
+    found = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    return len(found[1].split(",")) if found else 1
