@@ -201,6 +201,7 @@ def test_the_rest_is_off():
         "attention_kernel": "auto",
         "param_dtype": "float32",
         "rematerialise": False,
+        "scan_layers": False,
     }
     assert TrainConfig().optimizer.embedding_learning_rate is None
     assert (TrainConfig().patience, TrainConfig().eval_tokens) == (None, None)

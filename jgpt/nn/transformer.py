@@ -350,8 +350,13 @@ class GPT(Module):
     def _scanned_states(
         self, x: Float[Array, "batch time {self.embed_dim}"], rngs: nnx.Rngs | None
     ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
-        """`hidden_states` by a scan over the blocks, whose weights are stacked for it."""
+        """`hidden_states` by a scan over the blocks, whose weights are stacked for it.
+
+        Raises ValueError for blocks that differ in more than their weights.
+        """
         graph, embedded = nnx.graphdef(self.blocks[0]), x
+        if any(nnx.graphdef(block) != graph for block in self.blocks):
+            raise ValueError("scan_layers=True needs blocks that differ in their weights alone")
         layers = [nnx.to_pure_dict(nnx.state(block, nnx.Param)) for block in self.blocks]
         scales = None if self.shortcut is None else self.shortcut[...].astype(x.dtype)
         streams, drawn = nnx.split(rngs)  # the streams' counts are carried along

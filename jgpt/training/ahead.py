@@ -120,9 +120,10 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
             channel = re.search(r"channel_id=\d+", line)
             if (found := _COLLECTIVE.search(line)) and not (channel and channel[0] in seen):
                 seen.add(channel and channel[0])
-                # a TPU's reduce-scatter is an all-reduce in a computation of that name
-                kind = "reduce-scatter" if "reduce-scatter" in name else found[2]
-                yield kind, _sent(found, line)
+                if "reduce-scatter" in name:  # a TPU's: an all-reduce of which a slice is kept
+                    yield "reduce-scatter", _sent(found, line) // 2
+                else:
+                    yield found[2], _sent(found, line)
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for role, names in _CALLED.findall(line):
                 for called in re.findall(r"[\w.-]+", names):

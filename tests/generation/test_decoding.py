@@ -214,14 +214,17 @@ def test_the_pieces_of_a_stream_are_what_generate_appends(model):
 @pytest.mark.parametrize("count", [2, 3 * BLOCK_SIZE])
 def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
     model = small_model(name, vocab_size=VOCAB + count)  # compiled by no other test
-    keys = list(jax.random.split(KEY, 3))
+    compiled = []
     with caplog.at_level(logging.WARNING), jax.log_compiles():
-        for i, key in enumerate(keys):
+        for i, key in enumerate(jax.random.split(KEY, 3)):
             how = {"temperature": 0.5 * i, "min_p": 0.1 * i, "lengths": np.array([3 - i, 3])}
             generate(model, PROMPT, count, key=key, top_k=5, **how)
-    compiled = [line for line in caplog.messages if line.startswith("Finished XLA compilation")]
-    assert ["jit(_prefill)" in compiled[0], "jit(_draw)" in compiled[1]] == [True, True]
-    assert len(compiled) == 2
+            messages, caplog.records[:] = caplog.messages, []
+            compiled += [[line for line in messages if line.startswith("Finished XLA compilation")]]
+    first, *others = compiled
+    for program in ("jit(_prefill)", "jit(_draw)"):  # besides small ones that others may have left
+        assert sum(program in line for line in first) == 1
+    assert others == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,70 @@ def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
     )
 
 
+# --- scan over the blocks ------------------------------------------------------------------------
+
+TRAINING = {"dropout": 0.3, "num_layers": 3}
+
+
+def loss_and_gradients(model, **changes):
+    """Of one model's weights in a model with another config, with dropout."""
+    config = dataclasses.replace(model.config, **changes)
+    graph = nnx.graphdef(abstract_model(config))
+    tokens = tokens_of(1)
+
+    def loss(weights):
+        logits = nnx.merge(graph, weights)(tokens, rngs=nnx.Rngs(dropout=7))
+        return cross_entropy(logits[:, :-1], tokens[:, 1:])
+
+    return jax.jit(jax.value_and_grad(loss))(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+@every_family
+@pytest.mark.parametrize("rematerialise", [False, True])
+def test_a_scan_over_the_blocks_gives_the_same(family, rematerialise):
+    with jax.enable_x64(True):
+        float64 = {"dtype": "float64", "param_dtype": "float64", "activation_dtype": "float64"}
+        model = random_gpt(family, **float64, **TRAINING, rematerialise=rematerialise)
+        wanted, gradients = loss_and_gradients(model)
+        found, scanned = loss_and_gradients(model, scan_layers=True)
+        assert abs(found - wanted) < 1e-12
+        jax.tree.map(
+            lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-12),
+            scanned,
+            gradients,
+        )
+        swapped = model.blocks[::-1]
+        model.blocks = nnx.List(swapped)
+        assert abs(loss_and_gradients(model, scan_layers=True)[0] - wanted) > 1e-4  # the control
+
+
+def products_of(layers: int, scan: bool) -> int:
+    model = GPT(config_of("nanogpt", num_layers=layers, scan_layers=scan), rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(model)
+    call = jax.jit(lambda weights: nnx.merge(graph, weights).hidden(tokens_of(0)))
+    return call.lower(weights).as_text().count("stablehlo.dot_general")
+
+
+def test_scanned_blocks_are_compiled_once():
+    assert products_of(2, True) == products_of(5, True)
+    assert products_of(5, False) == 5 * products_of(1, True)
+
+
+def test_a_scan_decodes_as_a_loop_does():
+    model = random_gpt("modern", scan_layers=True)
+    tokens, cache = tokens_of(1), model.empty_cache(2)
+    steps = [model(tokens[:, i : i + 1], cache=cache) for i in range(tokens.shape[1])]
+    found, expected = jnp.concatenate(steps, axis=1), model(tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
+
+
+def test_a_scan_needs_blocks_that_are_alike():
+    model = random_gpt("gpt2", scan_layers=True)
+    model.blocks[1].attention.causal = False
+    with pytest.raises(ValueError, match="scan_layers=True needs blocks that differ in their w"):
+        model(tokens_of(1))
+
+
 @every_family
 def test_dropout_is_on_only_with_a_key(family):
     model = random_gpt(family, dropout=0.5)

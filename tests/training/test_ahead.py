@@ -1,0 +1,163 @@
+"""Train steps compiled for chips that this machine lacks."""
+
+import dataclasses
+import importlib.util
+import re
+
+import pytest
+
+from jgpt import ModelConfig, TrainConfig
+from jgpt.hardware import CHIPS, Platform, topology
+from jgpt.training import ahead
+from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
+from jgpt.training.plan import TrainingMemory
+
+# --- collectives of a program, and what each device sends, by hand ---------------------------------
+
+PROGRAM = """HloModule jit_steps
+
+%body (p: (f32[8])) -> (f32[8]) {
+  %a = f32[64,3]{1,0} all-gather(%x), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %r = bf16[10]{0} all-reduce(%y), channel_id=2, replica_groups={{0,1,2,3,4}}, to_apply=%sum
+}
+
+%condition (p: (f32[8])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%all-reduce-scatter.3 (p: f32[40]) -> f32[5] {
+  %s = f32[40]{0} all-reduce(%p), channel_id=3, replica_groups=mesh['a'=2,'b'=4] {'a','b'}
+  ROOT %d = f32[5]{0} dynamic-slice(%s)
+}
+
+%started (p: f32[6]) -> f32[6] {
+  ROOT %g = f32[6]{0} all-gather(%p), channel_id=4, replica_groups=[4,2]<=[8], dimensions={0}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = (f32[8]) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %f = f32[5]{0} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.3
+  %o = f32[6]{0} fusion(%f), kind=kLoop, calls=%started
+  %q = f32[6]{0} fusion(%f), kind=kLoop, calls=%started
+  %c = (f32[7]{0}, f32[7]{0}) collective-permute-start(%f), channel_id=5, source_target_pairs={{0,1}}
+  %e = ((f32[2]{0}, s32[3]{0}), (f32[16]{0}, s32[24]{0})) all-gather-start(%f), channel_id=6, replica_groups=[1,8]<=[8]
+  %h = ((f32[24]{0}), f32[3]{0}) reduce-scatter-start(%f), channel_id=7, replica_groups=[1,8]<=[8]
+  ROOT %b = f32[8]{0} all-to-all(%f), channel_id=8, replica_groups=[2,4]<=[8]
+}
+"""
+
+
+def test_what_a_program_sends():
+    in_the_loop = [("all-gather", 64 * 3 * 4 * 3 // 4), ("all-reduce", round(10 * 2 * 2 * 4 / 5))]
+    assert [*collectives(PROGRAM)] == [
+        *3 * in_the_loop,
+        ("reduce-scatter", 40 * 4 * 7 // 8),  # not all of an all-reduce
+        ("all-gather", 6 * 4 // 2),  # once, though two computations hold its channel
+        ("collective-permute", 7 * 4),
+        ("all-gather", (16 + 24) * 4 * 7 // 8),
+        ("reduce-scatter", 3 * 4 * 7),
+        ("all-to-all", 8 * 4 * 3 // 4),
+    ]
+
+
+def test_what_bounds_a_step():
+    step = CompiledStep(
+        on="v5e:2x2",
+        chip=CHIPS["v5e"],
+        chips=4,
+        mesh="data=4",
+        memory=TrainingMemory(1, 2),
+        fits=True,
+        flops=3,
+        collectives=(),
+        kernels=(),
+        compute_seconds=0.3,
+        memory_seconds=0.2,
+        interconnect_seconds=0.1,
+    )
+    assert step.bound == "compute"
+    assert dataclasses.replace(step, memory_seconds=0.4).bound == "memory"
+    assert dataclasses.replace(step, interconnect_seconds=0.4).bound == "interconnect"
+
+
+# --- chips ---------------------------------------------------------------------------------------
+
+MODEL = ModelConfig(
+    vocab_size=512,
+    block_size=128,
+    num_layers=2,
+    num_heads=4,
+    embed_dim=256,
+    hidden_dim=640,
+    tie_embeddings=False,
+    dtype="auto",
+)
+CONFIG = TrainConfig(model=MODEL, batch_size=16, steps_per_call=3, mesh="fsdp=4")
+PARAMETERS = 2 * 512 * 256 + 128 * 256 + 2 * (4 * 256 * 256 + 2 * 256 * 640)
+NORMS = 5 * 256
+
+
+@pytest.mark.parametrize("on", ["v5e", "v5e:", "v5e:4y4", "v9:2x2", "h100:8;", "h100:12345"])
+def test_a_chip_that_isn_t_one(on):
+    with pytest.raises(ValueError, match=f"on={re.escape(on)} must be a chip and its arrangement"):
+        topology(on)
+
+
+@pytest.mark.parametrize(("on", "extra"), [("v5e:2x2", "tpu"), ("h100:4", "cuda12")])
+def test_a_missing_compiler_is_named(on, extra, monkeypatch):
+    def missing(*args, **options):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jgpt.hardware.get_topology_desc", missing)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jgpt\[{extra}\]'"):
+        topology(on)
+
+
+def compiled(on: str, package: str, monkeypatch) -> tuple[CompiledStep, str]:
+    """CONFIG's step for chips, and its program."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"compiling for {on} needs {package}: make test-ahead installs it")
+    texts, compile_steps = [], ahead.compile_steps
+
+    def kept(config):
+        steps = compile_steps(config)
+        texts.append(steps.as_text())
+        return steps
+
+    monkeypatch.setattr(ahead, "compile_steps", kept)
+    return compile_ahead(CONFIG, on), texts[0]
+
+
+def products(text: str) -> set[str]:
+    """The dtypes of what is multiplied."""
+    found = re.findall(r"(?:dot|convolution)\((\w+)\[[\d,]*\][^ ]* %[\w.-]+, (\w+)\[", text)
+    named = dict(re.findall(r"%([\w.-]+) = (\w+)\[", text))
+    for one, other in re.findall(r"(?:dot|convolution)\(%([\w.-]+), %([\w.-]+)\)", text):
+        found.append((named.get(one, "?"), named.get(other, "?")))
+    return {dtype for pair in found for dtype in pair}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on", "package"), [("v5e:2x2", "libtpu"), ("h100:4", "jax_plugins")])
+def test_a_step_for_chips(on, package, monkeypatch):
+    step, text = compiled(on, package, monkeypatch)
+    assert (step.chips, step.mesh) == (4, "fsdp=4")
+    # parameters and two moments of each, and three counters
+    expected = 4 * (3 * (PARAMETERS // 4 + NORMS)) + 3 * 4
+    assert step.memory.state == expected
+    assert step.fits
+    assert 0 < step.memory.working < 100 << 20
+    of_products = 2 * (PARAMETERS - 512 * 256 - 128 * 256)
+    attention = 2 * 2 * 2 * 128 * 256
+    assert step.flops == 3 * (of_products + attention) * 16 * 128 // 4
+    assert step.compute_seconds == step.flops / step.chip.peak_flops
+    assert "bf16" in products(text)
+    sent = {each.kind: each.sent for each in step.collectives}
+    # each matrix is gathered in 16 bits, forward and backward
+    gathered = 2 * 2 * (PARAMETERS - 512 * 256 - 128 * 256) * 3 // 4
+    assert sent["all-gather"] + sent.get("collective-permute", 0) >= gathered
+    assert sent["all-gather"] < 2 * gathered
+    if on.startswith("h100"):
+        assert step.chip.platform == Platform("gpu", 9.0)
+        assert step.kernels[:2] == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+        assert sent["reduce-scatter"] >= 4 * (PARAMETERS - 512 * 256 - 128 * 256) * 3 // 4
