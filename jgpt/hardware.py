@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.experimental.topologies import get_topology_desc
@@ -88,7 +89,7 @@ _COMPILE_ONLY = {
 """What libtpu reads from the environment of a machine without a TPU, and fewer log messages."""
 
 
-def topology(on: str) -> tuple[Chip, list[jax.Device]]:
+def topology(on: str) -> tuple[Chip, list[Any]]:
     """The chips of a text such as `v5e:4x4` or `h100:8`, as devices that can only be compiled for.
 
     Raises ModuleNotFoundError without their compiler, and ValueError for other texts.

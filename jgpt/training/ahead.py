@@ -78,8 +78,8 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
     with jax.set_mesh(make_mesh(mesh, devices)):
         compiled = compile_steps(config)
         memory = memory_of(compiled, config)
-    assert memory is not None  # these compilers report it
     text = compiled.as_text()
+    assert memory is not None and text is not None  # these compilers report them
     sent, counts = Counter(), Counter()
     for kind, size in collectives(text):
         sent[kind] += size

@@ -244,7 +244,7 @@ def test_a_scan_decodes_as_a_loop_does():
     tokens, cache = tokens_of(1), model.empty_cache(2)
     steps = [model(tokens[:, i : i + 1], cache=cache) for i in range(tokens.shape[1])]
     found, expected = jnp.concatenate(steps, axis=1), model(tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(abs(expected).max()))
 
 
 def test_a_scan_needs_blocks_that_are_alike():

@@ -12,7 +12,7 @@ from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
 from jgpt.training.plan import TrainingMemory
 
-# --- collectives of a program, and what each device sends, by hand ---------------------------------
+# --- collectives of a program, and what each device sends, by hand --------------------------------
 
 PROGRAM = """HloModule jit_steps
 
@@ -35,12 +35,12 @@ PROGRAM = """HloModule jit_steps
 }
 
 ENTRY %main (p: f32[8]) -> f32[8] {
-  %w = (f32[8]) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %w = while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %f = f32[5]{0} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.3
   %o = f32[6]{0} fusion(%f), kind=kLoop, calls=%started
   %q = f32[6]{0} fusion(%f), kind=kLoop, calls=%started
-  %c = (f32[7]{0}, f32[7]{0}) collective-permute-start(%f), channel_id=5, source_target_pairs={{0,1}}
-  %e = ((f32[2]{0}, s32[3]{0}), (f32[16]{0}, s32[24]{0})) all-gather-start(%f), channel_id=6, replica_groups=[1,8]<=[8]
+  %c = (f32[7]{0}, f32[7]{0}) collective-permute-start(%f), channel_id=5
+  %e = ((f32[2], s32[3]), (f32[16], s32[24])) all-gather-start(%f), replica_groups=[1,8]<=[8]
   %h = ((f32[24]{0}), f32[3]{0}) reduce-scatter-start(%f), channel_id=7, replica_groups=[1,8]<=[8]
   ROOT %b = f32[8]{0} all-to-all(%f), channel_id=8, replica_groups=[2,4]<=[8]
 }
