@@ -1,24 +1,8 @@
 """Presets: named configs."""
 
-from jgpt.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    did_you_mean,
-)
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.contracts import typed
 
-_lecture_model = ModelConfig(
-    block_size=32,
-    num_layers=4,
-    num_heads=4,
-    embed_dim=64,
-    activation="relu",
-    use_bias=True,
-    head_bias=True,
-    tie_embeddings=False,
-)
 _modern_cpu = TrainConfig(
     name="modern-cpu",
     model=ModelConfig(
@@ -58,6 +42,29 @@ _modern_cpu = TrainConfig(
     eval_interval=425,
 )
 
+_gpt2 = TrainConfig(
+    name="gpt2",
+    model=ModelConfig(
+        vocab_size=50257,
+        block_size=1024,
+        num_layers=12,
+        num_heads=12,
+        embed_dim=768,
+        activation="gelu_tanh",
+        qkv_bias=True,
+        use_bias=True,
+        dtype="auto",
+    ),
+    optimizer=OptimizerConfig(
+        learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=2000, beta2=0.95
+    ),
+    dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=50257),
+    steps=600_000,
+    batch_size=12,
+    eval_interval=1000,
+    eval_tokens=1 << 20,
+)
+
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "bigram": (
         "the lecture's bigram model",
@@ -81,7 +88,16 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         "the from-scratch lecture's GPT: ReLU, biases, untied head (0.2M parameters)",
         TrainConfig(
             name="lecture",
-            model=_lecture_model,
+            model=ModelConfig(
+                block_size=32,
+                num_layers=4,
+                num_heads=4,
+                embed_dim=64,
+                activation="relu",
+                use_bias=True,
+                head_bias=True,
+                tie_embeddings=False,
+            ),
             optimizer=OptimizerConfig(
                 schedule="constant",
                 warmup_steps=0,
@@ -120,28 +136,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     ),
     "gpt2": (
         "GPT-2 124M: 12 layers, 768 features, block 1024, BPE",
-        TrainConfig(
-            name="gpt2",
-            model=ModelConfig(
-                vocab_size=50257,
-                block_size=1024,
-                num_layers=12,
-                num_heads=12,
-                embed_dim=768,
-                activation="gelu_tanh",
-                qkv_bias=True,
-                use_bias=True,
-                dtype="auto",
-            ),
-            optimizer=OptimizerConfig(
-                learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=2000, beta2=0.95
-            ),
-            dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=50257),
-            steps=600_000,
-            batch_size=12,
-            eval_interval=1000,
-            eval_tokens=1 << 20,
-        ),
+        _gpt2,
     ),
     "tiny": (
         "a small GPT that trains in seconds, for experiments",

@@ -15,7 +15,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from jgpt.cli.options import RunOptions, in_flags
+from jgpt.cli.options import TRAIN, in_flags
 from jgpt.cli.terminal import say, spinner
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
@@ -134,7 +134,7 @@ class ConsoleProgress(TrainingProgress):
 
     def warned(self, message: str) -> None:
         """Print a line."""
-        self.say(in_flags(message, TrainConfig, RunOptions))
+        self.say(in_flags(message, TRAIN))
 
     def _line(self, line: str) -> None:
         self.say(line)
@@ -158,26 +158,18 @@ class ConsoleProgress(TrainingProgress):
 @typed
 def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list[str]:
     """A line per optimizer group: its parameters, and which of them decay."""
-    groups = jax.tree.leaves(partition(config, weights))
-    decays = jax.tree.leaves(decay_mask(weights))
-    leaves = list(zip(groups, decays, jax.tree.leaves(weights), strict=True))
+    trees = partition(config, weights), decay_mask(weights), weights
+    leaves = list(zip(*map(jax.tree.leaves, trees), strict=True))
     lines = []
-    for group in dict.fromkeys(groups):
+    for group in dict.fromkeys(group for group, *_ in leaves):
         decay = config.muon_weight_decay if group == "muon" else config.weight_decay
-        counts = {
-            decayed: [
-                leaf.size for its, decays, leaf in leaves if (its, decays) == (group, decayed)
-            ]
-            for decayed in (True, False)
-        }
-        parts = [
-            f"{len(sizes)} {one if len(sizes) == 1 else many}{note} with {sum(sizes):,} parameters"
-            for sizes, one, many, note in (
-                (counts[True], "matrix", "matrices", f" (decay {decay:g})"),
-                (counts[False], "vector", "vectors", ""),
-            )
-            if sizes
+        matrices = [leaf.size for its, decays, leaf in leaves if its == group and decays]
+        vectors = [leaf.size for its, decays, leaf in leaves if its == group and not decays]
+        kinds = [
+            (matrices, f"{'matrix' if len(matrices) == 1 else 'matrices'} (decay {decay:g})"),
+            (vectors, "vector" if len(vectors) == 1 else "vectors"),
         ]
+        parts = (f"{len(it)} {kind} with {sum(it):,} parameters" for it, kind in kinds if it)
         lines.append(f"{group}: {', '.join(parts)}")
     return lines
 
