@@ -390,14 +390,11 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
     hints = get_type_hints(kind)
-    for name in values:
-        if name not in hints:
-            raise ValueError(
-                f"{kind.__name__} has no field {name!r}{did_you_mean(str(name), hints)}"
-            )
     # what a file from before a field says by not having it
     fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     for name, value in values.items():
+        if name not in hints:
+            raise ValueError(f"{kind.__name__} has no field {name!r}{did_you_mean(name, hints)}")
         if dataclasses.is_dataclass(hints[name]):
             value = _from_dict(hints[name], value)
         elif isinstance(value, list):

@@ -20,7 +20,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jgpt.cli.options import File, Number, Switch, describe_presets, described, parse_train
 from jgpt.cli.terminal import error_console, importing, say
 from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
-from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
+from jgpt.presets import PRESETS
 
 Run = Positional[Annotated[str, described("RUN", help="The run directory.")]]
 Image = Annotated[str, described("FILE", help="The image to write: .png or .svg.")]
@@ -30,13 +30,7 @@ Checkpoint = Annotated[
     Literal["best", "last"] | int,
     described("best|last|N", help="The best by validation loss, the last, or a step."),
 ]
-Newlines = Annotated[
-    bool,
-    arg(
-        help="""\
-Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
-    ),
-]
+Newlines = Annotated[bool, arg(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
 PYDOCS = f"(default: {' '.join(DataConfig().data)})"
 BATCH_SIZE = 16
 SEPARATOR = "---------------"
@@ -47,7 +41,7 @@ def train(args: list[str]) -> None:
     began = time.perf_counter()
     if any(word.partition("=")[0] == "--vocab-size" for word in args):
         raise ValueError("--vocab-size can't be set: the tokenizer determines it")
-    config, options = parse_train(args, _base_config)
+    config, options = parse_train(args)
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
 
@@ -77,27 +71,6 @@ def train(args: list[str]) -> None:
             f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
             f"next: {_command('sample', run.directory)}   or   {_command('eval', run.directory)}",
         )
-
-
-def _base_config(given: Any) -> TrainConfig:
-    """The config that options override: of a preset, a file, or the run to resume."""
-    if given.run.config is not None:
-        if given.preset is not None:
-            raise ValueError(f"give the preset {given.preset} or --config, not both")
-
-        from jgpt.runs.directory import read_config
-
-        return dataclasses.replace(read_config(Path(given.run.config)), out=None)
-    if given.preset is None and given.out is not None and given.run.resume:
-        from jgpt.runs.directory import RunDirectory
-
-        return RunDirectory.open(given.out).config()
-    for word in chain(*given.data):
-        if given.preset is None and word in PRESETS and not Path(word).exists():
-            raise ValueError(f"{word} is a preset: put it before --data")
-    name = given.preset or DEFAULT_PRESET
-    # preset() checks the type of the name, for which it imports jax
-    return PRESETS[name][1] if name in PRESETS else preset(name)
 
 
 def sample(
@@ -292,7 +265,7 @@ def prepare(
         files: UTF-8 files, folders of .txt, or corpora.
         tokenizer: Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs.
         bpe_vocab_size: The vocabulary size of trained byte-pairs.
-        tokenizer_files: For gpt2: the folder of encoder.json, vocab.bpe (vocab.json, merges.txt).
+        tokenizer_files: For gpt2, a folder of encoder.json, vocab.bpe (or vocab.json, merges.txt).
     """
     config = DataConfig(files, universal_newlines, tokenizer, bpe_vocab_size, tokenizer_files)
 

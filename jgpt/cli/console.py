@@ -158,20 +158,17 @@ class ConsoleProgress(TrainingProgress):
 @typed
 def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list[str]:
     """A line per optimizer group: its parameters, and which of them decay."""
+    sizes: dict[tuple[str, bool], list[int]] = {}
     trees = partition(config, weights), decay_mask(weights), weights
-    leaves = list(zip(*map(jax.tree.leaves, trees), strict=True))
-    lines = []
-    for group in dict.fromkeys(group for group, *_ in leaves):
+    for group, decays, leaf in zip(*map(jax.tree.leaves, trees), strict=True):
+        sizes.setdefault((group, decays), []).append(leaf.size)
+    parts: dict[str, list[str]] = {group: [] for group, _ in sizes}
+    for (group, decays), its in sorted(sizes.items(), key=lambda item: not item[0][1]):
         decay = config.muon_weight_decay if group == "muon" else config.weight_decay
-        matrices = [leaf.size for its, decays, leaf in leaves if its == group and decays]
-        vectors = [leaf.size for its, decays, leaf in leaves if its == group and not decays]
-        kinds = [
-            (matrices, f"{'matrix' if len(matrices) == 1 else 'matrices'} (decay {decay:g})"),
-            (vectors, "vector" if len(vectors) == 1 else "vectors"),
-        ]
-        parts = (f"{len(it)} {kind} with {sum(it):,} parameters" for it, kind in kinds if it)
-        lines.append(f"{group}: {', '.join(parts)}")
-    return lines
+        one, many = ("matrix", "matrices") if decays else ("vector", "vectors")
+        kind = (one if len(its) == 1 else many) + f" (decay {decay:g})" * decays
+        parts[group].append(f"{len(its)} {kind} with {sum(its):,} parameters")
+    return [f"{group}: {', '.join(its)}" for group, its in parts.items()]
 
 
 def describe(plan: Plan) -> list[str]:

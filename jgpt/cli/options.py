@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, make_dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -19,7 +20,7 @@ from docstring_parser import parse_from_object
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from jgpt.presets import DEFAULT_PRESET, PRESETS
+from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
 Result = TypeVar("Result")
 EVERYDAY = (
@@ -76,13 +77,8 @@ TRAIN = {
 """The names of the options of `jgpt train`."""
 
 
-def parse_train(
-    args: list[str], base: Callable[[Any], TrainConfig]
-) -> tuple[TrainConfig, RunOptions]:
-    """Parse the options of `jgpt train`, which override the config that `base` returns for them.
-
-    `base` is called with an object of all options, of which it needs `preset`, `out` and `run`.
-    """
+def parse_train(args: list[str]) -> tuple[TrainConfig, RunOptions]:
+    """Parse the options of `jgpt train`; return the config to train and what to do with the run."""
     shown = next((PRESETS[word] for word in args if word in PRESETS), PRESETS[DEFAULT_PRESET])[1]
     if {"-h", "--help", "--help-all"} & {*args}:
         options = _train_options(shown, help=True, everything="--help-all" in args)
@@ -94,7 +90,7 @@ def parse_train(
         )
         parse(options, "train", ["--help"], description=description)
     given = parse(_train_options(shown), "train", args)
-    config = base(given)
+    config = _base_config(given)
     if config is not shown:
         given = parse(_train_options(config), "train", args)
     values = dict(chain(*(vars(its).items() for its in (given, *map(vars(given).get, GROUPS)))))
@@ -106,6 +102,27 @@ def parse_train(
     }
     parts = {name: _override(getattr(config, name), values) for name in GROUPS[1:]}
     return _override(config, values | parts), given.run
+
+
+def _base_config(given: Any) -> TrainConfig:
+    """The config that options override: of a preset, a file, or the run to resume."""
+    if given.run.config is not None:
+        if given.preset is not None:
+            raise ValueError(f"give the preset {given.preset} or --config, not both")
+
+        from jgpt.runs.directory import read_config
+
+        return dataclasses.replace(read_config(Path(given.run.config)), out=None)
+    if given.preset is None and given.out is not None and given.run.resume:
+        from jgpt.runs.directory import RunDirectory
+
+        return RunDirectory.open(given.out).config()
+    for word in chain(*given.data):
+        if given.preset is None and word in PRESETS and not Path(word).exists():
+            raise ValueError(f"{word} is a preset: put it before --data")
+    name = given.preset or DEFAULT_PRESET
+    # preset() checks the type of the name, for which it imports jax
+    return PRESETS[name][1] if name in PRESETS else preset(name)
 
 
 def _override(config: Any, values: dict[str, Any]) -> Any:
@@ -120,8 +137,7 @@ def _train_options(config: TrainConfig, *, help: bool = False, everything: bool 
 
     Only with `help` they have one, for which source is read.
     """
-    parts = [config, *(getattr(config, name) for name in GROUPS[1:])]
-    parts = [_options(part, help) for part in parts]
+    parts = [_options(getattr(config, group, config), help) for group in GROUPS]
     known = dict(chain(*(part.items() for part in parts)))
     preset = Positional[Annotated[str | None, described("[PRESET]", help="One of those above.")]]
     fields: list[Any] = [("preset", preset, field(default=None))]
@@ -149,11 +165,8 @@ def _options(config: Any, help: bool) -> dict[str, tuple[str, Any, Any]]:
             # an option takes several values, and repeating it appends more
             hint = f"(default: {' '.join(map(str, value))})" * bool(value)
             kind, value = UseAppendAction[tuple[kind, ...]], ()
-        options[name] = (
-            name,
-            Annotated[kind, described(metavar, hint, help=text)],
-            field(default=value),
-        )
+        kind = Annotated[kind, described(metavar, hint, help=text)]
+        options[name] = name, kind, field(default=value)
     return options
 
 
@@ -183,10 +196,7 @@ def describe_presets(width: int) -> list[str]:
 
 
 def parse(command: Callable[..., Result], name: str, args: list[str], **how: Any) -> Result:
-    """Call a command with the options that tyro parses.
-
-    Its boxed error messages become one-line ValueErrors.
-    """
+    """Call a command with the options that tyro parses; its errors become one-line ValueErrors."""
 
     @functools.wraps(command, updated=())
     def parsed(*given: Any, **options: Any) -> Callable[[], Result]:

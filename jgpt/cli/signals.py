@@ -28,9 +28,6 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
     A thread receives them through a wakeup socket: Python's handlers would run only when the main
     thread returns from a call of many steps, and merge two signals into one.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield StopRequest()  # only the main thread can handle signals
-        return
     request, (here, there) = StopRequest(), socket.socketpair()
     there.setblocking(False)
 

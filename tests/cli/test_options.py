@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from jgpt.cli.commands import COMMANDS, _base_config, import_
+from jgpt.cli.commands import COMMANDS, import_
 from jgpt.cli.options import (
     EVERYDAY,
     RunOptions,
@@ -24,7 +24,7 @@ TINY = PRESETS["tiny"][1]
 
 
 def parsed(*args):
-    return parse_train([str(word) for word in args], _base_config)[0]
+    return parse_train([str(word) for word in args])[0]
 
 
 @functools.wraps(import_)
