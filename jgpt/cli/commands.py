@@ -14,11 +14,10 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jgpt.cli.options import File, Number, Switch, describe_presets, described, parse_train
-from jgpt.cli.terminal import error_console, importing, say
+from jgpt.cli.terminal import importing, open_console, say
 from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
 from jgpt.presets import PRESETS
 
@@ -51,7 +50,7 @@ def train(args: list[str]) -> None:
         from jgpt.runs.loop import TrainingStopped, fit, plan
 
     how: dict[str, Any] = {"resume": options.resume, "overwrite": options.overwrite}
-    with ConsoleProgress(Console(), "reading the data") as progress:
+    with ConsoleProgress(open_console(), "reading the data") as progress:
         if options.dry_run:
             progress.say(*describe(plan(config, **how, progress=progress)))
             return
@@ -167,7 +166,7 @@ def eval_(run: Run, json: Switch = False, checkpoint: Checkpoint = "best") -> No
         from jgpt.cli.console import ConsoleProgress
         from jgpt.runs import loop
 
-    with ConsoleProgress(error_console(), "evaluating") as progress:
+    with ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
         result = loop.evaluate(run, which=checkpoint, progress=progress)
     if json:
         print(dumps(dataclasses.asdict(result)))
@@ -210,7 +209,7 @@ def info(what: Positional[Annotated[str, described("PRESET|RUN")]]) -> None:
     lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if memory is not None:
         lines.append(f"training memory at batch_size={config.batch_size}: {memory}")
-    say(Console(), *lines)
+    say(open_console(), *lines)
 
 
 def plot(

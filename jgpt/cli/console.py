@@ -110,17 +110,17 @@ class ConsoleProgress(TrainingProgress):
         self._move_bar(step)
         waited = self.console.get_time() - self.last_line
         if not self.console.is_terminal and waited > SECONDS_PER_LINE:
-            self._line(f"step {step}: {self.details}")
+            self.say(f"step {step}: {self.details}")
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
         self.validation = f"  validation {validation_loss:.3f}"
         self._move_bar(step)
-        self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
+        self.say(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
     def estimated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
-        self._line(f"step {step}: validation loss about {validation_loss:.3f}")
+        self.say(f"step {step}: validation loss about {validation_loss:.3f}")
 
     def stopping(self) -> None:
         """After the first signal."""
@@ -136,13 +136,10 @@ class ConsoleProgress(TrainingProgress):
         """Print a line."""
         self.say(in_flags(message, TRAIN))
 
-    def _line(self, line: str) -> None:
-        self.say(line)
-        self.last_line = self.console.get_time()
-
     def say(self, *lines: str) -> None:
         """Print plain text."""
         say(self.console, *lines)
+        self.last_line = self.console.get_time()
 
     def _move_bar(self, step: int) -> None:
         if self.steps is not None:
