@@ -8,9 +8,10 @@ import difflib
 import json
 import reprlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
+from functools import partial
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
@@ -39,13 +40,7 @@ MAX_INTEGERS = {
     "seed": 2**32 - 1,
 }
 MAX_NGRAM = 63  # each size up to it is traced
-_IN_WORDS = {
-    bool: "True or False",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    NoneType: "None",
-}
+_IN_WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 def _check_types(config: Any) -> None:
@@ -72,7 +67,7 @@ def _has_type(value: Any, hint: Any) -> bool:
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_has_type(item, kinds[0]) for item in value)
     if isinstance(hint, UnionType):
-        return any(_has_type(value, kind) for kind in kinds)
+        return value is None or _has_type(value, kinds[0])
     if isinstance(value, bool):
         return hint is bool
     return isinstance(value, (int, float) if hint is float else hint)
@@ -85,31 +80,25 @@ def _in_words(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"a tuple, each item {_in_words(kinds[0])}"
     if isinstance(hint, UnionType):
-        return " or ".join(map(_in_words, kinds))
+        return f"{_in_words(kinds[0])} or None"
     return _IN_WORDS.get(hint) or f"a {hint.__name__}"
 
 
-def _require_positive(config: Any, *names: str) -> None:
+def _require(rule: str, holds: Callable[[float], bool], config: Any, *names: str) -> None:
     for name in names:
-        if getattr(config, name) is not None and getattr(config, name) <= 0:
-            raise ValueError(f"{name}={getattr(config, name)} must be positive")
+        value = getattr(config, name)
+        if value is not None and not holds(value):
+            raise ValueError(f"{name}={value} must {rule}")
 
 
-def _require_not_negative(config: Any, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name}={getattr(config, name)} must not be negative")
-
-
-def _require_fraction(config: Any, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least 0 and below 1")
+_require_positive = partial(_require, "be positive", lambda value: value > 0)
+_require_not_negative = partial(_require, "not be negative", lambda value: value >= 0)
+_require_fraction = partial(_require, "be at least 0 and below 1", lambda value: 0 <= value < 1)
 
 
 def _require_multiple(config: Any, name: str, of: str) -> None:
     value, divisor = getattr(config, name), getattr(config, of)
-    if value % divisor:
+    if divisor is not None and value % divisor:
         raise ValueError(f"{name}={value} must be divisible by {of}={divisor}")
 
 
@@ -188,15 +177,12 @@ class ModelConfig:
     """Scan over the blocks, which are compiled once however many there are; slower on CPUs."""
 
     def __post_init__(self) -> None:
-        """Validate."""
         _check_types(self)
-        _require_positive(self, "vocab_size", "block_size", "num_layers", "num_heads")
-        _require_positive(self, "embed_dim", "hidden_dim", "norm_epsilon")
-        _require_positive(self, "num_kv_heads", "attention_scale", "logit_softcap")
-        _require_positive(self, "attention_window", "ngram_rows")
+        _require_positive(self, "vocab_size", "block_size", "num_layers", "num_heads", "embed_dim")
+        _require_positive(self, "hidden_dim", "num_kv_heads", "attention_window", "ngram_rows")
+        _require_positive(self, "norm_epsilon", "attention_scale", "logit_softcap")
         _require_multiple(self, "embed_dim", "num_heads")
-        if self.num_kv_heads is not None:
-            _require_multiple(self, "num_heads", "num_kv_heads")
+        _require_multiple(self, "num_heads", "num_kv_heads")
         if self.positions == "rotary" and self.embed_dim // self.num_heads % 2:
             raise ValueError(
                 f"positions='rotary' needs an even head size: embed_dim={self.embed_dim} over "
@@ -252,14 +238,11 @@ class OptimizerConfig:
     """The embeddings' peak learning rate; learning_rate by default."""
 
     def __post_init__(self) -> None:
-        """Validate."""
         _check_types(self)
         _require_positive(self, "learning_rate", "muon_learning_rate", "embedding_learning_rate")
         _require_positive(self, "schedule_steps")
-        _require_not_negative(
-            self, "min_learning_rate", "warmup_steps", "weight_decay", "gradient_clip"
-        )
-        _require_not_negative(self, "muon_weight_decay")
+        _require_not_negative(self, "min_learning_rate", "warmup_steps", "gradient_clip")
+        _require_not_negative(self, "weight_decay", "muon_weight_decay")
         _require_fraction(self, "beta1", "beta2", "muon_momentum", "decay_fraction")
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
@@ -288,7 +271,6 @@ class DataConfig:
     """The fraction of the text, at its end, for validation."""
 
     def __post_init__(self) -> None:
-        """Validate."""
         _check_types(self)
         if not self.data or not all(self.data):
             raise ValueError("data is empty: name a corpus (pydocs, shakespeare) or a file")
@@ -347,7 +329,6 @@ class TrainConfig:
     one can't hold the train state."""
 
     def __post_init__(self) -> None:
-        """Validate."""
         _check_types(self)
         _require_positive(self, "steps", "batch_size", "eval_interval", "steps_per_call")
         _require_positive(self, "micro_batches", "patience", "keep_best", "keep_last", "keep_every")
@@ -411,14 +392,11 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
     hints = get_type_hints(kind)
-    for name in values:
-        if name not in hints:
-            raise ValueError(
-                f"{kind.__name__} has no field {name!r}{did_you_mean(str(name), hints)}"
-            )
     # what a file from before a field says by not having it
     fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     for name, value in values.items():
+        if name not in hints:
+            raise ValueError(f"{kind.__name__} has no field {name!r}{did_you_mean(name, hints)}")
         if dataclasses.is_dataclass(hints[name]):
             value = _from_dict(hints[name], value)
         elif isinstance(value, list):

@@ -1,24 +1,19 @@
 """Presets: named configs."""
 
-from jgpt.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    did_you_mean,
-)
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.contracts import typed
 
-_lecture_model = ModelConfig(
-    block_size=32,
-    num_layers=4,
-    num_heads=4,
-    embed_dim=64,
-    activation="relu",
-    use_bias=True,
-    head_bias=True,
-    tie_embeddings=False,
-)
+SUMMARIES = {
+    "bigram": "the lecture's bigram model",
+    "lecture": "the from-scratch lecture's GPT: ReLU, biases, untied head (0.2M parameters)",
+    "modern-cpu": "fastest to train on two CPU cores: "
+    "rotary, windows, n-grams, Muon (2.8M parameters)",
+    "nanogpt-cpu": "nanoGPT's laptop setting: 4 layers, 128 features, block 64",
+    "nanogpt-char": "nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256",
+    "gpt2": "GPT-2 124M: 12 layers, 768 features, block 1024, BPE",
+    "tiny": "a small GPT that trains in seconds, for experiments",
+}
+
 _modern_cpu = TrainConfig(
     name="modern-cpu",
     model=ModelConfig(
@@ -58,104 +53,95 @@ _modern_cpu = TrainConfig(
     eval_interval=425,
 )
 
-PRESETS: dict[str, tuple[str, TrainConfig]] = {
-    "bigram": (
-        "the lecture's bigram model",
-        TrainConfig(
-            name="bigram",
-            model=ModelConfig(architecture="bigram", block_size=8),
-            optimizer=OptimizerConfig(
-                learning_rate=0.02,
-                min_learning_rate=0.0,
-                warmup_steps=0,
-                weight_decay=0.0,
-                gradient_clip=0.0,
-            ),
-            steps=4000,
-            batch_size=128,
-            eval_interval=1000,
-            steps_per_call=200,
+_gpt2 = TrainConfig(
+    name="gpt2",
+    model=ModelConfig(
+        vocab_size=50257,
+        block_size=1024,
+        num_layers=12,
+        num_heads=12,
+        embed_dim=768,
+        activation="gelu_tanh",
+        qkv_bias=True,
+        use_bias=True,
+        dtype="auto",
+    ),
+    optimizer=OptimizerConfig(
+        learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=2000, beta2=0.95
+    ),
+    dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=50257),
+    steps=600_000,
+    batch_size=12,
+    eval_interval=1000,
+    eval_tokens=1 << 20,
+)
+
+_configs = (
+    TrainConfig(
+        name="bigram",
+        model=ModelConfig(architecture="bigram", block_size=8),
+        optimizer=OptimizerConfig(
+            learning_rate=0.02,
+            min_learning_rate=0.0,
+            warmup_steps=0,
+            weight_decay=0.0,
+            gradient_clip=0.0,
         ),
+        steps=4000,
+        batch_size=128,
+        eval_interval=1000,
+        steps_per_call=200,
     ),
-    "lecture": (
-        "the from-scratch lecture's GPT: ReLU, biases, untied head (0.2M parameters)",
-        TrainConfig(
-            name="lecture",
-            model=_lecture_model,
-            optimizer=OptimizerConfig(
-                schedule="constant",
-                warmup_steps=0,
-                weight_decay=0.01,
-                beta2=0.999,
-                gradient_clip=0.0,
-            ),
-            steps=5000,
-            batch_size=16,
-            eval_interval=500,
+    TrainConfig(
+        name="lecture",
+        model=ModelConfig(
+            block_size=32,
+            num_layers=4,
+            num_heads=4,
+            embed_dim=64,
+            activation="relu",
+            use_bias=True,
+            head_bias=True,
+            tie_embeddings=False,
         ),
-    ),
-    "modern-cpu": (
-        "fastest to train on two CPU cores: rotary, windows, n-grams, Muon (2.8M parameters)",
-        _modern_cpu,
-    ),
-    "nanogpt-cpu": (
-        "nanoGPT's laptop setting: 4 layers, 128 features, block 64",
-        TrainConfig(name="nanogpt-cpu"),
-    ),
-    "nanogpt-char": (
-        "nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256",
-        TrainConfig(
-            name="nanogpt-char",
-            model=ModelConfig(
-                block_size=256,
-                num_layers=6,
-                num_heads=6,
-                embed_dim=384,
-                dropout=0.2,
-                dtype="auto",
-            ),
-            steps=5000,
-            batch_size=64,
+        optimizer=OptimizerConfig(
+            schedule="constant",
+            warmup_steps=0,
+            weight_decay=0.01,
+            beta2=0.999,
+            gradient_clip=0.0,
         ),
+        steps=5000,
+        batch_size=16,
+        eval_interval=500,
     ),
-    "gpt2": (
-        "GPT-2 124M: 12 layers, 768 features, block 1024, BPE",
-        TrainConfig(
-            name="gpt2",
-            model=ModelConfig(
-                vocab_size=50257,
-                block_size=1024,
-                num_layers=12,
-                num_heads=12,
-                embed_dim=768,
-                activation="gelu_tanh",
-                qkv_bias=True,
-                use_bias=True,
-                dtype="auto",
-            ),
-            optimizer=OptimizerConfig(
-                learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=2000, beta2=0.95
-            ),
-            dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=50257),
-            steps=600_000,
-            batch_size=12,
-            eval_interval=1000,
-            eval_tokens=1 << 20,
+    _modern_cpu,
+    TrainConfig(name="nanogpt-cpu"),
+    TrainConfig(
+        name="nanogpt-char",
+        model=ModelConfig(
+            block_size=256,
+            num_layers=6,
+            num_heads=6,
+            embed_dim=384,
+            dropout=0.2,
+            dtype="auto",
         ),
+        steps=5000,
+        batch_size=64,
     ),
-    "tiny": (
-        "a small GPT that trains in seconds, for experiments",
-        TrainConfig(
-            name="tiny",
-            model=ModelConfig(block_size=16, num_layers=2, num_heads=2, embed_dim=32),
-            optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=10),
-            steps=200,
-            batch_size=8,
-            eval_interval=100,
-            sample_tokens=100,
-        ),
+    _gpt2,
+    TrainConfig(
+        name="tiny",
+        model=ModelConfig(block_size=16, num_layers=2, num_heads=2, embed_dim=32),
+        optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=10),
+        steps=200,
+        batch_size=8,
+        eval_interval=100,
+        sample_tokens=100,
     ),
-}
+)
+PRESETS = {config.name: (SUMMARIES[config.name], config) for config in _configs}
 """A description and a config per preset."""
 
 DEFAULT_PRESET = "modern-cpu"

@@ -1,6 +1,7 @@
 """The command `jgpt`: thin, and the only place that prints and exits."""
 
 import contextlib
+import inspect
 import io
 import logging
 import os
@@ -11,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from jgpt.cli.commands import COMMANDS
-from jgpt.cli.options import in_flags
+from jgpt.cli.options import TRAIN, in_flags, parse
 from jgpt.config import did_you_mean
 
 
@@ -38,27 +39,29 @@ def main(args: Sequence[str] | None = None) -> None:
         if os.environ.get("JGPT_TRACEBACK") == "1":
             raise
         _discard_output()
-        command = args[0] if args else ""
-        line = _one_line(error)
-        if command in COMMANDS:
-            line = in_flags(line, *COMMANDS[command][2:])
+        name, line = args[0] if args else "", _one_line(error)
+        if name in COMMANDS:
+            options = TRAIN if name == "train" else inspect.signature(COMMANDS[name]).parameters
+            line = in_flags(line, options)
         print(f"jgpt: {line}", file=sys.stderr)
         sys.exit(2)
 
 
 def _run(args: list[str]) -> None:
-    name, options = (args[0], args[1:]) if args else ("help", [])
-    if name == "help" and options:
-        name, options = options[0], [*options[1:], "--help"]
+    name, *words = args or ["help"]
+    if name == "help" and words:
+        name, *words = [*words, "--help"]
     if name in ("help", "-h", "--help"):
         print("usage: jgpt COMMAND ...\n")
-        for command, (summary, *_) in COMMANDS.items():
-            print(f"  {command:<10} {summary}")
+        for name, command in COMMANDS.items():
+            print(f"  {name:<10} {str(command.__doc__).splitlines()[0]}")
         print("\njgpt help COMMAND shows a command's options; start with: jgpt train")
     elif name in ("-V", "--version"):
         print(f"jgpt {version('jgpt')}")
+    elif name == "train":  # its options depend on the config
+        COMMANDS[name](words)
     elif name in COMMANDS:
-        COMMANDS[name][1](options)
+        parse(COMMANDS[name], name, words)
     else:
         raise ValueError(
             f"unknown command {name!r}{did_you_mean(name, COMMANDS)}; "
@@ -72,7 +75,7 @@ def _without_echoes() -> Iterator[None]:
 
     TensorStore's threads complain of its event loop, and asyncio of its futures, some at exit.
     """
-    logging.getLogger("asyncio").addFilter(_is_no_echo)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     report = sys.unraisablehook
 
@@ -85,10 +88,6 @@ def _without_echoes() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = report
-
-
-def _is_no_echo(record: logging.LogRecord) -> bool:
-    return "exception was never retrieved" not in record.getMessage()
 
 
 def _discard_output() -> None:

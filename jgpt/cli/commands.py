@@ -1,78 +1,63 @@
-"""The commands: each parses its options, calls the library, and prints.
+"""The commands: functions whose parameters are the options; each prints.
 
 They import what they need when they run: `jgpt --help` must not wait for jax.
 """
 
 import dataclasses
-import functools
-import json
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import chain, count, islice
+from json import dumps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal
 
-from jgpt.cli.options import (
-    AttentionOptions,
-    EvalOptions,
-    ExportOptions,
-    ImportOptions,
-    InfoOptions,
-    PlotOptions,
-    PrepareOptions,
-    PresetsOptions,
-    RunOptions,
-    SampleOptions,
-    describe_presets,
-    parse,
-    parse_train,
-)
-from jgpt.config import DataConfig, OptimizerConfig, TrainConfig, did_you_mean
-from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
+from tyro.conf import Positional, UseAppendAction, arg
 
-Options = TypeVar("Options")
+from jgpt.cli.options import File, Number, Switch, describe_presets, described, parse_train
+from jgpt.cli.terminal import importing, open_console, say
+from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
+from jgpt.presets import PRESETS
+
+Run = Positional[Annotated[str, described("RUN", help="The run directory.")]]
+Image = Annotated[str, described("FILE", help="The image to write: .png or .svg.")]
+Probability = Annotated[float | None, described("P")]
+Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
+Checkpoint = Annotated[
+    Literal["best", "last"] | int,
+    described("best|last|N", help="The best by validation loss, the last, or a step."),
+]
+Newlines = Annotated[bool, arg(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
+PYDOCS = f"(default: {' '.join(DataConfig().data)})"
 BATCH_SIZE = 16
 SEPARATOR = "---------------"
 
 
 def train(args: list[str]) -> None:
-    """`jgpt train [PRESET] ...`"""
+    """Train a GPT."""
     began = time.perf_counter()
     if any(word.partition("=")[0] == "--vocab-size" for word in args):
         raise ValueError("--vocab-size can't be set: the tokenizer determines it")
-    config, options = parse_train(args, _base_config)
+    config, options = parse_train(args)
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
-
-    from rich.console import Console
-
-    from jgpt.cli.terminal import importing
 
     with importing():
         from jgpt.cli.console import ConsoleProgress, describe
         from jgpt.cli.signals import stop_requested
         from jgpt.runs.loop import TrainingStopped, fit, plan
 
-    with ConsoleProgress(Console(), "reading the data") as progress:
+    how: dict[str, Any] = {"resume": options.resume, "overwrite": options.overwrite}
+    with ConsoleProgress(open_console(), "reading the data") as progress:
         if options.dry_run:
-            planned = plan(
-                config, resume=options.resume, overwrite=options.overwrite, progress=progress
-            )
-            progress.say(*describe(planned))
+            progress.say(*describe(plan(config, **how, progress=progress)))
             return
+        how |= {"progress": progress, "profile_steps": options.profile}
         with stop_requested(progress.stopping, progress.leaving) as stop:
             try:
-                run = fit(
-                    config,
-                    resume=options.resume,
-                    overwrite=options.overwrite,
-                    progress=progress,
-                    should_stop=stop,
-                    profile_steps=options.profile,
-                )
+                run = fit(config, **how, should_stop=stop)
             except TrainingStopped as stopped:
                 resume = _command("train", "--out", stopped.directory, "--resume")
                 progress.say(str(stopped), f"resume with: {resume}")
@@ -87,49 +72,48 @@ def train(args: list[str]) -> None:
         )
 
 
-def _base_config(given: Any) -> TrainConfig:
-    """The config that options override: of a preset, a file, or the run to resume."""
-    if given.run.config is not None:
-        if given.preset is not None:
-            raise ValueError(f"give the preset {given.preset} or --config, not both")
+def sample(
+    run: Run,
+    prompt: Texts = (),
+    prompt_file: File = None,
+    max_new_tokens: Number = 500,
+    temperature: Annotated[float, described("X")] = 0.8,
+    top_k: Annotated[int | None, described("K")] = None,
+    top_p: Probability = None,
+    min_p: Probability = None,
+    stop: Texts = (),
+    num_samples: Number = 1,
+    seed: Number = 1337,
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Generate text with a trained model, streamed as it is sampled.
 
-        from jgpt.runs.directory import read_config
+    Args:
+        prompt: The text to continue, by default a newline. Several are sampled as a batch.
+        prompt_file: A UTF-8 file with the prompt; - is standard input.
+        max_new_tokens: The number of tokens to generate; the context is the last block-size tokens.
+        temperature: 0 is greedy; 1 samples from the model's distribution.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Nucleus sampling: sample from the smallest set of tokens with this total probability.
+        min_p: Sample from tokens with at least this fraction of the highest probability only.
+        stop: Stop string: end a text before it.
+        num_samples: Samples per prompt.
+        seed: The random seed.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} must be at least 1")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
+    model, tokenizer, config = _load(run, checkpoint)
 
-        return dataclasses.replace(read_config(Path(given.run.config)), out=None)
-    if given.preset is None and given.out is not None and given.run.resume:
-        from jgpt.runs.directory import RunDirectory
+    import jax
+    import numpy as np
 
-        return RunDirectory.open(given.out).config()
-    for word in (word for words in given.data for word in words):
-        if given.preset is None and word in PRESETS and not Path(word).exists():
-            raise ValueError(f"{word} is a preset: put it before --data")
-    name = given.preset or DEFAULT_PRESET
-    # preset() checks the type of the name, for which it imports jax
-    return PRESETS[name][1] if name in PRESETS else preset(name)
+    from jgpt.generation.text import stream_text
 
-
-def sample(args: list[str]) -> None:
-    """`jgpt sample RUN ...`"""
-    options = parse(SampleOptions, "sample", args)
-    if options.num_samples < 1:
-        raise ValueError(f"num_samples={options.num_samples} must be at least 1")
-    if not 0 <= options.seed < 2**32:
-        raise ValueError(f"seed={options.seed} must be at least 0 and below 2**32")
-
-    from jgpt.cli.terminal import importing
-
-    with importing() as spinner:
-        import jax
-        import numpy as np
-
-        from jgpt.generation.text import stream_text
-        from jgpt.runs.checkpoints import load
-
-        spinner.update("loading the model")
-        model, tokenizer, config = load(options.run, which=options.checkpoint)
-    given = _prompts(options, config.dataset.universal_newlines)
-    prompts = (prompt for prompt in given for _ in range(options.num_samples))
-    key = jax.random.key(np.uint32(options.seed))
+    given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
+    prompts = (text for text in given for _ in range(num_samples))
+    key = jax.random.key(np.uint32(seed))
     for first in count(0, BATCH_SIZE):
         rows = tuple(islice(prompts, BATCH_SIZE))
         if not rows:
@@ -138,59 +122,66 @@ def sample(args: list[str]) -> None:
             model,
             tokenizer,
             rows,
-            options.max_new_tokens,
+            max_new_tokens,
             key=jax.random.fold_in(key, first),
-            stop=options.stop,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
+            stop=stop,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
         )
-        if first:
-            print(SEPARATOR)
-        _print_texts(rows, pieces)
+        # the first text is streamed
+        print(f"{SEPARATOR}\n" * bool(first) + rows[0], end="", flush=True)
+        others = list(rows[1:])
+        for piece, *more in pieces:
+            print(piece, end="", flush=True)
+            others = [text + new for text, new in zip(others, more, strict=True)]
+        print("", *others, sep=f"\n{SEPARATOR}\n")
 
 
-def _print_texts(prompts: tuple[str, ...], pieces: Iterator[tuple[str, ...]]) -> None:
-    """Stream the first text, then print the others."""
-    print(prompts[0], end="", flush=True)
-    others = list(prompts[1:])
-    for first, *more in pieces:
-        print(first, end="", flush=True)
-        others = [text + new for text, new in zip(others, more, strict=True)]
-    print()
-    for text in others:
-        print(f"{SEPARATOR}\n{text}")
+def _prompts(
+    prompts: tuple[str, ...], path: str | None, universal_newlines: bool
+) -> tuple[str, ...]:
+    """The prompts, files read as the run's text was; an empty one stands for a newline."""
+    from jgpt.data.corpus import read_stream
+
+    if path is not None:
+        if prompts:
+            raise ValueError("give --prompt or --prompt-file, not both")
+        name = "standard input" if path == "-" else path
+        with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
+            prompts = (read_stream(file, name, universal_newlines=universal_newlines),)
+    if "" in prompts:
+        raise ValueError("the prompt is empty: give at least one character, or no --prompt at all")
+    return prompts or ("",)
 
 
-def evaluate(args: list[str]) -> None:
-    """`jgpt eval RUN`"""
-    options = parse(EvalOptions, "eval", args)
+def eval_(run: Run, json: Switch = False, checkpoint: Checkpoint = "best") -> None:
+    """Compute a run's exact loss on its validation split: every target once.
 
-    from jgpt.cli.terminal import error_console, importing
-
+    Args:
+        json: Print one JSON object.
+    """
     with importing():
         from jgpt.cli.console import ConsoleProgress
         from jgpt.runs import loop
 
-    with ConsoleProgress(error_console(), "evaluating") as progress:
-        result = loop.evaluate(options.run, which=options.checkpoint, progress=progress)
-    if options.json:
-        print(json.dumps(dataclasses.asdict(result)))
+    with ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
+        result = loop.evaluate(run, which=checkpoint, progress=progress)
+    if json:
+        print(dumps(dataclasses.asdict(result)))
         return
     print(f"validation loss     {result.loss:.4f} nats per token, over {result.tokens:,} targets")
     print(f"perplexity          {result.perplexity:.3f}")
     print(f"bits per character  {result.bits_per_character:.4f}")
 
 
-def info(args: list[str]) -> None:
-    """`jgpt info PRESET|RUN`"""
-    options = parse(InfoOptions, "info", args)
+def info(what: Positional[Annotated[str, described("PRESET|RUN")]]) -> None:
+    """Show the parameters, bytes, FLOPs and training memory of a model.
 
-    from rich.console import Console
-
-    from jgpt.cli.terminal import importing, say
-
+    Args:
+        what: A preset's name or a run directory.
+    """
     with importing() as spinner:
         from jgpt.hardware import current_platform
         from jgpt.nn.models import flops_per_token, parts_of
@@ -198,57 +189,112 @@ def info(args: list[str]) -> None:
         from jgpt.runs.directory import RunDirectory
         from jgpt.training.plan import format_bytes, training_memory
 
-        if options.what in PRESETS:
-            config = PRESETS[options.what][1]
-        elif Path(options.what).exists():
-            config = RunDirectory.open(options.what).config()
+        if what in PRESETS:
+            config = PRESETS[what][1]
+        elif Path(what).exists():
+            config = RunDirectory.open(what).config()
         else:
             raise ValueError(
-                f"{options.what!r} is neither a preset nor a run directory"
-                f"{did_you_mean(options.what, PRESETS)}"
+                f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
             )
         spinner.update("compiling")
         memory = training_memory(run_for_platform(config, current_platform()))
     rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    flops = flops_per_token(config.model)
+    _, parameters, sizes = zip(*rows, strict=True)
     lines = [
-        *(
-            f"{name:<28} {count:>13,} parameters {format_bytes(size):>12}"
-            for name, count, size in rows
-        ),
-        f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training",
+        f"{name:<28} {count:>13,} parameters {format_bytes(size):>12}"
+        for name, count, size in [*rows, ("all", sum(parameters), sum(sizes))]
     ]
+    flops = flops_per_token(config.model)
+    lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if memory is not None:
         lines.append(f"training memory at batch_size={config.batch_size}: {memory}")
-    say(Console(), *lines)
+    say(open_console(), *lines)
 
 
-def prepare(args: list[str]) -> None:
-    """`jgpt prepare FILES --out DIR`"""
-    options = parse(PrepareOptions, "prepare", args)
-    config = DataConfig(
-        data=options.files,
-        universal_newlines=options.universal_newlines,
-        tokenizer=options.tokenizer,
-        bpe_vocab_size=options.bpe_vocab_size,
-        tokenizer_files=options.tokenizer_files,
-    )
+def plot(
+    runs: Positional[Annotated[tuple[str, ...], described("RUN ...")]], out: Image = "losses.png"
+) -> None:
+    """Plot the losses of runs against steps, tokens and seconds.
+
+    Args:
+        runs: Run directories.
+    """
+    if not runs:
+        raise ValueError("there is nothing to plot: name at least one run directory")
+
+    with importing():
+        from jgpt.runs.directory import RunDirectory
+        from jgpt.runs.plots import plot_runs
+
+    plot_runs([RunDirectory.open(run) for run in runs], Path(out))
+    print(f"wrote {out}")
+
+
+def attention(
+    run: Run,
+    prompt: Annotated[str, described("TEXT")],
+    out: Image = "attention.png",
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Plot the attention weights of each layer and head over a text.
+
+    Args:
+        prompt: The text; its last block-size tokens are plotted.
+    """
+    model, tokenizer, _ = _load(run, checkpoint)
+
+    from jgpt.runs.plots import plot_attention
+
+    plot_attention(model, tokenizer, prompt, Path(out))
+    print(f"wrote {out}")
+
+
+def prepare(
+    files: Positional[Annotated[tuple[str, ...], described("TEXT ...")]],
+    out: Annotated[str, described("DIR", help="The folder to write.")],
+    universal_newlines: Newlines = DataConfig.universal_newlines,
+    tokenizer: TokenizerName = "char",
+    bpe_vocab_size: Number = 1024,
+    tokenizer_files: Annotated[str | None, described("DIR")] = None,
+) -> None:
+    """Tokenize text of any size, for `jgpt train --data`.
+
+    Args:
+        files: UTF-8 files, folders of .txt, or corpora.
+        tokenizer: Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs.
+        bpe_vocab_size: The vocabulary size of trained byte-pairs.
+        tokenizer_files: For gpt2, a folder of encoder.json, vocab.bpe (or vocab.json, merges.txt).
+    """
+    config = DataConfig(files, universal_newlines, tokenizer, bpe_vocab_size, tokenizer_files)
 
     from jgpt.data import dataset
 
-    tokens = dataset.prepare(config, Path(options.out), warn=print)
-    print(f"{tokens:,} tokens in {options.out}; next: {_command('train', '--data', options.out)}")
+    tokens = dataset.prepare(config, Path(out), warn=print)
+    print(f"{tokens:,} tokens in {out}; next: {_command('train', '--data', out)}")
 
 
-def import_(args: list[str]) -> None:
-    """`jgpt import SOURCE --out RUN`"""
-    options = parse(ImportOptions, "import", args)
-    out = Path(options.out)
-    if out.exists():  # before loading, which may take a while
-        raise ValueError(f"{out} already exists: choose another directory")
+def import_(
+    source: Positional[Annotated[str, described("DIR|FILE")]],
+    out: Annotated[str, described("RUN", help="The run directory to write.")],
+    format: Annotated[Literal["gpt2", "nanogpt"], arg(name="from")] = "gpt2",
+    tokenizer: Annotated[str | None, described("DIR|FILE")] = None,
+    data: Annotated[
+        UseAppendAction[tuple[tuple[str, ...], ...]], described("TEXT ...", PYDOCS)
+    ] = (),
+    universal_newlines: Newlines = DataConfig.universal_newlines,
+) -> None:
+    """Import GPT-2 or nanoGPT weights as a run.
 
-    from jgpt.cli.terminal import importing
+    Args:
+        source: A Hugging Face GPT-2 folder (config.json, model.safetensors), or nanoGPT's ckpt.pt.
+        format: The format of the weights.
+        tokenizer: GPT-2's folder if not the source, tokenizer.json, or a text with its characters.
+        data: The text to evaluate on and to train further with.
+    """
+    path = Path(out)
+    if path.exists():  # before loading, which may take a while
+        raise ValueError(f"{path} already exists: choose another directory")
 
     with importing() as spinner:
         from jgpt.interop.huggingface import load_gpt2
@@ -257,9 +303,9 @@ def import_(args: list[str]) -> None:
         from jgpt.runs.checkpoints import write_run
 
         spinner.update("loading the model")
-        model = (load_gpt2 if options.format == "gpt2" else load_nanogpt)(options.source)
-        tokenizer = _tokenizer(options)
-        model = crop_vocabulary(model, tokenizer.vocab_size)
+        model = (load_gpt2 if format == "gpt2" else load_nanogpt)(source)
+        own_tokenizer = _tokenizer(source, tokenizer, universal_newlines)
+        model = crop_vocabulary(model, own_tokenizer.vocab_size)
     config = TrainConfig(
         model=model.config,
         # small and constant, as is usual for fine-tuning
@@ -267,34 +313,51 @@ def import_(args: list[str]) -> None:
             learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
         ),
         dataset=DataConfig(
-            data=tuple(chain(*options.data)) if options.data else DataConfig().data,
-            universal_newlines=options.universal_newlines,
+            data=tuple(chain(*data)) if data else DataConfig().data,
+            universal_newlines=universal_newlines,
         ),
-        name=out.name,
-        out=options.out,
+        name=path.name,
+        out=out,
     )
-    write_run(out, model, tokenizer, config)
+    write_run(path, model, own_tokenizer, config)
     print(
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
-        f"vocabulary {model.vocab_size}; next: {_command('sample', out)}"
+        f"vocabulary {model.vocab_size}; next: {_command('sample', path)}"
     )
 
 
-def export(args: list[str]) -> None:
-    """`jgpt export RUN --out DIR`"""
-    options = parse(ExportOptions, "export", args)
+def _tokenizer(source: str, given: str | None, universal_newlines: bool) -> Any:
+    from jgpt.data.corpus import read_text
+    from jgpt.data.tokenizers import BPETokenizer, CharTokenizer, tokenizer_from_json
 
-    from jgpt.cli.terminal import importing
+    path = Path(given or source)
+    if path.is_dir():
+        return BPETokenizer.from_gpt2(path)
+    if given is None:
+        raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
+    if path.suffix == ".json":
+        return tokenizer_from_json(path.read_text(encoding="utf-8"))
+    return CharTokenizer.from_text(read_text((given,), universal_newlines=universal_newlines))
 
-    with importing() as spinner:
-        from jgpt.data.tokenizers import BPETokenizer
-        from jgpt.interop.huggingface import save_gpt2
-        from jgpt.runs.checkpoints import load
 
-        spinner.update("loading the model")
-        model, tokenizer, _ = load(options.run, which=options.checkpoint)
-    save_gpt2(model, options.out, tokenizer=tokenizer, zero_biases=options.zero_biases)
-    print(f"wrote {options.out}, for transformers.GPT2LMHeadModel.from_pretrained")
+def export(
+    run: Run,
+    out: Annotated[str, described("DIR", help="The directory to write.")],
+    zero_biases: Switch = False,
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Export a run's model as a Hugging Face GPT-2 directory.
+
+    Args:
+        zero_biases: Write zeros for biases that the model lacks and GPT-2's format requires.
+    """
+    model, tokenizer, _ = _load(run, checkpoint)
+
+    from jgpt.data.tokenizers import BPETokenizer
+    from jgpt.interop.huggingface import save_gpt2
+
+    save_gpt2(model, out, tokenizer=tokenizer, zero_biases=zero_biases)
+    print(f"wrote {out}, for transformers.GPT2LMHeadModel.from_pretrained")
     if not isinstance(tokenizer, BPETokenizer):
         print(
             "the tokenizer was not exported: GPT-2's format needs byte-pairs, and this run has a "
@@ -302,94 +365,27 @@ def export(args: list[str]) -> None:
         )
 
 
-def presets(args: list[str]) -> None:
-    """`jgpt presets`"""
-    parse(PresetsOptions, "presets", args)
+def presets() -> None:
+    """List the presets of `jgpt train`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     print("\n".join(describe_presets(width)))
 
 
-def plot(args: list[str]) -> None:
-    """`jgpt plot RUN...`"""
-    options = parse(PlotOptions, "plot", args)
-
-    if not options.runs:
-        raise ValueError("there is nothing to plot: name at least one run directory")
-
-    from jgpt.cli.terminal import importing
-
-    with importing():
-        from jgpt.runs.directory import RunDirectory
-        from jgpt.runs.plots import plot_runs
-
-    plot_runs([RunDirectory.open(run) for run in options.runs], Path(options.out))
-    print(f"wrote {options.out}")
+_commands = train, sample, eval_, info, plot, attention, prepare, import_, export, presets
+COMMANDS: dict[str, Callable[..., None]] = {
+    command.__name__.rstrip("_"): command for command in _commands
+}
 
 
-def attention(args: list[str]) -> None:
-    """`jgpt attention RUN --prompt TEXT`"""
-    options = parse(AttentionOptions, "attention", args)
-
-    from jgpt.cli.terminal import importing
-
+def _load(run: str, which: Any) -> tuple[Any, Any, TrainConfig]:
+    """A run's model, tokenizer and config."""
     with importing() as spinner:
         from jgpt.runs.checkpoints import load
-        from jgpt.runs.plots import plot_attention
 
         spinner.update("loading the model")
-        model, tokenizer, _ = load(options.run, which=options.checkpoint)
-        spinner.update("plotting")
-        plot_attention(model, tokenizer, options.prompt, Path(options.out))
-    print(f"wrote {options.out}")
-
-
-COMMANDS: dict[str, tuple[Any, ...]] = {
-    "train": ("train a GPT", train, TrainConfig, RunOptions),
-    "sample": ("generate text with a trained model", sample, SampleOptions),
-    "eval": ("compute a run's exact validation loss", evaluate, EvalOptions),
-    "info": ("parameters, bytes, FLOPs and memory of a preset or a run", info, InfoOptions),
-    "plot": ("plot the losses of runs", plot, PlotOptions),
-    "attention": ("plot the attention weights of a trained model", attention, AttentionOptions),
-    "prepare": ("tokenize text larger than memory into a folder", prepare, PrepareOptions),
-    "import": ("import GPT-2 or nanoGPT weights as a run", import_, ImportOptions),
-    "export": ("export a run's model in Hugging Face's GPT-2 format", export, ExportOptions),
-    "presets": ("list the presets", presets, PresetsOptions),
-}
+        return load(run, which=which)
 
 
 def _command(*words: object) -> str:
     """A command to copy, quoted for the shell."""
     return shlex.join(["jgpt", *map(str, words)])
-
-
-def _tokenizer(options: ImportOptions) -> Any:
-    from jgpt.data.corpus import read_text
-    from jgpt.data.tokenizers import BPETokenizer, CharTokenizer, tokenizer_from_json
-
-    path = Path(options.tokenizer or options.source)
-    if path.is_dir():
-        return BPETokenizer.from_gpt2(path)
-    if options.tokenizer is None:
-        raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
-    if path.suffix == ".json":
-        return tokenizer_from_json(path.read_text(encoding="utf-8"))
-    text = read_text((options.tokenizer,), universal_newlines=options.universal_newlines)
-    return CharTokenizer.from_text(text)
-
-
-def _prompts(options: SampleOptions, universal_newlines: bool) -> tuple[str, ...]:
-    """The prompts, files read as the run's text was; an empty one stands for a newline."""
-    from jgpt.data.corpus import read_stream
-
-    if options.prompt and options.prompt_file is not None:
-        raise ValueError("give --prompt or --prompt-file, not both")
-    read = functools.partial(read_stream, universal_newlines=universal_newlines)
-    prompts = options.prompt
-    if options.prompt_file == "-":
-        prompts = (read(sys.stdin.buffer, "standard input"),)
-    elif options.prompt_file is not None:
-        with open(options.prompt_file, "rb") as file:
-            prompts = (read(file, options.prompt_file),)
-    if "" in prompts:
-        raise ValueError("the prompt is empty: give at least one character, or no --prompt at all")
-    return prompts or ("",)

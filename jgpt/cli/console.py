@@ -15,7 +15,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from jgpt.cli.options import RunOptions, in_flags
+from jgpt.cli.options import TRAIN, in_flags
 from jgpt.cli.terminal import say, spinner
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
@@ -110,17 +110,17 @@ class ConsoleProgress(TrainingProgress):
         self._move_bar(step)
         waited = self.console.get_time() - self.last_line
         if not self.console.is_terminal and waited > SECONDS_PER_LINE:
-            self._line(f"step {step}: {self.details}")
+            self.say(f"step {step}: {self.details}")
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
         self.validation = f"  validation {validation_loss:.3f}"
         self._move_bar(step)
-        self._line(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
+        self.say(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
     def estimated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
-        self._line(f"step {step}: validation loss about {validation_loss:.3f}")
+        self.say(f"step {step}: validation loss about {validation_loss:.3f}")
 
     def stopping(self) -> None:
         """After the first signal."""
@@ -134,15 +134,12 @@ class ConsoleProgress(TrainingProgress):
 
     def warned(self, message: str) -> None:
         """Print a line."""
-        self.say(in_flags(message, TrainConfig, RunOptions))
-
-    def _line(self, line: str) -> None:
-        self.say(line)
-        self.last_line = self.console.get_time()
+        self.say(in_flags(message, TRAIN))
 
     def say(self, *lines: str) -> None:
         """Print plain text."""
         say(self.console, *lines)
+        self.last_line = self.console.get_time()
 
     def _move_bar(self, step: int) -> None:
         if self.steps is not None:
@@ -158,28 +155,17 @@ class ConsoleProgress(TrainingProgress):
 @typed
 def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list[str]:
     """A line per optimizer group: its parameters, and which of them decay."""
-    groups = jax.tree.leaves(partition(config, weights))
-    decays = jax.tree.leaves(decay_mask(weights))
-    leaves = list(zip(groups, decays, jax.tree.leaves(weights), strict=True))
-    lines = []
-    for group in dict.fromkeys(groups):
+    sizes: dict[tuple[str, bool], list[int]] = {}
+    trees = partition(config, weights), decay_mask(weights), weights
+    for group, decays, leaf in zip(*map(jax.tree.leaves, trees), strict=True):
+        sizes.setdefault((group, decays), []).append(leaf.size)
+    parts: dict[str, list[str]] = {group: [] for group, _ in sizes}
+    for (group, decays), its in sorted(sizes.items(), key=lambda item: not item[0][1]):
         decay = config.muon_weight_decay if group == "muon" else config.weight_decay
-        counts = {
-            decayed: [
-                leaf.size for its, decays, leaf in leaves if (its, decays) == (group, decayed)
-            ]
-            for decayed in (True, False)
-        }
-        parts = [
-            f"{len(sizes)} {one if len(sizes) == 1 else many}{note} with {sum(sizes):,} parameters"
-            for sizes, one, many, note in (
-                (counts[True], "matrix", "matrices", f" (decay {decay:g})"),
-                (counts[False], "vector", "vectors", ""),
-            )
-            if sizes
-        ]
-        lines.append(f"{group}: {', '.join(parts)}")
-    return lines
+        one, many = ("matrix", "matrices") if decays else ("vector", "vectors")
+        kind = (one if len(its) == 1 else many) + f" (decay {decay:g})" * decays
+        parts[group].append(f"{len(its)} {kind} with {sum(its):,} parameters")
+    return [f"{group}: {', '.join(its)}" for group, its in parts.items()]
 
 
 def describe(plan: Plan) -> list[str]:

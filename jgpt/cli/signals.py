@@ -13,21 +13,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """Whether a signal requested a stop, and the exit code for it."""
 
-    def __init__(self) -> None:
-        self._signal: int | None = None
+    exit_code: int | None = None
+    """128 plus the signal, as shells report it."""
 
     def __call__(self) -> bool:
         """Whether a stop was requested."""
-        return self._signal is not None
-
-    @property
-    def exit_code(self) -> int:
-        """128 plus the signal, as shells report it."""
-        return 128 + (self._signal or 0)
-
-    def receive(self, number: int) -> None:
-        """Receive a signal."""
-        self._signal = number
+        return self.exit_code is not None
 
 
 @contextlib.contextmanager
@@ -37,16 +28,13 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
     A thread receives them through a wakeup socket: Python's handlers would run only when the main
     thread returns from a call of many steps, and merge two signals into one.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield StopRequest()  # only the main thread can handle signals
-        return
     request, (here, there) = StopRequest(), socket.socketpair()
     there.setblocking(False)
 
     def listen() -> None:
         while data := here.recv(1):
             if data[0] in SIGNALS and not request():
-                request.receive(data[0])
+                request.exit_code = 128 + data[0]
                 first()
             elif data[0] in SIGNALS:
                 second()

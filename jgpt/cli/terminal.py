@@ -1,37 +1,40 @@
-"""The terminal: wrapped text and spinners. Nothing here imports jax until it is asked to."""
+"""The terminal: wrapped text and spinners. Rich and JAX are imported when they are used."""
 
 import contextlib
 import sys
 from collections.abc import Iterator
-
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
+from typing import Any
 
 
-def say(console: Console, *lines: str) -> None:
+def say(console: Any, *lines: str) -> None:
     """Print plain text; a terminal wraps it at words."""
+    from rich.text import Text
+
     for line in lines:
         console.print(Text(line), soft_wrap=not console.is_terminal)
 
 
-def spinner(console: Console, doing: str) -> Status:
+def spinner(console: Any, doing: str) -> Any:
     """A spinner, of characters that the console can show."""
     return console.status(doing, spinner="line" if console.options.ascii_only else "dots")
 
 
-def error_console() -> Console:
-    """Standard error; a terminal only if standard output is one too."""
-    return Console(stderr=True, force_terminal=None if sys.stdout.isatty() else False)
+def open_console(*, stderr: bool = False) -> Any:
+    """Standard output, or standard error, a terminal only if standard output is one too."""
+    from rich.console import Console
+
+    return Console(
+        stderr=stderr, force_terminal=False if stderr and not sys.stdout.isatty() else None
+    )
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[Status]:
+def importing() -> Iterator[Any]:
     """A spinner while the block imports what needs JAX, which takes seconds.
 
     Enables the compilation cache. Raises OSError if JAX has no device.
     """
-    with spinner(error_console(), "importing JAX") as status:
+    with spinner(open_console(stderr=True), "importing JAX") as status:
         from jgpt.hardware import current_platform
         from jgpt.runs.profiling import enable_compilation_cache
 
