@@ -84,7 +84,6 @@ _COMPILE_ONLY = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 """What libtpu reads from the environment of a machine without a TPU, and fewer log messages."""
 

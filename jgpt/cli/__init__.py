@@ -41,7 +41,9 @@ def main(args: Sequence[str] | None = None) -> None:
         _discard_output()
         name, line = args[0] if args else "", _one_line(error)
         if name in COMMANDS:
-            options = TRAIN if name == "train" else inspect.signature(COMMANDS[name]).parameters
+            options = (
+                TRAIN if name in ("train", "plan") else inspect.signature(COMMANDS[name]).parameters
+            )
             line = in_flags(line, options)
         print(f"jgpt: {line}", file=sys.stderr)
         sys.exit(2)
@@ -58,7 +60,7 @@ def _run(args: list[str]) -> None:
         print("\njgpt help COMMAND shows a command's options; start with: jgpt train")
     elif name in ("-V", "--version"):
         print(f"jgpt {version('jgpt')}")
-    elif name == "train":  # its options depend on the config
+    elif name in ("train", "plan"):  # their options depend on the config
         COMMANDS[name](words)
     elif name in COMMANDS:
         parse(COMMANDS[name], name, words)

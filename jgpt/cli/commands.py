@@ -4,6 +4,7 @@ They import what they need when they run: `jgpt --help` must not wait for jax.
 """
 
 import dataclasses
+import os
 import shlex
 import shutil
 import sys
@@ -16,7 +17,15 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jgpt.cli.options import File, Number, Switch, describe_presets, described, parse_train
+from jgpt.cli.options import (
+    File,
+    Number,
+    RunOptions,
+    Switch,
+    describe_presets,
+    described,
+    parse_train,
+)
 from jgpt.cli.terminal import importing, open_console, say
 from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
 from jgpt.presets import PRESETS
@@ -40,24 +49,31 @@ def train(args: list[str]) -> None:
     began = time.perf_counter()
     if any(word.partition("=")[0] == "--vocab-size" for word in args):
         raise ValueError("--vocab-size can't be set: the tokenizer determines it")
-    config, options = parse_train(args)
+    config, options = parse_train("train", args)
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
+    if options.dry_run:
+        _plan(config, options)
+        return
+    if options.on is not None:
+        raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
 
     with importing():
-        from jgpt.cli.console import ConsoleProgress, describe
+        from jgpt.cli.console import ConsoleProgress
         from jgpt.cli.signals import stop_requested
-        from jgpt.runs.loop import TrainingStopped, fit, plan
+        from jgpt.runs.loop import TrainingStopped, fit
 
-    how: dict[str, Any] = {"resume": options.resume, "overwrite": options.overwrite}
     with ConsoleProgress(open_console(), "reading the data") as progress:
-        if options.dry_run:
-            progress.say(*describe(plan(config, **how, progress=progress)))
-            return
-        how |= {"progress": progress, "profile_steps": options.profile}
         with stop_requested(progress.stopping, progress.leaving) as stop:
             try:
-                run = fit(config, **how, should_stop=stop)
+                run = fit(
+                    config,
+                    resume=options.resume,
+                    overwrite=options.overwrite,
+                    progress=progress,
+                    should_stop=stop,
+                    profile_steps=options.profile,
+                )
             except TrainingStopped as stopped:
                 resume = _command("train", "--out", stopped.directory, "--resume")
                 progress.say(str(stopped), f"resume with: {resume}")
@@ -70,6 +86,35 @@ def train(args: list[str]) -> None:
             f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
             f"next: {_command('sample', run.directory)}   or   {_command('eval', run.directory)}",
         )
+
+
+def plan(args: list[str]) -> None:
+    """Show the memory and compute of a training run, here or on other hardware."""
+    _plan(*parse_train("plan", args))
+
+
+def _plan(config: TrainConfig, options: RunOptions) -> None:
+    """Print what training would take; nothing is written."""
+    if options.on is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
+    with importing() as spinner:
+        from jgpt.cli.console import ConsoleProgress, describe, describe_ahead
+        from jgpt.runs import loop
+        from jgpt.training.ahead import compile_ahead
+
+        if options.on is not None:
+            spinner.update(f"compiling for {options.on}, which takes minutes")
+            planned = compile_ahead(config, options.on)
+    console = open_console(stderr=options.json)
+    if options.on is None:
+        with ConsoleProgress(console, "reading the data") as progress:
+            planned = loop.plan(
+                config, resume=options.resume, overwrite=options.overwrite, progress=progress
+            )
+    if options.json:
+        print(dumps(dataclasses.asdict(planned), default=str))
+    else:
+        say(console, *(describe(planned) if options.on is None else describe_ahead(planned)))
 
 
 def sample(
@@ -371,7 +416,7 @@ def presets() -> None:
     print("\n".join(describe_presets(width)))
 
 
-_commands = train, sample, eval_, info, plot, attention, prepare, import_, export, presets
+_commands = train, plan, sample, eval_, info, plot, attention, prepare, import_, export, presets
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__.rstrip("_"): command for command in _commands
 }

@@ -23,8 +23,9 @@ from jgpt.data.dataset import Dataset
 from jgpt.hardware import device_kinds
 from jgpt.nn.models import Weights
 from jgpt.runs.progress import Progress as TrainingProgress
+from jgpt.training.ahead import CompiledStep
 from jgpt.training.optimizer import decay_mask, partition
-from jgpt.training.plan import Plan
+from jgpt.training.plan import Plan, format_bytes
 from jgpt.training.step import TrainState
 
 SECONDS_PER_LINE = 20
@@ -187,3 +188,28 @@ def describe(plan: Plan) -> list[str]:
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
     return [*lines, "nothing was written: leave out --dry-run to train"]
+
+
+def describe_ahead(step: CompiledStep) -> list[str]:
+    """A step compiled for other hardware as lines of text."""
+    chip, memory = step.chip, step.memory
+    sent = sum(each.sent for each in step.collectives)
+    kinds = [f"{each.count} {each.kind} ({format_bytes(each.sent)})" for each in step.collectives]
+    rows = (
+        ("compute", step.compute_seconds, f"{step.flops / 1e12:.3g} TFLOP", chip.peak_flops),
+        ("memory", step.memory_seconds, "all of that memory twice", chip.memory_bandwidth),
+        ("interconnect", step.interconnect_seconds, format_bytes(sent), chip.interconnect),
+    )
+    return [
+        f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}",
+        f"memory of each chip: {memory}; it has {format_bytes(chip.memory)}, which is "
+        f"{'enough' if step.fits else 'NOT enough'}",
+        f"collectives of a step: {', '.join(kinds) or 'none'}, as each chip sends them",
+        "a step takes each chip at least, from published peaks:",
+        *(
+            f"  {name:<13} {1e3 * seconds:9.3f} ms  {what} at {peak / 1e12:g} T/s"
+            for name, seconds, what, peak in rows
+        ),
+        f"bound by {step.bound}",
+        f"custom kernels: {', '.join(step.kernels) or 'none'}",
+    ]

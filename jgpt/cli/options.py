@@ -67,6 +67,10 @@ class RunOptions:
     """Show the model, data, memory and compute of the run, without training or writing."""
     profile: Number = 0
     """Profile this many steps after the first; the trace is written to RUN/profile."""
+    on: Annotated[str | None, described("CHIPS")] = None
+    """With --dry-run, compile the train step for other hardware, such as v5e:4x4 or h100:8."""
+    json: Switch = False
+    """With --dry-run, print one JSON object."""
 
 
 TRAIN = {
@@ -77,7 +81,7 @@ TRAIN = {
 """The names of the options of `jgpt train`."""
 
 
-def parse_train(args: list[str]) -> tuple[TrainConfig, RunOptions]:
+def parse_train(command: str, args: list[str]) -> tuple[TrainConfig, RunOptions]:
     """Parse the options of `jgpt train`; return the config to train and what to do with the run."""
     shown = next((PRESETS[word] for word in args if word in PRESETS), PRESETS[DEFAULT_PRESET])[1]
     if {"-h", "--help", "--help-all"} & {*args}:
@@ -86,13 +90,13 @@ def parse_train(args: list[str]) -> tuple[TrainConfig, RunOptions]:
         description = (
             "Train a GPT: a preset, with the options that you override:\n"
             f"{textwrap.indent(presets, '  ')}\n\n"
-            "jgpt train --help-all shows the options for all fields of the config."
+            f"jgpt {command} --help-all shows the options for all fields of the config."
         )
-        parse(options, "train", ["--help"], description=description)
-    given = parse(_train_options(shown), "train", args)
+        parse(options, command, ["--help"], description=description)
+    given = parse(_train_options(shown), command, args)
     config = _base_config(given)
     if config is not shown:
-        given = parse(_train_options(config), "train", args)
+        given = parse(_train_options(config), command, args)
     values = dict(chain(*(vars(its).items() for its in (given, *map(vars(given).get, GROUPS)))))
     # an empty list was not given; of another, what was given each time
     values = {

@@ -56,15 +56,8 @@ class CompiledStep:
     interconnect_seconds: float
     """For the collectives, if nothing overlaps."""
 
-    @property
-    def bound(self) -> str:
-        """What takes the longest: compute, memory or interconnect."""
-        seconds = {
-            "compute": self.compute_seconds,
-            "memory": self.memory_seconds,
-            "interconnect": self.interconnect_seconds,
-        }
-        return max(seconds, key=lambda name: seconds[name])
+    bound: str
+    """What takes the longest: compute, memory or interconnect."""
 
 
 def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
@@ -79,13 +72,19 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         compiled = compile_steps(config)
         memory = memory_of(compiled, config)
     text = compiled.as_text()
-    assert memory is not None and text is not None  # these compilers report them
+    assert memory is not None  # these compilers report both
+    assert text is not None
     sent, counts = Counter(), Counter()
     for kind, size in collectives(text):
         sent[kind] += size
         counts[kind] += 1
     tokens = config.batch_size * config.model.block_size
     flops = 3 * flops_per_token(config.model) * tokens // len(devices)
+    seconds = {
+        "compute": flops / chip.peak_flops,
+        "memory": 2 * (memory.state + memory.working) / chip.memory_bandwidth,
+        "interconnect": sum(sent.values()) / chip.interconnect,
+    }
     return CompiledStep(
         on=on,
         chip=chip,
@@ -96,9 +95,8 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         flops=flops,
         collectives=tuple(Collective(kind, counts[kind], sent[kind]) for kind in sorted(counts)),
         kernels=tuple(sorted(set(re.findall(r'custom_call_target="([^"]+)"', text)))),
-        compute_seconds=flops / chip.peak_flops,
-        memory_seconds=2 * (memory.state + memory.working) / chip.memory_bandwidth,
-        interconnect_seconds=sum(sent.values()) / chip.interconnect,
+        **{f"{name}_seconds": least for name, least in seconds.items()},
+        bound=max(seconds, key=lambda name: seconds[name]),
     )
 
 

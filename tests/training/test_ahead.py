@@ -1,16 +1,14 @@
 """Train steps compiled for chips that this machine lacks."""
 
-import dataclasses
 import importlib.util
 import re
 
 import pytest
 
 from jgpt import ModelConfig, TrainConfig
-from jgpt.hardware import CHIPS, Platform, topology
+from jgpt.hardware import Platform, topology
 from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
-from jgpt.training.plan import TrainingMemory
 
 # --- collectives of a program, and what each device sends, by hand --------------------------------
 
@@ -58,26 +56,6 @@ def test_what_a_program_sends():
         ("reduce-scatter", 3 * 4 * 7),
         ("all-to-all", 8 * 4 * 3 // 4),
     ]
-
-
-def test_what_bounds_a_step():
-    step = CompiledStep(
-        on="v5e:2x2",
-        chip=CHIPS["v5e"],
-        chips=4,
-        mesh="data=4",
-        memory=TrainingMemory(1, 2),
-        fits=True,
-        flops=3,
-        collectives=(),
-        kernels=(),
-        compute_seconds=0.3,
-        memory_seconds=0.2,
-        interconnect_seconds=0.1,
-    )
-    assert step.bound == "compute"
-    assert dataclasses.replace(step, memory_seconds=0.4).bound == "memory"
-    assert dataclasses.replace(step, interconnect_seconds=0.4).bound == "interconnect"
 
 
 # --- chips ---------------------------------------------------------------------------------------
@@ -151,6 +129,12 @@ def test_a_step_for_chips(on, package, monkeypatch):
     attention = 2 * 2 * 2 * 128 * 256
     assert step.flops == 3 * (of_products + attention) * 16 * 128 // 4
     assert step.compute_seconds == step.flops / step.chip.peak_flops
+    kept = step.memory.state + step.memory.working
+    assert step.memory_seconds == 2 * kept / step.chip.memory_bandwidth
+    everything = sum(each.sent for each in step.collectives)
+    assert step.interconnect_seconds == everything / step.chip.interconnect
+    longest = max(step.compute_seconds, step.memory_seconds, step.interconnect_seconds)
+    assert getattr(step, f"{step.bound}_seconds") == longest
     assert "bf16" in products(text)
     sent = {each.kind: each.sent for each in step.collectives}
     # each matrix is gathered in 16 bits, forward and backward
