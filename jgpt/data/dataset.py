@@ -14,7 +14,7 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.contracts import record, typed
-from jgpt.data.corpus import Download, Warn, corpus_versions, read_text, text_chunks
+from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
 from jgpt.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -57,8 +57,7 @@ def load_dataset(
     *,
     tokenizer: Tokenizer | None = None,
     known: KnownText | None = None,
-    warn: Warn | None = None,
-    on_download: Download | None = None,
+    warn: Warn = lambda message: None,
 ) -> Dataset:
     """Read, tokenize and split the data of a config, with the given tokenizer or its own.
 
@@ -76,12 +75,7 @@ def load_dataset(
         tokenizer = its_tokenizer
     else:
         try:
-            text = read_text(
-                config.data,
-                universal_newlines=config.universal_newlines,
-                warn=warn,
-                on_download=on_download,
-            )
+            text = read_text(config.data, universal_newlines=config.universal_newlines, warn=warn)
         except FileNotFoundError as error:
             if known is None:
                 raise
@@ -122,13 +116,7 @@ def _require_known(config: DataConfig, digest: str, known: KnownText) -> None:
     )
 
 
-def prepare(
-    config: DataConfig,
-    directory: Path,
-    *,
-    warn: Warn | None = None,
-    on_progress: Callable[[int], None] | None = None,
-) -> int:
+def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message: None) -> int:
     """Tokenize text of any size into a folder to train from; return the number of tokens.
 
     The folder holds the tokens as uint16 or uint32, the tokenizer, and an index. It is written
@@ -154,8 +142,6 @@ def prepare(
                 tokens = tokenizer.encode(chunk).astype(dtype)
                 file.write(tokens.tobytes())
                 count, characters = count + len(tokens), characters + len(chunk)
-                if on_progress:
-                    on_progress(count)
         index = {"dtype": dtype.name, "tokens": count, "characters": characters}
         (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
         (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")

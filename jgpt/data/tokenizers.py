@@ -23,19 +23,15 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """The size of the vocabulary."""
-        ...
 
     def encode(self, text: str) -> Tokens:
         """Text to tokens."""
-        ...
 
     def decode(self, tokens: AnyTokens) -> str:
         """Tokens to text. Raises ValueError for a token outside the vocabulary."""
-        ...
 
     def to_json(self) -> str:
         """Serialise, for `tokenizer_from_json`."""
-        ...
 
 
 class CharTokenizer:
@@ -73,9 +69,10 @@ class CharTokenizer:
         unknown = np.flatnonzero(self._code_points[tokens] != code_points)
         if unknown.size:
             position = int(unknown[0])
+            known = self.characters[:100] + "…" * (self.vocab_size > 100)
             raise ValueError(
                 f"unknown character {text[position]!r} at position {position}: the vocabulary is "
-                f"the {self.vocab_size} characters {_shortened(self.characters)}"
+                f"the {self.vocab_size} characters {known!r}"
             )
         return tokens.astype(np.int32)
 
@@ -222,10 +219,6 @@ def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
             f"{vocab_size}"
         )
     return indices.tolist()
-
-
-def _shortened(characters: str, limit: int = 100) -> str:
-    return repr(characters if len(characters) <= limit else characters[:limit] + "…")
 
 
 def _byte_level(model: Any) -> Any:

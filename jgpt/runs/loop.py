@@ -206,7 +206,6 @@ def _prepare(
         tokenizer=run.tokenizer() if run else None,
         known=known_text(run.provenance()) if run else None,
         warn=progress.warned,
-        on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     # the run's config records the dtype that `auto` was resolved to
@@ -412,7 +411,7 @@ def evaluate(
         config.model.block_size,
         tokenizer=tokenizer,
         known=known_text(run.provenance()),
-        on_download=(progress or Progress()).downloaded,
+        warn=(progress or Progress()).warned,
     )
     require_same_corpus(run.provenance(), dataset, str(run.path))
     exact, _ = _evaluators(run_for_platform(config, platform), dataset)
