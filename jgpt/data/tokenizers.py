@@ -23,15 +23,19 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """The size of the vocabulary."""
+        ...
 
     def encode(self, text: str) -> Tokens:
         """Text to tokens."""
+        ...
 
     def decode(self, tokens: AnyTokens) -> str:
         """Tokens to text. Raises ValueError for a token outside the vocabulary."""
+        ...
 
     def to_json(self) -> str:
         """Serialise, for `tokenizer_from_json`."""
+        ...
 
 
 class CharTokenizer:
