@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.runs.manifest import make_directory, sync_directory
+from jgpt.runs.manifest import make_directory, sync_directory, write_new
 
 if sys.platform == "win32":
     import msvcrt
@@ -45,9 +45,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
         """Create a run: its tokenizer, and last its config, which makes the directory a run."""
-        make_directory(path.parent)
-        path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
+        make_directory(path)
         _write(path / TOKENIZER, tokenizer.to_json())
         run = cls(path)
         run.write_config(config)
@@ -223,10 +221,7 @@ def _write(path: Path, text: str) -> None:
     """Write atomically and durably."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(partial, text)
     os.replace(partial, path)
     sync_directory(path.parent)
 
