@@ -58,7 +58,7 @@ class Checkpoints:
 
     def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
         self._path = (run.path / CHECKPOINTS).resolve()
-        self._config, self._run = run.config(), run
+        self._config, self.run = run.config(), run
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(weights=_handler(), optimizer=_handler())
         )
@@ -84,7 +84,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first."""
-        return self._run.checkpoint_steps()
+        return self.run.checkpoint_steps()
 
     def save(self, state: TrainState, validation_loss: float | None) -> None:
         """Save a state asynchronously. Raises OSError if the last save failed.
@@ -183,7 +183,7 @@ class Checkpoints:
                     f"checkpoint {self._path / str(step)} was saved with {name}={saved!r}, the "
                     f"config has {name}={given[name]!r}; they belong to different runs"
                 )
-        if manifest.tokenizer != self._run.tokenizer_digest():
+        if manifest.tokenizer != self.run.tokenizer_digest():
             raise ValueError(
                 f"checkpoint {self._path / str(step)} was saved with another tokenizer than the "
                 "run's; they belong to different runs"
@@ -242,7 +242,7 @@ class Checkpoints:
                 step=step,
                 validation_loss=validation_loss,
                 model=dataclasses.asdict(self._config.model),
-                tokenizer=self._run.tokenizer_digest(),
+                tokenizer=self.run.tokenizer_digest(),
                 files={
                     name: (path.stat().st_size, sha256_of(path))
                     for name, path in files_below(partial)

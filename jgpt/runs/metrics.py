@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,9 @@ class MetricsLogger:
         trackers: Sequence[Tracker],
         training_tokens: int,
         devices: int = 1,
+        report: Callable[[int, float, float | None], None] = lambda *_: None,
     ) -> None:
-        self._config, self._run, self._trackers = config, run, trackers
+        self._config, self._run, self._trackers, self._report = config, run, trackers, report
         self._training_tokens = training_tokens
         self._tokens_per_step = config.batch_size * config.model.block_size
         self._flops_per_token = 3 * flops_per_token(config.model)
@@ -59,18 +60,17 @@ class MetricsLogger:
         """Measure throughput from now on: compilation and evaluation don't count."""
         self._clock, self._tokens = time.perf_counter(), 0
 
-    def add(self, first_step: int, count: int, metrics: Metrics) -> dict[str, Any] | None:
+    def add(self, first_step: int, count: int, metrics: Metrics) -> None:
         """Queue the metrics of a call that was just dispatched; record those that are ready.
 
-        Returns the line of the last recorded step, if any. Raises FloatingPointError for the first
-        step whose loss or gradient is not finite.
+        Raises FloatingPointError for the first step whose loss or gradient is not finite.
         """
         self._pending.append((first_step, count, metrics))
-        return self._read(wait_for_all=False)
+        self._read(wait_for_all=False)
 
-    def wait(self) -> dict[str, Any] | None:
-        """Wait for all calls and record them; return as `add` does."""
-        return self._read(wait_for_all=True)
+    def wait(self) -> None:
+        """Wait for all calls and record them; raise as `add` does."""
+        self._read(wait_for_all=True)
 
     def add_evaluation(self, **losses: float) -> None:
         """Add to the last step's line, or begin that of step 0. Call `wait` before."""
@@ -81,7 +81,7 @@ class MetricsLogger:
         self.wait()
         self._write([], durable=True)
 
-    def _read(self, *, wait_for_all: bool) -> dict[str, Any] | None:
+    def _read(self, *, wait_for_all: bool) -> None:
         last = None
         while self._pending and (
             wait_for_all or len(self._pending) > 1 or _is_ready(self._pending[0][2].loss)
@@ -90,7 +90,8 @@ class MetricsLogger:
             # hold the last line: it may get a validation loss
             self._write(lines[:-1])
             self._held = last = lines[-1]
-        return last
+        if last is not None:
+            self._report(last["step"], last["loss"], last.get("tokens_per_second"))
 
     def _lines(self, first_step: int, count: int, metrics: Metrics) -> list[dict[str, Any]]:
         rows = {
