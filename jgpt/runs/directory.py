@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -141,7 +142,7 @@ class RunDirectory:
 
     def append_provenance(self, line: dict[str, Any]) -> None:
         """Append the provenance of a start or resumption."""
-        self._truncate(PROVENANCE, None)
+        self._truncate(PROVENANCE, math.inf)
         self._append(PROVENANCE, [line], durable=True)
 
     def provenance(self) -> list[dict[str, Any]]:
@@ -186,9 +187,9 @@ class RunDirectory:
         finally:
             os.close(descriptor)
 
-    def _truncate(self, name: str, step: int | None) -> None:
-        """Truncate a file after its last complete line, and after the last one up to `step`."""
-        ends = (end for line, end in self._lines(name) if step is None or line["step"] <= step)
+    def _truncate(self, name: str, step: float) -> None:
+        """Truncate a file after its last complete line up to `step`."""
+        ends = (end for line, end in self._lines(name) if line["step"] <= step)
         end, path = max(ends, default=0), self.path / name
         if path.is_file() and path.stat().st_size > end:
             os.truncate(path, end)

@@ -32,8 +32,8 @@ from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.plots import plot_losses
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
-from jgpt.runs.provenance import known_text, provenance, require_same_corpus
-from jgpt.runs.resume import describe_learning_rate, require_same_run, require_steps_left
+from jgpt.runs.provenance import known_text, provenance
+from jgpt.runs.resume import describe_learning_rate, require_same_run
 from jgpt.runs.trackers import open_tracker, require_tracker
 from jgpt.sharding import current_mesh, make_mesh, placed
 from jgpt.training.plan import (
@@ -120,7 +120,7 @@ def fit(
         run.truncate_metrics(first_step)
         trackers = []
         for name in saved.trackers:
-            trackers.append(open_tracker(name, run.path, out.name, first_step))
+            trackers.append(open_tracker(name, run.path, first_step))
             stack.callback(trackers[-1].close)
         run.append_provenance(provenance(saved, dataset, first_step))
         progress.started(config, dataset, state, out)
@@ -180,7 +180,7 @@ def _prepare(
         require_tracker(name)
     run = RunDirectory.open(out) if resume and RunDirectory.exists(out) else None
     before = run.config() if run else config
-    lines = run.provenance() if run else []
+    known = known_text(run.provenance()) if run else None
     # a run's text stays as it was first read, in runs from before universal newlines too
     universal = config.dataset.universal_newlines and before.dataset.universal_newlines
     data = dataclasses.replace(config.dataset, universal_newlines=universal)
@@ -188,7 +188,7 @@ def _prepare(
         data,
         config.model.block_size,
         tokenizer=run.tokenizer() if run else None,
-        known=known_text(lines),
+        known=known,
         warn=progress.warned,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
@@ -196,10 +196,13 @@ def _prepare(
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
     config = dataclasses.replace(config, model=model, dataset=data)
     if run:
-        require_same_run(before, config, text_is_known=any("corpus_sha256" in it for it in lines))
+        require_same_run(before, config, text_is_known=known is not None)
         checkpoints = run.checkpoint_steps()
-        require_steps_left(config, max(checkpoints, default=0), str(out))
-        require_same_corpus(lines, dataset, str(out))
+        if config.steps < (done := max(checkpoints, default=0)):
+            raise ValueError(
+                f"steps={config.steps} is below the {done} steps that {out} has taken: give steps="
+                f"{done} or more, or another directory"
+            )
         if (changed := describe_learning_rate(before, config, checkpoints)) is not None:
             progress.warned(changed)
     mesh = config.mesh or default_mesh(config, accelerators(), memory_limit())
@@ -282,7 +285,8 @@ def _train(
     lines = checkpoints.run.metrics()
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
     first_step = step = int(state.step)
-    halves = {config.eval_interval >> halvings for halvings in range(1, 5)}
+    interval = config.eval_interval
+    halves = {interval >> halvings for halvings in range(1, 5)}
     early = {at for at in halves if at > step} | ({0} if step == 0 and not lines else set())
     with CompilationWatch(progress.warned) as watch:
         try:
@@ -300,9 +304,7 @@ def _train(
                     checkpoints.save(state, None)
                     checkpoints.wait()
                     raise TrainingStopped(step, checkpoints.run.path)
-                boundary = min(
-                    step - step % config.eval_interval + config.eval_interval, config.steps
-                )
+                boundary = min((step // interval + 1) * interval, config.steps)
                 pause = min({boundary} | {at for at in early if at > step})
                 count = profiler.limit(min(config.steps_per_call, pause - step))
                 windows = batches(tokens, config.seed, step, *sizes)
@@ -372,15 +374,13 @@ def evaluate(
     """The exact loss of a run's model on its validation split."""
     platform = platform or current_platform()
     model, tokenizer, config = load(run_directory, which=which, platform=platform)
-    run = RunDirectory.open(run_directory)
     dataset = load_dataset(
         config.dataset,
         config.model.block_size,
         tokenizer=tokenizer,
-        known=known_text(run.provenance()),
+        known=known_text(RunDirectory.open(run_directory).provenance()),
         warn=(progress or Progress()).warned,
     )
-    require_same_corpus(run.provenance(), dataset, str(run.path))
     exact, _ = _evaluators(run_for_platform(config, platform), dataset)
     loss = exact(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     return Evaluation(
