@@ -119,14 +119,15 @@ class Checkpoints:
         if self._saving is not None and self._saving.done():
             self.wait()
 
-    def step(self, which: Which) -> int | None:
-        """Resolve best, last or a step to a step; None if there are no checkpoints.
+    def step(self, which: Which) -> int:
+        """Resolve best, last or a step to a step.
 
-        Raises ValueError for a step without a checkpoint, and if damage hides which one is best.
+        Raises FileNotFoundError if there are no checkpoints, and ValueError for a step without one
+        or if damage hides which one is best.
         """
         steps = self.steps()
         if not steps:
-            return None
+            raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
         if isinstance(which, int):
             if which not in steps:
                 known = ", ".join(map(str, steps))
@@ -136,18 +137,15 @@ class Checkpoints:
 
     def best(self) -> Manifest:
         """The manifest of the best checkpoint."""
-        return Manifest.read(self._path / str(self._require_step("best")))
+        return Manifest.read(self._path / str(self.step("best")))
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
         step = self._verified_step(config, which)
         abstract, specs = abstract_state(config), state_specs(config)
-        items = self._restore(
-            step,
-            {"weights": abstract.weights, "optimizer": abstract.optimizer},
-            {"weights": specs.weights, "optimizer": specs.optimizer},
-        )
-        return TrainState(items["weights"], items["optimizer"], jnp.int32(step))
+        wanted = {"weights": abstract.weights, "optimizer": abstract.optimizer}
+        where = {"weights": specs.weights, "optimizer": specs.optimizer}
+        return TrainState(**self._restore(step, wanted, where), step=jnp.int32(step))
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
@@ -166,14 +164,8 @@ class Checkpoints:
             losses[step] = (math.inf, -step) if loss is None else (loss, step)
         return sorted(losses, key=lambda step: losses[step])
 
-    def _require_step(self, which: Which) -> int:
-        step = self.step(which)
-        if step is None:
-            raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
-        return step
-
     def _verified_step(self, config: TrainConfig, which: Which) -> int:
-        step = self._require_step(which)
+        step = self.step(which)
         manifest = self._read(verify, step)
         # tuples become lists, as in the manifest
         given = json.loads(json.dumps(dataclasses.asdict(config.model)))
@@ -306,11 +298,6 @@ def load(
     """
     run = RunDirectory.open(run_directory)
     config, tokenizer = run.config(), run.tokenizer()
-    if tokenizer.vocab_size != config.model.vocab_size:
-        raise ValueError(
-            f"{run.path}: its tokenizer has {tokenizer.vocab_size} tokens, its config "
-            f"vocab_size={config.model.vocab_size}; they belong to different runs"
-        )
     with Checkpoints(run, read_only=True) as checkpoints:
         weights = checkpoints.restore_weights(config, which)
     model = abstract_model(for_platform(config.model, platform or current_platform()))

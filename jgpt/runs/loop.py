@@ -114,8 +114,7 @@ def fit(
         _open_run(out, saved, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
         contextlib.ExitStack() as stack,
     ):
-        resumes = checkpoints.step("last") is not None
-        state = checkpoints.restore(saved) if resumes else init_state(saved)
+        state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
         first_step = int(state.step)
         run.truncate_metrics(first_step)
         trackers = []
@@ -340,8 +339,8 @@ def _train(
             if int(state.step) < step:  # the step that was not finite was skipped
                 checkpoints.save(state, None)
             checkpoints.wait()  # a pending one doesn't count yet
-            good = checkpoints.step("last")
-            kept = "nothing was saved yet" if good is None else f"checkpoint {good} is kept"
+            good = checkpoints.steps()
+            kept = f"checkpoint {good[-1]} is kept" if good else "nothing was saved yet"
             raise FloatingPointError(f"{error}: lower learning_rate; {kept}") from None
 
 

@@ -49,7 +49,7 @@ class MetricsLogger:
         self._flops_per_token = 3 * flops_per_token(config.model)
         peak = peak_flops()
         self._peak = peak and devices * peak
-        self._pending: list[tuple[int, int, Metrics]] = []
+        self._pending: tuple[int, int, Metrics] | None = None
         self._held: dict[str, Any] | None = None
         seconds = [line["seconds"] for line in run.metrics() if "seconds" in line]
         self._started = time.perf_counter() - (seconds[-1] if seconds else 0.0)
@@ -61,16 +61,23 @@ class MetricsLogger:
         self._clock, self._tokens = time.perf_counter(), 0
 
     def add(self, first_step: int, count: int, metrics: Metrics) -> None:
-        """Queue the metrics of a call that was just dispatched; record those that are ready.
+        """Record the last call, and keep one that was just dispatched until it is ready."""
+        self.wait()
+        self._pending = first_step, count, metrics
+        if _is_ready(metrics.loss):
+            self.wait()
+
+    def wait(self) -> None:
+        """Record the pending call, but for its last line, which may get a validation loss.
 
         Raises FloatingPointError for the first step whose loss or gradient is not finite.
         """
-        self._pending.append((first_step, count, metrics))
-        self._read(wait_for_all=False)
-
-    def wait(self) -> None:
-        """Wait for all calls and record them; raise as `add` does."""
-        self._read(wait_for_all=True)
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            *lines, last = self._lines(*pending)
+            self._write(lines)
+            self._held = last
+            self._report(last["step"], last["loss"], last.get("tokens_per_second"))
 
     def add_evaluation(self, **losses: float) -> None:
         """Add to the last step's line, or begin that of step 0. Call `wait` before."""
@@ -80,18 +87,6 @@ class MetricsLogger:
         """Record all calls durably."""
         self.wait()
         self._write([], durable=True)
-
-    def _read(self, *, wait_for_all: bool) -> None:
-        last = None
-        while self._pending and (
-            wait_for_all or len(self._pending) > 1 or _is_ready(self._pending[0][2].loss)
-        ):
-            lines = self._lines(*self._pending.pop(0))
-            # hold the last line: it may get a validation loss
-            self._write(lines[:-1])
-            self._held = last = lines[-1]
-        if last is not None:
-            self._report(last["step"], last["loss"], last.get("tokens_per_second"))
 
     def _lines(self, first_step: int, count: int, metrics: Metrics) -> list[dict[str, Any]]:
         rows = {
@@ -103,7 +98,6 @@ class MetricsLogger:
             line = {"step": first_step + i + 1, **{name: row[i] for name, row in rows.items()}}
             if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
                 self._write(lines)
-                self._pending.clear()  # later steps were skipped
                 raise FloatingPointError(self._not_finite_message(line))
             lines.append(line)
         self._tokens += count * self._tokens_per_step
