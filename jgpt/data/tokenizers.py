@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
@@ -14,28 +14,6 @@ from jgpt.contracts import typed
 END_OF_TEXT = "<|endoftext|>"
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What training, sampling and checkpoints need of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary."""
-        ...
-
-    def encode(self, text: str) -> Tokens:
-        """Text to tokens."""
-        ...
-
-    def decode(self, tokens: AnyTokens) -> str:
-        """Tokens to text. Raises ValueError for a token outside the vocabulary."""
-        ...
-
-    def to_json(self) -> str:
-        """Serialise, for `tokenizer_from_json`."""
-        ...
 
 
 class CharTokenizer:
@@ -53,10 +31,6 @@ class CharTokenizer:
         """The tokenizer of the characters in a text."""
         if not isinstance(text, str):
             raise TypeError(f"the text must be a string, not {type(text).__name__}")
-        if not text:
-            raise ValueError(
-                "the text is empty: a character vocabulary needs at least one character"
-            )
         return cls("".join(sorted(set(text))))
 
     @property
@@ -187,6 +161,9 @@ class BPETokenizer:
     def to_json(self) -> str:
         """Serialise, with the library's own JSON inside."""
         return json.dumps({"type": "bpe", "tokenizer": json.loads(self._backend.to_str())})
+
+
+Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:

@@ -6,7 +6,7 @@ import itertools
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,9 +111,12 @@ def fit(
     with (
         _using_mesh(config.mesh),
         RunDirectory(out).locked(),
-        _open_run(out, saved, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
+        Checkpoints(
+            _open_run(out, saved, dataset, resume=resume, overwrite=overwrite)
+        ) as checkpoints,
         contextlib.ExitStack() as stack,
     ):
+        run = checkpoints.run
         state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
         first_step = int(state.step)
         run.truncate_metrics(first_step)
@@ -250,21 +253,18 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
     return out
 
 
-@contextlib.contextmanager
 def _open_run(
     out: Path, config: TrainConfig, dataset: Dataset, *, resume: bool, overwrite: bool
-) -> Iterator[tuple[RunDirectory, Checkpoints]]:
+) -> RunDirectory:
     """The run of a locked directory, resumed or new."""
     if RunDirectory.exists(out) and resume:
         run = RunDirectory.open(out)
         run.write_config(config)
-    elif RunDirectory.exists(out) and not overwrite:
+        return run
+    if RunDirectory.exists(out) and not overwrite:
         raise FileExistsError(f"{out} was created by another process: choose another directory")
-    else:
-        RunDirectory(out).clear()
-        run = RunDirectory.create(out, config, dataset.tokenizer)
-    with Checkpoints(run) as checkpoints:
-        yield run, checkpoints
+    RunDirectory(out).clear()
+    return RunDirectory.create(out, config, dataset.tokenizer)
 
 
 def _train(
