@@ -211,13 +211,9 @@ class Checkpoints:
             abstract,
             shardings(specs),
         )
+        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         try:
-            restored = self._orbax.restore(
-                directory,
-                args=ocp.args.Composite(
-                    **{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-                ),
-            )
+            restored = self._orbax.restore(directory, args=ocp.args.Composite(**arguments))
             return {name: restored[name] for name in wanted}
         except Exception as error:  # Orbax raises many kinds
             raise ValueError(

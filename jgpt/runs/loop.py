@@ -111,9 +111,7 @@ def fit(
     with (
         _using_mesh(config.mesh),
         RunDirectory(out).locked(),
-        Checkpoints(
-            _open_run(out, saved, dataset, resume=resume, overwrite=overwrite)
-        ) as checkpoints,
+        Checkpoints(_open_run(out, saved, dataset, resume, overwrite)) as checkpoints,
         contextlib.ExitStack() as stack,
     ):
         run = checkpoints.run
@@ -254,7 +252,7 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
 
 
 def _open_run(
-    out: Path, config: TrainConfig, dataset: Dataset, *, resume: bool, overwrite: bool
+    out: Path, config: TrainConfig, dataset: Dataset, resume: bool, overwrite: bool
 ) -> RunDirectory:
     """The run of a locked directory, resumed or new."""
     if RunDirectory.exists(out) and resume:
