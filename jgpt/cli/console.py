@@ -40,7 +40,7 @@ class _Bar(Progress):
         for task in self.tasks:
             width = self.console.width - len("^C") - 1
             left = "-:--:--" if task.time_remaining is None else timedelta(0, task.time_remaining)
-            numbers = f"{task.completed:.0f}/{task.total or '?'} {left}{task.fields['details']}"
+            numbers = f"{task.completed:.0f}/{task.total} {left}{task.fields['details']}"
             room = width - len(f"{task.description}  {numbers}")
             bar = ProgressBar(task.total, task.completed, width=max(1, min(BAR_WIDTH, room)))
             line = Table.grid(padding=(0, 1))
@@ -58,7 +58,7 @@ class ConsoleProgress(TrainingProgress):
         self.console = console
         self.spinner = spinner(console, doing)
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
-        self.steps = self.download = None
+        self.steps = None
         self.validation = ""
         self.details = ""
         self.last_line = console.get_time()
@@ -71,19 +71,8 @@ class ConsoleProgress(TrainingProgress):
         self.spinner.stop()
         self.bar.stop()
 
-    def downloaded(self, received: int, total: int | None) -> None:
-        """Show the download's bar."""
-        if self.download is None:
-            self.say("downloading tiny Shakespeare")
-            self.download = self.bar.add_task("download", total=total, details="")
-            self._show_bar()
-        self.bar.update(self.download, completed=received)
-
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print model and data, and start the bar."""
-        if self.download is not None:
-            self.bar.remove_task(self.download)
-            self.bar.stop()
         total = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         step = int(state.step)
         self.say(

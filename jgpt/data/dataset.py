@@ -14,7 +14,7 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.contracts import record, typed
-from jgpt.data.corpus import Download, Warn, corpus_versions, read_text, text_chunks
+from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
 from jgpt.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -45,8 +45,10 @@ class Dataset:
 class KnownText:
     """The text that a run was trained on."""
 
-    digest: str
-    """Its SHA-256."""
+    tokens_digest: str
+    """SHA-256 of its tokens."""
+    digest: str | None
+    """Its SHA-256, which old runs did not record."""
     versions: dict[str, str]
     """Of the corpora in it."""
 
@@ -57,8 +59,7 @@ def load_dataset(
     *,
     tokenizer: Tokenizer | None = None,
     known: KnownText | None = None,
-    warn: Warn | None = None,
-    on_download: Download | None = None,
+    warn: Warn = lambda message: None,
 ) -> Dataset:
     """Read, tokenize and split the data of a config, with the given tokenizer or its own.
 
@@ -76,12 +77,7 @@ def load_dataset(
         tokenizer = its_tokenizer
     else:
         try:
-            text = read_text(
-                config.data,
-                universal_newlines=config.universal_newlines,
-                warn=warn,
-                on_download=on_download,
-            )
+            text = read_text(config.data, universal_newlines=config.universal_newlines, warn=warn)
         except FileNotFoundError as error:
             if known is None:
                 raise
@@ -89,10 +85,14 @@ def load_dataset(
                 f"{error}; if the run's text has moved, train it with resume=True data=PLACE"
             ) from None
         text_digest = hashlib.sha256(text.encode()).hexdigest()
-        if known is not None:
-            _require_known(config, text_digest, known)
+        if known is not None and known.digest is not None:
+            # before it meets a tokenizer that can't encode it
+            _require_known(config, known, "", text_digest, known.digest)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
         tokens, characters = tokenizer.encode(text), len(text)
+    digest = _digest(tokens)
+    if known is not None:
+        _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
     held_out = int(len(tokens) * (1 - config.validation_fraction))
     train, validation = tokens[:held_out], tokens[held_out:]
     for name, split in (("training", train), ("validation", validation)):
@@ -101,13 +101,13 @@ def load_dataset(
                 f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
                 "and its targets: use more text or a smaller block_size"
             )
-    per_token = characters / len(tokens)
-    return Dataset(train, validation, tokenizer, per_token, _digest(tokens), text_digest)
+    return Dataset(train, validation, tokenizer, characters / len(tokens), digest, text_digest)
 
 
-def _require_known(config: DataConfig, digest: str, known: KnownText) -> None:
-    """Raise ValueError if the text is another, before it meets a tokenizer that can't encode it."""
-    if digest == known.digest:
+def _require_known(
+    config: DataConfig, known: KnownText, of: str, digest: str, expected: str
+) -> None:
+    if digest == expected:
         return
     here, sources = corpus_versions(config.data), " ".join(config.data)
     moved = [
@@ -115,20 +115,14 @@ def _require_known(config: DataConfig, digest: str, known: KnownText) -> None:
         for name, version in known.versions.items()
         if here.get(name, version) != version
     ]
+    why = "; ".join(moved) or f"{sources}: SHA-256 {of}{digest[:12]}…, not {expected[:12]}…"
     raise ValueError(
-        "the text has changed since the run was trained on it "
-        f"({'; '.join(moved) or f'{sources}: SHA-256 {digest[:12]}…, not {known.digest[:12]}…'}): "
+        f"the text has changed since the run was trained on it ({why}): "
         f"restore the text{' or use that Python' * bool(moved)}, or train a new run"
     )
 
 
-def prepare(
-    config: DataConfig,
-    directory: Path,
-    *,
-    warn: Warn | None = None,
-    on_progress: Callable[[int], None] | None = None,
-) -> int:
+def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message: None) -> int:
     """Tokenize text of any size into a folder to train from; return the number of tokens.
 
     The folder holds the tokens as uint16 or uint32, the tokenizer, and an index. It is written
@@ -154,8 +148,6 @@ def prepare(
                 tokens = tokenizer.encode(chunk).astype(dtype)
                 file.write(tokens.tobytes())
                 count, characters = count + len(tokens), characters + len(chunk)
-                if on_progress:
-                    on_progress(count)
         index = {"dtype": dtype.name, "tokens": count, "characters": characters}
         (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
         (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")

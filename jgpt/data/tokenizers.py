@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
@@ -14,28 +14,6 @@ from jgpt.contracts import typed
 END_OF_TEXT = "<|endoftext|>"
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What training, sampling and checkpoints need of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary."""
-        ...
-
-    def encode(self, text: str) -> Tokens:
-        """Text to tokens."""
-        ...
-
-    def decode(self, tokens: AnyTokens) -> str:
-        """Tokens to text. Raises ValueError for a token outside the vocabulary."""
-        ...
-
-    def to_json(self) -> str:
-        """Serialise, for `tokenizer_from_json`."""
-        ...
 
 
 class CharTokenizer:
@@ -53,10 +31,6 @@ class CharTokenizer:
         """The tokenizer of the characters in a text."""
         if not isinstance(text, str):
             raise TypeError(f"the text must be a string, not {type(text).__name__}")
-        if not text:
-            raise ValueError(
-                "the text is empty: a character vocabulary needs at least one character"
-            )
         return cls("".join(sorted(set(text))))
 
     @property
@@ -73,9 +47,10 @@ class CharTokenizer:
         unknown = np.flatnonzero(self._code_points[tokens] != code_points)
         if unknown.size:
             position = int(unknown[0])
+            known = self.characters[:100] + "…" * (self.vocab_size > 100)
             raise ValueError(
                 f"unknown character {text[position]!r} at position {position}: the vocabulary is "
-                f"the {self.vocab_size} characters {_shortened(self.characters)}"
+                f"the {self.vocab_size} characters {known!r}"
             )
         return tokens.astype(np.int32)
 
@@ -188,6 +163,9 @@ class BPETokenizer:
         return json.dumps({"type": "bpe", "tokenizer": json.loads(self._backend.to_str())})
 
 
+Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
+
+
 def tokenizer_from_json(text: str) -> Tokenizer:
     """The tokenizer that `to_json` wrote. Raises ValueError for anything else."""
     try:
@@ -222,10 +200,6 @@ def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
             f"{vocab_size}"
         )
     return indices.tolist()
-
-
-def _shortened(characters: str, limit: int = 100) -> str:
-    return repr(characters if len(characters) <= limit else characters[:limit] + "…")
 
 
 def _byte_level(model: Any) -> Any:

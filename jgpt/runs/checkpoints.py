@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -57,7 +58,7 @@ class Checkpoints:
 
     def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
         self._path = (run.path / CHECKPOINTS).resolve()
-        self._config, self._run = run.config(), run
+        self._config, self.run = run.config(), run
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(weights=_handler(), optimizer=_handler())
         )
@@ -83,7 +84,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first."""
-        return self._run.checkpoint_steps()
+        return self.run.checkpoint_steps()
 
     def save(self, state: TrainState, validation_loss: float | None) -> None:
         """Save a state asynchronously. Raises OSError if the last save failed.
@@ -118,14 +119,15 @@ class Checkpoints:
         if self._saving is not None and self._saving.done():
             self.wait()
 
-    def step(self, which: Which) -> int | None:
-        """Resolve best, last or a step to a step; None if there are no checkpoints.
+    def step(self, which: Which) -> int:
+        """Resolve best, last or a step to a step.
 
-        Raises ValueError for a step without a checkpoint, and if damage hides which one is best.
+        Raises FileNotFoundError if there are no checkpoints, and ValueError for a step without one
+        or if damage hides which one is best.
         """
         steps = self.steps()
         if not steps:
-            return None
+            raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
         if isinstance(which, int):
             if which not in steps:
                 known = ", ".join(map(str, steps))
@@ -135,25 +137,20 @@ class Checkpoints:
 
     def best(self) -> Manifest:
         """The manifest of the best checkpoint."""
-        return Manifest.read(self._path / str(self._require_step("best")))
+        return Manifest.read(self._path / str(self.step("best")))
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
         step = self._verified_step(config, which)
         abstract, specs = abstract_state(config), state_specs(config)
-        items = self._restore(
-            step,
-            {"weights": abstract.weights, "optimizer": abstract.optimizer},
-            {"weights": specs.weights, "optimizer": specs.optimizer},
-        )
-        return TrainState(items["weights"], items["optimizer"], jnp.int32(step))
+        wanted = {"weights": abstract.weights, "optimizer": abstract.optimizer}
+        where = {"weights": specs.weights, "optimizer": specs.optimizer}
+        return TrainState(**self._restore(step, wanted, where), step=jnp.int32(step))
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """Restore verified weights only. Raises ValueError if they are damaged."""
-        step = self._verified_step(
-            config, which
-        )  # before an abstract model is made, which may be huge
+        step = self._verified_step(config, which)  # before a model is made, which may be huge
         model = abstract_model(config.model)
         abstract = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         specs = weight_specs(model, current_mesh())
@@ -163,48 +160,48 @@ class Checkpoints:
         """Steps by validation loss; those without one last, newest first."""
         losses = {}
         for step in self.steps():
-            try:
-                loss = Manifest.read(self._path / str(step)).validation_loss
-            except ValueError as error:
-                raise ValueError(f"{error}{self._suggest_intact(step)}") from None
+            loss = self._read(Manifest.read, step).validation_loss
             losses[step] = (math.inf, -step) if loss is None else (loss, step)
         return sorted(losses, key=lambda step: losses[step])
 
-    def _require_step(self, which: Which) -> int:
-        step = self.step(which)
-        if step is None:
-            raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
-        return step
-
     def _verified_step(self, config: TrainConfig, which: Which) -> int:
-        step = self._require_step(which)
-        self._require_same_model(config, step)
-        try:
-            verify(self._path / str(step))
-        except ValueError as error:
-            raise ValueError(f"{error}{self._suggest_intact(step)}") from None
-        return step
-
-    def _require_same_model(self, config: TrainConfig, step: int) -> None:
-        directory = self._path / str(step)
-        try:
-            manifest = Manifest.read(directory)
-        except ValueError as error:
-            raise ValueError(f"{error}{self._suggest_intact(step)}") from None
-        given = json.loads(
-            json.dumps(dataclasses.asdict(config.model))
-        )  # tuples become lists, as in the manifest
+        step = self.step(which)
+        manifest = self._read(verify, step)
+        # tuples become lists, as in the manifest
+        given = json.loads(json.dumps(dataclasses.asdict(config.model)))
         for name, saved in manifest.model.items():
             if name in given and given[name] != saved:
                 raise ValueError(
-                    f"checkpoint {directory} was saved with {name}={saved!r}, the config has "
-                    f"{name}={given[name]!r}; they belong to different runs"
+                    f"checkpoint {self._path / str(step)} was saved with {name}={saved!r}, the "
+                    f"config has {name}={given[name]!r}; they belong to different runs"
                 )
-        if manifest.tokenizer != self._run.tokenizer_digest():
+        if manifest.tokenizer != self.run.tokenizer_digest():
             raise ValueError(
-                f"checkpoint {directory} was saved with another tokenizer than the run's; "
-                "they belong to different runs"
+                f"checkpoint {self._path / str(step)} was saved with another tokenizer than the "
+                "run's; they belong to different runs"
             )
+        return step
+
+    def _read(self, read: Callable[[Path], Manifest], step: int) -> Manifest:
+        """Read or verify a checkpoint; of a damaged one the error names another that is intact."""
+        try:
+            return read(self._path / str(step))
+        except ValueError as error:
+            others = (other for other in reversed(self.steps()) if other != step)
+            intact = next((other for other in others if self._is_intact(other)), None)
+            advice = (
+                "the run has no other intact checkpoint"
+                if intact is None
+                else f"checkpoint {intact} is intact: use which={intact}, or delete "
+                f"{self._path / str(step)} to resume from the others"
+            )
+            raise ValueError(f"{error}; {advice}") from None
+
+    def _is_intact(self, step: int) -> bool:
+        try:
+            return bool(verify(self._path / str(step)))
+        except ValueError:
+            return False
 
     def _restore(self, step: int, abstract: dict[str, Any], specs: dict[str, Any]) -> Any:
         directory = self._path / str(step)
@@ -214,45 +211,15 @@ class Checkpoints:
             abstract,
             shardings(specs),
         )
+        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         try:
-            restored = self._orbax.restore(
-                directory,
-                args=ocp.args.Composite(
-                    **{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-                ),
-            )
-            items = {name: restored[name] for name in wanted}
+            restored = self._orbax.restore(directory, args=ocp.args.Composite(**arguments))
+            return {name: restored[name] for name in wanted}
         except Exception as error:  # Orbax raises many kinds
             raise ValueError(
                 f"checkpoint {directory} can't be read: it is damaged, or of a model other than "
                 f"the config's ({_reason(error)})"
             ) from error
-        for (path, leaf), (_, found) in zip(
-            jax.tree_util.tree_leaves_with_path(wanted),
-            jax.tree_util.tree_leaves_with_path(items),
-            strict=True,
-        ):
-            if (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
-                raise ValueError(
-                    f"checkpoint {directory} does not match the config: "
-                    f"{jax.tree_util.keystr(path, simple=True, separator='.')} is "
-                    f"{found.dtype}{list(found.shape)}, not {leaf.dtype}{list(leaf.shape)}"
-                )
-        return items
-
-    def _suggest_intact(self, step: int) -> str:
-        """Advice for a damaged checkpoint: another one that is intact."""
-        for other in reversed(self.steps()):
-            try:
-                if other != step:
-                    verify(self._path / str(other))
-                    return (
-                        f"; checkpoint {other} is intact: use which={other}, or delete "
-                        f"{self._path / str(step)} to resume from the others"
-                    )
-            except ValueError:
-                continue
-        return "; the run has no other intact checkpoint"
 
     def _finish(self, partial: Path, step: int, validation_loss: float | None) -> None:
         """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""
@@ -263,7 +230,7 @@ class Checkpoints:
                 step=step,
                 validation_loss=validation_loss,
                 model=dataclasses.asdict(self._config.model),
-                tokenizer=self._run.tokenizer_digest(),
+                tokenizer=self.run.tokenizer_digest(),
                 files={
                     name: (path.stat().st_size, sha256_of(path))
                     for name, path in files_below(partial)
@@ -327,11 +294,6 @@ def load(
     """
     run = RunDirectory.open(run_directory)
     config, tokenizer = run.config(), run.tokenizer()
-    if tokenizer.vocab_size != config.model.vocab_size:
-        raise ValueError(
-            f"{run.path}: its tokenizer has {tokenizer.vocab_size} tokens, its config "
-            f"vocab_size={config.model.vocab_size}; they belong to different runs"
-        )
     with Checkpoints(run, read_only=True) as checkpoints:
         weights = checkpoints.restore_weights(config, which)
     model = abstract_model(for_platform(config.model, platform or current_platform()))

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.runs.manifest import make_directory, sync_directory
+from jgpt.runs.manifest import make_directory, sync_directory, write_new
 
 if sys.platform == "win32":
     import msvcrt
@@ -45,9 +46,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
         """Create a run: its tokenizer, and last its config, which makes the directory a run."""
-        make_directory(path.parent)
-        path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
+        make_directory(path)
         _write(path / TOKENIZER, tokenizer.to_json())
         run = cls(path)
         run.write_config(config)
@@ -143,7 +142,7 @@ class RunDirectory:
 
     def append_provenance(self, line: dict[str, Any]) -> None:
         """Append the provenance of a start or resumption."""
-        self._truncate(PROVENANCE, None)
+        self._truncate(PROVENANCE, math.inf)
         self._append(PROVENANCE, [line], durable=True)
 
     def provenance(self) -> list[dict[str, Any]]:
@@ -188,9 +187,9 @@ class RunDirectory:
         finally:
             os.close(descriptor)
 
-    def _truncate(self, name: str, step: int | None) -> None:
-        """Truncate a file after its last complete line, and after the last one up to `step`."""
-        ends = (end for line, end in self._lines(name) if step is None or line["step"] <= step)
+    def _truncate(self, name: str, step: float) -> None:
+        """Truncate a file after its last complete line up to `step`."""
+        ends = (end for line, end in self._lines(name) if line["step"] <= step)
         end, path = max(ends, default=0), self.path / name
         if path.is_file() and path.stat().st_size > end:
             os.truncate(path, end)
@@ -223,10 +222,7 @@ def _write(path: Path, text: str) -> None:
     """Write atomically and durably."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(partial, text)
     os.replace(partial, path)
     sync_directory(path.parent)
 

@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.plots import plot_losses
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
-from jgpt.runs.provenance import known_text, provenance, require_same_corpus
-from jgpt.runs.resume import describe_learning_rate, require_same_run, require_steps_left
+from jgpt.runs.provenance import known_text, provenance
+from jgpt.runs.resume import describe_learning_rate, require_same_run
 from jgpt.runs.trackers import open_tracker, require_tracker
 from jgpt.sharding import current_mesh, make_mesh, placed
 from jgpt.training.plan import (
@@ -107,53 +107,40 @@ def fit(
     if profile_steps < 0:
         raise ValueError(f"profile_steps={profile_steps} must not be negative")
     progress, platform = progress or Progress(), platform or current_platform()
-    config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
-    mesh = _mesh_text(config)
+    saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     with (
-        _using_mesh(mesh),
+        _using_mesh(config.mesh),
         RunDirectory(out).locked(),
-        _open_run(out, config, dataset, resume=resume, overwrite=overwrite) as (run, checkpoints),
+        Checkpoints(_open_run(out, saved, dataset, resume, overwrite)) as checkpoints,
         contextlib.ExitStack() as stack,
     ):
-        resumes = checkpoints.step("last") is not None
-        state = checkpoints.restore(config) if resumes else init_state(config)
+        run = checkpoints.run
+        state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
         first_step = int(state.step)
         run.truncate_metrics(first_step)
-        trackers = [
-            stack.enter_context(
-                contextlib.closing(open_tracker(name, run.path, out.name, first_step))
-            )
-            for name in config.trackers
-        ]
-        run.append_provenance(provenance(config, dataset, first_step))
-        progress.started(dataclasses.replace(config, mesh=mesh), dataset, state, out)
-        metrics_logger = MetricsLogger(
-            config, run, trackers, len(dataset.train), max(current_mesh().size, 1)
+        trackers = []
+        for name in saved.trackers:
+            trackers.append(open_tracker(name, run.path, first_step))
+            stack.callback(trackers[-1].close)
+        run.append_provenance(provenance(saved, dataset, first_step))
+        progress.started(config, dataset, state, out)
+        logger = MetricsLogger(
+            config, run, trackers, len(dataset.train), max(current_mesh().size, 1), progress.stepped
         )
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
-        _train(
-            run_for_platform(config, platform),
-            dataset,
-            state,
-            run,
-            checkpoints,
-            metrics_logger,
-            profiler,
-            progress,
-            should_stop,
-        )
+        _train(config, dataset, state, checkpoints, logger, profiler, progress, should_stop)
         checkpoints.wait()
         best = checkpoints.best()
         plot_losses(run.metrics(), run.path / LOSS_PICTURE)
         model, tokenizer, _ = load(run.path, platform=platform)
-        sample = _sample(model, tokenizer, config)
+        sample = _sample(model, tokenizer, saved)
         run.write_samples(sample)
     assert best.validation_loss is not None  # the last step is always evaluated
     return Run(
         directory=run.path,
         model=model,
         tokenizer=tokenizer,
-        config=config,
+        config=saved,
         validation_loss=best.validation_loss,
         best_step=best.step,
         sample=sample,
@@ -171,15 +158,9 @@ def plan(
 ) -> Plan:
     """The plan of `fit`, which raises what `fit` would. Nothing is written."""
     progress, platform = progress or Progress(), platform or current_platform()
-    config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
-    mesh = _mesh_text(config)
-    with _using_mesh(mesh):
-        config = dataclasses.replace(run_for_platform(config, platform), mesh=mesh)
+    _, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
+    with _using_mesh(config.mesh):
         return make_plan(config, dataset, out)
-
-
-def _mesh_text(config: TrainConfig) -> str | None:
-    return config.mesh or default_mesh(config, accelerators(), memory_limit())
 
 
 def _using_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
@@ -189,40 +170,46 @@ def _using_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
 
 def _prepare(
     config: TrainConfig, resume: bool, overwrite: bool, progress: Progress, platform: Platform
-) -> tuple[TrainConfig, Dataset, Path]:
-    """Load the data and check everything that can be checked before compiling and writing."""
+) -> tuple[TrainConfig, TrainConfig, Dataset, Path]:
+    """Load the data and check everything that can be checked before compiling and writing.
+
+    The first config is the run's to save, the second has all that is decided for this machine.
+    """
     out = _run_directory(config, resume=resume, overwrite=overwrite)
     for name in config.trackers:
         require_tracker(name)
-    resumes = resume and RunDirectory.exists(out)
-    run = RunDirectory.open(out) if resumes else None
-    saved = run.config() if run else config
+    run = RunDirectory.open(out) if resume and RunDirectory.exists(out) else None
+    before = run.config() if run else config
+    known = known_text(run.provenance()) if run else None
     # a run's text stays as it was first read, in runs from before universal newlines too
-    universal = config.dataset.universal_newlines and saved.dataset.universal_newlines
+    universal = config.dataset.universal_newlines and before.dataset.universal_newlines
     data = dataclasses.replace(config.dataset, universal_newlines=universal)
     dataset = load_dataset(
         data,
         config.model.block_size,
         tokenizer=run.tokenizer() if run else None,
-        known=known_text(run.provenance()) if run else None,
+        known=known,
         warn=progress.warned,
-        on_download=progress.downloaded,
     )
     model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     # the run's config records the dtype that `auto` was resolved to
     model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
     config = dataclasses.replace(config, model=model, dataset=data)
     if run:
-        lines, checkpoints = run.provenance(), run.checkpoint_steps()
-        known = any("corpus_sha256" in line for line in lines)
-        require_same_run(saved, config, text_is_known=known)
-        require_steps_left(config, max(checkpoints, default=0), str(out))
-        require_same_corpus(lines, dataset, str(out))
-        if (changed := describe_learning_rate(saved, config, checkpoints)) is not None:
+        require_same_run(before, config, text_is_known=known is not None)
+        checkpoints = run.checkpoint_steps()
+        if config.steps < (done := max(checkpoints, default=0)):
+            raise ValueError(
+                f"steps={config.steps} is below the {done} steps that {out} has taken: give steps="
+                f"{done} or more, or another directory"
+            )
+        if (changed := describe_learning_rate(before, config, checkpoints)) is not None:
             progress.warned(changed)
-    require_feasible(dataclasses.replace(config, mesh=_mesh_text(config)), memory_limit())
+    mesh = config.mesh or default_mesh(config, accelerators(), memory_limit())
+    decided = dataclasses.replace(run_for_platform(config, platform), mesh=mesh)
+    require_feasible(decided, memory_limit())
     _require_room(config, out)
-    return config, dataset, out
+    return config, decided, dataset, out
 
 
 def _require_room(config: TrainConfig, out: Path) -> None:
@@ -243,7 +230,8 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
     if config.out is None:
         if resume:
             raise ValueError("resume=True needs the run's out=DIRECTORY")
-        return _free_directory(Path("runs"), config.name)
+        names = (f"{config.name}-{n}" if n > 1 else config.name for n in itertools.count(1))
+        return next(out for name in names if not (out := Path("runs") / name).exists())
     out = Path(config.out)
     if not out.is_dir():
         if out.exists() or out.is_symlink():
@@ -263,38 +251,26 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
     return out
 
 
-def _free_directory(parent: Path, name: str) -> Path:
-    number, path = 1, parent / name
-    while path.exists():
-        number += 1
-        path = parent / f"{name}-{number}"
-    return path
-
-
-@contextlib.contextmanager
 def _open_run(
-    out: Path, config: TrainConfig, dataset: Dataset, *, resume: bool, overwrite: bool
-) -> Iterator[tuple[RunDirectory, Checkpoints]]:
+    out: Path, config: TrainConfig, dataset: Dataset, resume: bool, overwrite: bool
+) -> RunDirectory:
     """The run of a locked directory, resumed or new."""
     if RunDirectory.exists(out) and resume:
         run = RunDirectory.open(out)
         run.write_config(config)
-    elif RunDirectory.exists(out) and not overwrite:
+        return run
+    if RunDirectory.exists(out) and not overwrite:
         raise FileExistsError(f"{out} was created by another process: choose another directory")
-    else:
-        RunDirectory(out).clear()
-        run = RunDirectory.create(out, config, dataset.tokenizer)
-    with Checkpoints(run) as checkpoints:
-        yield run, checkpoints
+    RunDirectory(out).clear()
+    return RunDirectory.create(out, config, dataset.tokenizer)
 
 
 def _train(
     config: TrainConfig,
     dataset: Dataset,
     state: TrainState,
-    run: RunDirectory,
     checkpoints: Checkpoints,
-    metrics_logger: MetricsLogger,
+    logger: MetricsLogger,
     profiler: Profiler,
     progress: Progress,
     should_stop: Callable[[], bool],
@@ -302,79 +278,68 @@ def _train(
     """Calls of many steps, with one in flight while the metrics of the last one are read."""
     train_steps, (evaluate, estimate) = make_train_steps(config), _evaluators(config, dataset)
     tokens, key = resident(dataset.train), dropout_stream(config.seed)
-    lines = run.metrics()
+    sizes = config.steps_per_call, config.batch_size, config.model.block_size
+    lines = checkpoints.run.metrics()
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
     first_step = step = int(state.step)
-    halves = {config.eval_interval >> halvings for halvings in range(1, 5)}
+    interval = config.eval_interval
+    halves = {interval >> halvings for halvings in range(1, 5)}
     early = {at for at in halves if at > step} | ({0} if step == 0 and not lines else set())
     with CompilationWatch(progress.warned) as watch:
         try:
             while step < config.steps and not _stops_early(losses, config.patience):
                 if step in early:
-                    _report(progress, metrics_logger.wait())
+                    logger.wait()
                     loss = estimate(state.weights)
                     if math.isfinite(loss):  # if not, the next step stops the run
-                        metrics_logger.add_evaluation(validation_estimate=loss)
+                        logger.add_evaluation(validation_estimate=loss)
                         progress.estimated(step, loss)
                     if step > first_step:
-                        metrics_logger.start_clock()
+                        logger.start_clock()
                 if should_stop():
-                    metrics_logger.finish()
+                    logger.finish()
                     checkpoints.save(state, None)
                     checkpoints.wait()
-                    raise TrainingStopped(step, run.path)
-                boundary = step - step % config.eval_interval + config.eval_interval
-                boundary = min(boundary, config.steps)
-                pause = min([boundary, *(at for at in early if at > step)])
+                    raise TrainingStopped(step, checkpoints.run.path)
+                boundary = min((step // interval + 1) * interval, config.steps)
+                pause = min({boundary} | {at for at in early if at > step})
                 count = profiler.limit(min(config.steps_per_call, pause - step))
-                windows = batches(
-                    tokens,
-                    config.seed,
-                    step,
-                    config.steps_per_call,
-                    config.batch_size,
-                    config.model.block_size,
-                )
+                windows = batches(tokens, config.seed, step, *sizes)
                 state, metrics = train_steps(state, windows, key, count, step)
                 call_start, step = step, step + count
                 profiler.stepped(count, metrics)
                 if call_start == first_step:
                     jax.block_until_ready(metrics)  # compilation is not training speed
-                _report(progress, metrics_logger.add(call_start, count, metrics))
+                logger.add(call_start, count, metrics)
                 if call_start == first_step:
-                    metrics_logger.start_clock()
+                    logger.start_clock()
                 checkpoints.raise_if_failed()
                 if step == boundary:
-                    _report(progress, metrics_logger.wait())
+                    logger.wait()
                     losses.append(evaluate(state.weights))
                     if not math.isfinite(losses[-1]):
                         raise FloatingPointError(
                             f"the validation loss is {losses[-1]} after step {step}"
                         )
-                    metrics_logger.add_evaluation(validation_loss=losses[-1])
-                    metrics_logger.finish()
+                    logger.add_evaluation(validation_loss=losses[-1])
+                    logger.finish()
                     progress.evaluated(step, losses[-1])
                     checkpoints.save(state, losses[-1])
                     watch.arm()
-                    metrics_logger.start_clock()
+                    logger.start_clock()
             if step < config.steps:
                 progress.warned(
                     f"stopped at step {step} of {config.steps}: no better validation loss in "
                     f"patience={config.patience} evaluations"
                 )
         except FloatingPointError as error:
-            metrics_logger.finish()
+            logger.finish()
             if int(state.step) < step:  # the step that was not finite was skipped
                 checkpoints.save(state, None)
             checkpoints.wait()  # a pending one doesn't count yet
-            good = checkpoints.step("last")
-            kept = "nothing was saved yet" if good is None else f"checkpoint {good} is kept"
+            good = checkpoints.steps()
+            kept = f"checkpoint {good[-1]} is kept" if good else "nothing was saved yet"
             raise FloatingPointError(f"{error}: lower learning_rate; {kept}") from None
-
-
-def _report(progress: Progress, line: dict[str, Any] | None) -> None:
-    if line is not None:
-        progress.stepped(line["step"], line["loss"], line.get("tokens_per_second"))
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
@@ -406,15 +371,13 @@ def evaluate(
     """The exact loss of a run's model on its validation split."""
     platform = platform or current_platform()
     model, tokenizer, config = load(run_directory, which=which, platform=platform)
-    run = RunDirectory.open(run_directory)
     dataset = load_dataset(
         config.dataset,
         config.model.block_size,
         tokenizer=tokenizer,
-        known=known_text(run.provenance()),
-        on_download=(progress or Progress()).downloaded,
+        known=known_text(RunDirectory.open(run_directory).provenance()),
+        warn=(progress or Progress()).warned,
     )
-    require_same_corpus(run.provenance(), dataset, str(run.path))
     exact, _ = _evaluators(run_for_platform(config, platform), dataset)
     loss = exact(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     return Evaluation(
@@ -440,16 +403,11 @@ def _evaluators(
     spread = np.linspace(0, len(counts) - 1, min(few, len(counts))).astype(int)
     some = np.zeros_like(counts)
     some[spread] = counts[spread]
-    on_device = placed(jnp.asarray(windows), None, "batch", None)
+    inputs = placed(jnp.asarray(windows), None, "batch", None)
 
     def mean_loss(counted: np.ndarray) -> Callable[[Weights], float]:
-        total, counted_on_device = (
-            int(counted.sum()),
-            placed(jnp.asarray(counted), None, "batch", None),
-        )
-        return lambda weights: (
-            float(evaluate_windows(weights, on_device, counted_on_device)) / total
-        )
+        mask, total = placed(jnp.asarray(counted), None, "batch", None), int(counted.sum())
+        return lambda weights: float(evaluate_windows(weights, inputs, mask)) / total
 
     return mean_loss(counts), mean_loss(some)
 

@@ -54,14 +54,11 @@ class Manifest:
         """Write it durably, with its own SHA-256."""
         values = dataclasses.asdict(self)
         values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-        with (directory / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(values, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(directory / MANIFEST, json.dumps(values, indent=1) + "\n")
 
 
-def verify(directory: Path) -> None:
-    """Raise ValueError naming the first missing, extra or damaged file of a checkpoint."""
+def verify(directory: Path) -> Manifest:
+    """A checkpoint's manifest. Raises ValueError naming its first missing or damaged file."""
     manifest = Manifest.read(directory)
     found = {name: path for name, path in files_below(directory) if name != MANIFEST}
     for name in sorted({*manifest.files, *found}):
@@ -75,6 +72,7 @@ def verify(directory: Path) -> None:
             raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}")
         if sha256_of(path) != sha:
             raise ValueError(f"{path} is damaged: its SHA-256 does not match")
+    return manifest
 
 
 def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
@@ -102,11 +100,19 @@ def sync_below(directory: Path) -> None:
                 os.fsync(file.fileno())
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a new file durably; its name is durable when its directory is synced."""
+    with path.open("xb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def make_directory(directory: Path) -> None:
     """Make a directory and its missing parents durably."""
     new = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    for path in new:
+    for path in reversed(new):
         sync_directory(path.parent)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,14 +41,15 @@ class MetricsLogger:
         trackers: Sequence[Tracker],
         training_tokens: int,
         devices: int = 1,
+        report: Callable[[int, float, float | None], None] = lambda *_: None,
     ) -> None:
-        self._config, self._run, self._trackers = config, run, trackers
+        self._config, self._run, self._trackers, self._report = config, run, trackers, report
         self._training_tokens = training_tokens
         self._tokens_per_step = config.batch_size * config.model.block_size
         self._flops_per_token = 3 * flops_per_token(config.model)
         peak = peak_flops()
         self._peak = peak and devices * peak
-        self._pending: list[tuple[int, int, Metrics]] = []
+        self._pending: tuple[int, int, Metrics] | None = None
         self._held: dict[str, Any] | None = None
         seconds = [line["seconds"] for line in run.metrics() if "seconds" in line]
         self._started = time.perf_counter() - (seconds[-1] if seconds else 0.0)
@@ -59,18 +60,24 @@ class MetricsLogger:
         """Measure throughput from now on: compilation and evaluation don't count."""
         self._clock, self._tokens = time.perf_counter(), 0
 
-    def add(self, first_step: int, count: int, metrics: Metrics) -> dict[str, Any] | None:
-        """Queue the metrics of a call that was just dispatched; record those that are ready.
+    def add(self, first_step: int, count: int, metrics: Metrics) -> None:
+        """Record the last call, and keep one that was just dispatched until it is ready."""
+        self.wait()
+        self._pending = first_step, count, metrics
+        if _is_ready(metrics.loss):
+            self.wait()
 
-        Returns the line of the last recorded step, if any. Raises FloatingPointError for the first
-        step whose loss or gradient is not finite.
+    def wait(self) -> None:
+        """Record the pending call, but for its last line, which may get a validation loss.
+
+        Raises FloatingPointError for the first step whose loss or gradient is not finite.
         """
-        self._pending.append((first_step, count, metrics))
-        return self._read(wait_for_all=False)
-
-    def wait(self) -> dict[str, Any] | None:
-        """Wait for all calls and record them; return as `add` does."""
-        return self._read(wait_for_all=True)
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            *lines, last = self._lines(*pending)
+            self._write(lines)
+            self._held = last
+            self._report(last["step"], last["loss"], last.get("tokens_per_second"))
 
     def add_evaluation(self, **losses: float) -> None:
         """Add to the last step's line, or begin that of step 0. Call `wait` before."""
@@ -80,17 +87,6 @@ class MetricsLogger:
         """Record all calls durably."""
         self.wait()
         self._write([], durable=True)
-
-    def _read(self, *, wait_for_all: bool) -> dict[str, Any] | None:
-        last = None
-        while self._pending and (
-            wait_for_all or len(self._pending) > 1 or _is_ready(self._pending[0][2].loss)
-        ):
-            lines = self._lines(*self._pending.pop(0))
-            # hold the last line: it may get a validation loss
-            self._write(lines[:-1])
-            self._held = last = lines[-1]
-        return last
 
     def _lines(self, first_step: int, count: int, metrics: Metrics) -> list[dict[str, Any]]:
         rows = {
@@ -102,7 +98,6 @@ class MetricsLogger:
             line = {"step": first_step + i + 1, **{name: row[i] for name, row in rows.items()}}
             if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
                 self._write(lines)
-                self._pending.clear()  # later steps were skipped
                 raise FloatingPointError(self._not_finite_message(line))
             lines.append(line)
         self._tokens += count * self._tokens_per_step

@@ -25,6 +25,9 @@ from jgpt.runs.directory import RunDirectory
 INCHES_PER_TOKEN, MOST_INCHES = 0.16, 40
 """Of an attention picture: a readable token, and the longest row or column of panels."""
 
+VISIBLE = str.maketrans({"\n": "⏎", " ": "␣", "\t": "⇥", "$": r"\$"})
+"""White space that can be seen, and dollars escaped for matplotlib."""
+
 
 def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot training and validation loss against steps."""
@@ -60,7 +63,10 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
             for axes, x in zip(row, (steps, tokens, seconds), strict=True)
         ]
         smoothed.append(lines[0][1])
-    legend = _finish(figure, panels, smoothed, _short_names([run.path for run in runs]))
+    labels = [run.path.resolve().name for run in runs]
+    if len(set(labels)) < len(runs):
+        labels = [str(run.path) for run in runs]
+    legend = _finish(figure, panels, smoothed, labels)
     legend.set_title(
         "line: training, mean of 2% of the steps around; faint: each step; "
         "dots: validation; circles: validation, estimated on a part"
@@ -134,7 +140,7 @@ def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: 
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
     maps = np.asarray(model.attention_weights(jnp.asarray(tokens)[None])[:, 0])
-    names = [_visible(tokenizer.decode(tokens[i : i + 1])) for i in range(len(tokens))]
+    names = [tokenizer.decode(tokens[i : i + 1]).translate(VISIBLE) for i in range(len(tokens))]
     layers, heads, time, _ = maps.shape
     side = min(max(2.2, INCHES_PER_TOKEN * time), MOST_INCHES / max(layers, heads))
     named = range(0, time, math.ceil(INCHES_PER_TOKEN * time / side))
@@ -156,17 +162,6 @@ def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: 
     bar = figure.colorbar(shades, ax=panels, aspect=40)
     bar.set_label("attention weight", fontsize=large)
     figure.savefig(path, dpi=120)
-
-
-def _visible(text: str) -> str:
-    """A token's text with visible white space, and dollars escaped for matplotlib."""
-    return text.replace("\n", "⏎").replace(" ", "␣").replace("\t", "⇥").replace("$", r"\$")
-
-
-def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The directories' names, or full paths if two are equal."""
-    names = [path.resolve().name for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def _require_picture(path: Path) -> None:

@@ -13,8 +13,6 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.contracts import typed
 
-_MAX_COMPILED_BYTES = 1 << 30
-
 
 def enable_compilation_cache() -> None:
     """Use a persistent compilation cache in the user's cache directory.
@@ -26,7 +24,7 @@ def enable_compilation_cache() -> None:
         folder = Path(platformdirs.user_cache_dir("jgpt")) / "compiled" / platform.node()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-        jax.config.update("jax_compilation_cache_max_size", _MAX_COMPILED_BYTES)
+        jax.config.update("jax_compilation_cache_max_size", 1 << 30)
         # a folder that can't be written is no cache, and none is needed
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
@@ -34,8 +32,7 @@ def enable_compilation_cache() -> None:
 class CompilationWatch:
     """Calls `warn` once, at the first compilation after warm-up. Use it as a context manager.
 
-    It listens to JAX's monitoring events. With a JAX that has no event of that name it does
-    nothing.
+    With a JAX that has no monitoring event of that name it does nothing.
     """
 
     EVENT = "/jax/core/compile/backend_compile_duration"

@@ -24,6 +24,3 @@ class Progress:
 
     def warned(self, message: str) -> None:
         """A warning; training continues."""
-
-    def downloaded(self, received: int, total: int | None) -> None:
-        """A corpus is being downloaded; sizes in bytes."""

@@ -39,22 +39,12 @@ def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, An
 
 def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
     """The text of the first start that recorded it."""
+    tokens = [str(line["corpus_sha256"]) for line in lines if "corpus_sha256" in line]
     for line in lines:
         match line:
-            case {"text_sha256": str(digest), "corpora": dict(versions)}:
-                return KnownText(digest, {str(k): str(v) for k, v in versions.items()})
-    return None
-
-
-def require_same_corpus(lines: list[dict[str, Any]], dataset: Dataset, run: str) -> None:
-    """Raise ValueError if the text is not the one that the run was trained on."""
-    known = [line["corpus_sha256"] for line in lines if "corpus_sha256" in line]
-    if known and known[0] != dataset.digest:
-        raise ValueError(
-            f"the text has changed since {run} was trained on it (SHA-256 of its tokens "
-            f"{dataset.digest[:12]}…, not {str(known[0])[:12]}…): restore the text, "
-            "or train a new run"
-        )
+            case {"corpus_sha256": _, "text_sha256": str(digest), "corpora": dict(versions)}:
+                return KnownText(tokens[0], digest, {str(k): str(v) for k, v in versions.items()})
+    return KnownText(tokens[0], None, {}) if tokens else None
 
 
 def _version(package: str) -> str | None:

@@ -47,19 +47,10 @@ def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{field.name}", value
 
 
-def require_steps_left(given: TrainConfig, done: int, run: str) -> None:
-    """Raise ValueError if a run has taken more steps than a config has."""
-    if given.steps < done:
-        raise ValueError(
-            f"steps={given.steps} is below the {done} steps that {run} has taken: give steps="
-            f"{done} or more, or another directory"
-        )
-
-
 def describe_learning_rate(
     saved: TrainConfig, given: TrainConfig, checkpoints: list[int]
 ) -> str | None:
-    """What other steps do to the learning rate, and how to avoid a jump; None if nothing changes.
+    """What other steps do to the learning rate, and how to avoid a jump; None if it is as before.
 
     `checkpoints` are the run's, by their steps; the last one is resumed.
     """
@@ -73,21 +64,20 @@ def describe_learning_rate(
     changed = f"{given.steps} steps instead of {saved.steps}: the learning rate"
     if done in steady:
         return f"{changed} goes on from {before(done - 1):.3g} to {after(done):.3g}, without a jump"
-    ways = []
     kept = dataclasses.replace(given.optimizer, schedule_steps=span)
     end = _learning_rate(dataclasses.replace(given, optimizer=kept))(given.steps - 1)
     if end > 0:
-        ways.append(f"schedule_steps={span} keeps the schedule ({end:.3g} at the last step)")
-    if steady:
-        ways.append(f"delete the checkpoints after {steady[-1]} to resume from that one")
-    if not ways:
-        ways.append(
+        way = f"schedule_steps={span} keeps the schedule ({end:.3g} at the last step)"
+    elif steady:
+        way = f"delete the checkpoints after {steady[-1]} to resume from that one"
+    else:
+        way = (
             "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
             "decay, which keep_every keeps"
         )
     return (
         f"{changed} jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. "
-        f"Without a jump: {', or '.join(ways)}"
+        f"Without a jump: {way}"
     )
 
 

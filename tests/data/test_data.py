@@ -196,17 +196,21 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
         data=(str(tmp_path / "input.txt"),), tokenizer=tokenizer, bpe_vocab_size=280
     )
     direct = load_dataset(config, 8)
-    chunks = dataset_module.text_chunks
-    monkeypatch.setattr(
-        dataset_module, "text_chunks", lambda sources, **options: chunks(sources, 17, **options)
-    )
-    counts = []
-    total = prepare(config, tmp_path / "out", on_progress=counts.append)
+    chunks, read = dataset_module.text_chunks, []
+
+    def text_chunks(sources, **options):
+        for chunk in chunks(sources, 17, **options):
+            read.append(chunk)
+            yield chunk
+
+    monkeypatch.setattr(dataset_module, "text_chunks", text_chunks)
+    total = prepare(config, tmp_path / "out")
     mapped = load_dataset(DataConfig(data=(str(tmp_path / "out"),)), 8)
     assert mapped.digest == direct.digest
     assert mapped.characters_per_token == direct.characters_per_token
-    assert len(counts) > 9
-    assert counts[-1] == total == len(direct.train) + len(direct.validation)
+    assert len(read) > 9
+    assert "".join(read).endswith(text)
+    assert total == len(direct.train) + len(direct.validation)
 
 
 @pytest.mark.parametrize("universal", [True, False])

@@ -151,7 +151,7 @@ def test_a_character_vocabulary_is_sorted_unique_and_not_empty(characters):
 
 
 def test_an_empty_text_has_no_vocabulary_but_has_tokens(byte_pairs):
-    with pytest.raises(ValueError, match="the text is empty"):
+    with pytest.raises(ValueError, match="sorted, unique and not empty"):
         CharTokenizer.from_text("")
     with pytest.raises(TypeError, match="the text must be a string, not bytes"):
         CharTokenizer.from_text(b"abc")  # type: ignore[arg-type]

@@ -206,7 +206,7 @@ def test_a_run_with_n_grams_is_saved_and_loaded_and_no_other_is(small_run, tmp_p
 
 def test_another_vocabulary_is_refused(saved):
     (saved.path / "tokenizer.json").write_text(CharTokenizer("abc").to_json())
-    with pytest.raises(ValueError, match="its tokenizer has 3 tokens, its config vocab_size=65"):
+    with pytest.raises(ValueError, match=r"checkpoints/2 was saved with another tokenizer than"):
         load(saved.path)
 
 

@@ -311,7 +311,7 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
 
     monkeypatch.setattr(Path, "unlink", unlink_and_crash)
     new = dataclasses.replace(CONFIG, seed=7, out=str(run.path))
-    with loop._open_run(run.path, new, DATASET, resume=False, overwrite=True):
+    with Checkpoints(loop._open_run(run.path, new, DATASET, resume=False, overwrite=True)):
         pass
     monkeypatch.undo()
     assert len(disk.views) - before > 20
