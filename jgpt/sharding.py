@@ -29,7 +29,7 @@ Dimension = str | tuple[str, int] | None
 Dimensions = tuple[Dimension, ...]
 
 
-def make_mesh(mesh: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
     sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
     product = math.prod(sizes.values())

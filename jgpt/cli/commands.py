@@ -26,7 +26,7 @@ from jgpt.cli.options import (
     described,
     parse_train,
 )
-from jgpt.cli.terminal import importing, open_console, say
+from jgpt.cli.terminal import importing, open_console, say, spinner
 from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
 from jgpt.presets import PRESETS
 
@@ -97,24 +97,26 @@ def _plan(config: TrainConfig, options: RunOptions) -> None:
     """Print what training would take; nothing is written."""
     if options.on is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
-    with importing() as spinner:
+    with importing():
         from jgpt.cli.console import ConsoleProgress, describe, describe_ahead
         from jgpt.runs import loop
         from jgpt.training.ahead import compile_ahead
 
-        if options.on is not None:
-            spinner.update(f"compiling for {options.on}, which takes minutes")
-            planned = compile_ahead(config, options.on)
-    console = open_console(stderr=options.json)
     if options.on is None:
-        with ConsoleProgress(console, "reading the data") as progress:
+        with ConsoleProgress(open_console(stderr=options.json), "reading the data") as progress:
             planned = loop.plan(
                 config, resume=options.resume, overwrite=options.overwrite, progress=progress
             )
+            lines = describe(planned)
+    else:
+        doing = f"compiling for {options.on}, which takes minutes"
+        with spinner(open_console(stderr=True), doing):
+            planned = compile_ahead(config, options.on)
+            lines = describe_ahead(planned)
     if options.json:
         print(dumps(dataclasses.asdict(planned), default=str))
     else:
-        say(console, *(describe(planned) if options.on is None else describe_ahead(planned)))
+        say(open_console(), *lines)
 
 
 def sample(
@@ -227,7 +229,7 @@ def info(what: Positional[Annotated[str, described("PRESET|RUN")]]) -> None:
     Args:
         what: A preset's name or a run directory.
     """
-    with importing() as spinner:
+    with importing() as status:
         from jgpt.hardware import current_platform
         from jgpt.nn.models import flops_per_token, parts_of
         from jgpt.nn.precision import run_for_platform
@@ -242,7 +244,7 @@ def info(what: Positional[Annotated[str, described("PRESET|RUN")]]) -> None:
             raise ValueError(
                 f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
             )
-        spinner.update("compiling")
+        status.update("compiling")
         memory = training_memory(run_for_platform(config, current_platform()))
     rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
     _, parameters, sizes = zip(*rows, strict=True)
@@ -341,13 +343,13 @@ def import_(
     if path.exists():  # before loading, which may take a while
         raise ValueError(f"{path} already exists: choose another directory")
 
-    with importing() as spinner:
+    with importing() as status:
         from jgpt.interop.huggingface import load_gpt2
         from jgpt.interop.names import crop_vocabulary
         from jgpt.interop.nanogpt import load_nanogpt
         from jgpt.runs.checkpoints import write_run
 
-        spinner.update("loading the model")
+        status.update("loading the model")
         model = (load_gpt2 if format == "gpt2" else load_nanogpt)(source)
         own_tokenizer = _tokenizer(source, tokenizer, universal_newlines)
         model = crop_vocabulary(model, own_tokenizer.vocab_size)
@@ -424,10 +426,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 def _load(run: str, which: Any) -> tuple[Any, Any, TrainConfig]:
     """A run's model, tokenizer and config."""
-    with importing() as spinner:
+    with importing() as status:
         from jgpt.runs.checkpoints import load
 
-        spinner.update("loading the model")
+        status.update("loading the model")
         return load(run, which=which)
 
 
