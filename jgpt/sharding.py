@@ -1,5 +1,6 @@
 """The mesh of devices, and which dimension names are sharded over which of its axes."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -38,6 +39,11 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
     # automatic axes: XLA's partitioner decides what the rules leave open
     automatic = (AxisType.Auto,) * len(MESH_AXES)
     return jax.make_mesh(tuple(sizes.values()), MESH_AXES, automatic, devices=devices)
+
+
+def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
+    """Set the mesh that a text describes; nothing for None."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
 
 
 def abstract_mesh(mesh: str | None) -> AbstractMesh:
@@ -168,7 +174,7 @@ def specs_like(tree: Any, weights: Any) -> Any:
     An array whose path ends with a parameter's is sharded like it, as an optimizer's moments are;
     any other is replicated.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=_is_spec)
+    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_spec)
     known = {jax.tree_util.keystr(path): spec for path, spec in leaves}
 
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
@@ -184,9 +190,10 @@ def shardings(specs: Any) -> Any:
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         here = jnp.zeros(()).sharding
-        return jax.tree.map(lambda _: here, specs, is_leaf=_is_spec)
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+        return jax.tree.map(lambda _: here, specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
-def _is_spec(leaf: Any) -> bool:
+def is_spec(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a spec, which is a tuple too."""
     return isinstance(leaf, PartitionSpec)

@@ -3,13 +3,14 @@
 They import what they need when they run: `jgpt --help` must not wait for jax.
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, count, islice
 from json import dumps
 from pathlib import Path
@@ -39,6 +40,9 @@ Checkpoint = Annotated[
     described("best|last|N", help="The best by validation loss, the last, or a step."),
 ]
 Newlines = Annotated[bool, arg(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
+MeshOption = Annotated[
+    str | None, described("MESH", help="A mesh of devices, such as data=2,fsdp=2,tensor=2.")
+]
 PYDOCS = f"(default: {' '.join(DataConfig().data)})"
 BATCH_SIZE = 16
 SEPARATOR = "---------------"
@@ -49,7 +53,7 @@ def train(args: list[str]) -> None:
     began = time.perf_counter()
     if any(word.partition("=")[0] == "--vocab-size" for word in args):
         raise ValueError("--vocab-size can't be set: the tokenizer determines it")
-    config, options = parse_train("train", args)
+    config, options = parse_train(args)
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
     if options.dry_run:
@@ -90,7 +94,7 @@ def train(args: list[str]) -> None:
 
 def plan(args: list[str]) -> None:
     """Show the memory and compute of a training run, here or on other hardware."""
-    _plan(*parse_train("plan", args))
+    _plan(*parse_train(args, "plan"))
 
 
 def _plan(config: TrainConfig, options: RunOptions) -> None:
@@ -132,6 +136,7 @@ def sample(
     num_samples: Number = 1,
     seed: Number = 1337,
     checkpoint: Checkpoint = "best",
+    mesh: MeshOption = None,
 ) -> None:
     """Generate text with a trained model, streamed as it is sampled.
 
@@ -151,39 +156,38 @@ def sample(
         raise ValueError(f"num_samples={num_samples} must be at least 1")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
-    model, tokenizer, config = _load(run, checkpoint)
+    with _loaded(run, checkpoint, mesh) as (model, tokenizer, config):
+        import jax
+        import numpy as np
 
-    import jax
-    import numpy as np
+        from jgpt.generation.text import stream_text
 
-    from jgpt.generation.text import stream_text
-
-    given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
-    prompts = (text for text in given for _ in range(num_samples))
-    key = jax.random.key(np.uint32(seed))
-    for first in count(0, BATCH_SIZE):
-        rows = tuple(islice(prompts, BATCH_SIZE))
-        if not rows:
-            break
-        pieces = stream_text(
-            model,
-            tokenizer,
-            rows,
-            max_new_tokens,
-            key=jax.random.fold_in(key, first),
-            stop=stop,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-        )
-        # the first text is streamed
-        print(f"{SEPARATOR}\n" * bool(first) + rows[0], end="", flush=True)
-        others = list(rows[1:])
-        for piece, *more in pieces:
-            print(piece, end="", flush=True)
-            others = [text + new for text, new in zip(others, more, strict=True)]
-        print("", *others, sep=f"\n{SEPARATOR}\n")
+        given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
+        prompts = (text for text in given for _ in range(num_samples))
+        key = jax.random.key(np.uint32(seed))
+        for first in count(0, BATCH_SIZE):
+            rows = tuple(islice(prompts, BATCH_SIZE))
+            if not rows:
+                break
+            pieces = stream_text(
+                model,
+                tokenizer,
+                rows,
+                max_new_tokens,
+                key=jax.random.fold_in(key, first),
+                stop=stop,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+            )
+            # the first text is streamed
+            print(f"{SEPARATOR}\n" * bool(first) + rows[0], end="", flush=True)
+            others = list(rows[1:])
+            for piece, *more in pieces:
+                print(piece, end="", flush=True)
+                others = [text + new for text, new in zip(others, more, strict=True)]
+            print("", *others, sep=f"\n{SEPARATOR}\n")
 
 
 def _prompts(
@@ -203,7 +207,9 @@ def _prompts(
     return prompts or ("",)
 
 
-def eval_(run: Run, json: Switch = False, checkpoint: Checkpoint = "best") -> None:
+def eval_(
+    run: Run, json: Switch = False, checkpoint: Checkpoint = "best", mesh: MeshOption = None
+) -> None:
     """Compute a run's exact loss on its validation split: every target once.
 
     Args:
@@ -212,8 +218,9 @@ def eval_(run: Run, json: Switch = False, checkpoint: Checkpoint = "best") -> No
     with importing():
         from jgpt.cli.console import ConsoleProgress
         from jgpt.runs import loop
+        from jgpt.sharding import use_mesh
 
-    with ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
+    with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
         result = loop.evaluate(run, which=checkpoint, progress=progress)
     if json:
         print(dumps(dataclasses.asdict(result)))
@@ -223,18 +230,21 @@ def eval_(run: Run, json: Switch = False, checkpoint: Checkpoint = "best") -> No
     print(f"bits per character  {result.bits_per_character:.4f}")
 
 
-def info(what: Positional[Annotated[str, described("PRESET|RUN")]]) -> None:
+def info(
+    what: Positional[Annotated[str, described("PRESET|RUN")]], mesh: MeshOption = None
+) -> None:
     """Show the parameters, bytes, FLOPs and training memory of a model.
 
     Args:
         what: A preset's name or a run directory.
     """
     with importing() as status:
+        from jgpt.cli.console import describe_placements
         from jgpt.hardware import current_platform
         from jgpt.nn.models import flops_per_token, parts_of
         from jgpt.nn.precision import run_for_platform
         from jgpt.runs.directory import RunDirectory
-        from jgpt.training.plan import format_bytes, training_memory
+        from jgpt.training import plan
 
         if what in PRESETS:
             config = PRESETS[what][1]
@@ -244,12 +254,16 @@ def info(what: Positional[Annotated[str, described("PRESET|RUN")]]) -> None:
             raise ValueError(
                 f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
             )
-        status.update("compiling")
-        memory = training_memory(run_for_platform(config, current_platform()))
+        if mesh is None:
+            status.update("compiling")
+            memory = plan.training_memory(run_for_platform(config, current_platform()))
+        else:
+            say(open_console(), *describe_placements(dataclasses.replace(config, mesh=mesh)))
+            return
     rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
     _, parameters, sizes = zip(*rows, strict=True)
     lines = [
-        f"{name:<28} {count:>13,} parameters {format_bytes(size):>12}"
+        f"{name:<28} {count:>13,} parameters {plan.format_bytes(size):>12}"
         for name, count, size in [*rows, ("all", sum(parameters), sum(sizes))]
     ]
     flops = flops_per_token(config.model)
@@ -289,11 +303,10 @@ def attention(
     Args:
         prompt: The text; its last block-size tokens are plotted.
     """
-    model, tokenizer, _ = _load(run, checkpoint)
+    with _loaded(run, checkpoint) as (model, tokenizer, _):
+        from jgpt.runs.plots import plot_attention
 
-    from jgpt.runs.plots import plot_attention
-
-    plot_attention(model, tokenizer, prompt, Path(out))
+        plot_attention(model, tokenizer, prompt, Path(out))
     print(f"wrote {out}")
 
 
@@ -398,12 +411,11 @@ def export(
     Args:
         zero_biases: Write zeros for biases that the model lacks and GPT-2's format requires.
     """
-    model, tokenizer, _ = _load(run, checkpoint)
+    with _loaded(run, checkpoint) as (model, tokenizer, _):
+        from jgpt.data.tokenizers import BPETokenizer
+        from jgpt.interop.huggingface import save_gpt2
 
-    from jgpt.data.tokenizers import BPETokenizer
-    from jgpt.interop.huggingface import save_gpt2
-
-    save_gpt2(model, out, tokenizer=tokenizer, zero_biases=zero_biases)
+        save_gpt2(model, out, tokenizer=tokenizer, zero_biases=zero_biases)
     print(f"wrote {out}, for transformers.GPT2LMHeadModel.from_pretrained")
     if not isinstance(tokenizer, BPETokenizer):
         print(
@@ -424,13 +436,18 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-def _load(run: str, which: Any) -> tuple[Any, Any, TrainConfig]:
-    """A run's model, tokenizer and config."""
+@contextlib.contextmanager
+def _loaded(run: str, which: Any, mesh: str | None = None) -> Iterator[tuple[Any, Any, Any]]:
+    """A run's model, tokenizer and config, on a mesh if one is named."""
     with importing() as status:
         from jgpt.runs.checkpoints import load
+        from jgpt.sharding import use_mesh
 
         status.update("loading the model")
-        return load(run, which=which)
+        with use_mesh(mesh):
+            loaded = load(run, which=which)
+    with use_mesh(mesh):
+        yield loaded
 
 
 def _command(*words: object) -> str:

@@ -23,10 +23,17 @@ from jgpt.data.dataset import Dataset
 from jgpt.hardware import device_kinds
 from jgpt.nn.models import Weights
 from jgpt.runs.progress import Progress as TrainingProgress
+from jgpt.sharding import abstract_mesh
 from jgpt.training.ahead import CompiledStep
 from jgpt.training.optimizer import decay_mask, partition
-from jgpt.training.plan import Plan, format_bytes
-from jgpt.training.step import TrainState
+from jgpt.training.plan import (
+    Plan,
+    bytes_on_each,
+    format_bytes,
+    placements,
+    replicated_dimensions,
+)
+from jgpt.training.step import TrainState, abstract_state, state_specs
 
 SECONDS_PER_LINE = 20
 BAR_WIDTH = 40
@@ -201,4 +208,22 @@ def describe_ahead(step: CompiledStep) -> list[str]:
         ),
         f"bound by {step.bound}",
         f"custom kernels: {', '.join(step.kernels) or 'none'}",
+    ]
+
+
+def describe_placements(config: TrainConfig) -> list[str]:
+    """Where each parameter lies on the mesh of a config as lines of text."""
+    mesh, specs = abstract_mesh(config.mesh), state_specs(config, abstract_mesh(config.mesh))
+    state = abstract_state(config)
+    on_each = [
+        format_bytes(bytes_on_each(tree, its, mesh))
+        for tree, its in ((state.weights, specs.weights), (state, specs))
+    ]
+    return [
+        *(
+            f"{each.name:<44} {each.sharding:<36} {format_bytes(each.on_each):>12}"
+            for each in placements(config.model, mesh)
+        ),
+        f"on each device: {on_each[0]} of parameters, {on_each[1]} with the optimizer's state",
+        *replicated_dimensions(config.model, mesh),
     ]

@@ -81,7 +81,7 @@ TRAIN = {
 """The names of the options of `jgpt train`."""
 
 
-def parse_train(command: str, args: list[str]) -> tuple[TrainConfig, RunOptions]:
+def parse_train(args: list[str], command: str = "train") -> tuple[TrainConfig, RunOptions]:
     """Parse the options of `jgpt train`; return the config to train and what to do with the run."""
     shown = next((PRESETS[word] for word in args if word in PRESETS), PRESETS[DEFAULT_PRESET])[1]
     if {"-h", "--help", "--help-all"} & {*args}:

@@ -35,7 +35,7 @@ from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, require_same_run
 from jgpt.runs.trackers import open_tracker, require_tracker
-from jgpt.sharding import current_mesh, make_mesh, placed
+from jgpt.sharding import current_mesh, placed, use_mesh
 from jgpt.training.plan import (
     Plan,
     bytes_of,
@@ -109,7 +109,7 @@ def fit(
     progress, platform = progress or Progress(), platform or current_platform()
     saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     with (
-        _using_mesh(config.mesh),
+        use_mesh(config.mesh),
         RunDirectory(out).locked(),
         Checkpoints(_open_run(out, saved, dataset, resume, overwrite)) as checkpoints,
         contextlib.ExitStack() as stack,
@@ -159,13 +159,8 @@ def plan(
     """The plan of `fit`, which raises what `fit` would. Nothing is written."""
     progress, platform = progress or Progress(), platform or current_platform()
     _, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
-    with _using_mesh(config.mesh):
+    with use_mesh(config.mesh):
         return make_plan(config, dataset, out)
-
-
-def _using_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
-    """The mesh set, or nothing for None."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
 
 
 def _prepare(

@@ -21,8 +21,10 @@ from jgpt.sharding import (
     axes_of,
     current_mesh,
     dimensions_of,
+    is_spec,
     shardings,
     spec_of,
+    weight_specs,
 )
 from jgpt.training.step import abstract_state, dropout_stream, make_train_steps, state_specs
 
@@ -157,6 +159,34 @@ def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
         return math.prod(shape) * leaf.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, tree, specs)))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter lies on a mesh."""
+
+    name: str
+    sharding: str
+    """Its dtype and shape, each dimension with the axes that shard it, as JAX writes them."""
+    on_each: int
+    """Bytes on each device."""
+
+
+def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement]:
+    """Where each parameter of a model lies on a mesh."""
+    model = abstract_model(config)
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    specs = jax.tree.leaves(weight_specs(model, mesh), is_leaf=is_spec)
+    found = []
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(weights), specs, strict=True):
+        parts = (
+            f"{size}@{axes if isinstance(axes, str) else ','.join(axes)}" if axes else str(size)
+            for size, axes in zip(leaf.shape, spec, strict=True)
+        )
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        sharding = f"{leaf.dtype}[{', '.join(parts)}]"
+        found.append(Placement(name, sharding, bytes_on_each(leaf, spec, mesh)))
+    return found
 
 
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

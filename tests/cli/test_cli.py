@@ -71,7 +71,7 @@ def test_commands_show_that_they_import_jax_before_they_do():
     code = (
         "import sys, jgpt.cli, jgpt.cli.commands as commands\n"
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
-        "for line in ('train tiny', 'train --steps 3', 'sample r', 'eval r', 'info tiny',\n"
+        "for line in ('train tiny', 'train --steps 3', 'plan tiny', 'sample r', 'eval r', 'info tiny',\n"
         "    'plot r', 'attention r --prompt a', 'import s --out i', 'export r --out e'):\n"
         "    name, *options = line.split()\n"
         "    try: jgpt.cli.main([name, *options])\n"
@@ -83,6 +83,7 @@ def test_commands_show_that_they_import_jax_before_they_do():
 
 IN_A_PROCESS = {
     "train": ["tiny", "--steps", 2, "--eval-interval", 2, "--sample-tokens", 0, "--out", "again"],
+    "plan": ["tiny", "--data", "fox.txt", "--block-size", 4],
     "sample": ["trained", "--prompt-file", "-", "--max-new-tokens", 5, "--temperature", 0],
     "eval": ["trained", "--json"],
     "info": ["trained"],

@@ -1,6 +1,7 @@
 """The numbers that commands print, each computed by hand. In this process: jax is there already."""
 
 import dataclasses
+import json
 import math
 import re
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jgpt import TrainConfig
+from jgpt import TrainConfig, fit
 from jgpt.cli import main
 from jgpt.cli.console import describe
 from jgpt.data.dataset import load_dataset
+from jgpt.hardware import CHIPS
 from jgpt.nn.loss import token_losses
+from jgpt.training.ahead import Collective, CompiledStep
 from jgpt.training.plan import Plan, TrainingMemory, format_bytes
 
 MIB = 1 << 20
@@ -97,3 +100,128 @@ def test_eval_prints_the_loss_of_the_run_s_model(trained, capsys):
         pytest.approx(loss / math.log(2), abs=6e-5),  # a token is a character
     ]
     assert said[0][1] == str(len(tokens) - 1)
+
+
+# --- on a mesh, and on other hardware ---------------------------------------------------------
+
+
+def test_info_says_where_each_parameter_lies(capsys):
+    main(["info", "nanogpt-cpu", "--mesh", "fsdp=4,tensor=3"])
+    *parameters, total, kv_heads, heads, hidden, vocabulary = capsys.readouterr().out.splitlines()
+    said = {line.split()[0]: line.split(maxsplit=1)[1].rsplit(maxsplit=2) for line in parameters}
+    kernels = 4 * 128 * 128 // 4  # a quarter, in float32; four heads are not divided by three
+    assert said["blocks.2.attention.query.kernel"] == [
+        "float32[128@fsdp, 128]",
+        f"{kernels / 1024:.1f}",
+        "KiB",
+    ]
+    assert said["blocks.0.feed_forward.projection.kernel"][0] == "float32[512, 128@fsdp]"
+    assert said["final_norm.scale"] == ["float32[128]", "512", "bytes"]
+    assert len(parameters) == 4 * 8 + 3
+    matrices = 4 * (4 * 128 * 128 + 2 * 128 * 512) + 65 * 128 + 64 * 128
+    vectors = 9 * 128
+    on_each = 4 * (matrices // 4 + vectors)
+    with_moments = 3 * on_each + 3 * 4
+    assert total == (
+        f"on each device: {format_bytes(on_each)} of parameters, {format_bytes(with_moments)} with "
+        "the optimizer's state"
+    )
+    assert kv_heads.startswith("num_kv_heads=4 is not divided by tensor=3 and is replicated: ")
+    assert heads.startswith("num_heads=4 is")
+    assert hidden.startswith("hidden_dim=512 is")
+    # a third would do: of a matrix in four shards
+    more = 65 * 128 - 65 * 128 // 3
+    assert vocabulary.endswith(f": {format_bytes(more)} more parameters on each device")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("fsdp=5", "--mesh fsdp=5 shards each batch over data x fsdp = 5 devices"),
+        ("rows=2", "--mesh rows=2 has no axis 'rows': the axes are data, fsdp and tensor"),
+    ],
+)
+def test_info_refuses_a_mesh(mesh, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "nanogpt-cpu", "--mesh", mesh])
+    assert message in capsys.readouterr().err
+
+
+STEP = CompiledStep(
+    on="v5e:2x4",
+    chip=CHIPS["v5e"],
+    chips=8,
+    mesh="data=2,fsdp=4",
+    memory=TrainingMemory(state=3 * MIB, working=MIB // 2),
+    fits=True,
+    flops=197_000_000_000,
+    collectives=(Collective("all-gather", 7, 2 * MIB), Collective("all-reduce", 1, MIB)),
+    kernels=("fast",),
+    compute_seconds=0.001,
+    memory_seconds=0.002,
+    interconnect_seconds=0.0035,
+    bound="interconnect",
+)
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]])
+def test_a_plan_for_other_hardware(command, capsys, monkeypatch):
+    asked = []
+
+    def compile_ahead(config, on):
+        asked.append((config.batch_size, config.mesh, on))
+        return STEP
+
+    monkeypatch.setattr("jgpt.training.ahead.compile_ahead", compile_ahead)
+    options = ["tiny", "--batch-size", "24", "--mesh", "data=2,fsdp=4", "--on", "v5e:2x4"]
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    main([*command, *options])
+    assert asked == [(24, "data=2,fsdp=4", "v5e:2x4")]
+    assert capsys.readouterr().out.splitlines() == [
+        "8 x TPU v5 lite (v5e:2x4), mesh data=2,fsdp=4",
+        "memory of each chip: 3.5 MiB (3.0 MiB parameters and optimizer, 512.0 KiB activations "
+        "and gradients); it has 16.0 GiB, which is enough",
+        "collectives of a step: 7 all-gather (2.0 MiB), 1 all-reduce (1.0 MiB), as each chip sends "
+        "them",
+        "a step takes each chip at least, from published peaks:",
+        "  compute           1.000 ms  0.197 TFLOP at 197 T/s",
+        "  memory            2.000 ms  all of that memory twice at 0.82 T/s",
+        "  interconnect      3.500 ms  3.0 MiB at 0.2 T/s",
+        "bound by interconnect",
+        "custom kernels: fast",
+    ]
+    main([*command, *options, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["memory"] == {"state": 3 * MIB, "working": MIB // 2}
+    assert said["collectives"][0] == {"kind": "all-gather", "count": 7, "sent": 2 * MIB}
+
+
+def test_other_hardware_is_only_planned_for(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "tiny", "--on", "v5e:2x4"])
+    expected = "jgpt: --on v5e:2x4 compiles for other hardware: it needs --dry-run\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_plan_as_json(capsys, monkeypatch, poem):
+    memory = TrainingMemory(state=3 * MIB, working=MIB // 2)
+    monkeypatch.setattr("jgpt.training.plan.training_memory", lambda config: memory)
+    main(["plan", "tiny", "--data", str(poem), "--block-size", "4", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["memory"]["state"] == 3 * MIB
+    assert said["config"]["model"]["block_size"] == 4
+    assert said["training_tokens"] == int(len(poem.read_text()) * 0.9)
+
+
+def test_a_mesh_samples_and_evaluates_alike(small_run, capsys):
+    run = fit(small_run)
+    said = []
+    for mesh in ([], ["--mesh", "data=2,fsdp=2,tensor=2"]):
+        main(["sample", str(run.directory), "--max-new-tokens", "9", "--temperature", "0", *mesh])
+        main(["eval", str(run.directory), "--json", *mesh])
+        text, _, measured = capsys.readouterr().out.strip().rpartition("\n")
+        said.append((text, json.loads(measured)))
+    (text, alone), (same, together) = said
+    assert text == same
+    assert alone["tokens"] == together["tokens"]
+    assert alone["loss"] == pytest.approx(together["loss"], rel=1e-6)
