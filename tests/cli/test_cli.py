@@ -71,7 +71,8 @@ def test_commands_show_that_they_import_jax_before_they_do():
     code = (
         "import sys, jgpt.cli, jgpt.cli.commands as commands\n"
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
-        "for line in ('train tiny', 'train --steps 3', 'plan tiny', 'sample r', 'eval r', 'info tiny',\n"
+        "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
+        "    'sample r', 'eval r', 'info tiny',\n"
         "    'plot r', 'attention r --prompt a', 'import s --out i', 'export r --out e'):\n"
         "    name, *options = line.split()\n"
         "    try: jgpt.cli.main([name, *options])\n"
