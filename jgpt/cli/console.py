@@ -221,7 +221,7 @@ def describe_placements(config: TrainConfig) -> list[str]:
     ]
     return [
         *(
-            f"{each.name:<44} {each.sharding:<36} {format_bytes(each.on_each):>12}"
+            f"{each.name:<40} {each.sharding:<26} {format_bytes(each.on_each):>11}"
             for each in placements(config.model, mesh)
         ),
         f"on each device: {on_each[0]} of parameters, {on_each[1]} with the optimizer's state",
