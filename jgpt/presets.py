@@ -1,5 +1,7 @@
 """Presets: named configs."""
 
+from dataclasses import replace
+
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.contracts import typed
 
@@ -11,6 +13,10 @@ SUMMARIES = {
     "nanogpt-cpu": "nanoGPT's laptop setting: 4 layers, 128 features, block 64",
     "nanogpt-char": "nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256",
     "gpt2": "GPT-2 124M: 12 layers, 768 features, block 1024, BPE",
+    "gpt2-medium": "GPT-2 355M: 24 layers, 1024 features",
+    "gpt2-large": "GPT-2 774M: 36 layers, 1280 features",
+    "gpt2-xl": "GPT-2 1.6B: 48 layers, 1600 features",
+    "modern-7b": "a 7B of the modern family, block 4096",
     "tiny": "a small GPT that trains in seconds, for experiments",
 }
 
@@ -72,8 +78,51 @@ _gpt2 = TrainConfig(
     dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=50257),
     steps=600_000,
     batch_size=12,
-    eval_interval=1000,
+    eval_interval=2000,
     eval_tokens=1 << 20,
+)
+
+
+def _larger_gpt2(
+    name: str, num_layers: int, num_heads: int, embed_dim: int, learning_rate: float
+) -> TrainConfig:
+    """A larger GPT-2 (Radford et al. 2019, table 2), with GPT-3's learning rate of that size."""
+    sizes = {"num_layers": num_layers, "num_heads": num_heads, "embed_dim": embed_dim}
+    rates = {"learning_rate": learning_rate, "min_learning_rate": learning_rate / 10}
+    return replace(
+        _gpt2,
+        name=name,
+        model=replace(_gpt2.model, **sizes, rematerialise=True, scan_layers=True),
+        optimizer=replace(_gpt2.optimizer, **rates),
+    )
+
+
+_modern_7b = TrainConfig(
+    name="modern-7b",
+    model=replace(
+        _modern_cpu.model,
+        vocab_size=32768,
+        block_size=4096,
+        num_layers=32,
+        num_heads=32,
+        embed_dim=4096,
+        attention_window=None,
+        ngram_sizes=(),
+        ngram_dropout=0.0,
+        dtype="auto",
+        rematerialise=True,
+        scan_layers=True,
+    ),
+    # LLaMA 7B's (Touvron et al. 2023, section 2.3 and table 2)
+    optimizer=replace(
+        _gpt2.optimizer, learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000
+    ),
+    dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=32768),
+    steps=250_000,
+    batch_size=1024,
+    steps_per_call=10,
+    eval_interval=1000,
+    eval_tokens=1 << 22,
 )
 
 _configs = (
@@ -131,6 +180,10 @@ _configs = (
         batch_size=64,
     ),
     _gpt2,
+    _larger_gpt2("gpt2-medium", 24, 16, 1024, 3e-4),
+    _larger_gpt2("gpt2-large", 36, 20, 1280, 2.5e-4),
+    _larger_gpt2("gpt2-xl", 48, 25, 1600, 2e-4),
+    _modern_7b,
     TrainConfig(
         name="tiny",
         model=ModelConfig(block_size=16, num_layers=2, num_heads=2, embed_dim=32),

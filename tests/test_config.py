@@ -300,6 +300,11 @@ PARAMETERS = {
     "nanogpt-cpu": 4 * (12 * 128**2 + 2 * 128) + (65 + 64 + 1) * 128,
     "nanogpt-char": 6 * (12 * 384**2 + 2 * 384) + (65 + 256 + 1) * 384,
     "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    # attention's four square matrices and an MLP four times as wide, and a scale for each block
+    "modern-7b": 32 * 12 * 4096**2 + 2 * 32768 * 4096 + 32,
     "tiny": 2 * (12 * 32**2 + 2 * 32) + (65 + 16 + 1) * 32,
 }
 

@@ -72,7 +72,7 @@ CHANGES = {
         "dataset.tokenizer": "bpe",
         "dataset.bpe_vocab_size": 50257,
         "steps": 600_000,
-        "eval_interval": 1000,  # train.py has 2000
+        "eval_interval": 2000,
         "eval_tokens": 1 << 20,
     },
     # karpathy/ng-video-lecture's gpt.py, with torch.optim.AdamW's defaults
@@ -164,6 +164,50 @@ def flat(config, prefix=""):
             yield from flat(value, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, value
+
+
+# Radford et al. 2019, table 2; learning rates of Brown et al. 2020, table 2.1
+for name, layers, heads, features, rate in (
+    ("gpt2-medium", 24, 16, 1024, 3e-4),
+    ("gpt2-large", 36, 20, 1280, 2.5e-4),
+    ("gpt2-xl", 48, 25, 1600, 2e-4),
+):
+    CHANGES[name] = {
+        **CHANGES["gpt2"],
+        "model.num_layers": layers,
+        "model.num_heads": heads,
+        "model.embed_dim": features,
+        "model.rematerialise": True,
+        "model.scan_layers": True,
+        "optimizer.learning_rate": rate,
+        "optimizer.min_learning_rate": rate / 10,
+    }
+# the modern family without what is for small data; Touvron et al. 2023, section 2.3 and table 2
+CHANGES["modern-7b"] = {
+    **{name: it for name, it in CHANGES["modern-cpu"].items() if name.startswith("model.")},
+    "model.vocab_size": 32768,
+    "model.block_size": 4096,
+    "model.num_layers": 32,
+    "model.num_heads": 32,
+    "model.embed_dim": 4096,
+    "model.attention_window": None,
+    "model.ngram_sizes": (),
+    "model.ngram_dropout": 0.0,
+    "model.dtype": "auto",
+    "model.rematerialise": True,
+    "model.scan_layers": True,
+    "optimizer.learning_rate": 3e-4,
+    "optimizer.min_learning_rate": 3e-5,
+    "optimizer.warmup_steps": 2000,
+    "optimizer.beta2": 0.95,
+    "dataset.tokenizer": "bpe",
+    "dataset.bpe_vocab_size": 32768,
+    "steps": 250_000,
+    "batch_size": 1024,
+    "steps_per_call": 10,
+    "eval_interval": 1000,
+    "eval_tokens": 1 << 22,
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)

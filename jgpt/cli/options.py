@@ -64,11 +64,11 @@ class RunOptions:
     config: File = None
     """A run's config.json, used instead of a preset to repeat that run in another directory."""
     dry_run: Switch = False
-    """Show the model, data, memory and compute of the run, without training or writing."""
+    """Show what the run takes, without training or writing."""
     profile: Number = 0
-    """Profile this many steps after the first; the trace is written to RUN/profile."""
+    """Trace this many steps into RUN/profile."""
     on: Annotated[str | None, described("CHIPS")] = None
-    """With --dry-run, compile the train step for other hardware, such as v5e:4x4 or h100:8."""
+    """With --dry-run, compile for chips like v5e:4x4, h100:8."""
     json: Switch = False
     """With --dry-run, print one JSON object."""
 
