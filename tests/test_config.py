@@ -34,6 +34,7 @@ from jgpt.presets import PRESETS
         (TrainConfig, {"mesh": "data"}, "mesh=data must give an axis once"),
         (TrainConfig, {"mesh": "data=0"}, "mesh=data=0 must give an axis once"),
         (TrainConfig, {"mesh": "data=2,data=2"}, "must give an axis once"),
+        (TrainConfig, {"mesh": "data=1000000000"}, "mesh=data=1000000000 must give an axis once"),
         (TrainConfig, {"mesh": "fsdp=٢"}, "must give an axis once"),
         (TrainConfig, {"mesh": ""}, "has no axis ''"),
         (
@@ -197,6 +198,10 @@ def test_large_and_not_beyond_use():
         match=r"steps_per_call=64 times batch_size=512 times block_size=131072 is 4,294,967,296 ",
     ):
         dataclasses.replace(big, steps_per_call=64)
+
+
+def test_the_largest_number_is_a_number():
+    assert OptimizerConfig(learning_rate=sys.float_info.max).learning_rate == sys.float_info.max
 
 
 def test_a_config_cannot_change():

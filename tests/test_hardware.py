@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jgpt.hardware import peak_flops
+from jgpt.hardware import accelerators, memory_in_use, memory_limit, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,21 @@ def test_a_peak_is_the_maker_s_or_unknown(monkeypatch, kind, peak):
     monkeypatch.setattr("jax.devices", lambda: [types.SimpleNamespace(device_kind=kind)])
     monkeypatch.setattr("jax.device_count", lambda: 8)
     assert peak_flops() == peak  # of one device, however many the host has
+
+
+def test_only_accelerators_are_all_trained_on(monkeypatch):
+    monkeypatch.setattr("jax.devices", lambda: [None] * 8)
+    monkeypatch.setattr("jax.default_backend", lambda: "cpu")
+    assert accelerators() == 1  # whose cores they would share
+    monkeypatch.setattr("jax.default_backend", lambda: "tpu")
+    assert accelerators() == 8
+
+
+def test_memory_is_the_device_s_if_it_says_so(monkeypatch):
+    said = {"peak_bytes_in_use": 11, "bytes_limit": 13}
+    device = types.SimpleNamespace(memory_stats=lambda: said)
+    monkeypatch.setattr("jax.local_devices", lambda: [device])
+    assert (memory_in_use(), memory_limit()) == (11, 13)
+    said.clear()
+    assert memory_in_use() > 1 << 20  # of this process
+    assert memory_limit() is None

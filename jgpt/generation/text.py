@@ -125,7 +125,7 @@ class _Detokenizer:
     def _held_back(self, text: str) -> int:
         """How many characters at the end may begin a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(text) - self._emitted), 0, -1):
+        for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0

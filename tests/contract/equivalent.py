@@ -2,6 +2,7 @@
 
 from tests.contract.edits import Edit
 
+WHOLE_STOP = "a whole stop string at the end has ended the text already"
 LAZY = "beartype looks at neither the calls nor the items to come"
 VALUES = {
     (
@@ -21,6 +22,21 @@ VALUES = {
     ("generation/sampling.py", "top_k < logits.shape[-1]", "top_k <= logits.shape[-1]"): (
         "as many tokens as there are: all are kept, whether they are counted or not"
     ),
+    (
+        "data/corpus.py",
+        '(newline := text.rfind("\\n", 1, end)) > 0',
+        "(newline := text.rfind('\\n', 1, end)) >= 0",
+    ): "a newline is found after the first character, or at -1",
+    (
+        "generation/text.py",
+        "max(map(len, self._stop), default=1) - 1",
+        "max(map(len, self._stop), default=1) + 1",
+    ): WHOLE_STOP,
+    (
+        "generation/text.py",
+        "max(map(len, self._stop), default=1) - 1",
+        "max(map(len, self._stop), default=1)",
+    ): WHOLE_STOP,
 }
 """Of a file, what was there and what took its place."""
 HALVES = {"jgpt.data.batches.batches", "jgpt.data.batches.batch"}

@@ -54,7 +54,7 @@ ABOUT = {
         "contract/test_returns",
     ),
     "config.py": ("test_presets", "runs/test_directory"),
-    "hardware.py": ("nn/test_precision", "training/test_plan"),
+    "hardware.py": ("nn/test_precision", "training/test_plan", "training/test_ahead"),
     "nn/attention.py": ("nn/test_windows", "nn/test_dropout"),
     "nn/bigram.py": ("nn/test_transformer", "generation/test_decoding"),
     "nn/cache.py": (

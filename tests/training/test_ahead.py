@@ -81,14 +81,26 @@ def test_a_chip_that_isn_t_one(on):
         topology(on)
 
 
-@pytest.mark.parametrize(("on", "extra"), [("v5e:2x2", "tpu"), ("h100:4", "cuda12")])
-def test_a_missing_compiler_is_named(on, extra, monkeypatch):
-    def missing(*args, **options):
-        raise NotImplementedError("topology not implemented for cuda")
+@pytest.mark.parametrize(
+    ("on", "error", "expected"),
+    [
+        ("v5e:2x2", RuntimeError("JAX TPU support not installed"), r"pip install 'jgpt\[tpu\]'"),
+        ("h100:4", NotImplementedError("for cuda"), r"pip install 'jgpt\[cuda12\]'"),
+        ("v5e:3x5", RuntimeError("INVALID: 3x5\nmore"), "^on=v5e:3x5: INVALID: 3x5$"),
+    ],
+)
+def test_chips_that_can_t_be_compiled_for(on, error, expected, monkeypatch):
+    asked = []
 
-    monkeypatch.setattr("jgpt.hardware.get_topology_desc", missing)
-    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jgpt\[{extra}\]'"):
+    def refuse(*names, **options):
+        asked.append((*names, options["platform"]))
+        raise error
+
+    monkeypatch.setattr("jgpt.hardware.get_topology_desc", refuse)
+    with pytest.raises((ValueError, ModuleNotFoundError), match=expected) as refused:
         topology(on)
+    assert isinstance(refused.value, ValueError) == on.endswith("5")
+    assert asked == [("cuda",) if on.startswith("h") else (on, "tpu")]
 
 
 def compiled(on: str, package: str, monkeypatch) -> tuple[CompiledStep, str]:
