@@ -169,6 +169,8 @@ def test_a_folder_named_as_a_text_is_not_read_as_one(tmp_path):
 
 def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
     """Their samples, say; but a folder with some of a run's names is none."""
+    with pytest.raises(FileNotFoundError, match=r"is a folder without any \.txt file$"):
+        read_text([str(tmp_path)])
     write(tmp_path, "notes.txt", "mine ")
     write(tmp_path / "data", "config.json", "{}")
     write(tmp_path / "data", "tokenizer.json", "{}")

@@ -1,0 +1,87 @@
+"""What a train step takes on hardware that this machine lacks: the table of docs/scale.md.
+
+    JAX_PLATFORMS=cpu python benchmarks/ahead.py
+
+Each step is compiled for its chips (jgpt[tpu] and jgpt[cuda12] bring the compilers), on each of the
+meshes to try. The best mesh is that whose slowest resource takes the least time, of those that fit.
+"""
+
+import argparse
+import dataclasses
+import time
+
+import record
+
+from jgpt import preset
+from jgpt.cli.console import describe_ahead
+from jgpt.training.ahead import compile_ahead
+from jgpt.training.plan import format_bytes
+
+CASES = (
+    ("gpt2", "v5e:2x2", 32, ("data=4", "fsdp=4", "data=2,tensor=2")),
+    ("gpt2", "h100:8", 128, ("data=8", "fsdp=8")),
+    ("gpt2-xl", "v5e:4x4", 32, ("fsdp=16", "fsdp=8,tensor=2")),
+    ("modern-7b", "v5p:8x8x16", 1024, ("fsdp=1024", "data=16,fsdp=64", "fsdp=256,tensor=4")),
+)
+"""A preset, chips, sequences a step, and meshes to try."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="of this preset only")
+    arguments = parser.parse_args()
+    records = []
+    for name, on, batch_size, meshes in CASES:
+        if arguments.only in (None, name):
+            for mesh in meshes:
+                records.append(measure(name, on, batch_size, mesh))
+    print(
+        "\n| preset | chips | sequences | mesh | memory of a chip | sent by a chip | bound | ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for each in records:
+        print(row(each))
+    if arguments.only is None:
+        record.write("ahead", {"steps": records})
+
+
+def measure(name: str, on: str, batch_size: int, mesh: str) -> dict:
+    """A preset's step for chips on a mesh; its blocks are scanned, which changes no figure."""
+    config = preset(name)
+    model = dataclasses.replace(config.model, scan_layers=True)
+    config = dataclasses.replace(
+        config, model=model, batch_size=batch_size, mesh=mesh, steps_per_call=2
+    )
+    began, busy = time.perf_counter(), time.process_time()
+    step = compile_ahead(config, on)
+    took = time.perf_counter() - began, time.process_time() - busy
+    print(f"\n{name}, {batch_size} sequences, compiled in {took[1]:.0f} CPU seconds")
+    print(*describe_ahead(step), sep="\n", flush=True)
+    return {
+        "preset": name,
+        "batch_size": batch_size,
+        "compile_seconds": took[0],
+        "compile_cpu_seconds": took[1],
+        **dataclasses.asdict(step),
+    }
+
+
+def row(each: dict) -> str:
+    memory = each["memory"]["state"] + each["memory"]["working"]
+    sent = sum(kind["sent"] for kind in each["collectives"])
+    least = 1e3 * each[f"{each['bound']}_seconds"]
+    cells = (
+        each["preset"],
+        f"{each['chips']} ({each['on']})",
+        each["batch_size"],
+        each["mesh"],
+        format_bytes(memory) + (not each["fits"]) * ", too much",
+        format_bytes(sent),
+        each["bound"],
+        f"{least:.1f}",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    main()
