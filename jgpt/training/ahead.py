@@ -63,13 +63,21 @@ class CompiledStep:
 def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
     """Compile a config's train step for chips such as `v5e:4x4`, on its mesh or the default one.
 
-    Raises as `hardware.topology`, and ValueError for a mesh of another number of chips.
+    Raises as `hardware.topology`, and ValueError for a mesh of another number of chips, and where
+    the compiler says that a chip's memory doesn't hold the step.
     """
     chip, devices = topology(on)
     mesh = config.mesh or default_mesh(config, len(devices), chip.memory) or "data=1"
     config = run_for_platform(config, chip.platform)
     with jax.set_mesh(make_mesh(mesh, devices)):
-        compiled = compile_steps(config)
+        try:
+            compiled = compile_steps(config)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(
+                f"a step doesn't fit into {on}: {str(error).splitlines()[0]}"
+            ) from None
         memory = memory_of(compiled, config)
     text = compiled.as_text()
     assert memory is not None  # these compilers report both

@@ -1,12 +1,14 @@
 """Train steps compiled for chips that this machine lacks."""
 
+import dataclasses
 import importlib.util
 import re
 
+import jax
 import pytest
 
 from jgpt import ModelConfig, TrainConfig
-from jgpt.hardware import Platform, topology
+from jgpt.hardware import CHIPS, Platform, topology
 from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
 
@@ -101,6 +103,28 @@ def test_chips_that_can_t_be_compiled_for(on, error, expected, monkeypatch):
         topology(on)
     assert isinstance(refused.value, ValueError) == on.endswith("5")
     assert asked == [("cuda",) if on.startswith("h") else (on, "tpu")]
+
+
+def test_a_step_that_doesn_t_fit(monkeypatch):
+    def too_much(config):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 15.88G exceeds 15.75G\nmore")
+
+    monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
+    monkeypatch.setattr(ahead, "compile_steps", too_much)
+    with pytest.raises(ValueError, match=r"^a step doesn't fit into v5e:2x2: RESOURCE.*15.75G$"):
+        compile_ahead(CONFIG, "v5e:2x2")
+
+
+def test_here_a_step_is_compiled_as_for_others(monkeypatch):
+    """On the devices of this machine, whose program has the collectives of any."""
+    monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
+    step = compile_ahead(dataclasses.replace(CONFIG, mesh=None), "v5e:2x2")
+    assert (step.mesh, step.chips, step.fits) == ("data=4", 4, True)
+    (reduced,) = step.collectives
+    assert reduced.kind == "all-reduce"
+    # the gradients in float32, sent twice but for a quarter
+    gradients = 4 * (PARAMETERS + NORMS)
+    assert gradients * 3 / 2 <= reduced.sent < gradients * 1.6
 
 
 def compiled(on: str, package: str, monkeypatch) -> tuple[CompiledStep, str]:
