@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+AHEAD := $(VENV)-ahead
 
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: train test test-all test-matrix lint notebooks
+.PHONY: train test test-all test-ahead test-matrix lint notebooks
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -16,6 +17,11 @@ test: $(VENV)/installed-test
 
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=all $(PYTEST)
+	$(MAKE) test-ahead
+
+# compilers for TPUs and GPUs have an environment of their own: where they are, JAX looks for the hardware
+test-ahead: $(AHEAD)/installed
+	JAX_PLATFORMS=cpu $(AHEAD)/bin/python -m pytest tests/training/test_ahead.py
 
 test-matrix:
 	.ci/test-matrix | tee benchmarks/results/test_matrix.md
@@ -42,4 +48,12 @@ $(VENV)/installed-test: pyproject.toml | $(BIN)/python
 
 $(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[notebooks]'
+	touch $@
+
+$(AHEAD)/installed: pyproject.toml
+	$(PYTHON) -m venv $(AHEAD)
+	$(AHEAD)/bin/python -m pip install --quiet --editable '.[tpu]' hypothesis pytest
+	version=$$($(AHEAD)/bin/python -c 'import jax; print(jax.__version__)') && \
+	$(AHEAD)/bin/python -m pip install --quiet \
+		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
 	touch $@
