@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
-from jgpt.contracts import typed
 
 SUMMARIES = {
     "bigram": "the lecture's bigram model",
@@ -200,12 +199,11 @@ PRESETS = {config.name: (SUMMARIES[config.name], config) for config in _configs}
 DEFAULT_PRESET = "modern-cpu"
 
 
-@typed
 def preset(name: str) -> TrainConfig:
     """The config of a preset. Raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(
-            f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; "
+            f"unknown preset {name!r}{did_you_mean(str(name), PRESETS)}; "
             f"the presets are {', '.join(PRESETS)}"
         )
     return PRESETS[name][1]

@@ -124,9 +124,7 @@ def _base_config(given: Any) -> TrainConfig:
     for word in chain(*given.data):
         if given.preset is None and word in PRESETS and not Path(word).exists():
             raise ValueError(f"{word} is a preset: put it before --data")
-    name = given.preset or DEFAULT_PRESET
-    # preset() checks the type of the name, for which it imports jax
-    return PRESETS[name][1] if name in PRESETS else preset(name)
+    return preset(given.preset or DEFAULT_PRESET)
 
 
 def _override(config: Any, values: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Text generation: streaming, stop strings."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,24 +67,6 @@ def _texts(
         if all(writer.ended for writer in writers):
             return
     yield tuple(writer.finish() for writer in writers)
-
-
-@typed
-def decode_stream(
-    tokenizer: Tokenizer, pieces: Iterable[Integer[np.ndarray, " _"]], stop: tuple[str, ...] = ()
-) -> Iterator[str]:
-    """Decode one sequence as its tokens arrive, up to a stop string.
-
-    Text that may still turn out to be a stop string, or an incomplete character, is held back.
-    """
-    writer = _Detokenizer(tokenizer, stop)
-    for piece in pieces:
-        if text := writer.write(piece):
-            yield text
-        if writer.ended:
-            return
-    if text := writer.finish():
-        yield text
 
 
 @typed

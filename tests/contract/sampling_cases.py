@@ -228,12 +228,6 @@ WRITING = [
         takes="numpy",
     ),
     Case(
-        "jgpt.generation.text.decode_stream",
-        {},
-        static={"tokenizer": BYTES, "pieces": [np.zeros(3, np.int32)]},
-        takes="numpy",
-    ),
-    Case(
         "jgpt.generation.text.default_prompt",
         {},
         (1,),

@@ -184,9 +184,9 @@ GOLDEN = {
         """,
     ),
     "a host function": (
-        lambda: jgpt.preset(3),  # type: ignore[arg-type]
+        lambda: jgpt.CharTokenizer("ab").encode(3),  # type: ignore[arg-type]
         """
-        jgpt.presets.preset() was given a wrong name.
+        jgpt.data.tokenizers.CharTokenizer.encode() was given a wrong text.
         Expected: str
         Got: 3
         Reason: int 3 not instance of str.

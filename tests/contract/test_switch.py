@@ -24,7 +24,7 @@ print(float(head(jnp.ones((1, 3, 4))).sum()))
 try:
     head(np.ones((1, 3, 4)))
     jgpt.check(1, Float[Array, "batch {missing}"])
-    jgpt.preset("tiny")
+    jgpt.CharTokenizer("ab").encode("ab")
     print("unchecked")
 except TypeError as error:
     print(type(error).__name__)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jgpt import BigramLM, ByteTokenizer, CharTokenizer, generate_text
 from jgpt.generation.decoding import TOKENS_PER_CALL
-from jgpt.generation.text import decode_stream, default_prompt, stream_text
+from jgpt.generation.text import _Detokenizer, _texts, default_prompt, stream_text
 
 KEY = jax.random.key(3)
 LETTERS = CharTokenizer("\nabcdef")
@@ -33,8 +33,14 @@ def test_a_sample_opens_with_a_new_line_if_there_is_one():
 @example("a🙂é".encode(), 1)
 @example(b"\xed\xa0\x80\xff", 3)
 def test_a_stream_of_any_bytes_reads_as_the_whole(data, size):
-    said = list(decode_stream(ByteTokenizer(), cut(data, size)))
+    said = list(decoded(cut(data, size)))
     assert "".join(said) == ByteTokenizer().decode(list(data))
+
+
+def decoded(pieces, stop=()):
+    """One sequence's text as its bytes arrive."""
+    rows = (piece[None] for piece in pieces)
+    return (text for (text,) in _texts((_Detokenizer(ByteTokenizer(), stop),), rows) if text)
 
 
 def cut(data, size):
@@ -42,9 +48,9 @@ def cut(data, size):
 
 
 def test_characters_are_streamed_as_soon_as_they_are_whole():
-    assert list(decode_stream(ByteTokenizer(), cut("né🙂".encode(), 1))) == ["n", "é", "🙂"]
-    assert list(decode_stream(ByteTokenizer(), [np.array([0xF0, 0x9F])])) == ["\ufffd"]
-    assert list(decode_stream(ByteTokenizer(), [])) == []
+    assert list(decoded(cut("né🙂".encode(), 1))) == ["n", "é", "🙂"]
+    assert list(decoded([np.array([0xF0, 0x9F])])) == ["\ufffd"]
+    assert list(decoded([])) == []
 
 
 @given(
@@ -58,7 +64,7 @@ def test_characters_are_streamed_as_soon_as_they_are_whole():
 def test_a_text_ends_before_its_first_stop_string(text, stop, size):
     expected = text[: min([text.find(each) for each in stop if each in text], default=len(text))]
     said = []
-    for piece in decode_stream(ByteTokenizer(), cut(text.encode(), size), stop):
+    for piece in decoded(cut(text.encode(), size), stop):
         said.append(piece)
         assert expected.startswith("".join(said))  # nothing is ever taken back
     assert "".join(said) == expected
@@ -66,14 +72,14 @@ def test_a_text_ends_before_its_first_stop_string(text, stop, size):
 
 def test_only_what_may_become_a_stop_string_is_held_back():
     pieces = cut(b"xabxabc", 1)
-    assert list(decode_stream(ByteTokenizer(), pieces, ("abc",))) == ["x", "abx"]
-    assert list(decode_stream(ByteTokenizer(), pieces[:-1], ("abc",))) == ["x", "abx", "ab"]
-    assert list(decode_stream(ByteTokenizer(), cut("né🙂".encode(), 1), ("é!",))) == ["n", "é🙂"]
+    assert list(decoded(pieces, ("abc",))) == ["x", "abx"]
+    assert list(decoded(pieces[:-1], ("abc",))) == ["x", "abx", "ab"]
+    assert list(decoded(cut("né🙂".encode(), 1), ("é!",))) == ["n", "é🙂"]
 
 
 def test_nothing_is_read_beyond_a_stop_string():
     pieces = iter(cut(b"one. two", 2))
-    assert list(decode_stream(ByteTokenizer(), pieces, (".",))) == ["on", "e"]
+    assert list(decoded(pieces, (".",))) == ["on", "e"]
     assert len(list(pieces)) == 2
 
 
