@@ -404,8 +404,8 @@ MODERN_FAMILY = [
     of_modern("heads.MultiHeadAttention.weights", MODERN_X, (BATCH, 30, 7, 7), owner=GROUPED),
     of_modern(
         "heads.MultiHeadAttention._repeat_kv",
-        {"x": "float *batch kv_heads key rotary_dim"},
-        (BATCH, 2, 30, 5, 12),
+        {"x": "float batch kv_heads key rotary_dim"},
+        (BATCH, 30, 5, 12),
         owner=GROUPED,
     ),
     of_modern("transformer.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),
