@@ -9,15 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    auto_axes,
-    reshard,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgpt import contracts
@@ -97,7 +89,7 @@ def spec_of(
 def sharded(tree: Any, specs: Any) -> Any:
     """The same arrays, sharded so."""
     explicit = current_mesh().explicit_axes
-    return (reshard if explicit else lax.with_sharding_constraint)(tree, specs)
+    return (jax.sharding.reshard if explicit else lax.with_sharding_constraint)(tree, specs)
 
 
 def placed(x: Any, *dimensions: Dimension) -> Any:
@@ -117,14 +109,14 @@ def with_placed(function: Callable[[Any], Any], x: Any, *dimensions: Dimension) 
     if not mesh.explicit_axes:
         return placed(function(x), *dimensions)
     shape = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
-    return auto_axes(function, out_sharding=spec_of(dimensions, shape, mesh))(x)
+    return jax.sharding.auto_axes(function, out_sharding=spec_of(dimensions, shape, mesh))(x)
 
 
 def looked_up(take: Callable[..., Any], index: Any, table: Any, axis: int) -> Any:
     """`take(table, index, axis=axis)`, sharded as the index where axes are explicit."""
     take = functools.partial(take, axis=axis)
     if current_mesh().explicit_axes:
-        take = auto_axes(take, out_sharding=jax.typeof(index).sharding.spec)
+        take = jax.sharding.auto_axes(take, out_sharding=jax.typeof(index).sharding.spec)
     return take(table, index)
 
 

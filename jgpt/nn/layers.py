@@ -16,14 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from jgpt.config import NormKind
 from jgpt.contracts import typed
 from jgpt.nn.precision import supported_dtype
-from jgpt.sharding import (
-    Dimension,
-    Dimensions,
-    looked_up,
-    parameter,
-    product_spec,
-    with_gathered,
-)
+from jgpt.sharding import Dimension, Dimensions, looked_up, parameter, product_spec, with_gathered
 
 INIT_STD = 0.02
 

@@ -73,11 +73,9 @@ class FeedForward(Module):
             rngs=rngs,
         )
         self.expansion = linear(embed_dim, self.hidden_dim, dimensions=("embed_dim", "hidden_dim"))
+        out = ("hidden_dim", "embed_dim")
         self.projection = linear(
-            self.hidden_dim,
-            embed_dim,
-            init_std=projection_std,
-            dimensions=("hidden_dim", "embed_dim"),
+            self.hidden_dim, embed_dim, init_std=projection_std, dimensions=out
         )
 
     @typed
