@@ -137,7 +137,7 @@ def _chunked(
         padded = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2))
         return jnp.moveaxis(padded.reshape(batch, chunks, size, *array.shape[2:]), 1, 0)
 
-    return cut(x), cut(targets), cut(jnp.ones(targets.shape, bool))
+    return cut(x), cut(targets), cut(jnp.ones_like(targets, bool))
 
 
 def bits_per_character(loss: float, characters_per_token: float) -> float:
