@@ -64,12 +64,9 @@ GENERIC = ("rows", "features", "in_features", "out_features")
 """Names of dimensions that may be anything, sharded too, but alike throughout a call."""
 
 
-def no_rules(name: str, size: int) -> tuple[str, ...] | None:
-    """The axes of the mesh over which a dimension is to be sharded, None without a rule."""
+def sharding_rules(name: str, size: int) -> tuple[str, ...] | None:
+    """The mesh axes for a dimension, None without a rule. `jgpt.sharding` replaces this one."""
 
-
-sharding_rules: Callable[[str, int], tuple[str, ...] | None] = no_rules
-"""The rules that shardings are checked against where axes are explicit; `jgpt.sharding` sets it."""
 
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 _UNIONS = (typing.Union, types.UnionType)
@@ -331,10 +328,12 @@ def _sharding_mismatch(hint: Any, value: Any) -> str:
 
     A name's axes are those of the rules; where these leave it open, those it has first in a call.
     """
-    found, written = _axes(value), hint.dim_str.split()
+    if not (found := _axes(value)):
+        return ""
+    written = hint.dim_str.split()
     several = range(len(found) - len(written) + 1)  # dimensions of `*batch`
     dimensions = [(name, i) for name in written for i in (several if name[0] in "*." else [0])]
-    for (dimension, i), axes, size in zip(dimensions, found, value.shape, strict=False):
+    for (dimension, i), axes, size in zip(dimensions, found, value.shape, strict=True):
         if dimension in ("...", "_"):
             continue
         # `{self.num_heads}` and `heads*value_dim` are sharded as heads, other expressions are free

@@ -112,12 +112,11 @@ def with_placed(function: Callable[[Any], Any], x: Any, *dimensions: Dimension) 
     return jax.sharding.auto_axes(function, out_sharding=spec_of(dimensions, shape, mesh))(x)
 
 
-def looked_up(take: Callable[..., Any], index: Any, table: Any, axis: int) -> Any:
-    """`take(table, index, axis=axis)`, sharded as the index where axes are explicit."""
-    take = functools.partial(take, axis=axis)
-    if current_mesh().explicit_axes:
-        take = jax.sharding.auto_axes(take, out_sharding=jax.typeof(index).sharding.spec)
-    return take(table, index)
+def sharded_as(x: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its result sharded as `x` where axes are explicit and JAX can't infer it."""
+    if not current_mesh().explicit_axes:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=jax.typeof(x).sharding.spec)
 
 
 def product_spec(x: Any, y: Any) -> PartitionSpec | None:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from jgpt.config import NormKind
 from jgpt.contracts import typed
 from jgpt.nn.precision import supported_dtype
-from jgpt.sharding import Dimension, Dimensions, looked_up, parameter, product_spec, with_gathered
+from jgpt.sharding import Dimension, Dimensions, parameter, product_spec, sharded_as, with_gathered
 
 INIT_STD = 0.02
 
@@ -228,7 +228,7 @@ class Embedding(Module):
     def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
         """Look up each index. Raises ValueError as `require_in_vocabulary`."""
         require_in_vocabulary(index, self.num_embeddings)
-        look = functools.partial(looked_up, jnp.take, axis=0)
+        look = sharded_as(index, lambda index, table: jnp.take(table, index, axis=0))
         return with_gathered(look, index, self.embedding)
 
 

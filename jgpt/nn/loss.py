@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.contracts import typed
 from jgpt.nn.layers import require_in_vocabulary
-from jgpt.sharding import current_mesh, looked_up, shards_of
+from jgpt.sharding import current_mesh, sharded_as, shards_of
 
 LOGITS_BYTES = 1 << 30
 """The largest float32 logits that a loss materialises; beyond it computes in chunks."""
@@ -30,7 +30,8 @@ def token_losses(
     """
     require_in_vocabulary(targets, logits.shape[-1], "target")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    chosen = looked_up(jnp.take_along_axis, targets[..., None], logits, axis=-1)[..., 0]
+    choose = sharded_as(targets, jnp.take_along_axis)
+    chosen = choose(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
