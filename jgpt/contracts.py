@@ -400,7 +400,7 @@ def _reason_in_arrays(hint: Any, value: Any) -> str:
                 where = jax.tree_util.keystr(path, simple=True, separator=".")
                 return f"its leaf {where} is {_described(leaf)}: {reason}" if path else reason
     if leaf_hint is not None:
-        return "its leaves, or their shapes, are not those of the tree it must match"
+        return "its leaves, their shapes or shardings, are not those of the tree it must match"
     return ""
 
 
