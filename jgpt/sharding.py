@@ -223,9 +223,10 @@ def _is_spec(leaf: Any) -> bool:
 
 def _rule(name: str, size: int) -> tuple[str, ...] | None:
     """The axes for a dimension in an annotation, where parameters are gathered already."""
-    names = (name, f"num_{name}", f"{name}_size")  # `heads` are of size `num_heads`
+    mesh, names = current_mesh(), (name, f"num_{name}", f"{name}_size")  # of `heads`: `num_heads`
     if known := [each for each in names if each in RULES]:
-        return tuple(jax.tree.leaves(spec_of((known[0],), (size,), current_mesh())[0]))
+        axes = jax.tree.leaves(spec_of((known[0],), (size,), mesh)[0])
+        return tuple(axis for axis in axes if axis in mesh.explicit_axes)
     return None
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, TypeCheckError
 
@@ -480,6 +481,16 @@ def test_what_axes_do_not_divide_is_to_be_replicated():
 def test_an_axis_of_size_one_shards_nothing():
     with explicit("tensor=8"):
         averaged([array(8, 3, axes=("data",)), array(8, 3)])
+
+
+def test_an_axis_that_is_not_explicit_is_left_to_the_partitioner():
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "tensor"), kinds)):
+        heads = array(8, 4, 3, 6, axes=("data",))
+        assert jgpt.attend(heads, heads, heads).shape == heads.shape
+        assert split_heads(array(8, 3, 24, axes=("data",)), 4).shape == heads.shape
+        with pytest.raises(TypeCheckError, match="batch is not sharded, the rules say data"):
+            split_heads(array(8, 3, 24), 4)
 
 
 def test_an_intermediate_is_checked_against_what_its_call_has_bound():
