@@ -13,7 +13,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -59,6 +59,14 @@ LEGEND: dict[str, str] = {
     "shape": "the shape of a parameter; `?*shape` is each leaf's own",
 }
 """The dimension names of all annotations. A module's own sizes are written `{self.name}`."""
+
+GENERIC = ("rows", "features", "in_features", "out_features")
+"""Names of dimensions that may be anything, sharded too, but alike throughout a call."""
+
+
+def sharding_rules(name: str, size: int) -> tuple[str, ...] | None:
+    """The mesh axes for a dimension, None without a rule. `jgpt.sharding` replaces this one."""
+
 
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 _UNIONS = (typing.Union, types.UnionType)
@@ -279,11 +287,11 @@ def _accepts_tree(hint: Any, leaf_types: tuple[type, ...], tree: Any) -> bool:
             for index, leaf in enumerate(leaves)
         )
     accepts = _acceptor(hint.leaftype)
-    # leaves of equal kind, shape and dtype are equal to an annotation
+    # leaves of equal kind, shape, dtype and sharding are equal to an annotation
     kinds = {}
     for leaf in leaves:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-        kinds[type(leaf), isinstance(leaf, leaf_types), shape, dtype] = leaf
+        kinds[type(leaf), isinstance(leaf, leaf_types), shape, dtype, _axes(leaf)] = leaf
     return all(map(accepts, kinds.values()))
 
 
@@ -295,13 +303,58 @@ def _of_leaf(hint: Any, leaf: str) -> Any:
 
 
 def _mismatch(hint: Any, value: Any) -> str:
-    """jaxtyping's reason why a value does not match an array annotation, or an empty string."""
+    """The reason why a value does not match an array annotation, or an empty string."""
     try:
-        return hint.__instancecheck_str__(value)
+        return hint.__instancecheck_str__(value) or _sharding_mismatch(hint, value)
     except AnnotationError:
         raise
     except Exception as error:  # raised inside the annotation's braces
         return f"{type(error).__name__}: {error}"
+
+
+def _axes(value: Any) -> tuple[tuple[str, ...], ...]:
+    """The axes over which each dimension of an array is sharded, if the mesh's are explicit."""
+    import jax
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes or not isinstance(value, jax.Array):
+        return ()
+    each = map(jax.tree.leaves, jax.typeof(value).sharding.spec)  # of None, a name, or a tuple
+    return tuple(tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in each)
+
+
+def _sharding_mismatch(hint: Any, value: Any) -> str:
+    """Why an array of the right shape is not sharded as its dimensions' names say.
+
+    A name's axes are those of the rules; where these leave it open, those it has first in a call.
+    """
+    if not (found := _axes(value)):
+        return ""
+    written = hint.dim_str.split()
+    several = range(len(found) - len(written) + 1)  # dimensions of `*batch`
+    dimensions = [(name, i) for name in written for i in (several if name[0] in "*." else [0])]
+    for (dimension, i), axes, size in zip(dimensions, found, value.shape, strict=True):
+        if dimension in ("...", "_"):
+            continue
+        # `{self.num_heads}` and `heads*value_dim` are sharded as heads, other expressions are free
+        match = re.fullmatch(r"\W?(?:\w+\.)*(\w+)(\*\w+)?}?", dimension)
+        name, factor = match.groups() if match else ("", "")
+        rule = None if i or factor else sharding_rules(name, size)
+        if rule is None and dimension.isidentifier() and name not in GENERIC:
+            rule = ()
+        its = f"dimension {dimension}{[i] if i else ''} is {_over(axes)}"
+        if rule is not None and rule != axes:
+            return f"{its}, the rules say {' and '.join(rule) or 'no axis'}"
+        # jaxtyping binds the axes as it binds sizes
+        sized = types.SimpleNamespace(shape=(axes,), dtype=np.dtype(bool))
+        if name and (reason := _mismatch(Shaped[Any, f"axes_of_{name}_{i}"], sized)):
+            before = re.findall(r"'(\w+)'", reason.partition("existing")[2])
+            return f"{its}, and {_over(before)} before in this call"
+    return ""
+
+
+def _over(axes: Sequence[str]) -> str:
+    return f"sharded over {' and '.join(axes)}" if axes else "not sharded"
 
 
 def _complaint(subject: str, hint: Any, value: Any, reason: str) -> str:
@@ -347,7 +400,7 @@ def _reason_in_arrays(hint: Any, value: Any) -> str:
                 where = jax.tree_util.keystr(path, simple=True, separator=".")
                 return f"its leaf {where} is {_described(leaf)}: {reason}" if path else reason
     if leaf_hint is not None:
-        return "its leaves, or their shapes, are not those of the tree it must match"
+        return "its leaves, their shapes or shardings, are not those of the tree it must match"
     return ""
 
 
@@ -386,7 +439,9 @@ class _Shapes(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         if hasattr(x, "shape") and hasattr(x, "dtype"):
-            return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+            axes = [f"@{'+'.join(each)}" if each else "" for each in _axes(x)]
+            sizes = map("{}{}".format, x.shape, axes or [""] * len(x.shape))
+            return f"{x.dtype}[{','.join(sizes)}]"
         if type(x).__module__ != "builtins":
             return f"{type(x).__name__} object"
         return super().repr1(x, level)

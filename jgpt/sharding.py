@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jgpt import contracts
 from jgpt.config import MESH_AXES, mesh_sizes
 from jgpt.hardware import device_kinds
 
@@ -30,15 +31,18 @@ Dimension = str | tuple[str, int] | None
 Dimensions = tuple[Dimension, ...]
 
 
-def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
+def make_mesh(mesh: str, devices: Sequence[Any] | None = None, *, explicit: bool = False) -> Mesh:
+    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices.
+
+    With `explicit` axes an array's sharding is part of its type, and `@typed` checks it.
+    """
     sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
     product = math.prod(sizes.values())
     if product != found:
         raise ValueError(f"mesh={mesh} is of {product} devices, and there are {found}")
     # automatic axes: XLA's partitioner decides what the rules leave open
-    automatic = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, automatic, devices=devices)
+    kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, kinds, devices=devices)
 
 
 def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
@@ -86,24 +90,50 @@ def spec_of(
     return PartitionSpec(*parts)
 
 
+def sharded(tree: Any, specs: Any) -> Any:
+    """The same arrays, sharded so."""
+    explicit = current_mesh().explicit_axes
+    return (jax.sharding.reshard if explicit else lax.with_sharding_constraint)(tree, specs)
+
+
 def placed(x: Any, *dimensions: Dimension) -> Any:
     """The same array, sharded by the rules if a mesh is set."""
     mesh = current_mesh()
-    if mesh.empty:
-        return x
-    return lax.with_sharding_constraint(x, spec_of(dimensions, x.shape, mesh))
+    return x if mesh.empty else sharded(x, spec_of(dimensions, x.shape, mesh))
 
 
 def gathered(tree: Any) -> Any:
     """The arrays of a tree, replicated if a mesh is set."""
-    return tree if current_mesh().empty else lax.with_sharding_constraint(tree, PartitionSpec())
+    return tree if current_mesh().empty else sharded(tree, PartitionSpec())
+
+
+def with_placed(function: Callable[[Any], Any], x: Any, *dimensions: Dimension) -> Any:
+    """`placed(function(x), *dimensions)`, also where JAX can't infer the result's sharding."""
+    mesh = current_mesh()
+    if not mesh.explicit_axes:
+        return placed(function(x), *dimensions)
+    shape = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
+    return jax.sharding.auto_axes(function, out_sharding=spec_of(dimensions, shape, mesh))(x)
+
+
+def sharded_as(x: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its result sharded as `x` where axes are explicit and JAX can't infer it."""
+    if not current_mesh().explicit_axes:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=jax.typeof(x).sharding.spec)
+
+
+def product_spec(x: Any, y: Any) -> PartitionSpec | None:
+    """How a product of matrices is sharded, which JAX wants to be told where axes are explicit."""
+    if not current_mesh().explicit_axes:
+        return None
+    return PartitionSpec(jax.typeof(x).sharding.spec[0], jax.typeof(y).sharding.spec[1])
 
 
 def with_gathered(
     function: Callable[[Any, Any], Any],
     x: Any,
-    parameter: Any,
-    dimensions: Dimensions,
+    parameter: nnx.Param,
     dtype: DTypeLike | None = None,
 ) -> Any:
     """`function(x, parameter)`, the parameter gathered over fsdp in `dtype` if a mesh is set.
@@ -112,12 +142,13 @@ def with_gathered(
     is (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
     """
     if current_mesh().empty:
-        return function(x, parameter)
+        return function(x, parameter[...])
+    dimensions = dimensions_of(parameter)
 
-    def with_whole(x, parameter):
-        return function(x, _gathered(dimensions, dtype or parameter.dtype, parameter))
+    def with_whole(x, value):
+        return function(x, _gathered(dimensions, dtype or value.dtype, value))
 
-    return jax.checkpoint(with_whole)(x, parameter)
+    return jax.checkpoint(with_whole)(x, parameter[...])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -125,7 +156,7 @@ def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
     # the barrier keeps XLA from gathering first and narrowing afterwards
     narrow = lax.optimization_barrier(parameter.astype(dtype))
     spec = spec_of(dimensions, parameter.shape, current_mesh(), but="fsdp")
-    return lax.with_sharding_constraint(narrow, spec).astype(parameter.dtype)
+    return sharded(narrow, spec).astype(parameter.dtype)
 
 
 _gathered.defvjp(
@@ -161,11 +192,7 @@ def stacked(layers: Sequence[Any], module: Any) -> Any:
     if mesh.empty:
         return stack
     specs = weight_specs(module, mesh)
-    return jax.tree.map(
-        lambda leaf, spec: lax.with_sharding_constraint(leaf, PartitionSpec(None, *spec)),
-        stack,
-        specs,
-    )
+    return jax.tree.map(lambda leaf, spec: sharded(leaf, PartitionSpec(None, *spec)), stack, specs)
 
 
 def specs_like(tree: Any, weights: Any) -> Any:
@@ -197,3 +224,15 @@ def shardings(specs: Any) -> Any:
 def is_spec(leaf: Any) -> bool:
     """Whether a leaf of a tree is a spec, which is a tuple too."""
     return isinstance(leaf, PartitionSpec)
+
+
+def _rule(name: str, size: int) -> tuple[str, ...] | None:
+    """The axes for a dimension in an annotation, where parameters are gathered already."""
+    mesh, names = current_mesh(), (name, f"num_{name}", f"{name}_size")  # of `heads`: `num_heads`
+    if known := [each for each in names if each in RULES]:
+        axes = jax.tree.leaves(spec_of((known[0],), (size,), mesh)[0])
+        return tuple(axis for axis in axes if axis in mesh.explicit_axes)
+    return None
+
+
+contracts.sharding_rules = _rule

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jgpt.contracts import check, typed
 from jgpt.nn.layers import apply_dropout
+from jgpt.sharding import sharded_as
 
 
 @typed
@@ -140,7 +141,7 @@ def fused_attend(
         raise ValueError(f"{heads} query heads must be divisible by {kv_heads} key-value heads")
     # jax.nn.dot_product_attention wants time before heads
     query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
-    return jax.nn.dot_product_attention(
+    return sharded_as(query, jax.nn.dot_product_attention)(
         query,
         key,
         value,

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from jgpt.contracts import typed
 from jgpt.nn.cache import KVCache
 from jgpt.nn.layers import Embedding, Module
+from jgpt.sharding import placed
 
 
 class BigramLM(Module):
@@ -51,16 +52,16 @@ class BigramLM(Module):
         *,
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "batch time {self.vocab_size}"]:
+    ) -> Float[Array, "batch time {self.table.embed_dim}"]:
         """Final hidden states: each token's row of the table."""
         return self.table(tokens)
 
     @typed
     def logits(
-        self, x: Float[Array, "batch time {self.vocab_size}"]
+        self, x: Float[Array, "batch time {self.table.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The identity: the rows are logits already."""
-        return x
+        return placed(x, "batch", "time", "vocab_size")
 
     @typed
     def empty_cache(self, batch: int) -> KVCache:

@@ -22,6 +22,7 @@ from jgpt.nn.attention import (
 )
 from jgpt.nn.cache import LayerCache
 from jgpt.nn.layers import INIT_STD, Linear, Module, apply_dropout, rms_norm
+from jgpt.sharding import with_placed
 
 
 class _Attention(Module):
@@ -302,11 +303,12 @@ class MultiHeadAttention(_Attention):
 
     @typed
     def _repeat_kv(
-        self, x: Float[Array, "*batch {self.num_kv_heads} key {self.head_dim}"]
-    ) -> Float[Array, "*batch {self.num_heads} key {self.head_dim}"]:
+        self, x: Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"]
+    ) -> Float[Array, "batch {self.num_heads} key {self.head_dim}"]:
         """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
         groups = self.num_heads // self.num_kv_heads
-        return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
+        repeat = functools.partial(jnp.repeat, repeats=groups, axis=-3)
+        return x if groups == 1 else with_placed(repeat, x, "batch", "num_heads", None, None)
 
     @typed
     def _attend_over(

@@ -1,5 +1,6 @@
 """Layers: linear, embeddings, norms, dropout."""
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from jgpt.config import NormKind
 from jgpt.contracts import typed
 from jgpt.nn.precision import supported_dtype
-from jgpt.sharding import Dimension, Dimensions, parameter, with_gathered
+from jgpt.sharding import Dimension, Dimensions, parameter, product_spec, sharded_as, with_gathered
 
 INIT_STD = 0.02
 
@@ -95,7 +96,6 @@ class Linear(Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
-        self.dimensions = dimensions
         self.dtype, self.activation_dtype = supported_dtype(dtype), activation_dtype
         shape = (in_features, out_features)
         param_dtype = supported_dtype(param_dtype)
@@ -109,13 +109,8 @@ class Linear(Module):
         self, x: Float[Array, "*rows {self.in_features}"]
     ) -> Float[Array, "*rows {self.out_features}"]:
         """Apply the layer to the last axis."""
-        y = with_gathered(
-            lambda x, kernel: project(x, kernel, self.dtype, self.activation_dtype),
-            x,
-            self.kernel[...],
-            self.dimensions,
-            self.dtype,
-        )
+        into = functools.partial(project, dtype=self.dtype, activation_dtype=self.activation_dtype)
+        y = with_gathered(into, x, self.kernel, self.dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
@@ -165,7 +160,9 @@ def _product(
 ) -> Float[Array, "rows out_features"]:
     """`x @ kernel` of operands in `dtype`, accumulated in at least float32."""
     accumulate = jnp.promote_types(dtype, jnp.float32)
-    y = jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=accumulate)
+    x, kernel = x.astype(dtype), kernel.astype(dtype)
+    where = product_spec(x, kernel)
+    y = jnp.matmul(x, kernel, preferred_element_type=accumulate, out_sharding=where)
     return y.astype(accumulate if activation_dtype is None else activation_dtype)
 
 
@@ -222,22 +219,17 @@ class Embedding(Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.num_embeddings, self.embed_dim = num_embeddings, embed_dim
-        self.dimensions = (dimension, "embed_dim")
         shape = (num_embeddings, embed_dim)
         param_dtype = supported_dtype(param_dtype)
         table = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
-        self.embedding = parameter(table, *self.dimensions)
+        self.embedding = parameter(table, dimension, "embed_dim")
 
     @typed
     def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
         """Look up each index. Raises ValueError as `require_in_vocabulary`."""
         require_in_vocabulary(index, self.num_embeddings)
-        return with_gathered(
-            lambda index, table: jnp.take(table, index, axis=0),
-            index,
-            self.embedding[...],
-            self.dimensions,
-        )
+        look = sharded_as(index, lambda index, table: jnp.take(table, index, axis=0))
+        return with_gathered(look, index, self.embedding)
 
 
 class NGramEmbedding(Module):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.contracts import typed
 from jgpt.nn.layers import require_in_vocabulary
-from jgpt.sharding import current_mesh, shards_of
+from jgpt.sharding import current_mesh, sharded_as, shards_of
 
 LOGITS_BYTES = 1 << 30
 """The largest float32 logits that a loss materialises; beyond it computes in chunks."""
@@ -30,7 +30,8 @@ def token_losses(
     """
     require_in_vocabulary(targets, logits.shape[-1], "target")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    choose = sharded_as(targets, jnp.take_along_axis)
+    chosen = choose(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
@@ -137,7 +138,7 @@ def _chunked(
         padded = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2))
         return jnp.moveaxis(padded.reshape(batch, chunks, size, *array.shape[2:]), 1, 0)
 
-    return cut(x), cut(targets), cut(jnp.ones(targets.shape, bool))
+    return cut(x), cut(targets), cut(jnp.ones_like(targets, bool))
 
 
 def bits_per_character(loss: float, characters_per_token: float) -> float:

@@ -73,11 +73,9 @@ class FeedForward(Module):
             rngs=rngs,
         )
         self.expansion = linear(embed_dim, self.hidden_dim, dimensions=("embed_dim", "hidden_dim"))
+        out = ("hidden_dim", "embed_dim")
         self.projection = linear(
-            self.hidden_dim,
-            embed_dim,
-            init_std=projection_std,
-            dimensions=("hidden_dim", "embed_dim"),
+            self.hidden_dim, embed_dim, init_std=projection_std, dimensions=out
         )
 
     @typed
@@ -441,8 +439,7 @@ class GPT(Module):
             kernel = kernel.T if head is None else kernel
             return project_to_vocabulary(x, kernel, self.dtype, self.activation_dtype)
 
-        dimensions = ("vocab_size", "embed_dim") if head is None else ("embed_dim", "vocab_size")
-        logits = with_gathered(project, x, table[...], dimensions, self.dtype)
+        logits = with_gathered(project, x, table, self.dtype)
         if head is not None and head.bias is not None:
             logits = logits + head.bias[...].astype(logits.dtype)
         cap = self.config.logit_softcap

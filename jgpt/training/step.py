@@ -16,7 +16,15 @@ from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import Weights, abstract_model, create_model
 from jgpt.nn.precision import ANYWHERE, for_platform
-from jgpt.sharding import current_mesh, placed, shardings, specs_like, weight_specs
+from jgpt.sharding import (
+    current_mesh,
+    placed,
+    sharded,
+    shardings,
+    specs_like,
+    weight_specs,
+    with_placed,
+)
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer
 
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
@@ -101,9 +109,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
 
     def stored(state: TrainState) -> TrainState:
         """Sharded as it is stored, if a mesh is set."""
-        if current_mesh().empty:
-            return state
-        return jax.lax.with_sharding_constraint(state, state_specs(config))
+        return state if current_mesh().empty else sharded(state, state_specs(config))
 
     @typed
     def loss_of(
@@ -122,8 +128,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     ) -> tuple[Float[Array, ""], PyTree[Float[Array, "?*shape"], "Weights"]]:
         if config.micro_batches == 1:
             return jax.value_and_grad(loss_of)(weights, window, key)
-        parts = window.reshape(config.micro_batches, -1, window.shape[1])
-        parts = placed(parts, None, "batch", None)
+        cut = lambda x: x.reshape(config.micro_batches, -1, x.shape[1])  # noqa: E731
+        parts = with_placed(cut, window, None, "batch", None)
         keys = jax.random.split(key, config.micro_batches)
 
         def add(total, part):
@@ -143,10 +149,10 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         norm = optax.tree.norm(gradients)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
-        stepped = TrainState(weights, optimizer_state, state.step + 1)
+        stepped = stored(TrainState(weights, optimizer_state, state.step + 1))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
-        return stored(state), (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
+        return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
 
     @typed
     def steps(

@@ -96,7 +96,8 @@ def _parameters(function: Any) -> list[Any]:
 def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
     """What takes or returns arrays, a module's sizes, or is one of the package's public functions.
 
-    Sizes are those that make a module, and those of its public methods.
+    Sizes are those that make a module, and those of its public methods. A public function that takes
+    a name alone refuses the wrong ones by itself.
     """
     names = name.split(".")
     parent = getattr(sys.modules[function.__module__], names[-2], None)
@@ -104,6 +105,7 @@ def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
     has_sizes = not names[-1].startswith("_") and int in _parameters(function)
     makes_module = of_module and (names[-1] == "__init__" or has_sizes)
     is_public = not names[-1].startswith("_") and getattr(package, names[-1], None) is function
+    is_public = is_public and set(_parameters(function)) != {str}
     return handles_arrays(function) or makes_module or is_public
 
 

@@ -325,6 +325,9 @@ MODEL = [
     ),
     of_model("GPT.hidden", TOKENS, STREAM, owner=GPT),
     of_model("GPT.hidden_states", TOKENS, (STREAM, STREAM), owner=GPT),
+    of_model(
+        "GPT._scanned_states", SELF_ATTENTION, (STREAM, STREAM), owner=GPT, static={"rngs": None}
+    ),
     of_model("GPT.attention_weights", TOKENS, (1, BATCH, 2, 7, 7), owner=GPT),
     of_model("GPT.embed", TOKENS, STREAM, owner=GPT),
     of_model("GPT.logits", SELF_ATTENTION, LOGITS, owner=GPT),
@@ -404,8 +407,8 @@ MODERN_FAMILY = [
     of_modern("heads.MultiHeadAttention.weights", MODERN_X, (BATCH, 30, 7, 7), owner=GROUPED),
     of_modern(
         "heads.MultiHeadAttention._repeat_kv",
-        {"x": "float *batch kv_heads key rotary_dim"},
-        (BATCH, 2, 30, 5, 12),
+        {"x": "float batch kv_heads key rotary_dim"},
+        (BATCH, 30, 5, 12),
         owner=GROUPED,
     ),
     of_modern("transformer.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),

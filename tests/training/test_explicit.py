@@ -1,0 +1,511 @@
+"""Explicit axes: an array's sharding is what its annotation's names say, in the whole step."""
+
+import functools
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree, TypeCheckError
+
+import jgpt
+from jgpt import TrainConfig, sharding
+from jgpt.contracts import check, typed
+from jgpt.nn import heads, loss, transformer
+from jgpt.nn.attention import fused_attend, split_heads
+from jgpt.nn.layers import project
+from jgpt.nn.models import abstract_model
+from jgpt.sharding import dimensions_of, gathered, make_mesh, placed, shardings
+from jgpt.training import step
+from jgpt.training.step import (
+    abstract_state,
+    dropout_stream,
+    make_eval_step,
+    make_train_steps,
+    state_specs,
+)
+from tests.training.test_mesh import MESHES, RUNS, config_of, losses, losses_on_one_device
+
+ALL = "data=2,fsdp=2,tensor=2"
+BATCH = ("data", "fsdp")
+GROUPED = {"num_kv_heads": 4, "ngram_sizes": (2,), "ngram_rows": 21, "ngram_dropout": 0.2}
+CONFIGS = {
+    "lecture": config_of("lecture", "adamw", model={"dropout": 0.1}),
+    "lecture in bfloat16": config_of("lecture", "adamw", model={"dtype": "bfloat16"}),
+    "nanogpt": config_of("nanogpt", "adamw"),
+    "gpt2": config_of("gpt2", "muon"),
+    "modern": config_of("modern", "muon", model={**GROUPED, "attention_window": 4}),
+    "bigram": config_of("bigram", "adamw"),
+    "accumulated": config_of(
+        "nanogpt",
+        "adamw",
+        model={"dropout": 0.2, "attention_window": 4, "rematerialise": True},
+        batch_size=48,
+        micro_batches=2,
+    ),
+    "scanned": config_of("modern", "muon", model={**GROUPED, "scan_layers": True}),
+    "heads that tensor=8 doesn't divide": config_of(
+        "modern", "adamw", model={"num_heads": 6, "num_kv_heads": 3}
+    ),
+    "a vocabulary that no axis divides": config_of("nanogpt", "adamw", model={"vocab_size": 41}),
+}
+
+
+def explicit(mesh: str):
+    return jax.set_mesh(make_mesh(mesh, explicit=True))
+
+
+def arguments(config: TrainConfig, batch: Any = BATCH) -> tuple[Any, Any]:
+    """A train state and windows, abstract, sharded over the mesh that is set."""
+    state = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        abstract_state(config),
+        shardings(state_specs(config)),
+    )
+    shape, where = (3, config.batch_size, 11), shardings(P(None, batch, None))
+    return state, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+
+
+def trace(config: TrainConfig, mesh: str = ALL, batch: Any = BATCH) -> None:
+    with explicit(mesh):
+        make_train_steps(config).trace(*arguments(config, batch), dropout_stream(1), 3, 0)
+
+
+# --- the whole step ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_step_is_sharded_as_the_names_say(name, mesh):
+    trace(CONFIGS[name], mesh)
+
+
+@pytest.mark.parametrize("name", ["lecture", "modern"])
+def test_so_is_the_loss_in_chunks_and_the_evaluation(name, monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * 30)
+    config = CONFIGS[name]
+    trace(config)
+    with explicit(ALL):
+        state, windows = arguments(config)
+        counts = jax.ShapeDtypeStruct((3, 24, 10), bool, sharding=windows.sharding)
+        make_eval_step(config.model).trace(state.weights, windows, counts)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_so_is_the_fused_attention(mesh, monkeypatch):
+    monkeypatch.setattr(
+        heads, "fused_attend", functools.partial(fused_attend, implementation="xla")
+    )
+    model = {"attention_kernel": "cudnn", "embed_dim": 64, "num_kv_heads": 4}
+    trace(config_of("nanogpt", "adamw", model={**model, "activation_dtype": "bfloat16"}), mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("modern", ALL),
+        pytest.param("lecture", "fsdp=8", marks=pytest.mark.slow),
+        pytest.param("accumulated", ALL, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_are_those_of_one_device(name, mesh):
+    with jax.enable_x64(True), explicit(mesh):
+        found = losses(RUNS[name], 3)
+    wanted = losses_on_one_device(name, 3)
+    assert np.abs(found[:-1] - wanted[:-1]).max() < 1e-12
+    assert abs(found[-1] / wanted[-1] - 1) < 1e-12
+
+
+# --- what the names mean -------------------------------------------------------------------------
+
+SHARDED = {
+    "batch": "8@(data,fsdp)",
+    "embed_dim": "8@fsdp",
+    "hidden_dim": "8@tensor",
+    "num_heads": "8@tensor",
+    "num_kv_heads": "8@tensor",
+    "vocab_size": "8@tensor",
+}
+NO_DIMENSION = (None,)
+PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "token_embedding.embedding": ("vocab_size", "embed_dim"),
+    "position_embedding.embedding": (None, "embed_dim"),
+    "ngram_embedding.table.embedding": (None, "embed_dim"),
+    "attention.query.kernel": ("embed_dim", ("num_heads", 8)),
+    "attention.query.bias": (("num_heads", 8),),
+    "attention.key.kernel": ("embed_dim", ("num_kv_heads", 4)),
+    "attention.key.bias": (("num_kv_heads", 4),),
+    "attention.value.kernel": ("embed_dim", ("num_kv_heads", 4)),
+    "attention.value.bias": (("num_kv_heads", 4),),
+    "attention.projection.kernel": (("num_heads", 8), "embed_dim"),
+    "attention.projection.bias": ("embed_dim",),
+    "attention_norm.scale": NO_DIMENSION,
+    "attention_norm.bias": NO_DIMENSION,
+    "feed_forward.expansion.kernel": ("embed_dim", "hidden_dim"),
+    "feed_forward.expansion.bias": ("hidden_dim",),
+    "feed_forward.projection.kernel": ("hidden_dim", "embed_dim"),
+    "feed_forward.projection.bias": ("embed_dim",),
+    "feed_forward_norm.scale": NO_DIMENSION,
+    "feed_forward_norm.bias": NO_DIMENSION,
+    "final_norm.scale": NO_DIMENSION,
+    "final_norm.bias": NO_DIMENSION,
+    "shortcut": NO_DIMENSION,
+    "head.kernel": ("embed_dim", "vocab_size"),
+    "head.bias": ("vocab_size",),
+}
+TABLE = {"table.embedding": (None, "embed_dim")}
+EVERYTHING = config_of(
+    "lecture",
+    "adamw",
+    model={**GROUPED, "num_layers": 1, "qkv_bias": True, "embedding_shortcut": True},
+)
+
+
+def check_rules() -> None:
+    with explicit(ALL):
+        found = {
+            name: str(jax.typeof(placed(jnp.zeros((8, 8)), name, None)))[len("float32[") : -3]
+            for name in sharding.RULES
+        }
+    assert found == SHARDED
+
+
+def parameters(model: Any) -> dict[str, nnx.Param]:
+    """A model's parameters by path, the block's without its number."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)).removeprefix("blocks.0."): value for path, value in flat}
+
+
+def dimensions(model: Any) -> dict[str, tuple[Any, ...]]:
+    return {path: dimensions_of(variable) for path, variable in parameters(model).items()}
+
+
+def test_each_rule_is_what_the_documentation_says():
+    check_rules()
+
+
+def test_each_parameter_says_its_dimensions():
+    assert dimensions(abstract_model(EVERYTHING.model)) == PARAMETERS
+    assert dimensions(abstract_model(CONFIGS["bigram"].model)) == TABLE
+
+
+# --- faults are refused, and for the right reason -----------------------------------------------
+
+WITHOUT_BIAS = config_of(  # a bias could hide how the product before it is sharded
+    "lecture",
+    "adamw",
+    model={**GROUPED, "num_layers": 1, "use_bias": False, "head_bias": False},
+)
+value_and_grad = jax.value_and_grad
+
+
+def replaced(module: Any, name: str, function: Any):
+    return lambda patch: patch.setattr(module, name, function)
+
+
+def moved(function: Any, *axes: Any):
+    """The function, and then its result sharded over other axes."""
+    return lambda *args, **_: jax.sharding.reshard(function(*args), P(*axes))
+
+
+def itself(x, *_):
+    return x
+
+
+def with_gathered_gradients(function):
+    def call(*args):
+        value, gradients = value_and_grad(function)(*args)
+        return value, gathered(gradients)
+
+    return call
+
+
+def attend_to_gathered(query, key, *rest, **options):
+    return jgpt.attend(query, placed(key, "batch", None, None, None), *rest, **options)
+
+
+STEP = "training.step.make_train_steps.<locals>."
+FAULTS = {
+    "the batch is replicated": (
+        None,
+        STEP + "steps() was given a wrong windows.",
+        "dimension batch is not sharded, the rules say data and fsdp.",
+    ),
+    "the batch is sharded over one axis of two": (
+        "data",
+        STEP + "steps() was given a wrong windows.",
+        "dimension batch is sharded over data, the rules say data and fsdp.",
+    ),
+    "the axes of the batch are swapped": (
+        ("fsdp", "data"),
+        STEP + "steps() was given a wrong windows.",
+        "dimension batch is sharded over fsdp and data, the rules say data and fsdp.",
+    ),
+    "the step gathers the batch": (
+        replaced(step, "placed", moved(itself)),
+        STEP + "gradients_of() was given a wrong window.",
+        "dimension batch is not sharded, the rules say data and fsdp.",
+    ),
+    "the residual stream is replicated": (
+        replaced(transformer, "placed", moved(itself)),
+        "nn.transformer.Block.__call__() was given a wrong x.",
+        "dimension batch is not sharded, the rules say data and fsdp.",
+    ),
+    "features of the residual stream are sharded": (
+        replaced(transformer, "placed", moved(itself, BATCH, None, "tensor")),
+        "nn.transformer.Block.__call__() was given a wrong x.",
+        "dimension {self.embed_dim} is sharded over tensor, the rules say no axis.",
+    ),
+    "time is sharded": (
+        replaced(transformer, "placed", moved(itself, BATCH, "tensor")),
+        "nn.transformer.Block.__call__() was given a wrong x.",
+        "dimension time is sharded over tensor, the rules say no axis.",
+    ),
+    "heads are replicated": (
+        replaced(heads, "split_heads", moved(split_heads, BATCH)),
+        "nn.heads.MultiHeadAttention._project() returned a wrong result.",
+        "item 0 is float32[24@data+fsdp,8,10,6]: "
+        "dimension {self.num_heads} is not sharded, the rules say tensor.",
+    ),
+    "features of a head are sharded instead": (
+        replaced(heads, "split_heads", moved(split_heads, BATCH, None, None, "tensor")),
+        "nn.heads.MultiHeadAttention._project() returned a wrong result.",
+        "item 0 is float32[24@data+fsdp,8,10,6@tensor]: "
+        "dimension {self.num_heads} is not sharded, the rules say tensor.",
+    ),
+    "repeated key-value heads are replicated": (
+        replaced(heads, "with_placed", moved(sharding.with_placed, BATCH)),
+        "nn.heads.MultiHeadAttention._repeat_kv() returned a wrong result.",
+        "dimension {self.num_heads} is not sharded, the rules say tensor.",
+    ),
+    "keys are sharded otherwise than queries": (
+        replaced(heads, "attend", attend_to_gathered),
+        "nn.attention.attend() was given a wrong key.",
+        "dimension *batch[1] is not sharded, and sharded over tensor before in this call.",
+    ),
+    "a weight is not gathered": (
+        replaced(sharding, "_gathered", lambda dimensions, dtype, x: x),
+        "nn.layers.project() was given a wrong kernel.",
+        "dimension in_features is sharded over fsdp, and not sharded before in this call.",
+    ),
+    "a weight is gathered that should not be": (
+        replaced(sharding, "_gathered", lambda dimensions, dtype, x: gathered(x)),
+        "nn.attention.split_heads() returned a wrong result.",
+        "dimension {heads} is not sharded, the rules say tensor.",
+    ),
+    "hidden features are gathered": (
+        replaced(transformer, "ACTIVATIONS", {"relu": moved(jax.nn.relu, BATCH)}),
+        "nn.transformer.FeedForward.__call__() computed a wrong intermediate.",
+        "dimension {self.hidden_dim} is not sharded, the rules say tensor.",
+    ),
+    "logits are gathered": (
+        replaced(transformer, "project_to_vocabulary", moved(project, BATCH)),
+        "nn.transformer.GPT.logits() returned a wrong result.",
+        "dimension {self.vocab_size} is not sharded, the rules say tensor.",
+    ),
+    "gradients are gathered": (
+        replaced(jax, "value_and_grad", with_gathered_gradients),
+        STEP + "gradients_of() returned a wrong result.",
+        "its leaves, their shapes or shardings, are not those of the tree it must match.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_refused_with_its_reason(name, monkeypatch):
+    fault, subject, reason = FAULTS[name]
+    jax.clear_caches()  # or nothing is traced again
+    if callable(fault):
+        fault(monkeypatch)
+    with pytest.raises(TypeCheckError) as caught:
+        trace(WITHOUT_BIAS, batch=BATCH if callable(fault) else fault)
+    first, _, got, last = str(caught.value).splitlines()
+    assert first == f"jgpt.{subject}"
+    assert got.startswith("Got: ")
+    assert last.startswith("Reason: ")
+    assert last.endswith(reason)
+
+
+def test_the_message_has_the_four_lines_of_shapes():
+    with explicit("data=4,tensor=2"), pytest.raises(TypeCheckError) as caught:
+        jgpt.Head(10, 4, rngs=nnx.Rngs(0))(jnp.ones((8, 3, 10)))
+    assert str(caught.value) == textwrap.dedent(
+        """\
+        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        Expected: Float[Array, "batch time {self.embed_dim}"] with batch=8, time=3, \
+{self.embed_dim}=10
+        Got: float32[8,3,10]
+        Reason: dimension batch is not sharded, the rules say data."""
+    )
+
+
+# --- mutants -------------------------------------------------------------------------------------
+
+AXES = ((), ("data",), ("fsdp",), ("tensor",), ("fsdp", "data"), ("data", "fsdp"))
+
+
+@pytest.mark.slow
+def test_each_mutant_of_a_rule_is_killed(monkeypatch):
+    for name, its in dict(sharding.RULES).items():
+        for axes in AXES:
+            if axes != its:
+                monkeypatch.setitem(sharding.RULES, name, axes)
+                with pytest.raises((AssertionError, ValueError)):
+                    check_rules()
+        monkeypatch.delitem(sharding.RULES, name)
+        with pytest.raises(AssertionError):
+            check_rules()
+        monkeypatch.setitem(sharding.RULES, name, its)
+
+
+MUTANTS = [
+    (path, place, other)
+    for path, names in PARAMETERS.items()
+    for place, name in enumerate(names)
+    for other in (None, *sharding.RULES)
+    if name is not None and other != name
+]
+
+
+def plant(monkeypatch, path: str, place: int, other: Any) -> None:
+    """Let models have another name for a dimension of a parameter."""
+
+    def mutated(config):
+        model = abstract_model(config)
+        variable = parameters(model)[path]
+        names = list(dimensions_of(variable))
+        names[place] = other
+        variable.set_metadata("dimensions", tuple(names))
+        return model
+
+    monkeypatch.setattr(step, "abstract_model", mutated)
+
+
+@pytest.mark.slow
+def test_each_mutant_of_a_parameter_s_dimension_is_killed(monkeypatch):
+    assert len(MUTANTS) > 100
+    for path, place, other in MUTANTS:
+        plant(monkeypatch, path, place, other)
+        assert dimensions(step.abstract_model(EVERYTHING.model)) != PARAMETERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        (path, place)
+        for path, names in PARAMETERS.items()
+        for place, name in enumerate(names)
+        if path.endswith("kernel") and name != "embed_dim"
+    ],
+)
+def test_the_step_itself_refuses_a_kernel_without_its_name(path, place, monkeypatch):
+    """What is stored whole over fsdp is no error of types: the test above is for these."""
+    plant(monkeypatch, path, place, None)
+    jax.clear_caches()
+    with pytest.raises(TypeCheckError, match="is not sharded"):
+        trace(WITHOUT_BIAS)
+
+
+# --- what the contract does with a sharding -----------------------------------------------------
+
+
+@typed
+def merged(x: Float[Array, "batch heads time value_dim"]) -> Float[Array, "batch heads*value_dim"]:
+    return jax.sharding.reshard(x[:, :, 0].reshape(len(x), -1), P(BATCH, "tensor"))
+
+
+@typed
+def normalised(x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
+    return x / x.sum(axis=-1, keepdims=True)
+
+
+@typed
+def last(x: Float[Array, "... {x.shape[-1]//2}+1"]) -> Float[Array, "_"]:
+    return x[0]
+
+
+@typed
+def averaged(tree: PyTree[Float[Array, "batch time"]]) -> Float[Array, " time"]:
+    return jnp.add(*jax.tree.leaves(tree)).mean(axis=0)
+
+
+def array(*shape: int, axes: Any = ()) -> jax.Array:
+    return jax.sharding.reshard(jnp.ones(shape), P(*axes))
+
+
+def test_a_name_without_rules_may_be_sharded_but_alike_in_a_call():
+    with explicit(ALL):
+        for axes in ((), (BATCH, None, "tensor"), ("tensor", BATCH), (None, None, "fsdp")):
+            normalised(array(8, 4, 6, axes=axes))
+        with pytest.raises(
+            TypeCheckError, match=r"in_features is sharded over tensor, and not sha"
+        ):
+            project(array(8, 4), array(4, 6, axes=("tensor",)), "float32")
+
+
+def test_a_product_of_names_is_sharded_as_the_first():
+    with explicit(ALL):
+        merged(array(8, 4, 3, 6, axes=(BATCH, "tensor")))
+        with pytest.raises(
+            TypeCheckError, match=r"heads\*value_dim is sharded over tensor, and not"
+        ):
+            merged(array(8, 3, 3, 6, axes=(BATCH,)))  # no axis divides three heads
+
+
+def test_other_expressions_are_free():
+    with explicit(ALL):
+        last(array(2, 2, axes=(None, "tensor")))
+
+
+def test_each_leaf_of_a_tree_is_checked():
+    with explicit(ALL):
+        averaged([array(8, 3, axes=(BATCH,))] * 2)
+        with pytest.raises(TypeCheckError, match=r"its leaf 1 is float32\[8@data,3\]: dimension b"):
+            averaged([array(8, 3, axes=(BATCH,)), array(8, 3, axes=("data",))])
+
+
+def test_what_axes_do_not_divide_is_to_be_replicated():
+    with explicit("data=8"):
+        averaged([array(7, 3)] * 2)
+        averaged([array(8, 3, axes=("data",))] * 2)
+        with pytest.raises(TypeCheckError, match="batch is not sharded, the rules say data"):
+            averaged([array(8, 3)] * 2)
+
+
+def test_an_axis_of_size_one_shards_nothing():
+    with explicit("tensor=8"):
+        averaged([array(8, 3, axes=("data",)), array(8, 3)])
+
+
+def test_an_axis_that_is_not_explicit_is_left_to_the_partitioner():
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "tensor"), kinds)):
+        heads = array(8, 4, 3, 6, axes=("data",))
+        assert jgpt.attend(heads, heads, heads).shape == heads.shape
+        assert split_heads(array(8, 3, 24, axes=("data",)), 4).shape == heads.shape
+        with pytest.raises(TypeCheckError, match="batch is not sharded, the rules say data"):
+            split_heads(array(8, 3, 24), 4)
+
+
+def test_an_intermediate_is_checked_against_what_its_call_has_bound():
+    @typed
+    def summed(x: Float[Array, "rows features"]) -> Float[Array, " rows"]:
+        check(jax.sharding.reshard(x, P(None, "tensor")), Float[Array, "rows features"])
+        return x.sum(axis=1)
+
+    with explicit(ALL), pytest.raises(TypeCheckError, match="computed a wrong intermediate"):
+        summed(array(4, 6, axes=("fsdp",)))
+
+
+def test_without_explicit_axes_no_sharding_is_checked():
+    wrong = jnp.ones((8, 3))
+    averaged([wrong] * 2)
+    with jax.set_mesh(make_mesh(ALL)):
+        averaged([wrong] * 2)
+        jax.jit(averaged)([wrong] * 2)
