@@ -150,7 +150,9 @@ def test_the_files_are_the_formats(directory):
         "config.json",
         "model.safetensors",
     ]
-    config = json.loads((directory / "config.json").read_text())
+    text = (directory / "config.json").read_text()
+    assert text.endswith("}\n")
+    config = json.loads(text)
     assert (config["model_type"], config["n_embd"], config["n_inner"]) == ("gpt2", 21, 29)
     assert (config["activation_function"], config["layer_norm_epsilon"]) == ("gelu_new", 1e-5)
     tensors = load_file(directory / "model.safetensors")
