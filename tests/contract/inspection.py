@@ -96,8 +96,8 @@ def _parameters(function: Any) -> list[Any]:
 def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
     """What takes or returns arrays, a module's sizes, or is one of the package's public functions.
 
-    Sizes are those that make a module, and those of its public methods. A public function that takes
-    a name alone refuses the wrong ones by itself.
+    Sizes are those that make a module, and those of its public methods. A public function that
+    takes a name alone refuses the wrong ones by itself.
     """
     names = name.split(".")
     parent = getattr(sys.modules[function.__module__], names[-2], None)
