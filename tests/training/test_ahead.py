@@ -25,6 +25,26 @@ PROGRAM = """HloModule jit_steps
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }
 
+%counted (p: (f32[8])) -> pred[] {
+  %five = s32[]{:T(128)} constant(5)
+  ROOT %lt = pred[] compare(%i, %five), direction=LT, metadata={op_name="scan"}
+}
+
+%layers (p: (f32[8])) -> (f32[8]) {
+  ROOT %v = f32[2]{0} all-reduce(%y), channel_id=9, replica_groups=[1,2]<=[2], to_apply=%sum
+}
+
+%unknown (p: (f32[8])) -> pred[] {
+  %seven = s32[] constant(7)
+  %n = s32[] add(%seven, %first)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%steps (p: (f32[8])) -> (f32[8]) {
+  %k = (f32[8]) while(%t), condition=%counted, body=%layers
+  ROOT %z = f32[3]{0} all-reduce(%y), channel_id=10, replica_groups=[1,2]<=[2], to_apply=%sum
+}
+
 %all-reduce-scatter.3 (p: f32[40]) -> f32[5] {
   %s = f32[40]{0} all-reduce(%p), channel_id=3, replica_groups=mesh['a'=2,'b'=4] {'a','b'}
   ROOT %d = f32[5]{0} dynamic-slice(%s)
@@ -36,6 +56,7 @@ PROGRAM = """HloModule jit_steps
 
 ENTRY %main (p: f32[8]) -> f32[8] {
   %w = while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %l = (f32[8]) while(%w), condition=%unknown, body=%steps
   %f = f32[5]{0} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.3
   %o = f32[6]{0} fusion(%f), kind=kLoop, calls=%started
   %q = f32[6]{0} fusion(%f), kind=kLoop, calls=%started
@@ -51,6 +72,8 @@ def test_what_a_program_sends():
     in_the_loop = [("all-gather", 64 * 3 * 4 * 3 // 4), ("all-reduce", round(10 * 2 * 2 * 4 / 5))]
     assert [*collectives(PROGRAM)] == [
         *3 * in_the_loop,
+        *5 * [("all-reduce", 2 * 4)],  # of a scan whose condition says how often
+        ("all-reduce", 3 * 4),  # of the loop over steps
         ("reduce-scatter", 40 * 4 * 7 // 8),  # not all of an all-reduce
         ("all-gather", 6 * 4 // 2),  # once, though two computations hold its channel
         ("collective-permute", 7 * 4),
