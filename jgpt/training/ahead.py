@@ -130,12 +130,20 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
                     yield "reduce-scatter", _sent(found, line) // 2
                 else:
                     yield found[2], _sent(found, line)
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for role, names in _CALLED.findall(line):
+                times = trips(line) if role == "body" else 1
                 for called in re.findall(r"[\w.-]+", names):
-                    yield from [*inside(called)] * (
-                        int(trips[1]) if role == "body" and trips else 1
-                    )
+                    yield from [*inside(called)] * times
+
+    def trips(line: str) -> int:
+        """How often a loop runs: as its line says, or its condition compares; else 1."""
+        if found := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
+            return int(found[1])
+        condition = re.search(r"condition=%?([\w.-]+)", line)
+        lines = "\n".join(bodies[condition[1]]) if condition else ""
+        root = re.search(r"ROOT .* compare\(.*%([\w.-]+)\), direction=LT", lines)
+        limit = root and re.search(rf"%{re.escape(root[1])} = .*constant\((\d+)\)", lines)
+        return int(limit[1]) if limit else 1
 
     yield from inside(next(start[2] for start in starts if start[1]))
 
