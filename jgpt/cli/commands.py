@@ -3,6 +3,7 @@
 They import what they need when they run: `jgpt --help` must not wait for jax.
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -13,17 +14,19 @@ from collections.abc import Callable
 from itertools import chain, count, islice
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jgpt.cli.options import (
+    TRAIN,
     File,
     Number,
     RunOptions,
     Switch,
     describe_presets,
     described,
+    in_flags,
     parse_train,
 )
 from jgpt.cli.terminal import importing, open_console, say, spinner
@@ -58,12 +61,42 @@ def train(args: list[str]) -> None:
     if options.on is not None:
         raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
 
+    with _joined(options):
+        _train(config, options, began)
+
+
+def _joined(options: RunOptions) -> contextlib.AbstractContextManager[None]:
+    """The other processes joined, if there are any."""
+    given = options.coordinator, options.processes, options.process
+    if not options.distributed and given == (None, None, None):
+        return contextlib.nullcontext()
+    if not options.distributed and None in given:
+        raise ValueError("give coordinator=HOST:PORT, processes=N and process=I, all three")
+
+    from jgpt.runs.processes import joined
+
+    return joined(*given, _leave)
+
+
+def _leave(message: str) -> NoReturn:
+    """End this process with a message, whatever it does."""
+    sys.stdout.flush()
+    open_console().show_cursor()
+    print(f"jgpt: {in_flags(message, TRAIN)}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def _train(config: TrainConfig, options: RunOptions, began: float) -> None:
     with importing():
         from jgpt.cli.console import ConsoleProgress
         from jgpt.cli.signals import stop_requested
+        from jgpt.hardware import process_index
         from jgpt.runs.loop import TrainingStopped, fit
+        from jgpt.runs.processes import gather
 
-    with ConsoleProgress(open_console(), "reading the data") as progress:
+    console = open_console()
+    console.quiet = process_index() != 0
+    with ConsoleProgress(console, "reading the data") as progress:
         with stop_requested(progress.stopping, progress.leaving) as stop:
             try:
                 run = fit(
@@ -77,7 +110,7 @@ def train(args: list[str]) -> None:
             except TrainingStopped as stopped:
                 resume = _command("train", "--out", stopped.directory, "--resume")
                 progress.say(str(stopped), f"resume with: {resume}")
-                sys.exit(stop.exit_code)
+                sys.exit(max(gather(stop.exit_code or 0)))
         if run.sample:
             progress.say("", run.sample, "")
         progress.say(

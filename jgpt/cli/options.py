@@ -71,6 +71,14 @@ class RunOptions:
     """With --dry-run, compile the train step for other hardware, such as v5e:4x4 or h100:8."""
     json: Switch = False
     """With --dry-run, print one JSON object."""
+    distributed: Switch = False
+    """Train in many processes, which JAX finds on TPU pods, under SLURM and Open MPI."""
+    coordinator: Annotated[str | None, described("HOST:PORT")] = None
+    """Elsewhere, where process 0 listens; each is given --processes and another --process."""
+    processes: Annotated[int | None, described("N")] = None
+    """How many processes there are."""
+    process: Annotated[int | None, described("I")] = None
+    """Which of them this is, from 0."""
 
 
 TRAIN = {

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from jgpt.contracts import typed
-from jgpt.sharding import placed
+from jgpt.sharding import current_mesh, placed, shardings, spec_of
 
 RESIDENT_BYTES = 1 << 30
 """Splits up to this size are kept on the device, as int32; larger ones stay memory-mapped."""
@@ -35,13 +35,21 @@ def batches(
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
     """The windows of steps `first_step` to `first_step + steps`: a pure function of (seed, step).
 
-    A window holds a block of inputs and, shifted by one, its targets.
+    A window holds a block of inputs and, shifted by one, its targets. Of a memory-mapped text a
+    process reads the windows of its own devices only.
     """
     starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
-    index = np.asarray(starts)[..., None] + np.arange(block_size + 1)
-    return placed(jnp.asarray(tokens[index].astype(np.int32)), None, "batch", None)
+
+    def read(part: tuple[slice, ...]) -> np.ndarray:
+        return tokens[np.asarray(starts)[part[:2]][..., None] + np.arange(block_size + 1)].astype(
+            np.int32
+        )
+
+    shape = (*starts.shape, block_size + 1)
+    where = shardings(spec_of((None, "batch", None), shape, current_mesh()))
+    return jax.make_array_from_callback(shape, where, read)
 
 
 @typed
