@@ -171,7 +171,8 @@ def test_a_signal_to_one_stops_all_at_the_same_step(options, tmp_path, number, i
     assert [code for code, _, _ in ended] == [128 + number] * 2
     assert [err for _, _, err in ended] == ["", ""]
     stopped = re.search(r"^stopped after step (\d+)", ended[0][1], re.MULTILINE)
-    assert stopped and ended[1][1] == ""
+    assert stopped is not None
+    assert ended[1][1] == ""
     run = RunDirectory(tmp_path / "run")
     assert run.checkpoint_steps()[-1] == int(stopped[1])
     assert len(losses(run.path)) == int(stopped[1])
