@@ -56,7 +56,7 @@ def joined(
         ) from None
     for index, count in enumerate(counts := devices_of_processes()):
         if count != counts[0]:
-            leave(f"process {index} has {count} devices, process 0 has {counts[0]}: give all alike")
+            raise ValueError(f"process {index} has {count} devices, process 0 has {counts[0]}")
     others = _Others((coordinator or "").rpartition(":")[0].strip("[]"), leave)
     try:
         yield

@@ -238,7 +238,7 @@ def test_what_differs_is_refused_by_name(
 def test_another_number_of_devices_is_refused_by_name(options, tmp_path):
     for code, out, err in train(*options, devices=(4, 2)):
         assert (code, out) == (2, "")
-        assert err == "jgpt: process 1 has 2 devices, process 0 has 4: give all alike\n"
+        assert err == "jgpt: process 1 has 2 devices, process 0 has 4\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -255,7 +255,7 @@ def test_open_mpi_is_found(options, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^validation loss \d", done.stdout, re.MULTILINE)) == 1
+    assert done.stdout.count(", total time") == 1  # mpirun gives it a terminal, with colours
     assert len(RunDirectory(tmp_path / "run").provenance()[0]["devices"]) == 8
 
 
