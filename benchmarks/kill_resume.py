@@ -41,6 +41,7 @@ TRAIN = (
 ELASTIC = (
     *("train", "tiny", "--steps", "60", "--eval-interval", "10", "--steps-per-call", "4"),
     *("--eval-tokens", "2000", "--sample-tokens", "0", "--dropout", "0.1", "--batch-size", "8"),
+    *("--learning-rate", "0.001", "--min-learning-rate", "0.0001"),  # larger ones amplify rounding
     *("--dtype", "float64", "--param-dtype", "float64", "--activation-dtype", "float64"),
 )
 LAYOUTS = (
