@@ -1,6 +1,7 @@
 """Batches as a function of (seed, step), from tokens on the device or memory-mapped."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,14 +43,13 @@ def batches(
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
 
-    def read(part: tuple[slice, ...]) -> np.ndarray:
-        return tokens[np.asarray(starts)[part[:2]][..., None] + np.arange(block_size + 1)].astype(
-            np.int32
-        )
+    rows = np.asarray(starts)[..., None] + np.arange(block_size + 1)
 
-    shape = (*starts.shape, block_size + 1)
-    where = shardings(spec_of((None, "batch", None), shape, current_mesh()))
-    return jax.make_array_from_callback(shape, where, read)
+    def read(part: Any) -> np.ndarray:
+        return tokens[rows[part]].astype(np.int32)
+
+    where = shardings(spec_of((None, "batch", None), rows.shape, current_mesh()))
+    return jax.make_array_from_callback(rows.shape, where, read)
 
 
 @typed

@@ -25,6 +25,8 @@ from jgpt.hardware import devices_of_processes, process_count, process_index
 
 HEARTBEAT_SECONDS = 40
 """JAX ends all processes when one gives no sign of life for so long, as when a machine is gone."""
+START_SECONDS = 50
+"""How long the processes wait for each other to be started."""
 GRACE_SECONDS = 5
 """How long a process may take to end by itself when another one has failed."""
 _BLOCK = 4096
@@ -43,27 +45,39 @@ def joined(
     fails or dies, `leave` is called in all, with its message.
     """
     _silence_gloo()
+    where = (coordinator or "").rpartition(":")[0].strip("[]") or socket.gethostname()
+    refusal = (
+        f"the processes can't be joined ({{}}): start all of them within {START_SECONDS} seconds, "
+        "with distributed=True under a launcher that JAX knows, elsewhere with "
+        "coordinator=HOST:PORT, processes=N and process=0 to N-1"
+    )
+    # JAX would abort, and wait for far longer
+    timer = threading.Timer(START_SECONDS, leave, [refusal.format("some were not started")])
+    timer.daemon = True
+    timer.start()
     try:
         jax.config.update("jax_enable_preemption_service", False)  # or it takes SIGTERM
         jax.distributed.initialize(
             coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
         )
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"the processes can't be joined ({str(error).splitlines()[0]}): start all of them, "
-            "with distributed=True under a launcher that JAX knows, elsewhere with "
-            "coordinator=HOST:PORT, processes=N and process=0 to N-1"
-        ) from None
-    for index, count in enumerate(counts := devices_of_processes()):
-        if count != counts[0]:
-            raise ValueError(f"process {index} has {count} devices, process 0 has {counts[0]}")
-    others = _Others((coordinator or "").rpartition(":")[0].strip("[]"), leave)
+        for index, count in enumerate(counts := devices_of_processes()):
+            if count != counts[0]:
+                raise ValueError(f"process {index} has {count} devices, process 0 has {counts[0]}")
+        others = _Others(where, leave)
+    except ValueError as error:
+        raise ValueError(refusal.format(error)) from None
+    except RuntimeError as error:
+        leave(refusal.format(str(error).splitlines()[0]))
+    finally:
+        timer.cancel()
     try:
         yield
     except BaseException as error:
         if not isinstance(error, SystemExit):
             if isinstance(error, JaxRuntimeError):
-                time.sleep(GRACE_SECONDS)  # if another process has died, its message comes first
+                time.sleep(
+                    2 * GRACE_SECONDS
+                )  # if another process has died, its message comes first
             if not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
                 traceback.print_exc()
             message = " ".join(str(error).split())[:1000] or repr(error)
@@ -164,7 +178,7 @@ class _Others:
         if process_index() == 0:
             with socket.create_server(("", 0)) as server:
                 token = secrets.token_hex(8)
-                gather([host or socket.gethostname(), server.getsockname()[1], token])
+                gather([host, server.getsockname()[1], token])
                 awaited = [index for index, connected in enumerate(gather(False)) if connected]
                 while len(self._connections) < len(awaited):
                     connection = server.accept()[0]

@@ -238,7 +238,9 @@ def test_what_differs_is_refused_by_name(
 def test_another_number_of_devices_is_refused_by_name(options, tmp_path):
     for code, out, err in train(*options, devices=(4, 2)):
         assert (code, out) == (2, "")
-        assert err == "jgpt: process 1 has 2 devices, process 0 has 4\n"
+        cause = "process 1 has 2 devices, process 0 has 4"
+        assert err.startswith(f"jgpt: the processes can't be joined ({cause}): start all")
+        assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -265,9 +267,19 @@ def test_open_mpi_is_found(options, tmp_path):
     [
         (("--processes", 2), r"give --coordinator HOST:PORT, --processes N and --process I, .*"),
         (("--distributed",), r"the processes can't be joined \(coordinator_address .*"),
+        (
+            ("--coordinator", "localhost:{port}", "--processes", 2, "--process", 0),
+            r"the processes can't be joined \(some were not started\): start all of them .*",
+        ),
+        (
+            ("--coordinator", "localhost:{port}", "--processes", 2, "--process", 1),
+            r"the processes can't be joined \(some were not started\): start all of them .*",
+        ),
     ],
 )
 def test_processes_that_nobody_can_find_are_an_error(options, given, message):
+    port = free_port()
+    given = [str(word).format(port=port) for word in given]
     done = subprocess.run(
         command(*options, *given), env=environment(1), capture_output=True, text=True, check=False
     )
