@@ -128,6 +128,8 @@ def plan(args: list[str]) -> None:
 
 def _plan(config: TrainConfig, options: RunOptions) -> None:
     """Print what training would take; nothing is written."""
+    if options.distributed or options.coordinator is not None:
+        raise ValueError("a plan is one process's: leave out distributed=True and coordinator")
     if options.on is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
     with importing():

@@ -118,9 +118,9 @@ def fit(
     with together():
         saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     line, asked = provenance(saved, dataset, 0), {"resume": resume, "overwrite": overwrite}
-    facts = {name: line[name] for name in ("text_sha256", "corpus_sha256", "devices")}
-    facts |= {"checkpoints": RunDirectory(out).checkpoint_steps()} | line["versions"]
-    require_same(dict(fields_of(config)) | asked | facts)
+    facts = {name: line[name] for name in ("text_sha256", "corpus_sha256")} | line["versions"]
+    steps = {"checkpoints": RunDirectory(out).checkpoint_steps()}
+    require_same(dict(fields_of(config)) | asked | facts | steps)
     with _using_mesh(config.mesh), contextlib.ExitStack() as stack:
         with together():
             if first:

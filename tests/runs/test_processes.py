@@ -265,6 +265,7 @@ def test_open_mpi_is_found(options, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (("--distributed", "--dry-run"), r"a plan is one process's: leave out --distributed .*"),
         (("--processes", 2), r"give --coordinator HOST:PORT, --processes N and --process I, .*"),
         (("--distributed",), r"the processes can't be joined \(coordinator_address .*"),
         (
