@@ -100,7 +100,8 @@ def fit(
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
 
-    It trains on the mesh of the config, or by default on all accelerators.
+    It trains on the mesh of the config, or by default on all accelerators. Of many processes each
+    calls it alike; process 0 writes and reports.
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
