@@ -214,7 +214,7 @@ def test_an_error_of_one_ends_the_other_with_its_message(options, tmp_path):
         ("--batch-size", 8, 16, r"process 1 differs: --batch-size is 16, in process 0 8; .*"),
         ("--seed", 1, 7, r"process 1 differs: seed is 7, in process 0 1; they must agree"),
         ("--mesh", "data=8", "fsdp=8", "process 1 differs: mesh is 'fsdp=8', in .*"),
-        ("--mesh", "fsdp=9", "fsdp=9", "--mesh fsdp=9 is of 9 devices, and there are 8"),
+        ("--mesh", "tensor=9", "tensor=9", "--mesh tensor=9 is of 9 devices, and there are 8"),
         ("--data", "poem.txt", "missing.txt", r"(process 1: )?.*missing\.txt.*"),
         ("--data", "poem.txt", "other.txt", r"process 1 differs: .*corpus_sha256 is .*"),
     ],
