@@ -13,6 +13,7 @@ of one process, after which the others must end by themselves. Then nothing may 
 1e-12 from a run on one device that was never killed.
 """
 
+import contextlib
 import hashlib
 import os
 import random
@@ -132,10 +133,10 @@ def kill_and_resume_elsewhere(directory: Path, kills: int, seed: int) -> dict[st
         run = directory / f"run-{count['runs']}"
         while True:
             layout = chance.choice([other for other in LAYOUTS if other != layout])
-            processes, began = start_on(layout, run), time.perf_counter()
+            processes, began, since = start_on(layout, run), time.perf_counter(), time.time()
             if count["kills"] < kills:
                 if chance.random() < 0.5:
-                    wait_for_save(processes[0], run, chance.randrange(10, 61, 10))
+                    wait_for_save(processes[0], run, chance.randrange(10, 61, 10), since)
                     time.sleep(chance.uniform(0, 0.1))
                 else:
                     ended(processes[0], chance.uniform(0, durations.get(layout, 30)))
@@ -144,7 +145,7 @@ def kill_and_resume_elsewhere(directory: Path, kills: int, seed: int) -> dict[st
             doomed = processes if chance.random() < 0.5 else [chance.choice(processes)]
             for process in doomed:
                 process.kill()
-            count["in_a_save"] += any(run.glob("checkpoints/saving-*"))
+            count["in_a_save"] += bool(saves(run, since))
             count["hanging"] += not all([ended(process, 60) for process in processes])
             for process in processes:
                 process.kill()
@@ -225,13 +226,23 @@ def ended(process: subprocess.Popen[bytes], within: float) -> bool:
     return True
 
 
-def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int) -> None:
-    """Until a save is under way, of this step or a later one."""
+def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since: float = 0) -> None:
+    """Until a save is under way, of this step or a later one, that began after a time."""
     while process.poll() is None:
-        names = [path.name for path in run.glob("checkpoints/saving-*")]
+        names = [path.name for path in saves(run, since)]
         if any(int(name.removeprefix("saving-").split(".")[0]) >= step for name in names):
             return
         time.sleep(0.001)
+
+
+def saves(run: Path, since: float) -> list[Path]:
+    """The saves that are under way, without those that were killed before a time."""
+    found = []
+    for path in run.glob("checkpoints/saving-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime > since:
+                found.append(path)
+    return found
 
 
 def fingerprint(run: Path) -> tuple[Any, ...]:
