@@ -5,12 +5,20 @@
 Each run is started, killed and started again with the same command and `--resume` until it ends by
 itself. Then the parameters, the optimizer's state and the metrics of every step must be those of a
 run that was never killed, bit for bit. Every other kill waits for a save to begin.
+
+    python benchmarks/kill_resume.py --kills 100 --changing-mesh
+
+Each start is on another of five layouts of processes and devices, in float64. Half of the kills are
+of one process, after which the others must end by themselves. Then nothing may differ by more than
+1e-12 from a run on one device that was never killed.
 """
 
+import contextlib
 import hashlib
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +39,21 @@ TRAIN = (
     *("train", "tiny", "--steps", "120", "--eval-interval", "15", "--steps-per-call", "4"),
     *("--eval-tokens", "2000", "--sample-tokens", "0", "--dropout", "0.1"),
 )
+ELASTIC = (
+    *("train", "tiny", "--steps", "60", "--eval-interval", "10", "--steps-per-call", "4"),
+    *("--eval-tokens", "2000", "--sample-tokens", "0", "--dropout", "0.1", "--batch-size", "8"),
+    *("--learning-rate", "0.001", "--min-learning-rate", "0.0001"),  # larger ones amplify rounding
+    *("--dtype", "float64", "--param-dtype", "float64", "--activation-dtype", "float64"),
+)
+LAYOUTS = (
+    (1, 1, "data=1"),
+    (1, 4, "data=4"),
+    (2, 1, "fsdp=2"),
+    (2, 4, "data=2,fsdp=2,tensor=2"),
+    (4, 1, "fsdp=2,tensor=2"),
+)
+"""Processes, the devices of each, and the mesh."""
+TOLERANCE = 1e-12
 MEASURED = (
     *("step", "loss", "gradient_norm", "learning_rate"),
     *("validation_loss", "validation_estimate"),
@@ -43,17 +66,20 @@ class Options:
     """How many times to kill."""
     seed: int = 0
     """Decides when."""
+    changing_mesh: bool = False
+    """Resume on another layout of processes and devices each time."""
     write: bool = True
     """Write the result to results/."""
 
 
 def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        result = kill_and_resume(Path(directory), options.kills, options.seed)
+        run = kill_and_resume_elsewhere if options.changing_mesh else kill_and_resume
+        result = run(Path(directory), options.kills, options.seed)
     print(result)
     if options.write:
-        print(record.write("kill_resume", result))
-    sys.exit(1 if result["lost"] or result["differing"] else 0)
+        print(record.write("kill_resume" + "_changing_mesh" * options.changing_mesh, result))
+    sys.exit(1 if any(result.get(bad) for bad in ("lost", "differing", "hanging")) else 0)
 
 
 def kill_and_resume(directory: Path, kills: int, seed: int) -> dict[str, Any]:
@@ -93,16 +119,101 @@ def kill_and_resume(directory: Path, kills: int, seed: int) -> dict[str, Any]:
     return {**count, "train": " ".join(TRAIN)}
 
 
-def start(run: Path) -> subprocess.Popen[bytes]:
+def kill_and_resume_elsewhere(directory: Path, kills: int, seed: int) -> dict[str, Any]:
+    """The same, each time on another layout of processes and devices."""
+    chance = random.Random(seed)
+    never_killed = directory / "never-killed"
+    assert start_on(LAYOUTS[0], never_killed)[0].wait() == 0
+    expected = values(never_killed)
+    count: dict[str, Any] = {"kills": 0, "of_one": 0, "in_a_save": 0}
+    count |= {"runs": 0, "lost": 0, "differing": 0, "hanging": 0, "largest_difference": 0.0}
+    layout = chance.choice(LAYOUTS)
+    durations: dict[Any, float] = {}
+    while count["kills"] < kills:
+        run = directory / f"run-{count['runs']}"
+        while True:
+            layout = chance.choice([other for other in LAYOUTS if other != layout])
+            processes, began, since = start_on(layout, run), time.perf_counter(), time.time()
+            if count["kills"] < kills:
+                if chance.random() < 0.5:
+                    wait_for_save(processes[0], run, chance.randrange(10, 61, 10), since)
+                    time.sleep(chance.uniform(0, 0.1))
+                else:
+                    ended(processes[0], chance.uniform(0, durations.get(layout, 30)))
+            if count["kills"] == kills or processes[0].poll() is not None:
+                break
+            doomed = processes if chance.random() < 0.5 else [chance.choice(processes)]
+            for process in doomed:
+                process.kill()
+            count["in_a_save"] += bool(saves(run, since))
+            count["hanging"] += not all([ended(process, 60) for process in processes])
+            for process in processes:
+                process.kill()
+                process.wait()
+            count["kills"] += 1
+            count["of_one"] += len(doomed) < len(processes)
+            print(count, flush=True)
+        codes = [process.wait() for process in processes]
+        durations[layout] = time.perf_counter() - began
+        count["runs"] += 1
+        count["lost"] += any(codes)
+        if not any(codes):
+            largest = difference(values(run), expected)
+            count["largest_difference"] = max(count["largest_difference"], largest)
+            count["differing"] += not largest <= TOLERANCE
+        print(count, flush=True)
+        shutil.rmtree(run)
+    layouts = [f"{count} x {devices}: {mesh}" for count, devices, mesh in LAYOUTS]
+    return {**count, "layouts": layouts, "train": " ".join(ELASTIC)}
+
+
+def start_on(layout: tuple[int, int, str], run: Path) -> list[subprocess.Popen[bytes]]:
+    count, devices, mesh = layout
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    where = ("--coordinator", f"localhost:{port}", "--processes", str(count))
+    environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_ENABLE_X64": "1"}
+    return [
+        start(
+            run,
+            *(*ELASTIC, "--mesh", mesh),
+            *((*where, "--process", str(index)) if count > 1 else ()),
+            **environment,
+        )
+        for index in range(count)
+    ]
+
+
+def values(run: Path) -> list[np.ndarray]:
+    """The steps of the checkpoints, the metrics of all steps, and all arrays of all states."""
+    directory = RunDirectory.open(run)
+    metrics = [[line.get(name, np.nan) for name in MEASURED] for line in directory.metrics()]
+    with jax.enable_x64(True), Checkpoints(directory, read_only=True) as checkpoints:
+        steps = checkpoints.steps()
+        states = [checkpoints.restore(directory.config(), step) for step in steps]
+        return [np.array(steps), np.array(metrics), *map(np.asarray, jax.tree.leaves(states))]
+
+
+def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """The largest between two runs; infinite if they don't have the same steps and metrics."""
+    if [each.shape for each in found] != [each.shape for each in expected]:
+        return np.inf
+    return max(
+        float(np.where(np.isnan(one) & np.isnan(other), 0.0, np.abs(one - other)).max())
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def start(run: Path, *train: str, **environment: str) -> subprocess.Popen[bytes]:
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(run.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "jgpt.cli", *TRAIN, "--out", str(run), "--resume"],
+        [sys.executable, "-m", "jgpt.cli", *(train or TRAIN), "--out", str(run), "--resume"],
         stdout=subprocess.DEVNULL,
-        env=os.environ | cache,
+        env=os.environ | cache | environment,
     )
 
 
@@ -115,13 +226,23 @@ def ended(process: subprocess.Popen[bytes], within: float) -> bool:
     return True
 
 
-def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int) -> None:
-    """Until a save is under way, of this step or a later one."""
+def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since: float = 0) -> None:
+    """Until a save is under way, of this step or a later one, that began after a time."""
     while process.poll() is None:
-        names = [path.name for path in run.glob("checkpoints/saving-*")]
+        names = [path.name for path in saves(run, since)]
         if any(int(name.removeprefix("saving-").split(".")[0]) >= step for name in names):
             return
         time.sleep(0.001)
+
+
+def saves(run: Path, since: float) -> list[Path]:
+    """The saves that are under way, without those that were killed before a time."""
+    found = []
+    for path in run.glob("checkpoints/saving-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime > since:
+                found.append(path)
+    return found
 
 
 def fingerprint(run: Path) -> tuple[Any, ...]:

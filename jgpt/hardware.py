@@ -147,8 +147,27 @@ def device_kinds() -> list[str]:
 
 
 def accelerators() -> int:
-    """The number of devices to train on if none are named: one on a CPU, whose cores they share."""
-    return 1 if jax.default_backend() == "cpu" else len(jax.devices())
+    """The number of devices to train on if none are named.
+
+    Of a CPU, whose cores they share, it is one, but for many processes all of them.
+    """
+    return 1 if jax.default_backend() == "cpu" and process_count() == 1 else len(jax.devices())
+
+
+def process_count() -> int:
+    """The number of processes."""
+    return jax.process_count()
+
+
+def process_index() -> int:
+    """Which of them this one is. Process 0 owns the run directory and the console."""
+    return jax.process_index()
+
+
+def devices_of_processes() -> list[int]:
+    """The number of devices of each process."""
+    owners = [device.process_index for device in jax.devices()]
+    return [owners.count(index) for index in range(process_count())]
 
 
 def memory_in_use() -> int | None:

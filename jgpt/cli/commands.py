@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterator
 from itertools import chain, count, islice
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jgpt.cli.options import (
+    TRAIN,
     File,
     Number,
+    ProcessOptions,
     RunOptions,
     Switch,
     describe_presets,
     described,
+    in_flags,
     parse_train,
 )
 from jgpt.cli.terminal import importing, open_console, say, spinner
@@ -53,21 +56,51 @@ def train(args: list[str]) -> None:
     began = time.perf_counter()
     if any(word.partition("=")[0] == "--vocab-size" for word in args):
         raise ValueError("--vocab-size can't be set: the tokenizer determines it")
-    config, options = parse_train(args)
+    config, options, where = parse_train(args)
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
     if options.dry_run:
-        _plan(config, options)
+        _plan(config, options, where)
         return
     if options.on is not None:
         raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
 
+    with _joined(where):
+        _train(config, options, began)
+
+
+def _joined(where: ProcessOptions) -> contextlib.AbstractContextManager[None]:
+    """The other processes joined, if there are any."""
+    given = where.coordinator, where.processes, where.process
+    if where == ProcessOptions():
+        return contextlib.nullcontext()
+    if not where.distributed and None in given:
+        raise ValueError("give coordinator=HOST:PORT, processes=N and process=I, all three")
+
+    from jgpt.runs.processes import joined
+
+    return joined(*given, _leave)
+
+
+def _leave(message: str) -> NoReturn:
+    """End this process with a message, whatever it does."""
+    sys.stdout.flush()
+    open_console().show_cursor()
+    print(f"jgpt: {in_flags(message, TRAIN)}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def _train(config: TrainConfig, options: RunOptions, began: float) -> None:
     with importing():
         from jgpt.cli.console import ConsoleProgress
         from jgpt.cli.signals import stop_requested
+        from jgpt.hardware import process_index
         from jgpt.runs.loop import TrainingStopped, fit
+        from jgpt.runs.processes import gather
 
-    with ConsoleProgress(open_console(), "reading the data") as progress:
+    console = open_console()
+    console.quiet = process_index() != 0
+    with ConsoleProgress(console, "reading the data") as progress:
         with stop_requested(progress.stopping, progress.leaving) as stop:
             try:
                 run = fit(
@@ -81,7 +114,7 @@ def train(args: list[str]) -> None:
             except TrainingStopped as stopped:
                 resume = _command("train", "--out", stopped.directory, "--resume")
                 progress.say(str(stopped), f"resume with: {resume}")
-                sys.exit(stop.exit_code)
+                sys.exit(max(gather(stop.exit_code or 0)))
         if run.sample:
             progress.say("", run.sample, "")
         progress.say(
@@ -97,8 +130,10 @@ def plan(args: list[str]) -> None:
     _plan(*parse_train(args, "plan"))
 
 
-def _plan(config: TrainConfig, options: RunOptions) -> None:
+def _plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> None:
     """Print what training would take; nothing is written."""
+    if where != ProcessOptions():
+        raise ValueError("a plan is one process's: leave out distributed=True and coordinator")
     if options.on is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
     with importing():

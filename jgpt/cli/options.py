@@ -73,16 +73,32 @@ class RunOptions:
     """With --dry-run, print one JSON object."""
 
 
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How this process joins others."""
+
+    distributed: Switch = False
+    """Join the processes of a TPU pod, SLURM or Open MPI."""
+    coordinator: Annotated[str | None, described("HOST:PORT")] = None
+    """Join processes elsewhere: where process 0 listens."""
+    processes: Annotated[int | None, described("N")] = None
+    """How many there are."""
+    process: Annotated[int | None, described("I")] = None
+    """Which of them this one is, from 0."""
+
+
 TRAIN = {
     each.name
-    for kind in (RunOptions, TrainConfig, ModelConfig, OptimizerConfig, DataConfig)
+    for kind in (RunOptions, ProcessOptions, TrainConfig, ModelConfig, OptimizerConfig, DataConfig)
     for each in dataclasses.fields(kind)
 }
 """The names of the options of `jgpt train`."""
 
 
-def parse_train(args: list[str], command: str = "train") -> tuple[TrainConfig, RunOptions]:
-    """Parse the options of `jgpt train`; return the config to train and what to do with the run."""
+def parse_train(
+    args: list[str], command: str = "train"
+) -> tuple[TrainConfig, RunOptions, ProcessOptions]:
+    """Parse the options of `jgpt train`: the config, what to do with the run, and where."""
     shown = next((PRESETS[word] for word in args if word in PRESETS), PRESETS[DEFAULT_PRESET])[1]
     if {"-h", "--help", "--help-all"} & {*args}:
         options = _train_options(shown, help=True, everything="--help-all" in args)
@@ -105,7 +121,7 @@ def parse_train(args: list[str], command: str = "train") -> tuple[TrainConfig, R
         if value != ()
     }
     parts = {name: _override(getattr(config, name), values) for name in GROUPS[1:]}
-    return _override(config, values | parts), given.run
+    return _override(config, values | parts), given.run, given.processes
 
 
 def _base_config(given: Any) -> TrainConfig:
@@ -146,6 +162,9 @@ def _train_options(config: TrainConfig, *, help: bool = False, everything: bool 
     fields += [known[name] for name in EVERYDAY]
     run = Annotated[RunOptions, arg(help="Start, resume or repeat a run.")]
     fields += [("run", run, field(default=RunOptions()))]
+    if everything:
+        where = Annotated[ProcessOptions, arg(help="Train in many processes.")]
+        fields += [("processes", where, field(default=ProcessOptions()))]
     for group, part in zip(GROUPS, parts, strict=True) if everything else ():
         others = [option for name, option in part.items() if name not in EVERYDAY]
         kind = make_dataclass(group, others, frozen=True)

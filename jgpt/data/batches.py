@@ -1,6 +1,7 @@
 """Batches as a function of (seed, step), from tokens on the device or memory-mapped."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from jgpt.contracts import typed
-from jgpt.sharding import placed
+from jgpt.sharding import current_mesh, placed, shardings, spec_of
 
 RESIDENT_BYTES = 1 << 30
 """Splits up to this size are kept on the device, as int32; larger ones stay memory-mapped."""
@@ -35,13 +36,20 @@ def batches(
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
     """The windows of steps `first_step` to `first_step + steps`: a pure function of (seed, step).
 
-    A window holds a block of inputs and, shifted by one, its targets.
+    A window holds a block of inputs and, shifted by one, its targets. Of a memory-mapped text a
+    process reads the windows of its own devices only.
     """
     starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
-    index = np.asarray(starts)[..., None] + np.arange(block_size + 1)
-    return placed(jnp.asarray(tokens[index].astype(np.int32)), None, "batch", None)
+
+    rows = np.asarray(starts)[..., None] + np.arange(block_size + 1)
+
+    def read(part: Any) -> np.ndarray:
+        return tokens[rows[part]].astype(np.int32)
+
+    where = shardings(spec_of((None, "batch", None), rows.shape, current_mesh()))
+    return jax.make_array_from_callback(rows.shape, where, read)
 
 
 @typed

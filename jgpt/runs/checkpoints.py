@@ -20,7 +20,7 @@ from flax import nnx
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
-from jgpt.hardware import Platform, current_platform
+from jgpt.hardware import Platform, current_platform, process_count, process_index
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
 from jgpt.runs.directory import CHECKPOINTS, RunDirectory
@@ -32,6 +32,7 @@ from jgpt.runs.manifest import (
     sync_directory,
     verify,
 )
+from jgpt.runs.processes import together
 from jgpt.sharding import current_mesh, shardings, weight_specs
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, abstract_state, state_specs
@@ -65,7 +66,7 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._quiet = _OrbaxMessages()
         self._saving: Future[None] | None = None
-        if not read_only:
+        if not read_only and process_index() == 0:
             self._path.mkdir(exist_ok=True)
             sync_directory(run.path)
             self._remove_unfinished()
@@ -74,9 +75,10 @@ class Checkpoints:
         logging.getLogger("absl").addFilter(self._quiet)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
-            self.wait()
+            if kind is None or process_count() == 1:  # the others may not wait, or be no more
+                self.wait()
         finally:
             self._background.shutdown()
             self._orbax.close()
@@ -112,12 +114,13 @@ class Checkpoints:
         """Wait for a pending save. Raises OSError if it failed."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            saving.result()
+            with together():
+                saving.result()
 
-    def raise_if_failed(self) -> None:
-        """Raise OSError if a save has failed, without waiting for a pending one."""
-        if self._saving is not None and self._saving.done():
-            self.wait()
+    def have_failed(self) -> bool:
+        """Whether the last save has failed already, which `wait` raises."""
+        saving = self._saving
+        return saving is not None and saving.done() and saving.exception() is not None
 
     def step(self, which: Which) -> int:
         """Resolve best, last or a step to a step.
@@ -166,7 +169,8 @@ class Checkpoints:
 
     def _verified_step(self, config: TrainConfig, which: Which) -> int:
         step = self.step(which)
-        manifest = self._read(verify, step)
+        with together():
+            manifest = self._read(verify if process_index() == 0 else Manifest.read, step)
         # tuples become lists, as in the manifest
         given = json.loads(json.dumps(dataclasses.asdict(config.model)))
         for name, saved in manifest.model.items():
@@ -224,7 +228,9 @@ class Checkpoints:
     def _finish(self, partial: Path, step: int, validation_loss: float | None) -> None:
         """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""
         try:
-            self._orbax.wait_until_finished()
+            self._orbax.wait_until_finished()  # for all processes
+            if process_index() != 0:
+                return
             sync_below(partial)  # Orbax syncs arrays, but not its metadata
             Manifest(
                 step=step,
@@ -240,7 +246,8 @@ class Checkpoints:
             os.replace(partial, self._path / str(step))
             sync_directory(self._path)
         except Exception as error:
-            self._remove_unfinished()
+            if process_index() == 0:
+                self._remove_unfinished()
             raise self._failed(step, error) from error
         self._delete_old()
 

@@ -22,7 +22,13 @@ from jgpt.data.dataset import Dataset, load_dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
-from jgpt.hardware import Platform, accelerators, current_platform, memory_limit
+from jgpt.hardware import (
+    Platform,
+    accelerators,
+    current_platform,
+    memory_limit,
+    process_index,
+)
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
@@ -30,10 +36,11 @@ from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import CONFIG, LOSS_PICTURE, PROFILE, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.plots import plot_losses
+from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_text, provenance
-from jgpt.runs.resume import describe_learning_rate, require_same_run
+from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
 from jgpt.runs.trackers import open_tracker, require_tracker
 from jgpt.sharding import current_mesh, placed, use_mesh
 from jgpt.training.plan import (
@@ -93,7 +100,8 @@ def fit(
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
 
-    It trains on the mesh of the config, or by default on all accelerators.
+    It trains on the mesh of the config, or by default on all accelerators. Of many processes each
+    calls it alike; process 0 writes and reports.
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
@@ -106,23 +114,32 @@ def fit(
     started = time.perf_counter()
     if profile_steps < 0:
         raise ValueError(f"profile_steps={profile_steps} must not be negative")
-    progress, platform = progress or Progress(), platform or current_platform()
-    saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
-    with (
-        use_mesh(config.mesh),
-        RunDirectory(out).locked(),
-        Checkpoints(_open_run(out, saved, dataset, resume, overwrite)) as checkpoints,
-        contextlib.ExitStack() as stack,
-    ):
-        run = checkpoints.run
+    platform, first = platform or current_platform(), process_index() == 0
+    progress = progress if progress and first else Progress()
+    with together():
+        saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
+    line, asked = provenance(saved, dataset, 0), {"resume": resume, "overwrite": overwrite}
+    facts = {name: line[name] for name in ("text_sha256", "corpus_sha256")} | line["versions"]
+    steps = {"checkpoints": RunDirectory(out).checkpoint_steps()}
+    require_same(dict(fields_of(config)) | asked | facts | steps)
+    with use_mesh(config.mesh), contextlib.ExitStack() as stack:
+        with together():
+            if first:
+                stack.enter_context(RunDirectory(out).locked())
+                _open_run(out, saved, dataset, resume, overwrite)
+        with together():
+            run = RunDirectory.open(out)
+            checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
         first_step = int(state.step)
-        run.truncate_metrics(first_step)
         trackers = []
-        for name in saved.trackers:
-            trackers.append(open_tracker(name, run.path, first_step))
-            stack.callback(trackers[-1].close)
-        run.append_provenance(provenance(saved, dataset, first_step))
+        with together():
+            if first:
+                run.truncate_metrics(first_step)
+                for name in saved.trackers:
+                    trackers.append(open_tracker(name, run.path, first_step))
+                    stack.callback(trackers[-1].close)
+                run.append_provenance(line | {"step": first_step})
         progress.started(config, dataset, state, out)
         logger = MetricsLogger(
             config, run, trackers, len(dataset.train), max(current_mesh().size, 1), progress.stepped
@@ -131,10 +148,12 @@ def fit(
         _train(config, dataset, state, checkpoints, logger, profiler, progress, should_stop)
         checkpoints.wait()
         best = checkpoints.best()
-        plot_losses(run.metrics(), run.path / LOSS_PICTURE)
         model, tokenizer, _ = load(run.path, platform=platform)
         sample = _sample(model, tokenizer, saved)
-        run.write_samples(sample)
+        with together():
+            if first:
+                plot_losses(run.metrics(), run.path / LOSS_PICTURE)
+                run.write_samples(sample)
     assert best.validation_loss is not None  # the last step is always evaluated
     return Run(
         directory=run.path,
@@ -280,6 +299,7 @@ def _train(
     interval = config.eval_interval
     halves = {interval >> halvings for halvings in range(1, 5)}
     early = {at for at in halves if at > step} | ({0} if step == 0 and not lines else set())
+    vote = Vote()
     with CompilationWatch(progress.warned) as watch:
         try:
             while step < config.steps and not _stops_early(losses, config.patience):
@@ -291,7 +311,8 @@ def _train(
                         progress.estimated(step, loss)
                     if step > first_step:
                         logger.start_clock()
-                if should_stop():
+                if vote(should_stop() or checkpoints.have_failed()):
+                    checkpoints.wait()
                     logger.finish()
                     checkpoints.save(state, None)
                     checkpoints.wait()
@@ -308,7 +329,6 @@ def _train(
                 logger.add(call_start, count, metrics)
                 if call_start == first_step:
                     logger.start_clock()
-                checkpoints.raise_if_failed()
                 if step == boundary:
                     logger.wait()
                     losses.append(evaluate(state.weights))

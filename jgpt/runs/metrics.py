@@ -9,7 +9,7 @@ import numpy as np
 
 from jgpt.config import TrainConfig
 from jgpt.data.batches import window_starts
-from jgpt.hardware import memory_in_use, peak_flops
+from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.models import flops_per_token
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.trackers import Tracker
@@ -124,7 +124,8 @@ class MetricsLogger:
         """Append the held line and these."""
         if self._held is not None:
             lines, self._held = [self._held, *lines], None
-        self._run.append_metrics(lines, durable=durable)
+        if process_index() == 0:
+            self._run.append_metrics(lines, durable=durable)
         for tracker in self._trackers:
             for line in lines:
                 tracker.log(line)

@@ -12,6 +12,7 @@ import platformdirs
 from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.contracts import typed
+from jgpt.hardware import process_index
 
 
 def enable_compilation_cache() -> None:
@@ -73,7 +74,7 @@ class Profiler:
 
     def __exit__(self, *_: object) -> None:
         if self._tracing:
-            jax.profiler.stop_trace()
+            self._stop()
 
     def limit(self, count: int) -> int:
         """How many of the next `count` steps to take in a call; starts the trace if it is due."""
@@ -83,7 +84,8 @@ class Profiler:
             return 1
         if not self._tracing:
             self._tracing = True
-            jax.profiler.start_trace(self._directory)
+            if process_index() == 0:
+                jax.profiler.start_trace(self._directory)
         return min(count, self._left)
 
     @typed
@@ -93,6 +95,10 @@ class Profiler:
             self._left -= count
             if self._left == 0:
                 jax.block_until_ready(result)
-                jax.profiler.stop_trace()
-                self._tracing = False
+                self._stop()
         self._warm = True
+
+    def _stop(self) -> None:
+        self._tracing = False
+        if process_index() == 0:
+            jax.profiler.stop_trace()

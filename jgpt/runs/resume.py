@@ -27,7 +27,7 @@ def require_same_run(
     may_differ = _MAY_DIFFER | ({"dataset.data"} if text_is_known else set())
     differences = [
         f"{name} is {old!r} in the run, {new!r} in the config"
-        for (name, old), (_, new) in zip(_fields(saved), _fields(given), strict=True)
+        for (name, old), (_, new) in zip(fields_of(saved), fields_of(given), strict=True)
         if old != new and name not in may_differ
     ]
     if differences:
@@ -38,11 +38,12 @@ def require_same_run(
         )
 
 
-def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and values of a config's fields, those of its parts too."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{prefix}{field.name}.")
+            yield from fields_of(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", value
 

@@ -12,6 +12,7 @@ import pytest
 from jgpt.cli.commands import COMMANDS, import_
 from jgpt.cli.options import (
     EVERYDAY,
+    ProcessOptions,
     RunOptions,
     describe_presets,
     parse,
@@ -94,7 +95,8 @@ def test_a_refusal_is_the_same_whatever_the_output_can_show(encoding, monkeypatc
 
 def test_every_field_of_the_config_is_an_option():
     shown = flags(worked("train", "--help-all"))
-    switches = [field.name for field in dataclasses.fields(RunOptions)]
+    kinds = (RunOptions, ProcessOptions)
+    switches = [field.name for kind in kinds for field in dataclasses.fields(kind)]
     assert sorted(shown) == sorted(
         name.replace("_", "-") for name in {*fields(TINY), *switches} - {"vocab_size"}
     )

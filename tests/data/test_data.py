@@ -16,6 +16,7 @@ from jgpt.data import batches as batches_module
 from jgpt.data import dataset as dataset_module
 from jgpt.data.batches import batch, batches, evaluation_windows, resident
 from jgpt.data.dataset import load_dataset, prepare
+from jgpt.sharding import make_mesh
 
 COUNTING = np.arange(1013, dtype=np.int32)
 """Each token is its own position, so that a window shows where it was cut."""
@@ -76,6 +77,16 @@ def test_tokens_on_the_device_and_in_a_file_give_the_same_batches(tmp_path):
     expected = batches(mapped, 1, 2, 3, 4, 5)
     assert expected.dtype == np.int32
     assert np.array_equal(batches(on_device, 1, 2, 3, 4, 5), expected)
+
+
+def test_of_tokens_in_a_file_each_device_gets_its_own_windows(tmp_path):
+    COUNTING.astype(np.uint16).tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", np.uint16, mode="r")
+    expected = np.asarray(batches(mapped, 1, 2, 3, 8, 5))
+    with jax.set_mesh(make_mesh("data=4,fsdp=2")):
+        found = batches(mapped, 1, 2, 3, 8, 5)
+    assert {shard.data.shape for shard in found.addressable_shards} == {(3, 1, 6)}
+    assert np.array_equal(found, expected)
 
 
 def test_tokens_that_exceed_the_device_stay_where_they_are(monkeypatch):
