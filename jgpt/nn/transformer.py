@@ -352,7 +352,8 @@ class GPT(Module):
 
         Raises ValueError for blocks that differ in more than their weights.
         """
-        graph, embedded = nnx.graphdef(self.blocks[0]), x
+        x = embedded = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # as blocks return it
+        graph = nnx.graphdef(self.blocks[0])
         if any(nnx.graphdef(block) != graph for block in self.blocks):
             raise ValueError("scan_layers=True needs blocks that differ in their weights alone")
         layers = [nnx.to_pure_dict(nnx.state(block, nnx.Param)) for block in self.blocks]

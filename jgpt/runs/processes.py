@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.experimental.multihost_utils import process_allgather
@@ -154,16 +155,9 @@ class Vote:
         mesh = jax.sharding.get_mesh()
         where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         votes = np.full(devices_of_processes()[process_index()], wanted, np.int32)
-        asked, self._asked = (
-            self._asked,
-            _most(jax.make_array_from_process_local_data(where, votes)),
-        )
+        cast, asked = jax.make_array_from_process_local_data(where, votes), self._asked
+        self._asked = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(cast)
         return asked is not None and bool(asked)
-
-
-@jax.jit
-def _most(votes: jax.Array) -> jax.Array:
-    return jax.lax.with_sharding_constraint(votes.max(), PartitionSpec())
 
 
 class _Others:
