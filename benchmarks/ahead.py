@@ -21,7 +21,7 @@ CASES = (
     ("gpt2", "v5e:2x2", 16, ("data=4", "fsdp=4")),
     ("gpt2", "h100:8", 128, ("data=8", "fsdp=8")),
     ("gpt2-xl", "v5e:4x4", 32, ("fsdp=16", "fsdp=8,tensor=2")),
-    ("modern-7b", "v5p:8x8x16", 1024, ("fsdp=1024", "data=16,fsdp=64", "fsdp=256,tensor=4")),
+    ("modern-7b", "v5p:8x8x16", 1024, ("fsdp=1024", "data=16,fsdp=64", "fsdp=128,tensor=8")),
 )
 """A preset, chips, sequences a step, and meshes to try."""
 

@@ -42,7 +42,10 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None, *, explicit: bool
         raise ValueError(f"mesh={mesh} is of {product} devices, and there are {found}")
     # automatic axes: XLA's partitioner decides what the rules leave open
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, kinds, devices=devices)
+    try:
+        return jax.make_mesh(tuple(sizes.values()), MESH_AXES, kinds, devices=devices)
+    except NotImplementedError as error:  # a torus of chips has axes of its own
+        raise ValueError(f"mesh={mesh} doesn't fit the chips' arrangement: {error}") from None
 
 
 def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
