@@ -59,4 +59,4 @@ def test_a_mesh_that_a_torus_of_chips_doesn_t_have(monkeypatch):
     with pytest.raises(
         ValueError, match=r"^mesh=fsdp=8 doesn't fit the chips' arrangement: size 4"
     ):
-        sharding.make_mesh("fsdp=8")
+        make_mesh("fsdp=8")
