@@ -61,6 +61,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %o = f32[6]{0} fusion(%f), kind=kLoop, calls=%started
   %q = f32[6]{0} fusion(%f), kind=kLoop, calls=%started
   %c = (f32[7]{0}, f32[7]{0}) collective-permute-start(%f), channel_id=5
+  %m = f32[8] all-gather(%f), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}
   %e = ((f32[2], s32[3]), (f32[16], s32[24])) all-gather-start(%f), replica_groups=[1,8]<=[8]
   %h = ((f32[24]{0}), f32[3]{0}) reduce-scatter-start(%f), channel_id=7, replica_groups=[1,8]<=[8]
   ROOT %b = f32[8]{0} all-to-all(%f), channel_id=8, replica_groups=[2,4]<=[8]
@@ -77,6 +78,7 @@ def test_what_a_program_sends():
         ("reduce-scatter", 40 * 4 * 7 // 8),  # not all of an all-reduce
         ("all-gather", 6 * 4 // 2),  # once, though two computations hold its channel
         ("collective-permute", 7 * 4),
+        ("all-gather", 8 * 4 // 2),
         ("all-gather", (16 + 24) * 4 * 7 // 8),
         ("reduce-scatter", 3 * 4 * 7),
         ("all-to-all", 8 * 4 * 3 // 4),
