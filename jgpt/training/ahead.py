@@ -1,5 +1,6 @@
 """Ahead-of-time compilation: the train step for chips that this machine lacks, and its costs."""
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -68,7 +69,8 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
     """
     chip, devices = topology(on)
     mesh = config.mesh or default_mesh(config, len(devices), chip.memory) or "data=1"
-    config = run_for_platform(config, chip.platform)
+    # with the mesh in it, a config whose batch it doesn't divide is refused
+    config = dataclasses.replace(run_for_platform(config, chip.platform), mesh=mesh)
     with jax.set_mesh(make_mesh(mesh, devices)):
         try:
             compiled = compile_steps(config)
