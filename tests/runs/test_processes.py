@@ -161,8 +161,7 @@ def test_a_run_goes_on_in_two_processes_and_back(options, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("number", "index"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
 def test_a_signal_to_one_stops_all_at_the_same_step(options, tmp_path, number, index):
     with processes(*options, *FOREVER) as started:
         wait_for(started, tmp_path / "run" / "checkpoints" / "6")
@@ -213,7 +212,6 @@ def test_an_error_of_one_ends_the_other_with_its_message(options, tmp_path):
     [
         ("--batch-size", 8, 16, r"process 1 differs: --batch-size is 16, in process 0 8; .*"),
         ("--seed", 1, 7, r"process 1 differs: seed is 7, in process 0 1; they must agree"),
-        ("--mesh", "data=8", "fsdp=8", "process 1 differs: mesh is 'fsdp=8', in .*"),
         ("--mesh", "tensor=9", "tensor=9", "--mesh tensor=9 is of 9 devices, and there are 8"),
         ("--data", "poem.txt", "missing.txt", r"(process 1: )?.*missing\.txt.*"),
         ("--data", "poem.txt", "other.txt", r"process 1 differs: .*corpus_sha256 is .*"),
@@ -268,21 +266,32 @@ def test_open_mpi_is_found(options, tmp_path):
         (("--distributed", "--dry-run"), r"a plan is one process's: leave out --distributed .*"),
         (("--processes", 2), r"give --coordinator HOST:PORT, --processes N and --process I, .*"),
         (("--distributed",), r"the processes can't be joined \(coordinator_address .*"),
-        (
-            ("--coordinator", "localhost:{port}", "--processes", 2, "--process", 0),
-            r"the processes can't be joined \(some were not started\): start all of them .*",
-        ),
-        (
-            ("--coordinator", "localhost:{port}", "--processes", 2, "--process", 1),
-            r"the processes can't be joined \(some were not started\): start all of them .*",
-        ),
     ],
 )
-def test_processes_that_nobody_can_find_are_an_error(options, given, message):
-    port = free_port()
-    given = [str(word).format(port=port) for word in given]
+def test_a_wrong_launch_is_an_error(options, given, message):
     done = subprocess.run(
         command(*options, *given), env=environment(1), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(rf"jgpt: {message}\n", done.stderr)
+
+
+@pytest.mark.slow
+def test_processes_that_are_not_all_started_are_an_error(options):
+    alone = [
+        subprocess.Popen(
+            command(*options, "--coordinator", where, "--processes", 2, "--process", index),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(1),
+        )
+        for index in (0, 1)
+        for where in [f"localhost:{free_port()}"]
+    ]
+    for process in alone:
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (2, "")
+        cause = "some were not started"
+        assert err.startswith(f"jgpt: the processes can't be joined ({cause}): start all of them ")
+        assert err.count("\n") == 1
