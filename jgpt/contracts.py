@@ -81,7 +81,8 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     """
     if isinstance(function, type) or not callable(function):
         raise TypeError(f"@typed is for functions and methods, not for {function!r}")
-    contract = _Contract(function)
+    # annotations are resolved at the first call, so that imports stay cheap
+    checked = functools.cache(lambda: _checked(function))
 
     @functools.wraps(function)
     def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -89,7 +90,7 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         if config.jaxtyping_disable or not __debug__:
             return function(*args, **kwargs)
         try:
-            result, error = contract.call(*args, **kwargs)
+            result, error = checked()(*args, **kwargs)
         except TypeError as misfit:  # from binding the arguments: all else is returned
             raise TypeError(f"{function.__qualname__}() {misfit}") from None
         if error is not None:
@@ -143,82 +144,51 @@ def record(kind: type[Record]) -> type[Record]:
     return kind
 
 
-class _Contract:
-    """A function's annotations, resolved at its first call, so that imports stay cheap."""
+def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception | None]]:
+    """The function in its own jaxtyping scope; returns its result, or what it raised.
 
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
+    Exceptions are returned, not raised: `jaxtyped` adds a note to those that pass through it,
+    which would stand behind the reason.
+    """
+    signature, hints = (
+        inspect.signature(function),
+        typing.get_type_hints(function, include_extras=True),
+    )
+    # in signature order, which is the order in which sizes are bound
+    parameters = [
+        (name, parameter.kind, _acceptor(hints[name]))
+        for name, parameter in signature.parameters.items()
+        if name in hints
+    ]
+    accepts_result = _acceptor(hints.get("return", Any))
 
-    @functools.cached_property
-    def call(self) -> Callable[..., tuple[Any, Exception | None]]:
-        """The function in its own jaxtyping scope; returns its result, or what it raised.
+    def mismatch(what: str, hint: Any, value: Any) -> tuple[None, TypeCheckError]:
+        subject = f"{function.__module__}.{function.__qualname__}() {what}"
+        return None, TypeCheckError(_complaint(subject, hint, value, _reason(hint, value)))
 
-        Exceptions are returned, not raised: `jaxtyped` adds a note to those that pass through it,
-        which would stand behind the reason.
-        """
-
-        def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
-            __tracebackhide__ = True
-            if complaint := self._complaint_about_arguments(args, kwargs):
-                return None, TypeCheckError(complaint)
-            try:
-                result = self.function(*args, **kwargs)
-            except Exception as error:
-                return None, error
-            if complaint := self._complaint_about_result(result):
-                return None, TypeCheckError(complaint)
-            return result, None
-
-        call.__signature__ = self.signature  # type: ignore[attr-defined]  # of what braces may name
-        return jaxtyped(call, typechecker=None)
-
-    @functools.cached_property
-    def signature(self) -> inspect.Signature:
-        return inspect.signature(self.function)
-
-    @functools.cached_property
-    def hints(self) -> dict[str, Any]:
-        return typing.get_type_hints(self.function, include_extras=True)
-
-    @functools.cached_property
-    def parameters(self) -> list[tuple[str, Any, _Accepts]]:
-        """In signature order, which is the order in which sizes are bound."""
-        return [
-            (name, parameter.kind, _acceptor(self.hints[name]))
-            for name, parameter in self.signature.parameters.items()
-            if name in self.hints
-        ]
-
-    @functools.cached_property
-    def accepts_result(self) -> _Accepts:
-        return _acceptor(self.hints.get("return", Any))
-
-    def _complaint_about_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The message about the first wrong argument, or an empty string."""
-        bound = self.signature.bind(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+        __tracebackhide__ = True
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        for name, kind, accepts in self.parameters:
-            for value in _values(kind, bound.arguments[name]):
+        for name, kind, accepts in parameters:
+            values = bound.arguments[name]
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                values = values.values()
+            elif kind is not inspect.Parameter.VAR_POSITIONAL:
+                values = (values,)
+            for value in values:
                 if not accepts(value):
-                    return self._complaint(f"was given a wrong {name}", self.hints[name], value)
-        return ""
+                    return mismatch(f"was given a wrong {name}", hints[name], value)
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            return None, error
+        if not accepts_result(result):
+            return mismatch("returned a wrong result", hints["return"], result)
+        return result, None
 
-    def _complaint_about_result(self, result: Any) -> str:
-        """The message about a wrong result, or an empty string."""
-        if self.accepts_result(result):
-            return ""
-        return self._complaint("returned a wrong result", self.hints["return"], result)
-
-    def _complaint(self, what: str, hint: Any, value: Any) -> str:
-        subject = f"{self.function.__module__}.{self.function.__qualname__}() {what}"
-        return _complaint(subject, hint, value, _reason(hint, value))
-
-
-def _values(kind: Any, argument: Any) -> Iterable[Any]:
-    """The values that a parameter's annotation applies to: each of `*args` and `**kwargs`."""
-    if kind is inspect.Parameter.VAR_POSITIONAL:
-        return argument
-    return argument.values() if kind is inspect.Parameter.VAR_KEYWORD else (argument,)
+    call.__signature__ = signature  # type: ignore[attr-defined]  # of what braces may name
+    return jaxtyped(call, typechecker=None)
 
 
 def _is_array(hint: Any) -> bool:
@@ -462,9 +432,7 @@ def _sizes(expected: str) -> Iterable[tuple[str, str]]:
     dimensions = re.findall(r"\{[^}]*\}|\w+", " ".join(re.findall(r'"([^"]*)"', expected)))
     for dimension in dict.fromkeys(dimensions):
         for spelled in (dimension, f"*{dimension}"):
-            with contextlib.suppress(
-                Exception
-            ):  # a brace that can't be evaluated is the reason itself
+            with contextlib.suppress(Exception):  # a brace that can't be evaluated is the reason
                 said = _mismatch(Shaped[np.ndarray, spelled], _NO_SIZE)
                 if found := re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", said):
                     yield dimension, found[1]
