@@ -76,8 +76,6 @@ gpu_device_info {
   device_memory_size: 80000000000  memory_bandwidth: 3350000000000
 }
 """  # XLA's description of a GPU, from the data sheet and CUDA's table of compute capabilities
-
-
 _COMPILE_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -154,14 +152,8 @@ def accelerators() -> int:
     return 1 if jax.default_backend() == "cpu" and process_count() == 1 else len(jax.devices())
 
 
-def process_count() -> int:
-    """The number of processes."""
-    return jax.process_count()
-
-
-def process_index() -> int:
-    """Which of them this one is. Process 0 owns the run directory and the console."""
-    return jax.process_index()
+process_count, process_index = jax.process_count, jax.process_index
+"""How many processes there are, and which this is: 0 owns the run directory and the console."""
 
 
 def devices_of_processes() -> list[int]:

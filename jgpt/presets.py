@@ -153,11 +153,7 @@ _configs = (
             tie_embeddings=False,
         ),
         optimizer=OptimizerConfig(
-            schedule="constant",
-            warmup_steps=0,
-            weight_decay=0.01,
-            beta2=0.999,
-            gradient_clip=0.0,
+            schedule="constant", warmup_steps=0, weight_decay=0.01, beta2=0.999, gradient_clip=0.0
         ),
         steps=5000,
         batch_size=16,
@@ -168,12 +164,7 @@ _configs = (
     TrainConfig(
         name="nanogpt-char",
         model=ModelConfig(
-            block_size=256,
-            num_layers=6,
-            num_heads=6,
-            embed_dim=384,
-            dropout=0.2,
-            dtype="auto",
+            block_size=256, num_layers=6, num_heads=6, embed_dim=384, dropout=0.2, dtype="auto"
         ),
         steps=5000,
         batch_size=64,

@@ -37,8 +37,7 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None, *, explicit: bool
     With `explicit` axes an array's sharding is part of its type, and `@typed` checks it.
     """
     sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
-    product = math.prod(sizes.values())
-    if product != found:
+    if (product := math.prod(sizes.values())) != found:
         raise ValueError(f"mesh={mesh} is of {product} devices, and there are {found}")
     # automatic axes: XLA's partitioner decides what the rules leave open
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(MESH_AXES)
@@ -181,11 +180,10 @@ def dimensions_of(variable: nnx.Variable) -> Dimensions:
 def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
     """How each parameter of a model is sharded, in the structure of its weights."""
 
-    def spec(variable: nnx.Variable) -> nnx.Variable:
+    def spec(_: Any, variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(spec_of(dimensions_of(variable), variable.shape, mesh))
 
-    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
-    return nnx.to_pure_dict(jax.tree.map(spec, nnx.state(model, nnx.Param), is_leaf=is_variable))
+    return nnx.to_pure_dict(nnx.map_state(spec, nnx.state(model, nnx.Param)))
 
 
 def stacked(layers: Sequence[Any], module: Any) -> Any:
@@ -204,11 +202,10 @@ def specs_like(tree: Any, weights: Any) -> Any:
     An array whose path ends with a parameter's is sharded like it, as an optimizer's moments are;
     any other is replicated.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_spec)
-    known = {jax.tree_util.keystr(path): spec for path, spec in leaves}
+    known = dict(jax.tree_util.tree_leaves_with_path(weights))
 
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        ends = (jax.tree_util.keystr(path[start:]) for start in range(len(path)))
+        ends = (path[start:] for start in range(len(path)))
         found = next((known[end] for end in ends if end in known), PartitionSpec())
         return found if len(found) == len(leaf.shape) else PartitionSpec()
 
@@ -220,21 +217,25 @@ def shardings(specs: Any) -> Any:
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         here = jnp.zeros(()).sharding
-        return jax.tree.map(lambda _: here, specs, is_leaf=is_spec)
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+        return jax.tree.map(lambda _: here, specs)
+    return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 
 
-def is_spec(leaf: Any) -> bool:
-    """Whether a leaf of a tree is a spec, which is a tuple too."""
-    return isinstance(leaf, PartitionSpec)
+def abstract_arrays(tree: Any, specs: Any) -> Any:
+    """The shapes and dtypes of a tree's arrays, to be sharded so."""
+    abstract = jax.ShapeDtypeStruct
+    return jax.tree.map(
+        lambda leaf, where: abstract(leaf.shape, leaf.dtype, sharding=where), tree, shardings(specs)
+    )
 
 
 def _rule(name: str, size: int) -> tuple[str, ...] | None:
     """The axes for a dimension in an annotation, where parameters are gathered already."""
-    mesh, names = current_mesh(), (name, f"num_{name}", f"{name}_size")  # of `heads`: `num_heads`
-    if known := [each for each in names if each in RULES]:
-        axes = jax.tree.leaves(spec_of((known[0],), (size,), mesh)[0])
-        return tuple(axis for axis in axes if axis in mesh.explicit_axes)
+    mesh = current_mesh()
+    for known in (name, f"num_{name}", f"{name}_size"):  # of `heads`: `num_heads`
+        if known in RULES:
+            axes = jax.tree.leaves(spec_of((known,), (size,), mesh)[0])
+            return tuple(axis for axis in axes if axis in mesh.explicit_axes)
     return None
 
 

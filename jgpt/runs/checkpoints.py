@@ -33,7 +33,7 @@ from jgpt.runs.manifest import (
     verify,
 )
 from jgpt.runs.processes import together
-from jgpt.sharding import current_mesh, shardings, weight_specs
+from jgpt.sharding import abstract_arrays, current_mesh, weight_specs
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, abstract_state, state_specs
 
@@ -210,11 +210,7 @@ class Checkpoints:
     def _restore(self, step: int, abstract: dict[str, Any], specs: dict[str, Any]) -> Any:
         directory = self._path / str(step)
         _require_plausible_arrays(directory, jax.tree.leaves(abstract))
-        wanted = jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            abstract,
-            shardings(specs),
-        )
+        wanted = abstract_arrays(abstract, specs)
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         try:
             restored = self._orbax.restore(directory, args=ocp.args.Composite(**arguments))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.config import ModelConfig, TrainConfig
@@ -17,12 +17,12 @@ from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
 from jgpt.nn.models import abstract_model, flops_per_token, parts_of
 from jgpt.sharding import (
+    abstract_arrays,
     abstract_mesh,
     axes_of,
     current_mesh,
     dimensions_of,
-    is_spec,
-    shardings,
+    shards_of,
     spec_of,
     weight_specs,
 )
@@ -39,8 +39,8 @@ class TrainingMemory:
     """Activations, gradients and batches."""
 
     def __str__(self) -> str:
-        sizes = (self.state + self.working, self.state, self.working)
-        total, state, working = map(format_bytes, sizes)
+        state, working = format_bytes(self.state), format_bytes(self.working)
+        total = format_bytes(self.state + self.working)
         return f"{total} ({state} parameters and optimizer, {working} activations and gradients)"
 
 
@@ -64,7 +64,7 @@ class Plan:
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
     """The train steps of a config, compiled for the mesh that is set, or the default device."""
-    state = jax.tree.map(_in_parts, abstract_state(config), shardings(state_specs(config)))
+    state = abstract_arrays(abstract_state(config), state_specs(config))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = jax.eval_shape(lambda: dropout_stream(config.seed))
@@ -76,13 +76,9 @@ def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory
     analysis = steps.memory_analysis()
     if analysis is None:
         return None
-    total = (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes  # the donated state is counted once
-        + analysis.temp_size_in_bytes
-    )
-    mesh = current_mesh() if not current_mesh().empty else abstract_mesh(None)
+    total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    total += analysis.temp_size_in_bytes - analysis.alias_size_in_bytes  # the state is donated
+    mesh = abstract_mesh(None) if current_mesh().empty else current_mesh()
     on_each = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     return TrainingMemory(on_each, max(total - on_each, 0))
 
@@ -90,10 +86,6 @@ def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory
 def training_memory(config: TrainConfig) -> TrainingMemory | None:
     """Compile the train steps and analyse their memory; None if the backend doesn't report it."""
     return memory_of(compile_steps(config), config)
-
-
-def _in_parts(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
@@ -153,12 +145,10 @@ def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
 
 def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
     """The bytes of a tree's arrays that lie on each device of a mesh."""
-
-    def size(leaf: Any, spec: PartitionSpec) -> int:
-        shape = NamedSharding(mesh, spec).shard_shape(leaf.shape)
-        return math.prod(shape) * leaf.dtype.itemsize
-
-    return sum(jax.tree.leaves(jax.tree.map(size, tree, specs)))
+    return sum(
+        math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +166,7 @@ def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement
     """Where each parameter of a model lies on a mesh."""
     model = abstract_model(config)
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    specs = jax.tree.leaves(weight_specs(model, mesh), is_leaf=is_spec)
+    specs = jax.tree.leaves(weight_specs(model, mesh))
     found = []
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(weights), specs, strict=True):
         parts = (
@@ -192,8 +182,7 @@ def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The dimensions of parameters that a mesh doesn't divide, and the memory that costs."""
     costs: Counter[str] = Counter()
-    state = nnx.state(abstract_model(config), nnx.Param)
-    for variable in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+    for _, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
         dimensions, shape = dimensions_of(variable), variable.shape
         spec = spec_of(dimensions, shape, mesh)
         size = bytes_on_each(variable.get_value(), spec, mesh)
@@ -202,8 +191,8 @@ def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tup
             if len(shape) > 1 and wanted and not axes:
                 name, pieces = dimension if isinstance(dimension, tuple) else (dimension, entries)
                 over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted)
-                parts = math.prod(mesh.shape[axis] for axis in wanted)
-                costs[f"{name}={pieces} is not divided by {over}"] += size - size // parts
+                saved = size - size // shards_of(dimension, mesh)
+                costs[f"{name}={pieces} is not divided by {over}"] += saved
     return tuple(
         f"{reason} and is replicated: {format_bytes(cost)} more parameters on each device"
         for reason, cost in costs.items()
