@@ -41,20 +41,10 @@ def generate(
     rolling cache; models with learned positions recompute the whole context for each token, for
     all rows as soon as the longest one needs it.
     """
-    pieces = stream(
-        model,
-        prompt,
-        max_new_tokens,
-        key=key,
-        lengths=lengths,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-    )
-    batch, time = prompt.shape
-    ends = np.full(batch, time) if lengths is None else lengths
-    new = np.concatenate([np.zeros((batch, 0), np.int32), *pieces], axis=1)
+    rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    ends = np.full(prompt.shape[0], prompt.shape[1]) if lengths is None else lengths
+    pieces = stream(model, prompt, max_new_tokens, key=key, lengths=ends, **rules)
+    new = np.concatenate([np.zeros((len(ends), 0), np.int32), *pieces], axis=1)
     whole = np.pad(np.asarray(prompt), ((0, 0), (0, max_new_tokens)))
     for row, end in enumerate(ends):
         whole[row, end:] = 0
@@ -91,57 +81,33 @@ def stream(
     if ends.max() > prompt.shape[1]:
         raise ValueError(f"lengths={ends.max()} is more than the prompt's {prompt.shape[1]} tokens")
     require_in_vocabulary(prompt, model.vocab_size, "the prompt's token")
-    sampling = Sampling(
-        jnp.float32(temperature),
-        None if top_p is None else jnp.float32(top_p),
-        None if min_p is None else jnp.float32(min_p),
-    )
-    return _stream(model, np.asarray(prompt), ends, max_new_tokens, key, sampling, top_k)
-
-
-@typed
-def _stream(
-    model: LanguageModel,
-    prompt: Int[np.ndarray, "batch time"],
-    ends: Int[np.ndarray, " batch"],
-    max_new_tokens: int,
-    key: Key[Array, ""],
-    sampling: Sampling,
-    top_k: int | None,
-) -> Iterator[Int[np.ndarray, "batch tokens"]]:
+    rules = [None if value is None else jnp.float32(value) for value in (temperature, top_p, min_p)]
+    sampling, size = Sampling(*rules), model.block_size
     graph, weights = nnx.split(model)
-    size = model.block_size
     length = np.minimum(ends, size).astype(np.int32)
-    rows = [
-        row[end - size if end > size else 0 : end] for row, end in zip(prompt, ends, strict=True)
-    ]
-    window = np.stack([np.pad(row.astype(np.int32), (size - len(row), 0)) for row in rows])
+    rows = [row[:end][-size:] for row, end in zip(np.asarray(prompt, np.int32), ends, strict=True)]
+    window = np.stack([np.pad(row, (size - len(row), 0)) for row in rows])
     context = int(length.max()) - 1  # without the last token, which the decode loop starts with
     # padded to a power of two, so that few programs serve prompts of all lengths
     width = min(size, 1 << (context - 1).bit_length()) if context else 0
     tokens = np.pad(window, ((0, 0), (1, 0)))[:, size - width : size]
     cache = _prefill(weights, tokens, length - 1, graph=graph)
     recomputes = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
-    for start in range(0, max_new_tokens, TOKENS_PER_CALL):
-        count = min(TOKENS_PER_CALL, max_new_tokens - start)
-        window, length, cache, drawn, finite = _draw(
-            weights,
-            window,
-            length,
-            cache,
-            start,
-            count,
-            key,
-            sampling,
-            graph=graph,
-            top_k=top_k,
-            recomputes=recomputes,
-        )
-        if not finite:
-            raise FloatingPointError(
-                "the model's logits are not finite: its weights have diverged or are damaged"
+    how = {"graph": graph, "top_k": top_k, "recomputes": recomputes}
+
+    def pieces(window, length, cache):
+        for start in range(0, max_new_tokens, TOKENS_PER_CALL):
+            count = min(TOKENS_PER_CALL, max_new_tokens - start)
+            window, length, cache, drawn, finite = _draw(
+                weights, window, length, cache, start, count, key, sampling, **how
             )
-        yield np.asarray(drawn)[:, :count]
+            if not finite:
+                raise FloatingPointError(
+                    "the model's logits are not finite: its weights have diverged or are damaged"
+                )
+            yield np.asarray(drawn)[:, :count]
+
+    return pieces(window, length, cache)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

@@ -34,9 +34,8 @@ def next_token(
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greedy = jnp.argmax(logits, axis=-1)
-    warm = (
-        sampling.temperature >= jnp.finfo(sampling.temperature.dtype).tiny
-    )  # below it, division overflows
+    # below the smallest normal number, division overflows
+    warm = sampling.temperature >= jnp.finfo(sampling.temperature.dtype).tiny
     # shifted to a maximum of 0, logits can't overflow at any temperature
     logits = logits - logits.max(axis=-1, keepdims=True)
     logits = logits / jnp.where(warm, sampling.temperature, 1)

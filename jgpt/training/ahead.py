@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +16,6 @@ from jgpt.nn.precision import run_for_platform
 from jgpt.sharding import make_mesh
 from jgpt.training.plan import TrainingMemory, compile_steps, default_mesh, memory_of
 
-_BYTES = {"f64": 8, "s64": 8, "u64": 8, "c64": 8, "f32": 4, "s32": 4, "u32": 4}
-_BYTES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$", re.MULTILINE)
 _CALLED = re.compile(r"\b(body|calls|\w*computations?)=(\{[^}]*\}|%?[\w.-]+)")
 _COLLECTIVE = re.compile(
@@ -77,23 +75,19 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise ValueError(
-                f"a step doesn't fit into {on}: {str(error).splitlines()[0]}"
-            ) from None
-        memory = memory_of(compiled, config)
-    text = compiled.as_text()
-    assert memory is not None  # these compilers report both
-    assert text is not None
-    sent, counts = Counter(), Counter()
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"a step doesn't fit into {on}: {reason}") from None
+        memory, text = memory_of(compiled, config), compiled.as_text()
+    assert memory is not None and text is not None  # noqa: PT018  # these compilers report both
+    sent = defaultdict(list)
     for kind, size in collectives(text):
-        sent[kind] += size
-        counts[kind] += 1
+        sent[kind].append(size)
     tokens = config.batch_size * config.model.block_size
     flops = 3 * flops_per_token(config.model) * tokens // len(devices)
     seconds = {
         "compute": flops / chip.peak_flops,
         "memory": 2 * (memory.state + memory.working) / chip.memory_bandwidth,
-        "interconnect": sum(sent.values()) / chip.interconnect,
+        "interconnect": sum(map(sum, sent.values())) / chip.interconnect,
     }
     return CompiledStep(
         on=on,
@@ -103,7 +97,7 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         memory=memory,
         fits=memory.state + memory.working <= chip.memory,
         flops=flops,
-        collectives=tuple(Collective(kind, counts[kind], sent[kind]) for kind in sorted(counts)),
+        collectives=tuple(Collective(kind, len(s), sum(s)) for kind, s in sorted(sent.items())),
         kernels=tuple(sorted(set(re.findall(r'custom_call_target="([^"]+)"', text)))),
         **{f"{name}_seconds": least for name, least in seconds.items()},
         bound=max(seconds, key=lambda name: seconds[name]),
@@ -153,8 +147,8 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
 def _sent(found: re.Match[str], line: str) -> int:
     """The bytes that each device of a group sends for a collective."""
     size, kind, devices = 0, found[2], _group(line)
-    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", found[1]):
-        size += _BYTES.get(dtype, 1) * math.prod(map(int, filter(None, shape.split(","))))
+    for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", found[1]):  # pred has no bits
+        size += -(-int(bits or 8) // 8) * math.prod(map(int, filter(None, shape.split(","))))
     if found[3]:  # the type of an asynchronous start holds the operands too
         match kind:
             case "all-gather":

@@ -89,18 +89,6 @@ def partition(
     return jax.tree_util.tree_map_with_path(group, weights)
 
 
-def _on_whole_matrices(muon: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Muon, with gradients and momentum gathered first if a mesh is set.
-
-    Otherwise each product of each Newton-Schulz iteration would gather the matrix again.
-    """
-
-    def update(updates, state, params=None):
-        return muon.update(gathered(updates), gathered(state), params)
-
-    return optax.GradientTransformation(muon.init, update)
-
-
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a config for a run of `steps` steps.
 
@@ -117,23 +105,24 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             mask=decay_mask,
         )
 
-    if config.optimizer == "adamw" and config.embedding_learning_rate is None:
-        optimizer = adamw(config.learning_rate)
-    else:
-        muon = optax.contrib.muon(
-            learning_rate_schedule(config, steps, config.muon_learning_rate),
-            beta=config.muon_momentum,
-            weight_decay=config.muon_weight_decay,
-        )
-        muon = _on_whole_matrices(muon)
-        optimizer = optax.partition(
-            {
-                "muon": muon,
-                "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
-                "adamw": adamw(config.learning_rate),
-            },
-            functools.partial(partition, config),
-        )
+    muon = optax.contrib.muon(
+        learning_rate_schedule(config, steps, config.muon_learning_rate),
+        beta=config.muon_momentum,
+        weight_decay=config.muon_weight_decay,
+    )
+
+    def update(updates, state, params=None):
+        # or each product of each Newton-Schulz iteration would gather the sharded matrix again
+        return muon.update(gathered(updates), gathered(state), params)
+
+    optimizer = adamw(config.learning_rate)
+    if config.optimizer == "muon" or config.embedding_learning_rate is not None:
+        groups = {
+            "muon": optax.GradientTransformation(muon.init, update),
+            "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
+            "adamw": optimizer,
+        }
+        optimizer = optax.partition(groups, functools.partial(partition, config))
     if config.gradient_clip == 0:
         return optimizer
     return optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)

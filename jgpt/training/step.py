@@ -107,17 +107,12 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
-    def stored(state: TrainState) -> TrainState:
-        """Sharded as it is stored, if a mesh is set."""
-        return state if current_mesh().empty else sharded(state, state_specs(config))
-
     @typed
     def loss_of(
         weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> Float[Array, ""]:
-        model = nnx.merge(graph, weights)
+        model, at_once = nnx.merge(graph, weights), rows_at_once(config.model.vocab_size)
         x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
-        at_once = rows_at_once(config.model.vocab_size)
         return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
 
     @typed
@@ -149,7 +144,9 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         norm = optax.tree.norm(gradients)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
-        stepped = stored(TrainState(weights, optimizer_state, state.step + 1))
+        stepped = TrainState(weights, optimizer_state, state.step + 1)
+        if not current_mesh().empty:
+            stepped = sharded(stepped, state_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
         return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
@@ -173,13 +170,11 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         def body(carry):
             i, state, metrics = carry
             state, measured = step(state, windows[i], key)
-            metrics = tuple(
-                row.at[i].set(value) for row, value in zip(metrics, measured, strict=True)
-            )
+            metrics = [row.at[i].set(its) for row, its in zip(metrics, measured, strict=True)]
             return i + 1, state, metrics
 
         empty = jnp.zeros(windows.shape[0], _loss_dtype(config.model))
-        carry = jnp.zeros((), jnp.int32), state, (empty, empty, empty)
+        carry = jnp.zeros((), jnp.int32), state, [empty, empty, empty]
         _, state, metrics = jax.lax.while_loop(unfinished, body, carry)
         return state, Metrics(*metrics)
 
@@ -192,7 +187,6 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
     A batch without counted targets is skipped at run time.
     """
     graph = nnx.graphdef(abstract_model(config))
-    loss_dtype = _loss_dtype(config)
 
     @jax.jit
     @typed
@@ -207,14 +201,14 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
             window, counted = (placed(each, "batch", None) for each in batch)
 
             def added():
-                x = model.hidden(window[:, :-1])
-                at_once = rows_at_once(config.vocab_size)
+                x, at_once = model.hidden(window[:, :-1]), rows_at_once(config.vocab_size)
                 losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
                 return total + jnp.where(counted, losses, 0).sum()
 
             return jax.lax.cond(counted.any(), added, lambda: total), None
 
-        return jax.lax.scan(add, jnp.zeros((), loss_dtype), (windows, counts))[0]
+        zero = jnp.zeros((), _loss_dtype(config))
+        return jax.lax.scan(add, zero, (windows, counts))[0]
 
     return evaluate
 

@@ -10,9 +10,6 @@ VALUES = {
         "classes <= {jax.Array, np.ndarray, bool, int, str}",
         "classes < {jax.Array, np.ndarray, bool, int, str}",
     ): "no annotation has leaves of all five kinds; jaxtyping would judge it as well, slower",
-    ("generation/decoding.py", "end > size", "end >= size"): (
-        "a prompt as long as the block begins at its first token either way"
-    ),
     ("nn/heads.py", "self.window < key.shape[-2]", "self.window <= key.shape[-2]"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),

@@ -201,12 +201,6 @@ GENERATION = [
         takes="values",
         host="lengths",
     ),
-    Case(
-        "jgpt.generation.decoding._stream",
-        {"prompt": "int batch time", "ends": "int batch", "key": "key"},
-        static={**NOTHING, "sampling": SAMPLING_PARAMETERS, "top_k": None},
-        takes="numpy",
-    ),
 ]
 BYTES = ByteTokenizer()
 TEXT: dict[str, Any] = {
