@@ -1,7 +1,6 @@
 """Batches as a function of (seed, step), from tokens on the device or memory-mapped."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +43,10 @@ def batches(
         return _gather(tokens, starts, block_size)
 
     rows = np.asarray(starts)[..., None] + np.arange(block_size + 1)
-
-    def read(part: Any) -> np.ndarray:
-        return tokens[rows[part]].astype(np.int32)
-
     if current_mesh().empty:  # on no device in particular, as what is computed: one compilation
-        return jnp.asarray(read(...))
+        return jnp.asarray(tokens[rows].astype(np.int32))
     where = shardings(spec_of((None, "batch", None), rows.shape, current_mesh()))
+    read = lambda part: tokens[rows[part]].astype(np.int32)  # noqa: E731
     return jax.make_array_from_callback(rows.shape, where, read)
 
 
@@ -117,12 +113,8 @@ def evaluation_windows(
     The last batch is padded.
     """
     targets = len(tokens) - 1
-    windows = -(-targets // block_size)
-    rows = -(-windows // batch_size) * batch_size
-    position = np.arange(rows)[:, None] * block_size + np.arange(block_size + 1)
-    counts = position[:, 1:] <= targets
+    count = -(-targets // block_size // batch_size)
+    firsts = np.arange(count * batch_size).reshape(count, batch_size, 1) * block_size
+    position = firsts + np.arange(block_size + 1)
     filled = np.asarray(tokens)[np.minimum(position, targets)].astype(np.int32)
-    return (
-        filled.reshape(-1, batch_size, block_size + 1),
-        counts.reshape(-1, batch_size, block_size),
-    )
+    return filled, position[..., 1:] <= targets

@@ -6,6 +6,7 @@ import http.client
 import io
 import os
 import platform
+import re
 import tempfile
 import urllib.error
 import urllib.request
@@ -32,10 +33,7 @@ Warn = Callable[[str], None]
 
 
 def read_text(
-    sources: Sequence[str],
-    *,
-    universal_newlines: bool = True,
-    warn: Warn = lambda message: None,
+    sources: Sequence[str], *, universal_newlines: bool = True, warn: Warn = lambda message: None
 ) -> str:
     """The text of corpora, files and folders of .txt, concatenated.
 
@@ -52,10 +50,8 @@ def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -
 
 def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
     """The versions of the corpora among the sources: `pydocs` is another in each Python."""
-    versions = {
-        "pydocs": f"Python {platform.python_version()}",
-        "shakespeare": f"SHA-256 {SHAKESPEARE_SHA256[:12]}…",
-    }
+    versions = {"shakespeare": f"SHA-256 {SHAKESPEARE_SHA256[:12]}…"}
+    versions["pydocs"] = f"Python {platform.python_version()}"
     return {name: versions[name] for name in sources if name in versions}
 
 
@@ -73,25 +69,12 @@ def text_chunks(
     pending = ""
     for chunk in _read_sources(sources, chunk_size, universal_newlines, warn):
         pending += chunk
-        if len(pending) >= chunk_size:
-            split = _last_split_point(pending)
-            if split:
-                yield pending[:split]
-                pending = pending[split:]
+        # greedy, so that it is the last newline between two characters that are no space
+        if len(pending) >= chunk_size and (found := re.match(r"(?s:.*)\S\n(?=\S)", pending)):
+            yield found[0]
+            pending = pending[found.end() :]
     if pending:
         yield pending
-
-
-def _last_split_point(text: str) -> int:
-    """The last index after a single newline between two non-space characters, or 0."""
-    end = len(text)
-    while (newline := text.rfind("\n", 1, end)) > 0:
-        if newline + 1 < len(text) and not (
-            text[newline - 1].isspace() or text[newline + 1].isspace()
-        ):
-            return newline + 1
-        end = newline
-    return 0
 
 
 def _read_sources(
@@ -106,13 +89,11 @@ def _read_sources(
             continue
         for path in [shakespeare_file(warn)] if source == "shakespeare" else _files(source):
             with path.open("rb") as file:
-                length, is_changed = yield from _decode(
-                    file, str(path), chunk_size, universal_newlines
-                )
+                text = _decode(file, str(path), chunk_size, universal_newlines)
+                length, is_changed = yield from text
             if not length:
                 raise ValueError(f"{path} is empty")
-            if is_changed:
-                changed.append(path)
+            changed += [path] * is_changed
     if changed:
         others = f" and {len(changed) - 1} more" * (len(changed) > 1)
         warn(
@@ -143,7 +124,24 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
                 )
             return path
     warn(f"downloading tiny Shakespeare from {SHAKESPEARE_URL}")
-    _download(SHAKESPEARE_URL, cached)
+    try:
+        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
+            data = response.read()
+        if wrong := _wrong_checksum(data):
+            raise ConnectionError(wrong)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as partial:
+            file = Path(partial, cached.name)
+            file.write_bytes(data)
+            os.replace(file, cached)
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it holds the connection open
+        raise ConnectionError(
+            f"tiny Shakespeare could not be downloaded from {SHAKESPEARE_URL} ({error}): name a "
+            f"file with a copy of it, or put it as {SHAKESPEARE_FILE} into a folder that "
+            "JGPT_DATA_DIR names, or use the corpus pydocs, which needs no network"
+        ) from None
     return cached
 
 
@@ -152,53 +150,28 @@ def _wrong_checksum(data: bytes) -> str:
     return f"SHA-256 {found[:12]}…, not {SHAKESPEARE_SHA256[:12]}…" * (found != SHAKESPEARE_SHA256)
 
 
-def _download(url: str, target: Path) -> None:
-    """Download a file; a failure leaves nothing behind."""
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            data = response.read()
-        if wrong := _wrong_checksum(data):
-            raise ConnectionError(wrong)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as partial:
-            Path(partial, target.name).write_bytes(data)
-            os.replace(Path(partial, target.name), target)
-    except (OSError, http.client.HTTPException) as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it holds the connection open
-        raise ConnectionError(
-            f"tiny Shakespeare could not be downloaded from {url} ({error}): name a file with a "
-            f"copy of it, or put it as {SHAKESPEARE_FILE} into a folder that JGPT_DATA_DIR names, "
-            "or use the corpus pydocs, which needs no network"
-        ) from None
-
-
 def _files(source: str) -> list[Path]:
     path = Path(source)
-    if path.is_dir():
-        # not what runs in it have written, such as their samples.txt
-        folders = (file.parent for file in path.glob("**/config.json"))
-        runs = {
-            folder
-            for folder in folders
-            if (folder / "tokenizer.json").is_file() and (folder / "checkpoints").is_dir()
-        }
-        files = sorted(
-            file
-            for file in path.glob("**/*.txt")
-            if file.is_file() and runs.isdisjoint(file.parents)
-        )
-        if not files:
-            raise FileNotFoundError(
-                f"{path} is a folder without any .txt file{' outside of its runs' * bool(runs)}"
-            )
-        return files
     if not path.exists():
         raise FileNotFoundError(
             f"there is no file {source!r}, and no corpus of that name "
             f"({' and '.join(CORPORA)} are){did_you_mean(source, CORPORA)}"
         )
-    return [path]
+    if not path.is_dir():
+        return [path]
+    # not what runs in it have written, such as their samples.txt
+    runs = {
+        file.parent
+        for file in path.glob("**/config.json")
+        if file.with_name("tokenizer.json").is_file() and file.with_name("checkpoints").is_dir()
+    }
+    texts = (file for file in path.glob("**/*.txt") if file.is_file())
+    files = sorted(file for file in texts if runs.isdisjoint(file.parents))
+    if not files:
+        raise FileNotFoundError(
+            f"{path} is a folder without any .txt file{' outside of its runs' * bool(runs)}"
+        )
+    return files
 
 
 def _decode(

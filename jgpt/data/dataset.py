@@ -14,14 +14,9 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.contracts import record, typed
+from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
-from jgpt.data.tokenizers import (
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    tokenizer_from_json,
-)
+from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
 
@@ -67,7 +62,7 @@ def load_dataset(
     that the given tokenizer can't encode.
     """
     text_digest = None
-    prepared = [source for source in config.data if (Path(source) / INDEX_FILE).is_file()]
+    prepared = [source for source in config.data if Path(source, INDEX_FILE).is_file()]
     if prepared:
         if len(config.data) > 1:
             raise ValueError(f"prepared data {prepared[0]} can't be mixed with other data")
@@ -104,10 +99,8 @@ def load_dataset(
     return Dataset(train, validation, tokenizer, characters / len(tokens), digest, text_digest)
 
 
-def _require_known(
-    config: DataConfig, known: KnownText, of: str, digest: str, expected: str
-) -> None:
-    if digest == expected:
+def _require_known(config: DataConfig, known: KnownText, of: str, found: str, wanted: str) -> None:
+    if found == wanted:
         return
     here, sources = corpus_versions(config.data), " ".join(config.data)
     moved = [
@@ -115,7 +108,7 @@ def _require_known(
         for name, version in known.versions.items()
         if here.get(name, version) != version
     ]
-    why = "; ".join(moved) or f"{sources}: SHA-256 {of}{digest[:12]}…, not {expected[:12]}…"
+    why = "; ".join(moved) or f"{sources}: SHA-256 {of}{found[:12]}…, not {wanted[:12]}…"
     raise ValueError(
         f"the text has changed since the run was trained on it ({why}): "
         f"restore the text{' or use that Python' * bool(moved)}, or train a new run"
@@ -187,14 +180,14 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
 def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
     match config.tokenizer:
         case "byte":
-            return ByteTokenizer()
+            return tokenizers.ByteTokenizer()
         case "bpe":
-            return BPETokenizer.train(texts(), config.bpe_vocab_size)
+            return tokenizers.BPETokenizer.train(texts(), config.bpe_vocab_size)
         case "gpt2":
             assert config.tokenizer_files is not None  # the config checks that
-            return BPETokenizer.from_gpt2(config.tokenizer_files)
+            return tokenizers.BPETokenizer.from_gpt2(config.tokenizer_files)
         case _:
-            return CharTokenizer.from_text("".join(sorted(set().union(*map(set, texts())))))
+            return tokenizers.CharTokenizer.from_text("".join(set().union(*map(set, texts()))))
 
 
 @typed

@@ -110,24 +110,20 @@ class BPETokenizer:
         `<|endoftext|>` in a text is encoded as that token.
         """
         directory = Path(directory)
-        for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-            if (directory / vocabulary).is_file() and (directory / merges).is_file():
+        for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+            vocabulary, merges = (directory / name for name in names)
+            if vocabulary.is_file() and merges.is_file():
                 break
         else:
             raise FileNotFoundError(
                 f"{directory} has neither encoder.json and vocab.bpe nor vocab.json and merges.txt"
             )
         try:
-            vocab = json.loads((directory / vocabulary).read_text(encoding="utf-8"))
-            lines = (directory / merges).read_text(encoding="utf-8").split("\n")
-            pairs = [tuple(line.split(" ")) for line in lines if line]
-            if lines[0].startswith("#version"):
-                pairs = pairs[1:]
-            model = tokenizers.models.BPE(vocab=vocab, merges=pairs)
+            model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
         except Exception as error:  # the library raises a bare Exception for a bad vocabulary
             raise ValueError(f"{directory}: not GPT-2's vocabulary and merges: {error}") from error
         backend = _byte_level(model)
-        if END_OF_TEXT in vocab:
+        if model.token_to_id(END_OF_TEXT) is not None:
             backend.add_special_tokens([END_OF_TEXT])
         return cls(backend)
 

@@ -81,8 +81,8 @@ def stream(
     if ends.max() > prompt.shape[1]:
         raise ValueError(f"lengths={ends.max()} is more than the prompt's {prompt.shape[1]} tokens")
     require_in_vocabulary(prompt, model.vocab_size, "the prompt's token")
-    rules = [None if value is None else jnp.float32(value) for value in (temperature, top_p, min_p)]
-    sampling, size = Sampling(*rules), model.block_size
+    nucleus, least = (None if p is None else jnp.float32(p) for p in (top_p, min_p))
+    sampling, size = Sampling(jnp.float32(temperature), nucleus, least), model.block_size
     graph, weights = nnx.split(model)
     length = np.minimum(ends, size).astype(np.int32)
     rows = [row[:end][-size:] for row, end in zip(np.asarray(prompt, np.int32), ends, strict=True)]

@@ -1,6 +1,7 @@
 """Optimizers: AdamW, Muon, schedules, weight-decay mask, clipping."""
 
 import functools
+from collections.abc import Hashable
 from typing import Literal
 
 import jax
@@ -117,7 +118,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     optimizer = adamw(config.learning_rate)
     if config.optimizer == "muon" or config.embedding_learning_rate is not None:
-        groups = {
+        groups: dict[Hashable, optax.GradientTransformation] = {
             "muon": optax.GradientTransformation(muon.init, update),
             "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
             "adamw": optimizer,
