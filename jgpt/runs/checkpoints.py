@@ -1,5 +1,6 @@
 """Checkpoints: saved asynchronously, checksummed, verified when loaded."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -24,14 +25,7 @@ from jgpt.hardware import Platform, current_platform, process_count, process_ind
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
 from jgpt.runs.directory import CHECKPOINTS, RunDirectory
-from jgpt.runs.manifest import (
-    Manifest,
-    files_below,
-    sha256_of,
-    sync_below,
-    sync_directory,
-    verify,
-)
+from jgpt.runs.manifest import Manifest, files_below, sha256_of, sync_below, sync_directory, verify
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays, current_mesh, weight_specs
 from jgpt.training.optimizer import make_optimizer
@@ -43,11 +37,9 @@ Which = Literal["best", "last"] | int
 _STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
 
 
-class _OrbaxMessages(logging.Filter):
+def _is_not_orbax(record: logging.LogRecord) -> bool:
     """Drops Orbax's log messages, and no others: what fails raises an error as well."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "orbax" not in Path(record.pathname).parts
+    return "orbax" not in Path(record.pathname).parts
 
 
 class Checkpoints:
@@ -60,11 +52,11 @@ class Checkpoints:
     def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
         self._path = (run.path / CHECKPOINTS).resolve()
         self._config, self.run = run.config(), run
-        self._orbax = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(weights=_handler(), optimizer=_handler())
-        )
+        # plain Zarr: a directory per array, which can be inspected and checksummed
+        weights, optimizer = (ocp.StandardCheckpointHandler(use_ocdbt=False) for _ in range(2))
+        handler = ocp.CompositeCheckpointHandler(weights=weights, optimizer=optimizer)
+        self._orbax = ocp.AsyncCheckpointer(handler)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._quiet = _OrbaxMessages()
         self._saving: Future[None] | None = None
         if not read_only and process_index() == 0:
             self._path.mkdir(exist_ok=True)
@@ -72,7 +64,7 @@ class Checkpoints:
             self._remove_unfinished()
 
     def __enter__(self) -> Self:
-        logging.getLogger("absl").addFilter(self._quiet)
+        logging.getLogger("absl").addFilter(_is_not_orbax)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -82,7 +74,7 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._orbax.close()
-            logging.getLogger("absl").removeFilter(self._quiet)
+            logging.getLogger("absl").removeFilter(_is_not_orbax)
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first."""
@@ -97,15 +89,10 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps():
             return
-        partial = self._path / f"saving-{step}"
+        partial, trees = self._path / f"saving-{step}", (state.weights, state.optimizer)
+        weights, optimizer = map(ocp.args.StandardSave, trees)
         try:
-            self._orbax.save(
-                partial,
-                args=ocp.args.Composite(
-                    weights=ocp.args.StandardSave(state.weights),
-                    optimizer=ocp.args.StandardSave(state.optimizer),
-                ),
-            )
+            self._orbax.save(partial, args=ocp.args.Composite(weights=weights, optimizer=optimizer))
         except Exception as error:
             raise self._failed(step, error) from error
         self._saving = self._background.submit(self._finish, partial, step, validation_loss)
@@ -133,8 +120,9 @@ class Checkpoints:
             raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
         if isinstance(which, int):
             if which not in steps:
-                known = ", ".join(map(str, steps))
-                raise ValueError(f"{self._path} has no checkpoint {which}: it has {known}")
+                raise ValueError(
+                    f"{self._path} has no checkpoint {which}: it has {str(steps)[1:-1]}"
+                )
             return which
         return self._by_loss()[0] if which == "best" else steps[-1]
 
@@ -145,27 +133,27 @@ class Checkpoints:
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
         step = self._verified_step(config, which)
-        abstract, specs = abstract_state(config), state_specs(config)
-        wanted = {"weights": abstract.weights, "optimizer": abstract.optimizer}
-        where = {"weights": specs.weights, "optimizer": specs.optimizer}
-        return TrainState(**self._restore(step, wanted, where), step=jnp.int32(step))
+        state = abstract_arrays(abstract_state(config), state_specs(config))
+        restored = self._restore(step, weights=state.weights, optimizer=state.optimizer)
+        return TrainState(**restored, step=jnp.int32(step))
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """Restore verified weights only. Raises ValueError if they are damaged."""
         step = self._verified_step(config, which)  # before a model is made, which may be huge
         model = abstract_model(config.model)
-        abstract = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        specs = weight_specs(model, current_mesh())
-        return self._restore(step, {"weights": abstract}, {"weights": specs})["weights"]
+        weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        wanted = abstract_arrays(weights, weight_specs(model, current_mesh()))
+        return self._restore(step, weights=wanted)["weights"]
 
     def _by_loss(self) -> list[int]:
         """Steps by validation loss; those without one last, newest first."""
-        losses = {}
-        for step in self.steps():
+
+        def rank(step: int) -> tuple[float, int]:
             loss = self._read(Manifest.read, step).validation_loss
-            losses[step] = (math.inf, -step) if loss is None else (loss, step)
-        return sorted(losses, key=lambda step: losses[step])
+            return (math.inf, -step) if loss is None else (loss, step)
+
+        return sorted(self.steps(), key=rank)
 
     def _verified_step(self, config: TrainConfig, which: Which) -> int:
         step = self.step(which)
@@ -191,26 +179,19 @@ class Checkpoints:
         try:
             return read(self._path / str(step))
         except ValueError as error:
-            others = (other for other in reversed(self.steps()) if other != step)
-            intact = next((other for other in others if self._is_intact(other)), None)
-            advice = (
-                "the run has no other intact checkpoint"
-                if intact is None
-                else f"checkpoint {intact} is intact: use which={intact}, or delete "
-                f"{self._path / str(step)} to resume from the others"
-            )
+            for other in reversed(self.steps()):
+                with contextlib.suppress(ValueError):
+                    if other != step and verify(self._path / str(other)):
+                        advice = f"checkpoint {other} is intact: use which={other}, or delete "
+                        advice += f"{self._path / str(step)} to resume from the others"
+                        break
+            else:
+                advice = "the run has no other intact checkpoint"
             raise ValueError(f"{error}; {advice}") from None
 
-    def _is_intact(self, step: int) -> bool:
-        try:
-            return bool(verify(self._path / str(step)))
-        except ValueError:
-            return False
-
-    def _restore(self, step: int, abstract: dict[str, Any], specs: dict[str, Any]) -> Any:
+    def _restore(self, step: int, **wanted: Any) -> dict[str, Any]:
         directory = self._path / str(step)
-        _require_plausible_arrays(directory, jax.tree.leaves(abstract))
-        wanted = abstract_arrays(abstract, specs)
+        _require_plausible_arrays(directory, jax.tree.leaves(wanted))
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         try:
             restored = self._orbax.restore(directory, args=ocp.args.Composite(**arguments))
@@ -228,16 +209,10 @@ class Checkpoints:
             if process_index() != 0:
                 return
             sync_below(partial)  # Orbax syncs arrays, but not its metadata
-            Manifest(
-                step=step,
-                validation_loss=validation_loss,
-                model=dataclasses.asdict(self._config.model),
-                tokenizer=self.run.tokenizer_digest(),
-                files={
-                    name: (path.stat().st_size, sha256_of(path))
-                    for name, path in files_below(partial)
-                },
-            ).write(partial)
+            model, tokenizer = dataclasses.asdict(self._config.model), self.run.tokenizer_digest()
+            found = files_below(partial)
+            files = {name: (path.stat().st_size, sha256_of(path)) for name, path in found}
+            Manifest(step, validation_loss, model, tokenizer, files).write(partial)
             sync_directory(partial)
             os.replace(partial, self._path / str(step))
             sync_directory(self._path)
@@ -248,12 +223,9 @@ class Checkpoints:
         self._delete_old()
 
     def _failed(self, step: int, error: Exception) -> OSError:
-        steps = self.steps()
-        last = (
-            f"the last good checkpoint is step {steps[-1]}"
-            if steps
-            else "there is no checkpoint yet"
-        )
+        last = "there is no checkpoint yet"
+        if steps := self.steps():
+            last = f"the last good checkpoint is step {steps[-1]}"
         return OSError(
             f"the checkpoint of step {step} could not be written to {self._path} "
             f"({_reason(error)}); {last}: free some space and use resume=True"
@@ -345,11 +317,6 @@ def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
                     raise ValueError(f"{name} {sizes!r} is larger than the model's largest array")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
-
-
-def _handler() -> ocp.StandardCheckpointHandler:
-    # plain Zarr: a directory per array, which can be inspected and checksummed
-    return ocp.StandardCheckpointHandler(use_ocdbt=False)
 
 
 def _reason(error: Exception) -> str:

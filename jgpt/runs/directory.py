@@ -1,7 +1,7 @@
 """The run directory: its files, written atomically by one process at a time."""
 
 import contextlib
-import hashlib
+import functools
 import json
 import math
 import os
@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.runs.manifest import make_directory, sync_directory, write_new
+from jgpt.runs.manifest import make_directory, sha256_of, sync_directory, write_new
 
 if sys.platform == "win32":
     import msvcrt
@@ -92,7 +92,10 @@ class RunDirectory:
         descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _OWN_FILE, 0o666)
         try:
             try:
-                _lock(descriptor)
+                if sys.platform == "win32":
+                    msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+                else:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
                 raise BlockingIOError(
@@ -115,7 +118,7 @@ class RunDirectory:
 
     def tokenizer_digest(self) -> str:
         """The SHA-256 of the tokenizer's file."""
-        return hashlib.sha256((self.path / TOKENIZER).read_bytes()).hexdigest()
+        return sha256_of(self.path / TOKENIZER)
 
     def checkpoint_steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first."""
@@ -130,11 +133,8 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics so far, without truncated or damaged lines."""
-        return [
-            line
-            for line, _ in self._lines(METRICS)
-            if all(type(value) in (int, float) and abs(value) < 1e300 for value in line.values())
-        ]
+        plain = lambda value: type(value) in (int, float) and abs(value) < 1e300  # noqa: E731
+        return [line for line, _ in self._lines(METRICS) if all(map(plain, line.values()))]
 
     def truncate_metrics(self, step: int) -> None:
         """Truncate the metrics after a step that training is resumed from."""
@@ -167,9 +167,8 @@ class RunDirectory:
     def _append(self, name: str, lines: list[dict[str, Any]], *, durable: bool) -> None:
         """Append to a file; a failed write leaves it unchanged."""
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
-        descriptor = os.open(
-            self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _OWN_FILE, 0o666
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _OWN_FILE
+        descriptor = os.open(self.path / name, flags, 0o666)
         try:
             size = os.fstat(descriptor).st_size
             try:
@@ -205,17 +204,15 @@ class RunDirectory:
                 end += len(text)
                 if not text.endswith(b"\n"):
                     return
-                try:
+                with contextlib.suppress(ValueError, RecursionError):
                     line = json.loads(text)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(line, dict) and type(line.get("step")) is int:
-                    yield line, end
+                    if isinstance(line, dict) and type(line.get("step")) is int:
+                        yield line, end
 
 
 def read_config(path: Path) -> TrainConfig:
     """Read a run's config. Raises ValueError if it is damaged."""
-    return _read(path, lambda text: from_json(TrainConfig, text))
+    return _read(path, functools.partial(from_json, TrainConfig))
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,13 +1,12 @@
 """The training loop: fit, evaluate, plan."""
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -22,13 +21,7 @@ from jgpt.data.dataset import Dataset, load_dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
-from jgpt.hardware import (
-    Platform,
-    accelerators,
-    current_platform,
-    memory_limit,
-    process_index,
-)
+from jgpt.hardware import Platform, accelerators, current_platform, memory_limit, process_index
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
@@ -132,7 +125,7 @@ def fit(
             checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
         first_step = int(state.step)
-        trackers = []
+        trackers, chips = [], max(current_mesh().size, 1)
         with together():
             if first:
                 run.truncate_metrics(first_step)
@@ -141,9 +134,7 @@ def fit(
                     stack.callback(trackers[-1].close)
                 run.append_provenance(line | {"step": first_step})
         progress.started(config, dataset, state, out)
-        logger = MetricsLogger(
-            config, run, trackers, len(dataset.train), max(current_mesh().size, 1), progress.stepped
-        )
+        logger = MetricsLogger(config, run, trackers, len(dataset.train), chips, progress.stepped)
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
         _train(config, dataset, state, checkpoints, logger, profiler, progress, should_stop)
         checkpoints.wait()
@@ -155,16 +146,8 @@ def fit(
                 plot_losses(run.metrics(), run.path / LOSS_PICTURE)
                 run.write_samples(sample)
     assert best.validation_loss is not None  # the last step is always evaluated
-    return Run(
-        directory=run.path,
-        model=model,
-        tokenizer=tokenizer,
-        config=saved,
-        validation_loss=best.validation_loss,
-        best_step=best.step,
-        sample=sample,
-        seconds=time.perf_counter() - started,
-    )
+    seconds = time.perf_counter() - started
+    return Run(run.path, model, tokenizer, saved, best.validation_loss, best.step, sample, seconds)
 
 
 def plan(
@@ -197,18 +180,13 @@ def _prepare(
     known = known_text(run.provenance()) if run else None
     # a run's text stays as it was first read, in runs from before universal newlines too
     universal = config.dataset.universal_newlines and before.dataset.universal_newlines
-    data = dataclasses.replace(config.dataset, universal_newlines=universal)
-    dataset = load_dataset(
-        data,
-        config.model.block_size,
-        tokenizer=run.tokenizer() if run else None,
-        known=known,
-        warn=progress.warned,
-    )
-    model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    data = replace(config.dataset, universal_newlines=universal)
+    tokenizer, size = run.tokenizer() if run else None, config.model.block_size
+    dataset = load_dataset(data, size, tokenizer=tokenizer, known=known, warn=progress.warned)
+    model = replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     # the run's config records the dtype that `auto` was resolved to
-    model = dataclasses.replace(model, dtype=for_platform(model, platform).dtype)
-    config = dataclasses.replace(config, model=model, dataset=data)
+    model = replace(model, dtype=for_platform(model, platform).dtype)
+    config = replace(config, model=model, dataset=data)
     if run:
         require_same_run(before, config, text_is_known=known is not None)
         checkpoints = run.checkpoint_steps()
@@ -220,7 +198,7 @@ def _prepare(
         if (changed := describe_learning_rate(before, config, checkpoints)) is not None:
             progress.warned(changed)
     mesh = config.mesh or default_mesh(config, accelerators(), memory_limit())
-    decided = dataclasses.replace(run_for_platform(config, platform), mesh=mesh)
+    decided = replace(run_for_platform(config, platform), mesh=mesh)
     require_feasible(decided, memory_limit())
     _require_room(config, out)
     return config, decided, dataset, out
@@ -331,15 +309,14 @@ def _train(
                     logger.start_clock()
                 if step == boundary:
                     logger.wait()
-                    losses.append(evaluate(state.weights))
-                    if not math.isfinite(losses[-1]):
-                        raise FloatingPointError(
-                            f"the validation loss is {losses[-1]} after step {step}"
-                        )
-                    logger.add_evaluation(validation_loss=losses[-1])
+                    loss = evaluate(state.weights)
+                    if not math.isfinite(loss):
+                        raise FloatingPointError(f"the validation loss is {loss} after step {step}")
+                    losses.append(loss)
+                    logger.add_evaluation(validation_loss=loss)
                     logger.finish()
-                    progress.evaluated(step, losses[-1])
-                    checkpoints.save(state, losses[-1])
+                    progress.evaluated(step, loss)
+                    checkpoints.save(state, loss)
                     watch.arm()
                     logger.start_clock()
             if step < config.steps:
@@ -384,23 +361,15 @@ def evaluate(
     platform: Platform | None = None,
 ) -> Evaluation:
     """The exact loss of a run's model on its validation split."""
-    platform = platform or current_platform()
+    platform, warn = platform or current_platform(), (progress or Progress()).warned
     model, tokenizer, config = load(run_directory, which=which, platform=platform)
-    dataset = load_dataset(
-        config.dataset,
-        config.model.block_size,
-        tokenizer=tokenizer,
-        known=known_text(RunDirectory.open(run_directory).provenance()),
-        warn=(progress or Progress()).warned,
-    )
+    known, size = known_text(RunDirectory.open(run_directory).provenance()), config.model.block_size
+    dataset = load_dataset(config.dataset, size, tokenizer=tokenizer, known=known, warn=warn)
     exact, _ = _evaluators(run_for_platform(config, platform), dataset)
     loss = exact(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    return Evaluation(
-        loss=loss,
-        perplexity=math.exp(loss),
-        bits_per_character=bits_per_character(loss, dataset.characters_per_token),
-        tokens=len(dataset.validation[: config.eval_tokens]) - 1,
-    )
+    bits = bits_per_character(loss, dataset.characters_per_token)
+    targets = len(dataset.validation[: config.eval_tokens]) - 1
+    return Evaluation(loss, math.exp(loss), bits, targets)
 
 
 def _evaluators(

@@ -75,10 +75,8 @@ def joined(
         yield
     except BaseException as error:
         if not isinstance(error, SystemExit):
-            if isinstance(error, JaxRuntimeError):
-                time.sleep(
-                    2 * GRACE_SECONDS
-                )  # if another process has died, its message comes first
+            if isinstance(error, JaxRuntimeError):  # of one that has died the message comes first
+                time.sleep(2 * GRACE_SECONDS)
             if not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
                 traceback.print_exc()
             message = " ".join(str(error).split())[:1000] or repr(error)
@@ -130,13 +128,10 @@ def require_same(facts: dict[str, Any]) -> None:
     """Raise ValueError, in all processes, naming the facts that differ between them."""
     first, *others = gather(facts)
     for index, other in enumerate(others, 1):
-        differences = [
-            f"{name} is {other[name]!r}, in process 0 {value!r}"
-            for name, value in first.items()
-            if other[name] != value
-        ]
-        if differences:
-            raise ValueError(f"process {index} differs: {'; '.join(differences)}; they must agree")
+        differ = [name for name, value in first.items() if other[name] != value]
+        each = (f"{name} is {other[name]!r}, in process 0 {first[name]!r}" for name in differ)
+        if differ:
+            raise ValueError(f"process {index} differs: {'; '.join(each)}; they must agree")
 
 
 class Vote:

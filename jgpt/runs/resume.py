@@ -32,9 +32,8 @@ def require_same_run(
     ]
     if differences:
         raise ValueError(
-            "the config doesn't match the run to resume: "
-            + "; ".join(differences)
-            + ". Use the same values, or another directory"
+            f"the config doesn't match the run to resume: {'; '.join(differences)}. "
+            "Use the same values, or another directory"
         )
 
 
@@ -67,15 +66,12 @@ def describe_learning_rate(
         return f"{changed} goes on from {before(done - 1):.3g} to {after(done):.3g}, without a jump"
     kept = dataclasses.replace(given.optimizer, schedule_steps=span)
     end = _learning_rate(dataclasses.replace(given, optimizer=kept))(given.steps - 1)
+    way = "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
+    way += "decay, which keep_every keeps"
     if end > 0:
         way = f"schedule_steps={span} keeps the schedule ({end:.3g} at the last step)"
     elif steady:
         way = f"delete the checkpoints after {steady[-1]} to resume from that one"
-    else:
-        way = (
-            "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
-            "decay, which keep_every keeps"
-        )
     return (
         f"{changed} jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. "
         f"Without a jump: {way}"
