@@ -18,16 +18,8 @@ from jgpt.runs.manifest import make_directory, sha256_of, sync_directory, write_
 
 if sys.platform == "win32":
     import msvcrt
-
-    def _lock(descriptor: int) -> None:
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-
 else:
     import fcntl
-
-    def _lock(descriptor: int) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
 
 Parsed = TypeVar("Parsed")
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
