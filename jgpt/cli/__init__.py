@@ -40,11 +40,10 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         _discard_output()
         name, line = args[0] if args else "", _one_line(error)
-        if name in COMMANDS:
-            options = (
-                TRAIN if name in ("train", "plan") else inspect.signature(COMMANDS[name]).parameters
-            )
-            line = in_flags(line, options)
+        if name in ("train", "plan"):
+            line = in_flags(line, TRAIN)
+        elif name in COMMANDS:
+            line = in_flags(line, inspect.signature(COMMANDS[name]).parameters)
         print(f"jgpt: {line}", file=sys.stderr)
         sys.exit(2)
 

@@ -11,25 +11,15 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice
+from itertools import chain, islice
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jgpt.cli.options import (
-    TRAIN,
-    File,
-    Number,
-    ProcessOptions,
-    RunOptions,
-    Switch,
-    describe_presets,
-    described,
-    in_flags,
-    parse_train,
-)
+from jgpt.cli import options as parsing
+from jgpt.cli.options import File, Number, ProcessOptions, RunOptions, Switch, described
 from jgpt.cli.terminal import importing, open_console, say, spinner
 from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
 from jgpt.presets import PRESETS
@@ -56,7 +46,7 @@ def train(args: list[str]) -> None:
     began = time.perf_counter()
     if any(word.partition("=")[0] == "--vocab-size" for word in args):
         raise ValueError("--vocab-size can't be set: the tokenizer determines it")
-    config, options, where = parse_train(args)
+    config, options, where = parsing.parse_train(args)
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
     if options.dry_run:
@@ -65,28 +55,24 @@ def train(args: list[str]) -> None:
     if options.on is not None:
         raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
 
-    with _joined(where):
-        _train(config, options, began)
-
-
-def _joined(where: ProcessOptions) -> contextlib.AbstractContextManager[None]:
-    """The other processes joined, if there are any."""
-    given = where.coordinator, where.processes, where.process
     if where == ProcessOptions():
-        return contextlib.nullcontext()
+        _train(config, options, began)
+        return
+    given = where.coordinator, where.processes, where.process
     if not where.distributed and None in given:
         raise ValueError("give coordinator=HOST:PORT, processes=N and process=I, all three")
 
     from jgpt.runs.processes import joined
 
-    return joined(*given, _leave)
+    with joined(*given, _leave):
+        _train(config, options, began)
 
 
 def _leave(message: str) -> NoReturn:
     """End this process with a message, whatever it does."""
     sys.stdout.flush()
     open_console().show_cursor()
-    print(f"jgpt: {in_flags(message, TRAIN)}", file=sys.stderr, flush=True)
+    print(f"jgpt: {parsing.in_flags(message, parsing.TRAIN)}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
@@ -127,7 +113,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> None:
 
 def plan(args: list[str]) -> None:
     """Show the memory and compute of a training run, here or on other hardware."""
-    _plan(*parse_train(args, "plan"))
+    _plan(*parsing.parse_train(args, "plan"))
 
 
 def _plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> None:
@@ -142,16 +128,15 @@ def _plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> No
         from jgpt.training.ahead import compile_ahead
 
     if options.on is None:
+        resume, overwrite = options.resume, options.overwrite
         with ConsoleProgress(open_console(stderr=options.json), "reading the data") as progress:
-            planned = loop.plan(
-                config, resume=options.resume, overwrite=options.overwrite, progress=progress
-            )
-            lines = describe(planned)
+            planned = loop.plan(config, resume=resume, overwrite=overwrite, progress=progress)
+        lines = describe(planned)
     else:
         doing = f"compiling for {options.on}, which takes minutes"
         with spinner(open_console(stderr=True), doing):
             planned = compile_ahead(config, options.on)
-            lines = describe_ahead(planned)
+        lines = describe_ahead(planned)
     if options.json:
         print(dumps(dataclasses.asdict(planned), default=str))
     else:
@@ -199,22 +184,12 @@ def sample(
 
         given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
         prompts = (text for text in given for _ in range(num_samples))
-        key = jax.random.key(np.uint32(seed))
-        for first in count(0, BATCH_SIZE):
-            rows = tuple(islice(prompts, BATCH_SIZE))
-            if not rows:
-                break
+        key, first = jax.random.key(np.uint32(seed)), 0
+        rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        while rows := tuple(islice(prompts, BATCH_SIZE)):
+            its = jax.random.fold_in(key, first)
             pieces = stream_text(
-                model,
-                tokenizer,
-                rows,
-                max_new_tokens,
-                key=jax.random.fold_in(key, first),
-                stop=stop,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
+                model, tokenizer, rows, max_new_tokens, key=its, stop=stop, **rules
             )
             # the first text is streamed
             print(f"{SEPARATOR}\n" * bool(first) + rows[0], end="", flush=True)
@@ -223,6 +198,7 @@ def sample(
                 print(piece, end="", flush=True)
                 others = [text + new for text, new in zip(others, more, strict=True)]
             print("", *others, sep=f"\n{SEPARATOR}\n")
+            first += BATCH_SIZE
 
 
 def _prompts(
@@ -289,17 +265,17 @@ def info(
             raise ValueError(
                 f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
             )
-        if mesh is None:
-            status.update("compiling")
-            memory = plan.training_memory(run_for_platform(config, current_platform()))
-        else:
+        if mesh is not None:
             say(open_console(), *describe_placements(dataclasses.replace(config, mesh=mesh)))
             return
-    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
-    _, parameters, sizes = zip(*rows, strict=True)
+        status.update("compiling")
+        memory = plan.training_memory(run_for_platform(config, current_platform()))
+    parts = parts_of(config.model)
+    rows = [(part.name, part.parameters, part.size) for part in parts]
+    rows.append(("all", sum(part.parameters for part in parts), sum(part.size for part in parts)))
     lines = [
         f"{name:<28} {count:>13,} parameters {plan.format_bytes(size):>12}"
-        for name, count, size in [*rows, ("all", sum(parameters), sum(sizes))]
+        for name, count, size in rows
     ]
     flops = flops_per_token(config.model)
     lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
@@ -401,19 +377,13 @@ def import_(
         model = (load_gpt2 if format == "gpt2" else load_nanogpt)(source)
         own_tokenizer = _tokenizer(source, tokenizer, universal_newlines)
         model = crop_vocabulary(model, own_tokenizer.vocab_size)
-    config = TrainConfig(
-        model=model.config,
-        # small and constant, as is usual for fine-tuning
-        optimizer=OptimizerConfig(
-            learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
-        ),
-        dataset=DataConfig(
-            data=tuple(chain(*data)) if data else DataConfig().data,
-            universal_newlines=universal_newlines,
-        ),
-        name=path.name,
-        out=out,
+    # small and constant, as is usual for fine-tuning
+    optimizer = OptimizerConfig(
+        learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
     )
+    texts = tuple(chain(*data)) if data else DataConfig().data
+    dataset = DataConfig(texts, universal_newlines)
+    config = TrainConfig(model.config, optimizer, dataset, name=path.name, out=out)
     write_run(path, model, own_tokenizer, config)
     print(
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
@@ -462,18 +432,15 @@ def export(
 def presets() -> None:
     """List the presets of `jgpt train`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
-    print("\n".join(describe_presets(width)))
+    print("\n".join(parsing.describe_presets(width)))
 
 
 _commands = train, plan, sample, eval_, info, plot, attention, prepare, import_, export, presets
-COMMANDS: dict[str, Callable[..., None]] = {
-    command.__name__.rstrip("_"): command for command in _commands
-}
+COMMANDS: dict[str, Callable[..., None]] = {its.__name__.rstrip("_"): its for its in _commands}
 
 
 @contextlib.contextmanager
 def _loaded(run: str, which: Any, mesh: str | None = None) -> Iterator[tuple[Any, Any, Any]]:
-    """A run's model, tokenizer and config, on a mesh if one is named."""
     with importing() as status:
         from jgpt.runs.checkpoints import load
         from jgpt.sharding import use_mesh

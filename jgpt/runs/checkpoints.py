@@ -24,7 +24,7 @@ from jgpt.data.tokenizers import Tokenizer
 from jgpt.hardware import Platform, current_platform, process_count, process_index
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
-from jgpt.runs.directory import CHECKPOINTS, RunDirectory
+from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
 from jgpt.runs.manifest import Manifest, files_below, sha256_of, sync_below, sync_directory, verify
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays, current_mesh, weight_specs
@@ -167,7 +167,7 @@ class Checkpoints:
                     f"checkpoint {self._path / str(step)} was saved with {name}={saved!r}, the "
                     f"config has {name}={given[name]!r}; they belong to different runs"
                 )
-        if manifest.tokenizer != self.run.tokenizer_digest():
+        if manifest.tokenizer != sha256_of(self.run.path / TOKENIZER):
             raise ValueError(
                 f"checkpoint {self._path / str(step)} was saved with another tokenizer than the "
                 "run's; they belong to different runs"
@@ -209,7 +209,10 @@ class Checkpoints:
             if process_index() != 0:
                 return
             sync_below(partial)  # Orbax syncs arrays, but not its metadata
-            model, tokenizer = dataclasses.asdict(self._config.model), self.run.tokenizer_digest()
+            model, tokenizer = (
+                dataclasses.asdict(self._config.model),
+                sha256_of(self.run.path / TOKENIZER),
+            )
             found = files_below(partial)
             files = {name: (path.stat().st_size, sha256_of(path)) for name, path in found}
             Manifest(step, validation_loss, model, tokenizer, files).write(partial)

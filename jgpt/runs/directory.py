@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.runs.manifest import make_directory, sha256_of, sync_directory, write_new
+from jgpt.runs.manifest import make_directory, sync_directory, write_new
 
 if sys.platform == "win32":
     import msvcrt
@@ -107,10 +107,6 @@ class RunDirectory:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer."""
         return _read(self.path / TOKENIZER, tokenizer_from_json)
-
-    def tokenizer_digest(self) -> str:
-        """The SHA-256 of the tokenizer's file."""
-        return sha256_of(self.path / TOKENIZER)
 
     def checkpoint_steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first."""
