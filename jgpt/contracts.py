@@ -20,14 +20,7 @@ import numpy as np
 from beartype import BeartypeConf
 from beartype.door import die_if_unbearable, is_bearable
 from beartype.roar import BeartypeCallHintViolation
-from jaxtyping import (
-    AbstractArray,
-    AnnotationError,
-    Shaped,
-    TypeCheckError,
-    config,
-    jaxtyped,
-)
+from jaxtyping import AbstractArray, AnnotationError, Shaped, TypeCheckError, config, jaxtyped
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -339,7 +332,6 @@ def _complaint(subject: str, hint: Any, value: Any, reason: str) -> str:
 
 
 def _reason(hint: Any, value: Any) -> str:
-    """Why a value does not match an annotation."""
     if reason := _reason_in_arrays(hint, value):
         return reason
     try:

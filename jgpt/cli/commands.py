@@ -69,7 +69,6 @@ def train(args: list[str]) -> None:
 
 
 def _leave(message: str) -> NoReturn:
-    """End this process with a message, whatever it does."""
     sys.stdout.flush()
     open_console().show_cursor()
     print(f"jgpt: {parsing.in_flags(message, parsing.TRAIN)}", file=sys.stderr, flush=True)
@@ -117,7 +116,6 @@ def plan(args: list[str]) -> None:
 
 
 def _plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> None:
-    """Print what training would take; nothing is written."""
     if where != ProcessOptions():
         raise ValueError("a plan is one process's: leave out distributed=True and coordinator")
     if options.on is not None:
@@ -453,5 +451,4 @@ def _loaded(run: str, which: Any, mesh: str | None = None) -> Iterator[tuple[Any
 
 
 def _command(*words: object) -> str:
-    """A command to copy, quoted for the shell."""
     return shlex.join(["jgpt", *map(str, words)])

@@ -144,7 +144,6 @@ def _base_config(given: Any) -> TrainConfig:
 
 
 def _override(config: Any, values: dict[str, Any]) -> Any:
-    """The config with those of the values that it has fields for."""
     names = {its.name for its in dataclasses.fields(config)} & {*values}
     return dataclasses.replace(config, **{name: values[name] for name in names})
 
@@ -173,7 +172,6 @@ def _train_options(config: TrainConfig, *, help: bool = False, everything: bool 
 
 
 def _options(config: Any, help: bool) -> dict[str, tuple[str, Any, Any]]:
-    """An option for each field of a config: its name, its type, and its value as the default."""
     documented = parse_from_object(type(config)).params if help else ()
     texts = {text.arg_name: " ".join((text.description or "").split()) for text in documented}
     options = {}

@@ -152,7 +152,6 @@ def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message:
 
 @typed
 def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer, int]:
-    """Memory-map a prepared folder. Raises ValueError if its files are inconsistent."""
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])

@@ -88,7 +88,6 @@ class BPETokenizer:
     """Byte-level byte-pair encoding on the tokenizers library."""
 
     def __init__(self, backend: Any) -> None:
-        """Wrap a `tokenizers.Tokenizer`."""
         self._backend = backend
 
     @classmethod

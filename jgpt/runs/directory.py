@@ -204,7 +204,6 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write atomically and durably."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     write_new(partial, text)

@@ -140,7 +140,9 @@ def fit(
         checkpoints.wait()
         best = checkpoints.best()
         model, tokenizer, _ = load(run.path, platform=platform)
-        sample = _sample(model, tokenizer, saved)
+        prompt, key = jnp.asarray(default_prompt(tokenizer)), jax.random.key(np.uint32(saved.seed))
+        drawn = generate(model, prompt[None], saved.sample_tokens, key=key, temperature=0.8)
+        sample = tokenizer.decode(np.asarray(drawn[0]))
         with together():
             if first:
                 plot_losses(run.metrics(), run.path / LOSS_PICTURE)
@@ -205,7 +207,6 @@ def _prepare(
 
 
 def _require_room(config: TrainConfig, out: Path) -> None:
-    """Raise OSError if the disk can't hold the checkpoints to keep."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
@@ -246,7 +247,6 @@ def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Pat
 def _open_run(
     out: Path, config: TrainConfig, dataset: Dataset, resume: bool, overwrite: bool
 ) -> RunDirectory:
-    """The run of a locked directory, resumed or new."""
     if RunDirectory.exists(out) and resume:
         run = RunDirectory.open(out)
         run.write_config(config)
@@ -335,7 +335,6 @@ def _train(
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
-    """Whether the best loss is at least `patience` evaluations old."""
     if patience is None or not losses:
         return False
     return len(losses) - 1 - losses.index(min(losses)) >= patience
@@ -394,10 +393,3 @@ def _evaluators(
         return lambda weights: float(evaluate_windows(weights, inputs, mask)) / total
 
     return mean_loss(counts), mean_loss(some)
-
-
-def _sample(model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig) -> str:
-    prompt = jnp.asarray(default_prompt(tokenizer))[None]
-    key = jax.random.key(np.uint32(config.seed))
-    tokens = generate(model, prompt, config.sample_tokens, key=key, temperature=0.8)
-    return tokenizer.decode(np.asarray(tokens[0]))

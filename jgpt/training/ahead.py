@@ -164,7 +164,6 @@ def _sent(found: re.Match[str], line: str) -> int:
 
 
 def _group(line: str) -> int:
-    """The devices in a group of a collective."""
     if found := re.search(r"replica_groups=mesh\[([^]]*)\][^{]*\{([^}]*)\}", line):
         axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
         return math.prod(int(axes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
