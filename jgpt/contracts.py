@@ -106,12 +106,10 @@ def check(value: Result, annotation: Any) -> Result:
             f"check() needs an array annotation, such as Float[Array, 'batch'], "
             f"not {_spelled(annotation)}"
         )
-    if reason := _mismatch(annotation, value):
+    if _mismatch(annotation, value):
         frame = sys._getframe(1)
         name = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
-        subject = f"{name}() computed a wrong intermediate"
-        reason = _in_plain_words(reason, annotation, value)
-        raise TypeCheckError(_complaint(subject, annotation, value, reason))
+        raise _error(f"{name}() computed a wrong intermediate", annotation, value)
     return value
 
 
@@ -154,10 +152,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
         if name in hints
     ]
     accepts_result = _acceptor(hints.get("return", Any))
-
-    def mismatch(what: str, hint: Any, value: Any) -> tuple[None, TypeCheckError]:
-        subject = f"{function.__module__}.{function.__qualname__}() {what}"
-        return None, TypeCheckError(_complaint(subject, hint, value, _reason(hint, value)))
+    subject = f"{function.__module__}.{function.__qualname__}()"
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
         __tracebackhide__ = True
@@ -171,13 +166,13 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
                 values = (values,)
             for value in values:
                 if not accepts(value):
-                    return mismatch(f"was given a wrong {name}", hints[name], value)
+                    return None, _error(f"{subject} was given a wrong {name}", hints[name], value)
         try:
             result = function(*args, **kwargs)
         except Exception as error:
             return None, error
         if not accepts_result(result):
-            return mismatch("returned a wrong result", hints["return"], result)
+            return None, _error(f"{subject} returned a wrong result", hints["return"], result)
         return result, None
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # of what braces may name
@@ -320,11 +315,12 @@ def _over(axes: Sequence[str]) -> str:
     return f"sharded over {' and '.join(axes)}" if axes else "not sharded"
 
 
-def _complaint(subject: str, hint: Any, value: Any, reason: str) -> str:
-    expected = _spelled(hint)
+def _error(what: str, hint: Any, value: Any) -> TypeCheckError:
+    # before the sizes, whose question binds them
+    expected, reason = _spelled(hint), _reason(hint, value)
     sizes = ", ".join(f"{name}={size}" for name, size in _sizes(expected))
-    return (
-        f"{subject}.\n"
+    return TypeCheckError(
+        f"{what}.\n"
         f"Expected: {expected}{' with ' if sizes else ''}{sizes}\n"
         f"Got: {_described(value)}\n"
         f"Reason: {reason.rstrip('.')}."
@@ -376,15 +372,12 @@ def _in_plain_words(reason: str, hint: Any, value: Any) -> str:
             advice = advice or f": {convert} makes one"
         return f"{type(value).__name__} is not an array{advice}" if reason else ""
     if "array type" in reason:
-        given, wanted = _library(type(value)), _library(hint.array_type)
+        roots = (kind.__module__.partition(".")[0] for kind in (type(value), hint.array_type))
+        spelled = {"numpy": "NumPy", "jax": "JAX", "jaxlib": "JAX"}
+        given, wanted = (spelled.get(root, root) for root in roots)
         return f"this array is {given}'s, not {wanted}'s: {convert} converts it"
     reason = re.sub("not .* as expected.*", f"which is no {kind}{advice}", reason)
     return reason.replace("expected by the type hint", "of the annotation")
-
-
-def _library(kind: type) -> str:
-    root = kind.__module__.partition(".")[0]
-    return {"numpy": "NumPy", "jax": "JAX", "jaxlib": "JAX"}.get(root, root)
 
 
 def _spelled(hint: Any) -> str:

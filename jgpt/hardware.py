@@ -106,11 +106,9 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
         else:
             found = get_topology_desc(on, platform="tpu")
     except (NotImplementedError, RuntimeError) as error:
-        extra = "cuda12" if chip.platform.name == "gpu" else "tpu"
         if "not installed" in str(error) or isinstance(error, NotImplementedError):
-            raise ModuleNotFoundError(
-                f"compiling for {on} needs its compiler: pip install 'jgpt[{extra}]'"
-            ) from None
+            needed = f"pip install 'jgpt[{'cuda12' if chip.platform.name == 'gpu' else 'tpu'}]'"
+            raise ModuleNotFoundError(f"compiling for {on} needs its compiler: {needed}") from None
         raise ValueError(f"on={on}: {str(error).splitlines()[0]}") from None
     return chip, list(found.devices)
 
@@ -177,5 +175,4 @@ def memory_in_use() -> int | None:
 
 def memory_limit() -> int | None:
     """A device's memory in bytes, or None if it doesn't report it."""
-    statistics = jax.local_devices()[0].memory_stats()
-    return statistics.get("bytes_limit") if statistics else None
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
