@@ -124,17 +124,12 @@ _modern_7b = TrainConfig(
     eval_tokens=1 << 22,
 )
 
+_plain = OptimizerConfig(warmup_steps=0, gradient_clip=0.0)
 _configs = (
     TrainConfig(
         name="bigram",
         model=ModelConfig(architecture="bigram", block_size=8),
-        optimizer=OptimizerConfig(
-            learning_rate=0.02,
-            min_learning_rate=0.0,
-            warmup_steps=0,
-            weight_decay=0.0,
-            gradient_clip=0.0,
-        ),
+        optimizer=replace(_plain, learning_rate=0.02, min_learning_rate=0.0, weight_decay=0.0),
         steps=4000,
         batch_size=128,
         eval_interval=1000,
@@ -152,9 +147,7 @@ _configs = (
             head_bias=True,
             tie_embeddings=False,
         ),
-        optimizer=OptimizerConfig(
-            schedule="constant", warmup_steps=0, weight_decay=0.01, beta2=0.999, gradient_clip=0.0
-        ),
+        optimizer=replace(_plain, schedule="constant", weight_decay=0.01, beta2=0.999),
         steps=5000,
         batch_size=16,
         eval_interval=500,

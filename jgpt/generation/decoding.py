@@ -155,22 +155,14 @@ def _draw(
     """Sample `count` tokens. Rows of `window` are left-padded."""
     model = nnx.merge(graph, weights)
     batch, size = window.shape
-    first_length = length
 
-    def next_logits(tokens, cache):
-        return model.logits(model.hidden(tokens, cache=cache)[:, -1:])[:, 0]
-
-    def decode_last(window, length, cache):
-        return next_logits(window[:, -1:], cache)
-
-    def decode_window(window, length, _):
-        cache = model.empty_cache(batch)
-        cache.set_lengths(jnp.minimum(length, size) - size)
-        return next_logits(window, cache)
-
-    def step(decode, i, carry):
+    def step(whole_window, i, carry):
         window, cache, drawn, finite = carry
-        logits = decode(window, first_length + i, cache)
+        tokens, past = window[:, -1:], cache
+        if whole_window:
+            tokens, past = window, model.empty_cache(batch)
+            past.set_lengths(jnp.minimum(length + i, size) - size)
+        logits = model.logits(model.hidden(tokens, cache=past)[:, -1:])[:, 0]
         token = next_token(logits, jax.random.fold_in(key, start + i), sampling, top_k)
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
         return window, cache, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()
@@ -180,8 +172,8 @@ def _draw(
     # a full context is good for one more token from the cache; then learned positions shift
     count = count.astype(jnp.int32)
     cached = jnp.clip(size + 1 - length.max(), 0, count) if recomputes else count
-    carry = jax.lax.fori_loop(0, cached, functools.partial(step, decode_last), carry)
+    carry = jax.lax.fori_loop(0, cached, functools.partial(step, False), carry)
     if recomputes:
-        carry = jax.lax.fori_loop(cached, count, functools.partial(step, decode_window), carry)
+        carry = jax.lax.fori_loop(cached, count, functools.partial(step, True), carry)
     window, cache, drawn, finite = carry
     return window, length + count, cache, drawn, finite

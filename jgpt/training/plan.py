@@ -24,7 +24,6 @@ from jgpt.sharding import (
     dimensions_of,
     shards_of,
     spec_of,
-    weight_specs,
 )
 from jgpt.training.step import abstract_state, dropout_stream, make_train_steps, state_specs
 
@@ -164,18 +163,16 @@ class Placement:
 
 def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement]:
     """Where each parameter of a model lies on a mesh."""
-    model = abstract_model(config)
-    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    specs = jax.tree.leaves(weight_specs(model, mesh))
     found = []
-    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(weights), specs, strict=True):
+    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
+        spec = spec_of(dimensions_of(variable), variable.shape, mesh)
         parts = (
             f"{size}@{axes if isinstance(axes, str) else ','.join(axes)}" if axes else str(size)
-            for size, axes in zip(leaf.shape, spec, strict=True)
+            for size, axes in zip(variable.shape, spec, strict=True)
         )
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        sharding = f"{leaf.dtype}[{', '.join(parts)}]"
-        found.append(Placement(name, sharding, bytes_on_each(leaf, spec, mesh)))
+        sharding = f"{variable.dtype}[{', '.join(parts)}]"
+        on_each = bytes_on_each(variable.get_value(), spec, mesh)
+        found.append(Placement(".".join(map(str, path)), sharding, on_each))
     return found
 
 
