@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import textwrap
+from collections import ChainMap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, make_dataclass
 from itertools import chain
@@ -155,15 +156,14 @@ def _train_options(config: TrainConfig, *, help: bool = False, everything: bool 
     Only with `help` they have one, for which source is read.
     """
     parts = [_options(getattr(config, group, config), help) for group in GROUPS]
-    known = dict(chain(*(part.items() for part in parts)))
+    known = ChainMap(*parts)
     preset = Positional[Annotated[str | None, described("[PRESET]", help="One of those above.")]]
-    fields: list[Any] = [("preset", preset, field(default=None))]
-    fields += [known[name] for name in EVERYDAY]
     run = Annotated[RunOptions, arg(help="Start, resume or repeat a run.")]
-    fields += [("run", run, field(default=RunOptions()))]
+    where = Annotated[ProcessOptions, arg(help="Train in many processes.")]
+    fields: list[Any] = [("preset", preset, field(default=None))]
+    fields += [*map(known.get, EVERYDAY), ("run", run, field(default=RunOptions()))]
     if everything:
-        where = Annotated[ProcessOptions, arg(help="Train in many processes.")]
-        fields += [("processes", where, field(default=ProcessOptions()))]
+        fields.append(("processes", where, field(default=ProcessOptions())))
     for group, part in zip(GROUPS, parts, strict=True) if everything else ():
         others = [option for name, option in part.items() if name not in EVERYDAY]
         kind = make_dataclass(group, others, frozen=True)
@@ -203,15 +203,12 @@ def _metavar(kind: Any) -> str | None:
 
 def describe_presets(width: int) -> list[str]:
     """A line for each preset, wrapped."""
-    return [
-        textwrap.fill(
-            f"{name:<14} {summary}{' (the default)' * (name == DEFAULT_PRESET)}; "
-            f"{config.steps:,} steps",
-            width,
-            subsequent_indent=" " * 15,
-        )
+    marks = {DEFAULT_PRESET: " (the default)"}
+    lines = [
+        f"{name:<14} {summary}{marks.get(name, '')}; {config.steps:,} steps"
         for name, (summary, config) in PRESETS.items()
     ]
+    return [textwrap.fill(line, width, subsequent_indent=" " * 15) for line in lines]
 
 
 def parse(command: Callable[..., Result], name: str, args: list[str], **how: Any) -> Result:
