@@ -37,11 +37,6 @@ Which = Literal["best", "last"] | int
 _STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
 
 
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    """Drops Orbax's log messages, and no others: what fails raises an error as well."""
-    return "orbax" not in Path(record.pathname).parts
-
-
 class Checkpoints:
     """A run's checkpoints, in `checkpoints/STEP`. Use it as a context manager.
 
@@ -57,6 +52,8 @@ class Checkpoints:
         handler = ocp.CompositeCheckpointHandler(weights=weights, optimizer=optimizer)
         self._orbax = ocp.AsyncCheckpointer(handler)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # drops Orbax's log messages, and no others: what fails raises an error as well
+        self._quiet = lambda record: "orbax" not in Path(record.pathname).parts
         self._saving: Future[None] | None = None
         if not read_only and process_index() == 0:
             self._path.mkdir(exist_ok=True)
@@ -64,7 +61,7 @@ class Checkpoints:
             self._remove_unfinished()
 
     def __enter__(self) -> Self:
-        logging.getLogger("absl").addFilter(_is_not_orbax)
+        logging.getLogger("absl").addFilter(self._quiet)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -74,7 +71,7 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._orbax.close()
-            logging.getLogger("absl").removeFilter(_is_not_orbax)
+            logging.getLogger("absl").removeFilter(self._quiet)
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first."""
