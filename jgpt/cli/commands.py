@@ -182,7 +182,8 @@ def sample(
 
         given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
         prompts = (text for text in given for _ in range(num_samples))
-        key, first = jax.random.key(np.uint32(seed)), 0
+        key = jax.random.key(np.uint32(seed))
+        first = 0
         rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         while rows := tuple(islice(prompts, BATCH_SIZE)):
             its = jax.random.fold_in(key, first)

@@ -86,8 +86,8 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps():
             return
-        partial, trees = self._path / f"saving-{step}", (state.weights, state.optimizer)
-        weights, optimizer = map(ocp.args.StandardSave, trees)
+        partial = self._path / f"saving-{step}"
+        weights, optimizer = map(ocp.args.StandardSave, (state.weights, state.optimizer))
         try:
             self._orbax.save(partial, args=ocp.args.Composite(weights=weights, optimizer=optimizer))
         except Exception as error:
@@ -117,9 +117,8 @@ class Checkpoints:
             raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
         if isinstance(which, int):
             if which not in steps:
-                raise ValueError(
-                    f"{self._path} has no checkpoint {which}: it has {str(steps)[1:-1]}"
-                )
+                known = ", ".join(map(str, steps))
+                raise ValueError(f"{self._path} has no checkpoint {which}: it has {known}")
             return which
         return self._by_loss()[0] if which == "best" else steps[-1]
 
@@ -206,10 +205,8 @@ class Checkpoints:
             if process_index() != 0:
                 return
             sync_below(partial)  # Orbax syncs arrays, but not its metadata
-            model, tokenizer = (
-                dataclasses.asdict(self._config.model),
-                sha256_of(self.run.path / TOKENIZER),
-            )
+            model = dataclasses.asdict(self._config.model)
+            tokenizer = sha256_of(self.run.path / TOKENIZER)
             found = files_below(partial)
             files = {name: (path.stat().st_size, sha256_of(path)) for name, path in found}
             Manifest(step, validation_loss, model, tokenizer, files).write(partial)

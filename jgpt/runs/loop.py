@@ -125,7 +125,7 @@ def fit(
             checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
         first_step = int(state.step)
-        trackers, chips = [], max(current_mesh().size, 1)
+        trackers = []
         with together():
             if first:
                 run.truncate_metrics(first_step)
@@ -134,7 +134,8 @@ def fit(
                     stack.callback(trackers[-1].close)
                 run.append_provenance(line | {"step": first_step})
         progress.started(config, dataset, state, out)
-        logger = MetricsLogger(config, run, trackers, len(dataset.train), chips, progress.stepped)
+        tokens, chips = len(dataset.train), max(current_mesh().size, 1)
+        logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
         _train(config, dataset, state, checkpoints, logger, profiler, progress, should_stop)
         checkpoints.wait()
