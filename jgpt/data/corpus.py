@@ -6,7 +6,6 @@ import http.client
 import io
 import os
 import platform
-import re
 import tempfile
 import urllib.error
 import urllib.request
@@ -69,12 +68,21 @@ def text_chunks(
     pending = ""
     for chunk in _read_sources(sources, chunk_size, universal_newlines, warn):
         pending += chunk
-        # greedy, so that it is the last newline between two characters that are no space
-        if len(pending) >= chunk_size and (found := re.match(r"(?s:.*)\S\n(?=\S)", pending)):
-            yield found[0]
-            pending = pending[found.end() :]
+        if len(pending) >= chunk_size and (split := _last_split_point(pending)):
+            yield pending[:split]
+            pending = pending[split:]
     if pending:
         yield pending
+
+
+def _last_split_point(text: str) -> int:
+    """The last index after a single newline between two non-space characters, or 0."""
+    end = len(text) - 1
+    while (newline := text.rfind("\n", 1, end)) > 0:
+        if not (text[newline - 1].isspace() or text[newline + 1].isspace()):
+            return newline + 1
+        end = newline
+    return 0
 
 
 def _read_sources(

@@ -20,6 +20,11 @@ VALUES = {
         "as many tokens as there are: all are kept, whether they are counted or not"
     ),
     (
+        "data/corpus.py",
+        '(newline := text.rfind("\\n", 1, end)) > 0',
+        "(newline := text.rfind('\\n', 1, end)) >= 0",
+    ): "a newline is found after the first character, or at -1",
+    (
         "generation/text.py",
         "max(map(len, self._stop), default=1) - 1",
         "max(map(len, self._stop), default=1) + 1",
