@@ -141,10 +141,8 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
     Exceptions are returned, not raised: `jaxtyped` adds a note to those that pass through it,
     which would stand behind the reason.
     """
-    signature, hints = (
-        inspect.signature(function),
-        typing.get_type_hints(function, include_extras=True),
-    )
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function, include_extras=True)
     # in signature order, which is the order in which sizes are bound
     parameters = [
         (name, parameter.kind, _acceptor(hints[name]))
