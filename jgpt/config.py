@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
-Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
 NormKind = Literal["layer", "rms"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
@@ -118,12 +118,16 @@ class ModelConfig:
     """Attention heads per block."""
     num_kv_heads: int | None = None
     """Key-value heads, each shared by a group of query heads (GQA); num_heads by default."""
+    head_dim: int | None = None
+    """Features of each head; embed_dim / num_heads by default."""
     embed_dim: int = 128
     """Features of the residual stream."""
     hidden_dim: int | None = None
     """Hidden features of the MLP; four times embed_dim by default."""
     activation: Activation = "gelu"
-    """The MLP's activation function; gelu is exact (erf), gelu_tanh is GPT-2's."""
+    """The MLP's activation function; gelu is exact (erf), gelu_tanh is GPT-2's, silu is Llama's."""
+    gated: bool = False
+    """A gated MLP: the activated features of one projection times those of another, as SwiGLU."""
     qkv_bias: bool = False
     """Biases in the query, key and value projections."""
     use_bias: bool = False
@@ -134,6 +138,8 @@ class ModelConfig:
     """Share the token embedding's weights with the language-model head."""
     positions: Literal["learned", "rotary"] = "learned"
     """Learned position embeddings, or rotary embedding of queries and keys."""
+    rotary_base: float = 10_000.0
+    """The base of rotary embedding's frequencies."""
     norm: NormKind = "layer"
     """Layer norm or RMS norm."""
     norm_scale: bool = True
@@ -141,7 +147,9 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     """Added to the variance or mean square in norms."""
     qk_norm: bool = False
-    """QK-norm: RMS norm of queries and keys, without scales."""
+    """QK-norm: RMS norm of queries and keys."""
+    qk_norm_scale: bool = False
+    """Learned scales in QK-norm."""
     attention_scale: float | None = None
     """The scale of attention scores; head_dim ** -0.5 by default."""
     attention_window: int | None = None
@@ -180,13 +188,15 @@ class ModelConfig:
         _check_types(self)
         _require_positive(self, "vocab_size", "block_size", "num_layers", "num_heads", "embed_dim")
         _require_positive(self, "hidden_dim", "num_kv_heads", "attention_window", "ngram_rows")
-        _require_positive(self, "norm_epsilon", "attention_scale", "logit_softcap")
-        _require_multiple(self, "embed_dim", "num_heads")
+        _require_positive(self, "norm_epsilon", "attention_scale", "logit_softcap", "rotary_base")
+        _require_positive(self, "head_dim")
+        if self.head_dim is None:
+            _require_multiple(self, "embed_dim", "num_heads")
         _require_multiple(self, "num_heads", "num_kv_heads")
-        if self.positions == "rotary" and self.embed_dim // self.num_heads % 2:
+        if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
                 f"positions='rotary' needs an even head size: embed_dim={self.embed_dim} over "
-                f"num_heads={self.num_heads} is {self.embed_dim // self.num_heads}"
+                f"num_heads={self.num_heads} is {self.head_size}"
             )
         _require_fraction(self, "dropout", "ngram_dropout")
         if list(self.ngram_sizes) != sorted({n for n in self.ngram_sizes if n > 1}):
@@ -198,6 +208,13 @@ class ModelConfig:
             )
         if self.head_bias and self.tie_embeddings:
             raise ValueError("head_bias=True needs tie_embeddings=False: a tied head has no bias")
+        if self.qk_norm_scale and not self.qk_norm:
+            raise ValueError("qk_norm_scale=True needs qk_norm=True, which it scales")
+
+    @property
+    def head_size(self) -> int:
+        """Features of each head, also by default."""
+        return self.head_dim or self.embed_dim // self.num_heads
 
 
 @dataclass(frozen=True)

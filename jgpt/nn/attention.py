@@ -154,9 +154,9 @@ def fused_attend(
 
 @typed
 def apply_rotary(
-    x: Float[Array, "*batch time head_dim"], position: Int[Array, " time"]
+    x: Float[Array, "*batch time head_dim"], position: Int[Array, " time"], base: float = 10_000.0
 ) -> Float[Array, "*batch time head_dim"]:
-    """Apply rotary position embedding (Su et al. 2021, section 3.2.2), with base 10,000.
+    """Apply rotary position embedding (Su et al. 2021, section 3.2.2).
 
     Feature i is paired with feature i + head_dim / 2, as in GPT-NeoX. Raises ValueError for an odd
     head size.
@@ -164,7 +164,7 @@ def apply_rotary(
     half = x.shape[-1] // 2
     if x.shape[-1] % 2:
         raise ValueError(f"head_dim={x.shape[-1]} must be even for rotary position embedding")
-    frequency = 10_000.0 ** -(jnp.arange(half) / half)
+    frequency = base ** -(jnp.arange(half) / half)
     angle = position[..., None] * frequency
     cosine, sine = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     first, second = x[..., :half], x[..., half:]

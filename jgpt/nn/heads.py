@@ -1,6 +1,7 @@
 """Head and MultiHeadAttention: self-attention, cross-attention, and attention over a KV cache."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,42 +22,88 @@ from jgpt.nn.attention import (
     split_heads,
 )
 from jgpt.nn.cache import LayerCache
-from jgpt.nn.layers import INIT_STD, Linear, Module, apply_dropout, rms_norm
+from jgpt.nn.layers import INIT_STD, Linear, Module, RMSNorm, apply_dropout
 from jgpt.sharding import with_placed
 
 
 class _Attention(Module):
-    """What Head and MultiHeadAttention share: mask, QK-norm, rotary embedding, choice of kernel."""
+    """What Head and MultiHeadAttention share: queries, keys and values, mask, choice of kernel."""
 
     embed_dim: int
-    head_dim: int
     causal: bool
     window: int | None
     rotary: bool
-    qk_norm: bool
+    rotary_base: float
     scale: float | None
     dropout: float
 
-    def _require_consistent(self) -> None:
-        """Raise ValueError for a window without causal order, or an odd rotary head size."""
+    def _make_projections(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        linear: Callable[..., Linear],
+        qk_norm: bool,
+        qk_norm_scale: bool,
+    ) -> None:
+        """Raises ValueError for options that contradict each other, and an odd rotary head size."""
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         if self.window is not None and not self.causal:
             raise ValueError(
                 f"window={self.window} needs causal=True: it limits how far back a query attends"
             )
-        if self.rotary and self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even for rotary position embedding")
+        if self.rotary and head_dim % 2:
+            raise ValueError(f"head_dim={head_dim} must be even for rotary position embedding")
+        if qk_norm_scale and not qk_norm:
+            raise ValueError("qk_norm_scale=True needs qk_norm=True, which it scales")
+        heads, kv_heads = ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)
+        self.query = linear(num_heads * head_dim, dimensions=("embed_dim", heads))
+        self.key = linear(num_kv_heads * head_dim, dimensions=("embed_dim", kv_heads))
+        self.value = linear(num_kv_heads * head_dim, dimensions=("embed_dim", kv_heads))
+        norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=qk_norm_scale)
+        norms = (
+            [norm(param_dtype=self.query.kernel.dtype) for _ in range(2)] if qk_norm else [None] * 2
+        )
+        self.query_norm, self.key_norm = norms
+
+    @typed
+    def _project(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        source: Float[Array, "batch key {self.embed_dim}"],
+        position: Int[Array, "batch time"] | None = None,
+    ) -> tuple[
+        Float[Array, "batch {self.num_heads} time {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
+    ]:
+        """Queries, keys and values, split into heads."""
+
+        def prepared(x, norm):
+            if position is None:
+                return self._normalise_and_rotate(x, norm)
+            # positions of each sequence
+            return jax.vmap(lambda x, at: self._normalise_and_rotate(x, norm, at))(x, position)
+
+        return (
+            prepared(split_heads(self.query(x), self.num_heads), self.query_norm),
+            prepared(split_heads(self.key(source), self.num_kv_heads), self.key_norm),
+            split_heads(self.value(source), self.num_kv_heads),
+        )
 
     @typed
     def _normalise_and_rotate(
         self,
         x: Float[Array, "*batch time {self.head_dim}"],
+        norm: RMSNorm | None,
         position: Int[Array, " time"] | None = None,
     ) -> Float[Array, "*batch time {self.head_dim}"]:
         """QK-norm, then rotary embedding, if the module has them."""
-        if self.qk_norm:
-            x = rms_norm(x, 1e-6).astype(x.dtype)
+        if norm is not None:
+            x = norm(x).astype(x.dtype)
         if self.rotary:
-            x = apply_rotary(x, jnp.arange(x.shape[-2]) if position is None else position)
+            position = jnp.arange(x.shape[-2]) if position is None else position
+            x = apply_rotary(x, position, self.rotary_base)
         return x
 
     @typed
@@ -109,7 +156,9 @@ class Head(_Attention):
         window: int | None = None,
         use_bias: bool = False,
         rotary: bool = False,
+        rotary_base: float = 10_000.0,
         qk_norm: bool = False,
+        qk_norm_scale: bool = False,
         scale: float | None = None,
         dropout: float = 0.0,
         dtype: DTypeLike = jnp.float32,
@@ -117,21 +166,19 @@ class Head(_Attention):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.embed_dim, self.head_dim = embed_dim, head_dim
-        self.causal, self.window, self.dropout = causal, window, dropout
-        self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
-        self._require_consistent()
+        self.embed_dim, self.dropout = embed_dim, dropout
+        self.causal, self.window, self.scale = causal, window, scale
+        self.rotary, self.rotary_base = rotary, rotary_base
         linear = functools.partial(
             Linear,
+            embed_dim,
             use_bias=use_bias,
             dtype=dtype,
             activation_dtype=activation_dtype,
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.query = linear(embed_dim, head_dim)
-        self.key = linear(embed_dim, head_dim)
-        self.value = linear(embed_dim, head_dim)
+        self._make_projections(1, 1, head_dim, linear, qk_norm, qk_norm_scale)
 
     @typed
     def __call__(
@@ -142,14 +189,9 @@ class Head(_Attention):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.head_dim}"]:
         """Attend from `x` to itself, or to `context`."""
-        source = x if context is None else context
-        return self._attend(
-            self._normalise_and_rotate(self.query(x)),
-            self._normalise_and_rotate(self.key(source)),
-            self.value(source),
-            self._mask(x, context),
-            self.next_dropout_key(rngs, self.dropout),
-        )
+        qkv = self._project(x, x if context is None else context)
+        key = self.next_dropout_key(rngs, self.dropout)
+        return merge_heads(self._attend(*qkv, self._mask(x, context), key))
 
     @typed
     def weights(
@@ -158,13 +200,8 @@ class Head(_Attention):
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
         """The attention weights of `x` over itself, or over `context`."""
-        source = x if context is None else context
-        return attention_weights(
-            self._normalise_and_rotate(self.query(x)),
-            self._normalise_and_rotate(self.key(source)),
-            self._mask(x, context),
-            scale=self.scale,
-        )
+        query, key, _ = self._project(x, x if context is None else context)
+        return attention_weights(query, key, self._mask(x, context), scale=self.scale)[:, 0]
 
 
 class MultiHeadAttention(_Attention):
@@ -180,12 +217,15 @@ class MultiHeadAttention(_Attention):
         num_heads: int,
         *,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         causal: bool = True,
         window: int | None = None,
         qkv_bias: bool = False,
         use_bias: bool = True,
         rotary: bool = False,
+        rotary_base: float = 10_000.0,
         qk_norm: bool = False,
+        qk_norm_scale: bool = False,
         scale: float | None = None,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
@@ -197,33 +237,32 @@ class MultiHeadAttention(_Attention):
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        if embed_dim % num_heads:
+        if head_dim is None and embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}"
             )
-        self.head_dim = embed_dim // num_heads
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.causal, self.window, self.dropout = causal, window, dropout
-        self.rotary, self.qk_norm, self.scale = rotary, qk_norm, scale
-        self._require_consistent()
-        self.attention_kernel, self.dtype, self.param_dtype = attention_kernel, dtype, param_dtype
-        self.activation_dtype = activation_dtype
+        self.rotary, self.rotary_base, self.scale = rotary, rotary_base, scale
+        self.attention_kernel = attention_kernel
         linear = functools.partial(
             Linear,
-            embed_dim,
             dtype=dtype,
             activation_dtype=activation_dtype,
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        heads, kv_heads = ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)
-        kv_dim, into_kv = num_kv_heads * self.head_dim, ("embed_dim", kv_heads)
-        self.query = linear(embed_dim, use_bias=qkv_bias, dimensions=("embed_dim", heads))
-        self.key = linear(kv_dim, use_bias=qkv_bias, dimensions=into_kv)
-        self.value = linear(kv_dim, use_bias=qkv_bias, dimensions=into_kv)
+        into = functools.partial(linear, embed_dim, use_bias=qkv_bias)
+        sizes = num_heads, num_kv_heads, head_dim
+        self._make_projections(*sizes, into, qk_norm, qk_norm_scale)
         self.projection = linear(
-            embed_dim, use_bias=use_bias, init_std=projection_std, dimensions=(heads, "embed_dim")
+            num_heads * head_dim,
+            embed_dim,
+            use_bias=use_bias,
+            init_std=projection_std,
+            dimensions=(("num_heads", num_heads), "embed_dim"),
         )
 
     @typed
@@ -281,27 +320,6 @@ class MultiHeadAttention(_Attention):
         return attention_weights(query, self._repeat_kv(key), mask, scale=self.scale)
 
     @typed
-    def _project(
-        self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        source: Float[Array, "batch key {self.embed_dim}"],
-        position: Int[Array, "batch time"] | None = None,
-    ) -> tuple[
-        Float[Array, "batch {self.num_heads} time {self.head_dim}"],
-        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
-        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
-    ]:
-        """Queries, keys and values, split into heads."""
-        prepare, positions = self._normalise_and_rotate, ()
-        if position is not None:  # per sequence
-            prepare, positions = jax.vmap(self._normalise_and_rotate), (position,)
-        return (
-            prepare(split_heads(self.query(x), self.num_heads), *positions),
-            prepare(split_heads(self.key(source), self.num_kv_heads), *positions),
-            split_heads(self.value(source), self.num_kv_heads),
-        )
-
-    @typed
     def _repeat_kv(
         self, x: Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"]
     ) -> Float[Array, "batch {self.num_heads} key {self.head_dim}"]:
@@ -340,12 +358,12 @@ class MultiHeadAttention(_Attention):
             window=self.window,
             use_bias=self.query.bias is not None,
             rotary=self.rotary,
-            qk_norm=self.qk_norm,
+            rotary_base=self.rotary_base,
             scale=self.scale,
             dropout=self.dropout,
-            dtype=self.dtype,
-            activation_dtype=self.activation_dtype,
-            param_dtype=self.param_dtype,
+            dtype=self.query.dtype,
+            activation_dtype=self.query.activation_dtype,
+            param_dtype=self.query.kernel.dtype,
             rngs=nnx.Rngs(0),
         )
         kv_index = index * self.num_kv_heads // self.num_heads
@@ -355,4 +373,5 @@ class MultiHeadAttention(_Attention):
             target.kernel[...] = source.kernel[:, columns]
             if source.bias is not None and target.bias is not None:
                 target.bias[...] = source.bias[columns]
+        head.query_norm, head.key_norm = nnx.clone(self.query_norm), nnx.clone(self.key_norm)
         return head

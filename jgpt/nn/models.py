@@ -116,5 +116,5 @@ def flops_per_token(config: ModelConfig) -> int:
         return 0
     products = sum(part.product_parameters for part in parts_of(config))
     reach = min(config.block_size, config.attention_window or config.block_size)
-    attention = 2 * config.num_layers * reach * config.embed_dim
+    attention = 2 * config.num_layers * reach * config.num_heads * config.head_size
     return 2 * (products + attention)

@@ -29,8 +29,8 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
         is_cpu = platform.name == "cpu"
         activation = jnp.promote_types(dtype, jnp.float32 if is_cpu else dtype).name
     if kernel == "auto":
-        head_dim = config.embed_dim // config.num_heads
-        kernel = "cudnn" if cudnn_attends(activation, head_dim, platform) else "xla"
+        fused = cudnn_attends(activation, config.head_size, platform)
+        kernel = "cudnn" if fused else "xla"
     return dataclasses.replace(
         config, dtype=dtype, activation_dtype=activation, attention_kernel=kernel
     )

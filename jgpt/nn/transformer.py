@@ -7,7 +7,7 @@ loss is a function beside them.
 
 import functools
 import math
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import Activation, AttentionKernel, ModelConfig, NormKind
+from jgpt.config import Activation, ModelConfig, NormKind
 from jgpt.contracts import check, typed
 from jgpt.nn.cache import KVCache, LayerCache
 from jgpt.nn.heads import MultiHeadAttention
@@ -36,12 +36,13 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, section 4
 }
 
 
 class FeedForward(Module):
-    """Position-wise MLP (Vaswani et al. 2017, section 3.3).
+    """Position-wise MLP (Vaswani et al. 2017, section 3.3), gated or not (Shazeer 2020).
 
     Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
     """
@@ -53,6 +54,7 @@ class FeedForward(Module):
         hidden_dim: int | None = None,
         *,
         activation: Activation = "gelu",
+        gated: bool = False,
         use_bias: bool = True,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
@@ -72,7 +74,9 @@ class FeedForward(Module):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.expansion = linear(embed_dim, self.hidden_dim, dimensions=("embed_dim", "hidden_dim"))
+        into = ("embed_dim", "hidden_dim")
+        self.expansion = linear(embed_dim, self.hidden_dim, dimensions=into)
+        self.gate = linear(embed_dim, self.hidden_dim, dimensions=into) if gated else None
         out = ("hidden_dim", "embed_dim")
         self.projection = linear(
             self.hidden_dim, embed_dim, init_std=projection_std, dimensions=out
@@ -86,10 +90,9 @@ class FeedForward(Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Apply the MLP to each position."""
-        hidden = check(
-            ACTIVATIONS[self.activation](self.expansion(x)),
-            Float[Array, "batch time {self.hidden_dim}"],
-        )
+        activate, hidden = ACTIVATIONS[self.activation], self.expansion(x)
+        hidden = activate(hidden) if self.gate is None else activate(self.gate(x)) * hidden
+        check(hidden, Float[Array, "batch time {self.hidden_dim}"])
         return apply_dropout(
             self.projection(hidden), self.dropout, self.next_dropout_key(rngs, self.dropout)
         )
@@ -98,7 +101,8 @@ class FeedForward(Module):
 class Block(Module):
     """Transformer block: pre-norm attention and MLP with residual connections.
 
-    Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3). Dropout needs the call's `rngs`; after
+    Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3). `attention` are other parameters of
+    MultiHeadAttention. Dropout needs the call's `rngs`; after
     `train()`, a call without them raises ValueError.
     """
 
@@ -110,30 +114,25 @@ class Block(Module):
         hidden_dim: int | None = None,
         *,
         activation: Activation = "gelu",
-        num_kv_heads: int | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        qkv_bias: bool = False,
+        gated: bool = False,
         use_bias: bool = True,
-        rotary: bool = False,
-        qk_norm: bool = False,
-        scale: float | None = None,
         norm: NormKind = "layer",
         norm_scale: bool = True,
         norm_epsilon: float = 1e-5,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
-        attention_kernel: AttentionKernel = "xla",
         dtype: DTypeLike = jnp.float32,
         activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **attention: Any,
     ) -> None:
         self.embed_dim = embed_dim
         new_norm = functools.partial(
             make_norm, norm, embed_dim, norm_epsilon, norm_scale, use_bias, param_dtype
         )
         shared = {
+            "use_bias": use_bias,
             "dropout": dropout,
             "projection_std": projection_std,
             "dtype": dtype,
@@ -142,27 +141,10 @@ class Block(Module):
             "rngs": rngs,
         }
         self.attention_norm = new_norm()
-        self.attention = MultiHeadAttention(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            window=window,
-            qkv_bias=qkv_bias,
-            use_bias=use_bias,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            scale=scale,
-            attention_kernel=attention_kernel,
-            **shared,
-        )
+        self.attention = MultiHeadAttention(embed_dim, num_heads, **attention, **shared)
         self.feed_forward_norm = new_norm()
         self.feed_forward = FeedForward(
-            embed_dim,
-            hidden_dim,
-            activation=activation,
-            use_bias=use_bias,
-            **shared,
+            embed_dim, hidden_dim, activation=activation, gated=gated, **shared
         )
 
     @classmethod
@@ -175,12 +157,16 @@ class Block(Module):
             config.num_heads,
             config.hidden_dim,
             activation=config.activation,
+            gated=config.gated,
             num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
             window=config.attention_window,
             qkv_bias=config.qkv_bias,
             use_bias=config.use_bias,
             rotary=config.positions == "rotary",
+            rotary_base=config.rotary_base,
             qk_norm=config.qk_norm,
+            qk_norm_scale=config.qk_norm_scale,
             scale=config.attention_scale,
             norm=config.norm,
             norm_scale=config.norm_scale,

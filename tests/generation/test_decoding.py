@@ -61,8 +61,12 @@ def read_through_a_band(model, tokens):
         its = block.attention
         x = x + share * embedded
         y = block.attention_norm(x)
-        query = its._normalise_and_rotate(split_heads(its.query(y), its.num_heads))
-        key = its._normalise_and_rotate(split_heads(its.key(y), its.num_kv_heads))
+        query = its._normalise_and_rotate(
+            split_heads(its.query(y), its.num_heads), its.query_norm
+        )
+        key = its._normalise_and_rotate(
+            split_heads(its.key(y), its.num_kv_heads), its.key_norm
+        )
         value = split_heads(its.value(y), its.num_kv_heads)
         key, value = (jnp.repeat(each, 2, axis=1) for each in (key, value))
         heads = attend(query, key, value, band, scale=its.scale)

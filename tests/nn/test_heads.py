@@ -48,7 +48,7 @@ def test_what_a_head_weighs_by(options):
     placed = []
     for layer, y in ((head.query, x), (head.key, context)):
         z = np.asarray(y @ layer.kernel[...])
-        if head.qk_norm:
+        if head.query_norm is not None:
             z = z / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-6)
         if head.rotary:
             z = apply_rotary(jnp.asarray(z), jnp.arange(y.shape[1]))
