@@ -4,7 +4,7 @@ from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
 from .generation.decoding import generate
 from .generation.text import generate_text, stream_text
 from .hardware import Platform, current_platform
-from .interop.huggingface import load_gpt2, save_gpt2
+from .interop.huggingface import load_gpt2, load_hf, save_gpt2, save_hf
 from .nn.attention import attend, attention_weights, causal_mask
 from .nn.bigram import BigramLM
 from .nn.heads import Head, MultiHeadAttention
@@ -50,9 +50,11 @@ __all__ = [
     "generate_text",
     "load",
     "load_gpt2",
+    "load_hf",
     "preset",
     "record",
     "save_gpt2",
+    "save_hf",
     "stream_text",
     "typed",
 ]

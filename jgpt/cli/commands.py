@@ -347,19 +347,21 @@ def prepare(
 def import_(
     source: Positional[Annotated[str, described("DIR|FILE")]],
     out: Annotated[str, described("RUN", help="The run directory to write.")],
-    format: Annotated[Literal["gpt2", "nanogpt"], arg(name="from")] = "gpt2",
+    format: Annotated[Literal["hf", "gpt2", "nanogpt"], arg(name="from")] = "hf",
+    block_size: Annotated[int | None, described("N")] = None,
     tokenizer: Annotated[str | None, described("DIR|FILE")] = None,
     data: Annotated[
         UseAppendAction[tuple[tuple[str, ...], ...]], described("TEXT ...", PYDOCS)
     ] = (),
     universal_newlines: Newlines = DataConfig.universal_newlines,
 ) -> None:
-    """Import GPT-2 or nanoGPT weights as a run.
+    """Import the weights of GPT-2, Llama, SmolLM2, Qwen3 or nanoGPT as a run.
 
     Args:
-        source: A Hugging Face GPT-2 folder (config.json, model.safetensors), or nanoGPT's ckpt.pt.
+        source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt.
         format: The format of the weights.
-        tokenizer: GPT-2's folder if not the source, tokenizer.json, or a text with its characters.
+        block_size: The context length, where positions are rotary; the config's by default.
+        tokenizer: Its folder if not the source, tokenizer.json, or a text with its characters.
         data: The text to evaluate on and to train further with.
     """
     path = Path(out)
@@ -367,13 +369,15 @@ def import_(
         raise ValueError(f"{path} already exists: choose another directory")
 
     with importing() as status:
-        from jgpt.interop.huggingface import load_gpt2
+        from jgpt.interop.huggingface import load_gpt2, load_hf
         from jgpt.interop.names import crop_vocabulary
         from jgpt.interop.nanogpt import load_nanogpt
         from jgpt.runs.checkpoints import write_run
 
         status.update("loading the model")
-        model = (load_gpt2 if format == "gpt2" else load_nanogpt)(source)
+        its_size = {} if block_size is None else {"block_size": block_size}
+        load = {"hf": load_hf, "gpt2": load_gpt2, "nanogpt": load_nanogpt}[format]
+        model = load(source, **its_size)
         own_tokenizer = _tokenizer(source, tokenizer, universal_newlines)
         model = crop_vocabulary(model, own_tokenizer.vocab_size)
     # small and constant, as is usual for fine-tuning
@@ -395,12 +399,14 @@ def _tokenizer(source: str, given: str | None, universal_newlines: bool) -> Any:
     from jgpt.data.tokenizers import BPETokenizer, CharTokenizer, tokenizer_from_json
 
     path = Path(given or source)
+    if (path / "tokenizer.json").is_file():
+        path /= "tokenizer.json"
     if path.is_dir():
         return BPETokenizer.from_gpt2(path)
-    if given is None:
-        raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
     if path.suffix == ".json":
         return tokenizer_from_json(path.read_text(encoding="utf-8"))
+    if given is None:
+        raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
     return CharTokenizer.from_text(read_text((given,), universal_newlines=universal_newlines))
 
 
@@ -410,20 +416,20 @@ def export(
     zero_biases: Switch = False,
     checkpoint: Checkpoint = "best",
 ) -> None:
-    """Export a run's model as a Hugging Face GPT-2 directory.
+    """Export a run's model as a Hugging Face directory of GPT-2, Llama or Qwen3.
 
     Args:
         zero_biases: Write zeros for biases that the model lacks and GPT-2's format requires.
     """
     with _loaded(run, checkpoint) as (model, tokenizer, _):
         from jgpt.data.tokenizers import BPETokenizer
-        from jgpt.interop.huggingface import save_gpt2
+        from jgpt.interop.huggingface import save_hf
 
-        save_gpt2(model, out, tokenizer=tokenizer, zero_biases=zero_biases)
-    print(f"wrote {out}, for transformers.GPT2LMHeadModel.from_pretrained")
+        save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases)
+    print(f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained")
     if not isinstance(tokenizer, BPETokenizer):
         print(
-            "the tokenizer was not exported: GPT-2's format needs byte-pairs, and this run has a "
+            "the tokenizer was not exported: the format needs byte-pairs, and this run has a "
             f"{type(tokenizer).__name__}"
         )
 

@@ -126,6 +126,12 @@ class BPETokenizer:
             backend.add_special_tokens([END_OF_TEXT])
         return cls(backend)
 
+    def save_hf(self, directory: Path) -> None:
+        """Write `tokenizer.json`, and the `tokenizer_config.json` that transformers needs."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+        (directory / "tokenizer_config.json").write_text(text + "\n")
+
     def save_gpt2(self, directory: str | Path) -> None:
         """Write `vocab.json` and `merges.txt` into a directory."""
         self._backend.model.save(str(directory))
@@ -162,9 +168,11 @@ Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` wrote. Raises ValueError for anything else."""
+    """The tokenizer that `to_json` wrote, or tokenizers' own JSON. Raises ValueError for others."""
     try:
         values = json.loads(text)
+        if "added_tokens" in values:
+            values = {"type": "bpe", "tokenizer": values}
         kind = values["type"]
         if kind == "char":
             return CharTokenizer(values["characters"])

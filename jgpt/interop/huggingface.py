@@ -1,9 +1,12 @@
-"""Hugging Face's GPT-2 directories: JSON and safetensors, in and out."""
+"""Hugging Face's directories of GPT-2, Llama and Qwen3: JSON and safetensors, in and out."""
 
+import dataclasses
+import functools
 import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,15 @@ from jgpt.config import Activation, ModelConfig
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.interop.names import (
-    SIZES,
+    GPT2,
+    LLAMA,
     Tensors,
-    from_gpt2,
+    our_fields,
     plain_names,
     prefix_errors,
+    read_tensors,
     require_names,
-    sizes_of,
-    to_gpt2,
+    write_tensors,
 )
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
@@ -40,29 +44,164 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "relu": "relu",
     "relu2": "relu_squared",
+    "silu": "silu",
 }
 
 
-_ONLY = {
-    "model_type": "gpt2",
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
+@dataclass(frozen=True)
+class _Family:
+    """How one of Hugging Face's model types says what ours do."""
+
+    name: str
+    architecture: str
+    prefix: str
+    """The outer module of all weights but the head's."""
+    modules: dict[str, str]
+    linear: bool
+    fields: dict[str, str]
+    """Its config's fields, and ours."""
+    defaults: dict[str, Any]
+    """Of fields that a config may leave out; those without one of ours mean another transformer
+    if they differ, from this or from a list of it for each layer."""
+    fixed: dict[str, Any]
+    """Our fields that the type implies; others that it lacks must have their default."""
+
+
+_LLAMA = _Family(
+    name="Llama",
+    architecture="LlamaForCausalLM",
+    prefix="model.",
+    modules=LLAMA,
+    linear=True,
+    fields={
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "head_dim": "head_dim",
+        "hidden_size": "embed_dim",
+        "intermediate_size": "hidden_dim",
+        "hidden_act": "activation",
+        "rms_norm_eps": "norm_epsilon",
+        "rope_theta": "rotary_base",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "rope_parameters": {"rope_type": "default"},
+        "rope_scaling": None,
+        "rope_interleaved": False,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "layer_types": "full_attention",
+        "quantization_config": None,
+    },
+    fixed={"positions": "rotary", "norm": "rms", "gated": True},
+)
+_FAMILIES = {
+    "gpt2": _Family(
+        name="GPT-2",
+        architecture="GPT2LMHeadModel",
+        prefix="transformer.",
+        modules=GPT2,
+        linear=False,
+        fields={
+            "vocab_size": "vocab_size",
+            "n_positions": "block_size",
+            "n_layer": "num_layers",
+            "n_head": "num_heads",
+            "n_embd": "embed_dim",
+            "n_inner": "hidden_dim",
+            "activation_function": "activation",
+            "layer_norm_epsilon": "norm_epsilon",
+            "resid_pdrop": "dropout",
+            "embd_pdrop": "dropout",
+            "attn_pdrop": "dropout",
+            "tie_word_embeddings": "tie_embeddings",
+        },
+        defaults={
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "resid_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "attn_pdrop": 0.1,
+            "tie_word_embeddings": True,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        fixed={"positions": "learned", "norm": "layer", "qkv_bias": True, "use_bias": True},
+    ),
+    "llama": _LLAMA,
+    "qwen3": dataclasses.replace(
+        _LLAMA,
+        name="Qwen3",
+        architecture="Qwen3ForCausalLM",
+        # one epsilon for all norms, which ours has not for those of queries and keys
+        fields={name: ours for name, ours in _LLAMA.fields.items() if ours != "norm_epsilon"},
+        defaults=_LLAMA.defaults
+        | {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+        fixed=_LLAMA.fixed | {"qk_norm": True, "qk_norm_scale": True, "norm_epsilon": 1e-6},
+    ),
 }
-"""Fields whose other values mean another transformer."""
+_NOT_WEIGHTS = ("zero_init", "ngram_rows", "ngram_dropout", "dropout", "rematerialise")
+_NOT_WEIGHTS += ("dtype", "activation_dtype", "param_dtype", "attention_kernel", "scan_layers")
+"""Fields of ours that a format need not say: another value gives the same function."""
+
+
+@typed
+def load_hf(directory: str | Path, *, block_size: int | None = None) -> GPT:
+    """Load a Hugging Face directory of GPT-2, Llama (SmolLM2) or Qwen3, in float32.
+
+    `block_size` is the context length instead of the config's, where positions are rotary.
+    Raises FileNotFoundError for a missing file, and ValueError for another format or a feature that
+    jgpt doesn't have.
+    """
+    return _load(Path(directory), [*_FAMILIES], block_size)
 
 
 @typed
 def load_gpt2(directory: str | Path) -> GPT:
-    """Load a Hugging Face GPT-2 directory, in float32.
+    """`load_hf` of GPT-2 alone."""
+    return _load(Path(directory), ["gpt2"], None)
 
-    Raises FileNotFoundError for a missing file, and ValueError for another format or a feature that
-    jgpt doesn't have.
-    """
-    directory = Path(directory)
-    config = _read_json(directory / HF_CONFIG, _config_from_gpt2)
+
+def _load(directory: Path, kinds: list[str], block_size: int | None) -> GPT:
+    parse = functools.partial(_config_from_hf, kinds=kinds)
+    family, config = _read_json(directory / HF_CONFIG, parse)
+    if block_size is not None:
+        config = dataclasses.replace(config, block_size=block_size)
     with prefix_errors(directory):
-        return from_gpt2(config, _read_tensors(directory), linear=False)
+        tensors = _read_weights(directory)
+        return read_tensors(config, tensors, family.modules, linear=family.linear)
+
+
+@typed
+def save_hf(
+    model: LanguageModel,
+    directory: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    zero_biases: bool = False,
+) -> None:
+    """Save a directory for `transformers.AutoModelForCausalLM.from_pretrained`, atomically.
+
+    It is GPT-2's for learned positions, else Qwen3's for QK-norm, else Llama's. A byte-pair
+    tokenizer is saved too. `zero_biases` saves zeros for biases that the model lacks and GPT-2
+    needs. Raises ValueError for a model that the format can't express.
+    """
+    kind = "gpt2"
+    if isinstance(model, GPT) and model.config.positions == "rotary":
+        kind = "qwen3" if model.config.qk_norm else "llama"
+    _save(model, Path(directory), kind, tokenizer, zero_biases)
 
 
 @typed
@@ -73,15 +212,17 @@ def save_gpt2(
     tokenizer: Tokenizer | None = None,
     zero_biases: bool = False,
 ) -> None:
-    """Save a directory for `transformers.GPT2LMHeadModel.from_pretrained`, atomically.
+    """`save_hf` as GPT-2, whatever the model."""
+    _save(model, Path(directory), "gpt2", tokenizer, zero_biases)
 
-    A byte-pair tokenizer is saved too, as `vocab.json` and `merges.txt`. `zero_biases` saves zeros
-    for biases that the model lacks. Raises ValueError for a model that the format can't express.
-    """
-    directory = Path(directory)
+
+def _save(
+    model: LanguageModel, directory: Path, kind: str, tokenizer: Tokenizer | None, zero_biases: bool
+) -> None:
+    family = _FAMILIES[kind]
     if not isinstance(model, GPT):
-        raise ValueError("GPT-2's format doesn't support architecture='bigram'")
-    config = _config_to_gpt2(model.config, zero_biases)
+        raise ValueError(f"{family.name}'s format doesn't support architecture='bigram'")
+    config = {"model_type": kind, **_config_to_hf(model.config, family, zero_biases)}
     if isinstance(tokenizer, BPETokenizer):
         config["bos_token_id"] = config["eos_token_id"] = tokenizer.end_of_text
     if directory.exists() and any(directory.iterdir()):
@@ -91,12 +232,13 @@ def save_gpt2(
     partial.mkdir(parents=True)
     try:
         (partial / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _write_tensors(to_gpt2(model), partial / HF_WEIGHTS)
+        tensors = write_tensors(model, family.modules, linear=family.linear)
+        _write_weights(tensors, family.prefix, partial / HF_WEIGHTS)
         shutil.copymode(
             partial / HF_CONFIG, partial / HF_WEIGHTS
         )  # safetensors writes with mode 0600
         if isinstance(tokenizer, BPETokenizer):
-            tokenizer.save_gpt2(partial)
+            (tokenizer.save_gpt2 if kind == "gpt2" else tokenizer.save_hf)(partial)
         os.replace(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -113,7 +255,7 @@ def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
         return parse(values)
 
 
-def _read_tensors(directory: Path) -> dict[str, Any]:
+def _read_weights(directory: Path) -> dict[str, Any]:
     """The tensors of one file, or of all shards of an index, by name."""
     if (directory / HF_WEIGHTS).is_file() or not (directory / HF_INDEX).is_file():
         return _read_file(directory / HF_WEIGHTS)
@@ -155,11 +297,11 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 @typed
-def _write_tensors(tensors: Tensors, path: Path) -> None:
+def _write_weights(tensors: Tensors, prefix: str, path: Path) -> None:
     # safetensors 0.8.0 saves wrong values for arrays that are not C-contiguous, such as transposed
     # kernels (huggingface/safetensors#825)
     named = {
-        name if name.startswith("lm_head.") else f"transformer.{name}": np.ascontiguousarray(tensor)
+        name if name.startswith("lm_head.") else prefix + name: np.ascontiguousarray(tensor)
         for name, tensor in tensors.items()
     }
     try:
@@ -168,70 +310,56 @@ def _write_tensors(tensors: Tensors, path: Path) -> None:
         raise OSError(f"{path} can't be written: {error}") from None
 
 
-def _config_from_gpt2(values: dict[str, Any]) -> ModelConfig:
-    for name, only in _ONLY.items():
-        if values.get(name, only) != only:
-            raise ValueError(f"{name}={values[name]!r} is not supported, only {only!r}")
-    activation = values.get("activation_function", "gelu_new")
-    if activation not in [*_ACTIVATIONS]:
+def _config_from_hf(values: dict[str, Any], kinds: list[str]) -> tuple[_Family, ModelConfig]:
+    kind, rope = values.get("model_type", "gpt2"), values.get("rope_parameters")
+    if kind not in kinds:
+        known = ", ".join(map(repr, kinds))
+        raise ValueError(f"model_type={kind!r} is not supported, only {known}")
+    family = _FAMILIES[kind]
+    if isinstance(rope, dict) and "rope_theta" in rope:  # as transformers writes it since version 5
+        values = values | {"rope_theta": rope["rope_theta"]}
+        values["rope_parameters"] = {name: rope[name] for name in rope if name != "rope_theta"}
+    fields = our_fields(values, family.fields, family.defaults)
+    for name in family.defaults.keys() - family.fields.keys():
+        value, only = values.get(name, family.defaults[name]), family.defaults[name]
+        if any(each != only for each in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{name}={value!r} is not supported, only {only!r}")
+    if fields["activation"] not in [*_ACTIVATIONS]:
+        name = next(name for name, ours in family.fields.items() if ours == "activation")
         raise ValueError(
-            f"activation_function={activation!r} is not supported, only {', '.join(_ACTIVATIONS)}"
+            f"{name}={fields['activation']!r} is not supported, only {', '.join(_ACTIVATIONS)}"
         )
-    dropouts = {name: values.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    if len(set(map(str, dropouts.values()))) > 1:
-        rates = ", ".join(f"{name}={rate!r}" for name, rate in dropouts.items())
-        raise ValueError(f"{rates}: jgpt has one dropout rate; make them equal")
-    return ModelConfig(
-        **sizes_of(values, "n_positions"),
-        hidden_dim=values.get("n_inner"),
-        activation=_ACTIVATIONS[activation],
-        qkv_bias=True,
-        use_bias=True,
-        tie_embeddings=values.get("tie_word_embeddings", True),
-        norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
-        dropout=dropouts["resid_pdrop"],
-    )
+    fields["activation"] = _ACTIVATIONS[fields["activation"]]
+    return family, ModelConfig(**(fields | family.fixed))
 
 
-def _config_to_gpt2(config: ModelConfig, zero_biases: bool) -> dict[str, Any]:
-    supported = {
-        "positions": ["learned"],
-        "norm": ["layer"],
-        "norm_scale": [True],
-        "qk_norm": [False],
-        "num_kv_heads": [None, config.num_heads],
-        "attention_window": [None],
-        "ngram_sizes": [()],
-        "attention_scale": [None, (config.embed_dim // config.num_heads) ** -0.5],
-        "embedding_shortcut": [False],
-        "logit_softcap": [None],
-        "head_bias": [False],
+def _config_to_hf(config: ModelConfig, family: _Family, zero_biases: bool) -> dict[str, Any]:
+    default = ModelConfig(**family.fixed)
+    meant = {  # by the default of a field
+        "num_kv_heads": config.num_heads,
+        "head_dim": config.embed_dim / config.num_heads,
+        "attention_scale": config.head_size**-0.5,
     }
-    for name, values in supported.items():
-        if getattr(config, name) not in values:
-            raise ValueError(
-                f"GPT-2's format doesn't support {name}={getattr(config, name)!r}, "
-                f"only {name}={values[0]!r}"
-            )
-    for name in ("qkv_bias", "use_bias"):
-        if not getattr(config, name) and not zero_biases:
-            raise ValueError(
-                f"GPT-2's format doesn't support {name}=False: "
-                "zero_biases=True writes zeros for the missing biases"
-            )
-    activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    names = [field.name for field in dataclasses.fields(config)]
+    for name in dict.fromkeys([*family.fixed, *names]):
+        value, only = getattr(config, name), getattr(default, name)
+        if name in (*family.fields.values(), *_NOT_WEIGHTS) or value in (only, meant.get(name)):
+            continue
+        refused = f"{family.name}'s format doesn't support {name}={value!r}"
+        if only is not True or not name.endswith("_bias"):
+            raise ValueError(f"{refused}, only {name}={only!r}")
+        if not zero_biases:
+            raise ValueError(f"{refused}: zero_biases=True writes zeros for the missing biases")
+    theirs = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    ours = dataclasses.asdict(config) | {
+        "activation": theirs[config.activation],
+        "num_kv_heads": config.num_kv_heads or config.num_heads,
+        "head_dim": config.head_size,
+        "hidden_dim": config.hidden_dim or 4 * config.embed_dim,
+    }
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
-        "n_positions": config.block_size,
-        "n_inner": config.hidden_dim,
-        "activation_function": activations[config.activation],
-        "layer_norm_epsilon": config.norm_epsilon,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "tie_word_embeddings": config.tie_embeddings,
+        "architectures": [family.architecture],
+        **{name: ours[its] for name, its in family.fields.items()},
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": jnp.promote_types(config.param_dtype, jnp.float32).name,

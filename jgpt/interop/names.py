@@ -1,4 +1,4 @@
-"""Weight names: those of PyTorch's modules and of GPT-2's files."""
+"""Weight names: those of PyTorch's modules, and of the files of GPT-2 and Llama."""
 
 import contextlib
 import dataclasses
@@ -19,6 +19,39 @@ from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.transformer import GPT
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
+GPT2 = {
+    "wte": "token_embedding",
+    "wpe": "position_embedding",
+    "h.{}.ln_1": "blocks.{}.attention_norm",
+    "h.{}.attn.c_attn": "blocks.{}.attention.query blocks.{}.attention.key "
+    "blocks.{}.attention.value",
+    "h.{}.attn.c_proj": "blocks.{}.attention.projection",
+    "h.{}.ln_2": "blocks.{}.feed_forward_norm",
+    "h.{}.mlp.c_fc": "blocks.{}.feed_forward.expansion",
+    "h.{}.mlp.c_proj": "blocks.{}.feed_forward.projection",
+    "ln_f": "final_norm",
+    "lm_head": "head",
+}
+"""GPT-2's modules, and ours; several are concatenated."""
+LLAMA = {
+    "embed_tokens": "token_embedding",
+    "layers.{}.input_layernorm": "blocks.{}.attention_norm",
+    "layers.{}.self_attn.q_proj": "blocks.{}.attention.query",
+    "layers.{}.self_attn.q_norm": "blocks.{}.attention.query_norm",
+    "layers.{}.self_attn.k_proj": "blocks.{}.attention.key",
+    "layers.{}.self_attn.k_norm": "blocks.{}.attention.key_norm",
+    "layers.{}.self_attn.v_proj": "blocks.{}.attention.value",
+    "layers.{}.self_attn.o_proj": "blocks.{}.attention.projection",
+    "layers.{}.post_attention_layernorm": "blocks.{}.feed_forward_norm",
+    "layers.{}.mlp.gate_proj": "blocks.{}.feed_forward.gate",
+    "layers.{}.mlp.up_proj": "blocks.{}.feed_forward.expansion",
+    "layers.{}.mlp.down_proj": "blocks.{}.feed_forward.projection",
+    "norm": "final_norm",
+    "lm_head": "head",
+}
+"""Those of Llama, and of Qwen3, which alone has norms of queries and keys."""
+_BLOCK = re.compile(r"(h|layers)\.\d+\.")
+_NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
 
 
 @typed
@@ -49,20 +82,24 @@ def torch_name(name: str) -> str:
     return re.sub(r"(kernel|scale|embedding)$", "weight", name)
 
 
-def from_gpt2(config: ModelConfig, tensors: dict[str, Any], *, linear: bool) -> GPT:
-    """A model with GPT-2's tensors, which are removed from `tensors` one by one.
+def read_tensors(
+    config: ModelConfig, tensors: dict[str, Any], modules: dict[str, str], *, linear: bool
+) -> GPT:
+    """A model with another project's tensors, which are removed from `tensors` one by one.
 
-    `linear`: kernels are (out, in), as in nanoGPT, not (in, out) as in Hugging Face's Conv1D.
+    `modules` names each of its modules, and those of ours whose parameters are concatenated in it.
+    `linear`: kernels are (out, in), as in PyTorch's Linear, not (in, out) as in GPT-2's Conv1D.
     Raises ValueError for a missing or unexpected tensor, or another shape.
     """
-    blocks = {name.split(".")[1] for name in tensors if name.startswith("h.")}
+    blocks = {found[0] for name in tensors if (found := _BLOCK.match(name))}
     if len(blocks) != config.num_layers:  # before a wrong config makes a huge layout
-        raise ValueError(f"n_layer={config.num_layers}, but the weights have {len(blocks)} blocks")
-    if config.tie_embeddings and {"lm_head.weight", "wte.weight"} <= tensors.keys():
+        raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
+    table = f"{next(iter(modules))}.weight"
+    if config.tie_embeddings and {"lm_head.weight", table} <= tensors.keys():
         head = tensors.pop("lm_head.weight")
-        if not np.array_equal(head, tensors["wte.weight"]):
-            raise ValueError("lm_head.weight differs from wte.weight, but tie_word_embeddings=True")
-    layout = _gpt2_layout(config)
+        if not np.array_equal(head, tensors[table]):
+            raise ValueError(f"lm_head.weight differs from {table}, but tie_word_embeddings=True")
+    layout = _layout(config, modules)
     require_names(set(tensors), set(layout))
     leaves = {}
     for name, parts in layout.items():
@@ -78,14 +115,14 @@ def from_gpt2(config: ModelConfig, tensors: dict[str, Any], *, linear: bool) -> 
 
 
 @typed
-def to_gpt2(model: GPT) -> Tensors:
-    """A model's weights as GPT-2's tensors in at least float32, with zeros for missing biases."""
+def write_tensors(model: GPT, modules: dict[str, str], *, linear: bool) -> Tensors:
+    """The inverse of `read_tensors`, in at least float32, with zeros for GPT-2's missing biases."""
     config, leaves = model.config, _by_name(_weights(model))
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
     tensors = {}
-    for name, parts in _gpt2_layout(config).items():
+    for name, parts in _layout(config, modules).items():
         tensor = np.concatenate([np.asarray(leaves[part], dtype) for part in parts], axis=-1)
-        tensors[name] = tensor.T if _is_transposed(name, parts, linear=False) else tensor
+        tensors[name] = tensor.T if _is_transposed(name, parts, linear) else tensor
     for name in [*tensors]:
         bias = name.removesuffix("weight") + "bias"
         has_bias = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
@@ -121,34 +158,20 @@ def require_names(found: set[str], wanted: set[str]) -> None:
             raise ValueError(f"{problem} tensors ({len(names)}): {shown}")
 
 
-def _gpt2_layout(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """GPT-2's tensors, each with our parameters that are concatenated in it on the last axis.
+def _layout(config: ModelConfig, modules: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """Another project's tensors, each with our parameters that are concatenated in it.
 
     Only those of parameters that the model has.
     """
-    modules = {
-        "wte": ("token_embedding",),
-        "wpe": ("position_embedding",),
-        "ln_f": ("final_norm",),
-        "lm_head": ("head",),
-    }
-    for index in range(config.num_layers):
-        block = f"blocks.{index}"
-        qkv = tuple(f"{block}.attention.{name}" for name in ("query", "key", "value"))
-        modules |= {
-            f"h.{index}.ln_1": (f"{block}.attention_norm",),
-            f"h.{index}.attn.c_attn": qkv,
-            f"h.{index}.attn.c_proj": (f"{block}.attention.projection",),
-            f"h.{index}.ln_2": (f"{block}.feed_forward_norm",),
-            f"h.{index}.mlp.c_fc": (f"{block}.feed_forward.expansion",),
-            f"h.{index}.mlp.c_proj": (f"{block}.feed_forward.projection",),
-        }
     leaves = _by_name(_weights(abstract_model(config)))
     return {
-        f"{part}.{torch_name(kind)}": tuple(f"{module}.{kind}" for module in its_modules)
-        for part, its_modules in modules.items()
+        f"{theirs}.{torch_name(kind)}".format(index): tuple(
+            f"{name}.{kind}".format(index) for name in ours.split()
+        )
+        for theirs, ours in modules.items()
+        for index in range(config.num_layers if "{}" in theirs else 1)
         for kind in ("kernel", "scale", "embedding", "bias")
-        if f"{its_modules[0]}.{kind}" in leaves
+        if f"{ours.split()[0]}.{kind}".format(index) in leaves
     }
 
 
@@ -191,15 +214,6 @@ def _from_names(leaves: dict[str, Any], like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), named)
 
 
-_STORED_MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
-SIZES = {
-    "vocab_size": "vocab_size",
-    "n_layer": "num_layers",
-    "n_head": "num_heads",
-    "n_embd": "embed_dim",
-}
-
-
 @contextlib.contextmanager
 def prefix_errors(path: Path) -> Iterator[None]:
     """Prefix ValueErrors with the file that they are about."""
@@ -210,14 +224,23 @@ def prefix_errors(path: Path) -> Iterator[None]:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Names without the prefix `transformer.`, to those in the file; stored masks are left out."""
-    plain = {name.removeprefix("transformer."): name for name in names}
-    return {short: name for short, name in plain.items() if not _STORED_MASK.fullmatch(short)}
+    """Names without the outer module's, to those in the file; what is no parameter is left out."""
+    plain = {re.sub(r"^(transformer|model)\.", "", name): name for name in names}
+    return {short: name for short, name in plain.items() if not _NO_PARAMETER.fullmatch(short)}
 
 
-def sizes_of(values: dict[str, Any], context: str) -> dict[str, Any]:
-    """A config's sizes with our names. Raises ValueError for a missing one."""
-    names = {**SIZES, context: "block_size"}
+def our_fields(
+    values: dict[str, Any], names: dict[str, str], defaults: dict[str, Any]
+) -> dict[str, Any]:
+    """A config's fields by our `names` for them. Raises ValueError for a missing one."""
+    values = defaults | values
     if missing := [name for name in names if name not in values]:
         raise ValueError(f"it has no {', '.join(missing)}")
-    return {ours: values[theirs] for theirs, ours in names.items()}
+    fields = {}
+    for theirs, ours in names.items():
+        if fields.setdefault(ours, values[theirs]) != values[theirs]:
+            raise ValueError(
+                f"{theirs}={values[theirs]!r}: jgpt has one {ours} rate, and another is "
+                f"{fields[ours]!r}; make them equal"
+            )
+    return fields

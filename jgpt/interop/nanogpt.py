@@ -5,8 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import ModelConfig
-from jgpt.interop.names import from_gpt2, plain_names, prefix_errors, sizes_of
+from jgpt.interop.names import GPT2, our_fields, plain_names, prefix_errors, read_tensors
 from jgpt.nn.transformer import GPT
+
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "block_size": "block_size",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_embd": "embed_dim",
+    "bias": "use_bias",
+    "dropout": "dropout",
+}
 
 
 def load_nanogpt(file: str | Path) -> GPT:
@@ -38,15 +48,10 @@ def load_nanogpt(file: str | Path) -> GPT:
             raise ValueError(
                 f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None
-        return from_gpt2(_config_from_nanogpt(arguments), tensors, linear=True)
+        return read_tensors(_config_from_nanogpt(arguments), tensors, GPT2, linear=True)
 
 
 def _config_from_nanogpt(arguments: dict[str, Any]) -> ModelConfig:
-    bias = arguments.get("bias", True)  # checkpoints older than the option have biases
-    return ModelConfig(
-        **sizes_of(arguments, "block_size"),
-        activation="gelu",
-        qkv_bias=bias,
-        use_bias=bias,
-        dropout=arguments.get("dropout", 0.0),
-    )
+    # checkpoints older than the option have biases
+    fields = our_fields(arguments, _FIELDS, {"bias": True, "dropout": 0.0})
+    return ModelConfig(**fields, activation="gelu", qkv_bias=fields["use_bias"])

@@ -60,11 +60,9 @@ class _Attention(Module):
         self.query = linear(num_heads * head_dim, dimensions=("embed_dim", heads))
         self.key = linear(num_kv_heads * head_dim, dimensions=("embed_dim", kv_heads))
         self.value = linear(num_kv_heads * head_dim, dimensions=("embed_dim", kv_heads))
-        norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=qk_norm_scale)
-        norms = (
-            [norm(param_dtype=self.query.kernel.dtype) for _ in range(2)] if qk_norm else [None] * 2
-        )
-        self.query_norm, self.key_norm = norms
+        norm = {"epsilon": 1e-6, "use_scale": qk_norm_scale, "param_dtype": self.query.kernel.dtype}
+        self.query_norm = RMSNorm(head_dim, **norm) if qk_norm else None
+        self.key_norm = RMSNorm(head_dim, **norm) if qk_norm else None
 
     @typed
     def _project(
@@ -359,6 +357,8 @@ class MultiHeadAttention(_Attention):
             use_bias=self.query.bias is not None,
             rotary=self.rotary,
             rotary_base=self.rotary_base,
+            qk_norm=self.query_norm is not None,
+            qk_norm_scale=self.query_norm is not None and self.query_norm.scale is not None,
             scale=self.scale,
             dropout=self.dropout,
             dtype=self.query.dtype,
@@ -367,11 +367,10 @@ class MultiHeadAttention(_Attention):
             rngs=nnx.Rngs(0),
         )
         kv_index = index * self.num_kv_heads // self.num_heads
+        weights = nnx.to_pure_dict(nnx.state(self, nnx.Param))
+        del weights["projection"]
         for name, i in (("query", index), ("key", kv_index), ("value", kv_index)):
-            source, target = getattr(self, name), getattr(head, name)
             columns = slice(i * self.head_dim, (i + 1) * self.head_dim)
-            target.kernel[...] = source.kernel[:, columns]
-            if source.bias is not None and target.bias is not None:
-                target.bias[...] = source.bias[columns]
-        head.query_norm, head.key_norm = nnx.clone(self.query_norm), nnx.clone(self.key_norm)
+            weights[name] = {kind: leaf[..., columns] for kind, leaf in weights[name].items()}
+        nnx.update(head, weights)
         return head

@@ -27,16 +27,16 @@ MANY_FEATURES, TILE = 1024, 128
 
 SIZES = (
     "batch", "block_size", "capacity", "embed_dim", "head_dim", "hidden_dim", "in_features",
-    "num_embeddings", "num_heads", "num_kv_heads", "num_rows", "out_features", "vocab_size",
-    "window",
+    "num_embeddings", "num_heads", "num_kv_heads", "num_rows", "out_features", "rotary_base",
+    "vocab_size", "window",
 )  # fmt: skip
-"""The attributes of modules that are at least 1, or None."""
+"""The attributes of modules that are positive, or None."""
 
 
 class Module(nnx.Module):
     """An NNX module whose class keeps its own signature, which NNX's metaclass hides.
 
-    Setting one of `SIZES` below 1, `dropout` outside [0, 1), or a negative `epsilon` raises
+    Setting one of `SIZES` to 0 or less, `dropout` outside [0, 1), or a negative `epsilon` raises
     ValueError.
     """
 
@@ -47,7 +47,7 @@ class Module(nnx.Module):
             raise ValueError(f"{name}={value} must be at least 0 and below 1")
         if name == "epsilon" and not value >= 0:
             raise ValueError(f"{name}={value} must not be negative")
-        if name in SIZES and value is not None and value < 1:
+        if name in SIZES and value is not None and not value > 0:
             raise ValueError(f"{name}={value} must be positive")
         super().__setattr__(name, value)
 
