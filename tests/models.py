@@ -44,6 +44,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_shortcut": True,
         "logit_softcap": 15.0,
     },
+    "qwen3": {
+        **GROUPS,
+        "activation": "silu",
+        "gated": True,
+        "head_dim": 10,
+        "positions": "rotary",
+        "rotary_base": 500.0,
+        "norm": "rms",
+        "norm_epsilon": 1e-6,
+        "qk_norm": True,
+        "qk_norm_scale": True,
+    },
     "bigram": {"architecture": "bigram"},
 }
 TRANSFORMERS = [family for family in FAMILIES if family != "bigram"]

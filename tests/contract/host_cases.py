@@ -137,11 +137,16 @@ REPORTS = [
 LAYOUT = [
     Case("jgpt.interop.names.to_torch", {}, takes="numpy", static={"weights": WEIGHTS}),
     Case("jgpt.interop.names.from_torch", {}, static={"tensors": TENSORS, "like": WEIGHTS}),
-    Case("jgpt.interop.names.to_gpt2", {}, takes="numpy", static={"model": GPT}),
     Case(
-        "jgpt.interop.huggingface._write_tensors",
+        "jgpt.interop.names.write_tensors",
         {},
-        static={"tensors": TENSORS, "path": Path()},
+        takes="numpy",
+        static={"model": GPT, "modules": names.GPT2, "linear": False},
+    ),
+    Case(
+        "jgpt.interop.huggingface._write_weights",
+        {},
+        static={"tensors": TENSORS, "prefix": "", "path": Path()},
         result=TENSORS,
     ),
 ]

@@ -40,6 +40,19 @@ MODERN = dataclasses.replace(
 )
 
 
+GATED = dataclasses.replace(
+    CONFIG,
+    num_heads=QUERY_HEADS,
+    num_kv_heads=SIZES["kv_heads"],
+    head_dim=SIZES["value_dim"],
+    activation="silu",
+    gated=True,
+    norm="rms",
+    qk_norm=True,
+    qk_norm_scale=True,
+)
+
+
 def concrete(abstract: Any) -> Any:
     """Zeros in place of shapes, made by numpy: jnp.zeros would compile a program for each."""
     return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), abstract)
@@ -79,6 +92,8 @@ MODERN_BLOCK = zeros(
     **ROTARY,
 )
 MODERN_GPT = zeros(transformer.GPT, MODERN)
+GATED_GPT = zeros(transformer.GPT, GATED)
+GATED_BLOCK = GATED_GPT.blocks[0]
 TABLE = zeros(bigram.BigramLM, SIZES["vocab"])
 NORM = layers.LayerNorm(EMBED)
 NGRAMS = zeros(layers.NGramEmbedding, (2, 3), SIZES["vocab"], EMBED)
@@ -364,22 +379,25 @@ MODERN_FAMILY = [
         (BATCH, 2, 7, 11),
         owner=HEAD,
         fixed="head_dim",
+        static={"norm": None},
     ),
     of_modern(
         "heads._Attention._normalise_and_rotate",
         {"x": "float *batch time rotary_dim"},
         (BATCH, 2, 7, 12),
         owner=ROTARY_HEAD,
+        static={"norm": ROTARY_HEAD.query_norm},
     ),
     of_modern(
         "heads._Attention._normalise_and_rotate",
         {"x": "float *batch time rotary_dim", "position": "int time"},
         (BATCH, 2, 7, 12),
         owner=GROUPED,
+        static={"norm": GROUPED.key_norm},
         note="elsewhere",
     ),
     of_modern(
-        "heads.MultiHeadAttention._project",
+        "heads._Attention._project",
         {
             "x": "float batch time modern_dim",
             "source": "float batch key modern_dim",
@@ -388,7 +406,7 @@ MODERN_FAMILY = [
         owner=GROUPED,
     ),
     of_modern(
-        "heads.MultiHeadAttention._project",
+        "heads._Attention._project",
         {
             "x": "float batch time modern_dim",
             "source": "float batch time modern_dim",
@@ -418,5 +436,26 @@ MODERN_FAMILY = [
     of_modern("transformer.GPT.attention_weights", TOKENS, (1, BATCH, 30, 7, 7), owner=MODERN_GPT),
     of_modern("transformer.GPT.embed", TOKENS, MODERN_STREAM, owner=MODERN_GPT),
     of_modern("transformer.GPT.logits", MODERN_X, LOGITS, owner=MODERN_GPT),
+    of_heads(
+        "_Attention._project",
+        {"x": "float batch time embed_dim", "source": "float batch key embed_dim"},
+        ((BATCH, 30, 7, 13), (BATCH, 10, 5, 13), (BATCH, 10, 5, 13)),
+        owner=GATED_BLOCK.attention,
+        fixed="embed_dim query_heads kv_heads value_dim",
+        note="head_dim",
+    ),
+    of_blocks(
+        "FeedForward.__call__",
+        SELF_ATTENTION,
+        STREAM,
+        owner=GATED_BLOCK.feed_forward,
+        checks=1,
+        note="gated",
+    ),
+    of_blocks("Block.__call__", SELF_ATTENTION, STREAM, owner=GATED_BLOCK, note="gated"),
+    of_model("GPT.__call__", TOKENS, LOGITS, owner=GATED_GPT, note="gated"),
+    of_model(
+        "GPT.attention_weights", TOKENS, (1, BATCH, 30, 7, 7), owner=GATED_GPT, note="gated"
+    ),
 ]
 TRANSFORMER = [*ATTENTION, *LAYERS, *MODEL, *MODERN_FAMILY]

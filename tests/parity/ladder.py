@@ -54,8 +54,13 @@ ALONE: dict[str, dict[str, Any]] = {
     "nanogpt, shortcut": {"embedding_shortcut": True},
     "nanogpt, softcap": {"logit_softcap": 2.0},
     "nanogpt, squared ReLU": {"activation": "relu_squared"},
+    "nanogpt, SiLU": {"activation": "silu"},
+    "nanogpt, gated": {"gated": True},
+    "nanogpt, another rotary base": {**GROUPS, "positions": "rotary", "rotary_base": 500.0},
+    "nanogpt, another head size": {"head_dim": 5},
+    "nanogpt, scaled queries and keys": {"qk_norm": True, "qk_norm_scale": True},
 }
-"""Each of the modern family's fields that is no matter of initial values, by itself."""
+"""Each of the modern families' fields that is no matter of initial values, by itself."""
 FAMILIES: dict[str, dict[str, Any]] = {
     **models.FAMILIES,
     "lecture, tied": {**LECTURE, "tie_embeddings": True, "head_bias": False},

@@ -1,5 +1,7 @@
 """Identical weights, identical numbers: every rung of every family, and what each would catch."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,33 @@ def forget_a_shortcut(port):
     torch.nn.init.zeros_(port.shortcut[:1])
 
 
+def activate_the_other(port):
+    """The expansion instead of the gate."""
+    for module in port.modules():
+        if isinstance(module, torch_gpt.FeedForward):
+            activate = torch_gpt.ACTIVATIONS[module.activation]
+            vars(module)["forward"] = lambda x, its=module, activate=activate: its.projection(
+                activate(its.expansion(x)) * its.gate(x)
+            )
+
+
+def scale_other_features(port):
+    for module in port.modules():
+        if isinstance(module, torch_gpt.Attention):
+            placed = module.placed
+            vars(module)["placed"] = lambda x, norm, placed=placed: placed(x, norm.flip(0))
+
+
+GATED = {
+    "nanogpt, SiLU": set_everywhere(torch_gpt.FeedForward, activation="gelu"),
+    "nanogpt, gated": activate_the_other,
+    "nanogpt, another rotary base": set_everywhere(torch_gpt.Attention, base=10_000.0),
+    "nanogpt, another head size": set_everywhere(torch_gpt.Attention, scale=1 / math.sqrt(7)),
+    "nanogpt, scaled queries and keys": scale_other_features,
+}
+"""The fields of Llama and Qwen3, and a mistake in each."""
+
+
 @pytest.mark.parametrize("modern", [False, True])
 @pytest.mark.parametrize(
     ("family", "sabotage"),
@@ -120,12 +149,14 @@ def forget_a_shortcut(port):
         "nanogpt, shortcut": forget_a_shortcut,
         "nanogpt, softcap": set_everywhere(torch_gpt.GPT, softcap=None),
         "nanogpt, squared ReLU": set_everywhere(torch_gpt.FeedForward, activation="relu"),
+        **GATED,
     }.items(),
 )
 def test_the_ladder_sees_a_mistake_in_each_modern_field(family, sabotage, modern):
     rungs = set(rungs_of("float64"))
     seen = rungs if sabotage is forget_a_shortcut else MODEL_RUNGS
-    broken = "modern" if modern else family
+    together = "qwen3" if family in GATED else "modern"
+    broken = together if modern else family
     assert blind_rungs(broken, "float64", sabotage=sabotage) == rungs - seen
 
 

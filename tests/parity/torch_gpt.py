@@ -13,7 +13,17 @@ ACTIVATIONS = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": lambda x: x * torch.sigmoid(x),
     "relu_squared": lambda x: F.relu(x).pow(2),
+}
+
+
+PLAIN = {
+    "rotary": False,
+    "base": 10_000.0,
+    "qk_norm": False,
+    "qk_norm_scale": False,
+    "scale": None,
 }
 
 
@@ -24,7 +34,6 @@ def over_its_root_mean_square(x: Tensor, epsilon: float) -> Tensor:
 class Attention(nn.Module):
     """Head's and MultiHeadAttention's common part."""
 
-    base = 10_000.0
     epsilon = 1e-6
 
     def __init__(
@@ -38,13 +47,17 @@ class Attention(nn.Module):
         window,
         qkv_bias,
         rotary,
+        base,
         qk_norm,
+        qk_norm_scale,
         scale,
     ):
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.causal, self.window = causal, window
-        self.rotary, self.qk_norm = rotary, qk_norm
+        self.rotary, self.base, self.qk_norm = rotary, base, qk_norm
+        self.query_norm = RMSNorm(head_dim, use_scale=qk_norm_scale)
+        self.key_norm = RMSNorm(head_dim, use_scale=qk_norm_scale)
         self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
         self.query = nn.Linear(embed_dim, self.num_heads * head_dim, bias=qkv_bias)
         self.key = nn.Linear(embed_dim, self.num_kv_heads * head_dim, bias=qkv_bias)
@@ -58,9 +71,10 @@ class Attention(nn.Module):
         """Query heads 0, 1, ... of a group stand side by side."""
         return x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
-    def placed(self, x: Tensor) -> Tensor:
+    def placed(self, x: Tensor, norm: Tensor | None) -> Tensor:
         if self.qk_norm:
             x = over_its_root_mean_square(x, self.epsilon)
+            x = x if norm is None else x * norm
         return self.turned(x) if self.rotary else x
 
     def turned(self, x: Tensor) -> Tensor:
@@ -73,8 +87,8 @@ class Attention(nn.Module):
 
     def weights(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         source = x if context is None else context
-        query = self.placed(self.split(self.query(x), self.num_heads))
-        key = self.placed(self.split(self.key(source), self.num_kv_heads))
+        query = self.placed(self.split(self.query(x), self.num_heads), self.query_norm.weight)
+        key = self.placed(self.split(self.key(source), self.num_kv_heads), self.key_norm.weight)
         affinity = query @ self.for_each_query_head(key).mT * self.scale
         if self.causal and context is None:
             position = torch.arange(x.shape[1])
@@ -98,11 +112,9 @@ class Head(Attention):
         causal=True,
         window=None,
         use_bias=False,
-        rotary=False,
-        qk_norm=False,
-        scale=None,
+        **options,
     ):
-        options = {"window": window, "rotary": rotary, "qk_norm": qk_norm, "scale": scale}
+        options = {**PLAIN, **options, "window": window}
         super().__init__(embed_dim, 1, head_dim, causal=causal, qkv_bias=use_bias, **options)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -116,42 +128,46 @@ class MultiHeadAttention(Attention):
         num_heads,
         *,
         num_kv_heads=None,
+        head_dim=None,
         causal=True,
         window=None,
         qkv_bias=False,
         use_bias=True,
-        rotary=False,
-        qk_norm=False,
-        scale=None,
+        **options,
     ):
+        head_dim = head_dim or embed_dim // num_heads
         super().__init__(
             embed_dim,
             num_heads,
-            embed_dim // num_heads,
+            head_dim,
             num_kv_heads=num_kv_heads,
             causal=causal,
             window=window,
             qkv_bias=qkv_bias,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            scale=scale,
+            **{**PLAIN, **options},
         )
-        self.projection = nn.Linear(embed_dim, embed_dim, bias=use_bias)
+        self.projection = nn.Linear(num_heads * head_dim, embed_dim, bias=use_bias)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self.projection(self.heads(x, context))
 
 
 class FeedForward(nn.Module):
-    def __init__(self, embed_dim, hidden_dim=None, *, activation="gelu", use_bias=True):
+    def __init__(
+        self, embed_dim, hidden_dim=None, *, activation="gelu", gated=False, use_bias=True
+    ):
         super().__init__()
         self.activation = activation
         hidden_dim = hidden_dim or 4 * embed_dim
+        self.gate = nn.Linear(embed_dim, hidden_dim, bias=use_bias) if gated else None
         self.expansion = nn.Linear(embed_dim, hidden_dim, bias=use_bias)
         self.projection = nn.Linear(hidden_dim, embed_dim, bias=use_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.projection(ACTIVATIONS[self.activation](self.expansion(x)))
+        activate = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            return self.projection(activate(self.expansion(x)))
+        return self.projection(self.expansion(x) * activate(self.gate(x)))
 
 
 class LayerNorm(nn.Module):
@@ -193,35 +209,19 @@ class Block(nn.Module):
         hidden_dim=None,
         *,
         activation="gelu",
-        num_kv_heads=None,
-        causal=True,
-        window=None,
-        qkv_bias=False,
+        gated=False,
         use_bias=True,
-        rotary=False,
-        qk_norm=False,
-        scale=None,
         norm="layer",
         norm_scale=True,
         norm_epsilon=1e-5,
+        **attention,
     ):
         super().__init__()
         self.attention_norm = norm_of(norm, embed_dim, norm_epsilon, norm_scale, use_bias)
-        self.attention = MultiHeadAttention(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            window=window,
-            qkv_bias=qkv_bias,
-            use_bias=use_bias,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            scale=scale,
-        )
+        self.attention = MultiHeadAttention(embed_dim, num_heads, use_bias=use_bias, **attention)
         self.feed_forward_norm = norm_of(norm, embed_dim, norm_epsilon, norm_scale, use_bias)
         self.feed_forward = FeedForward(
-            embed_dim, hidden_dim, activation=activation, use_bias=use_bias
+            embed_dim, hidden_dim, activation=activation, gated=gated, use_bias=use_bias
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -280,12 +280,16 @@ class GPT(nn.Module):
                 config.num_heads,
                 config.hidden_dim,
                 activation=config.activation,
+                gated=config.gated,
                 num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
                 window=config.attention_window,
                 qkv_bias=config.qkv_bias,
                 use_bias=config.use_bias,
                 rotary=config.positions == "rotary",
+                base=config.rotary_base,
                 qk_norm=config.qk_norm,
+                qk_norm_scale=config.qk_norm_scale,
                 scale=config.attention_scale,
                 norm=config.norm,
                 norm_scale=config.norm_scale,

@@ -155,12 +155,16 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
     "attention.key.bias": (("num_kv_heads", 4),),
     "attention.value.kernel": ("embed_dim", ("num_kv_heads", 4)),
     "attention.value.bias": (("num_kv_heads", 4),),
+    "attention.query_norm.scale": NO_DIMENSION,
+    "attention.key_norm.scale": NO_DIMENSION,
     "attention.projection.kernel": (("num_heads", 8), "embed_dim"),
     "attention.projection.bias": ("embed_dim",),
     "attention_norm.scale": NO_DIMENSION,
     "attention_norm.bias": NO_DIMENSION,
     "feed_forward.expansion.kernel": ("embed_dim", "hidden_dim"),
     "feed_forward.expansion.bias": ("hidden_dim",),
+    "feed_forward.gate.kernel": ("embed_dim", "hidden_dim"),
+    "feed_forward.gate.bias": ("hidden_dim",),
     "feed_forward.projection.kernel": ("hidden_dim", "embed_dim"),
     "feed_forward.projection.bias": ("embed_dim",),
     "feed_forward_norm.scale": NO_DIMENSION,
@@ -175,7 +179,15 @@ TABLE = {"table.embedding": (None, "embed_dim")}
 EVERYTHING = config_of(
     "lecture",
     "adamw",
-    model={**GROUPED, "num_layers": 1, "qkv_bias": True, "embedding_shortcut": True},
+    model={
+        **GROUPED,
+        "num_layers": 1,
+        "qkv_bias": True,
+        "embedding_shortcut": True,
+        "gated": True,
+        "qk_norm": True,
+        "qk_norm_scale": True,
+    },
 )
 
 

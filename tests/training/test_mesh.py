@@ -60,6 +60,7 @@ RUNS = {
         # four key-value heads can't be split over eight devices, nor 21 rows of n-grams
         model={**FLOAT64, "num_kv_heads": 4, "ngram_sizes": (2,), "ngram_rows": 21},
     ),
+    "qwen3": config_of("qwen3", "adamw", model={**FLOAT64, "num_kv_heads": 4}),
     "accumulated": config_of(
         "nanogpt",
         "adamw",
@@ -94,6 +95,7 @@ MESHES = ("data=8", "fsdp=8", "tensor=8", "data=2,fsdp=2,tensor=2")
     [
         ("lecture", "fsdp=8", 4),
         ("modern", "data=2,fsdp=2,tensor=2", 3),
+        ("qwen3", "data=2,fsdp=2,tensor=2", 3),
         *(pytest.param("lecture", mesh, 50, marks=pytest.mark.slow) for mesh in MESHES),
         *(
             pytest.param(name, mesh, 50, marks=pytest.mark.slow)
