@@ -29,9 +29,9 @@ import tokenizers
 import torch
 import transformers
 import tyro
-from jgpt.data.corpus import read_text
 
 import jgpt
+from jgpt.data.corpus import read_text
 
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"

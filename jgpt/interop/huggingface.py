@@ -49,139 +49,107 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 @dataclass(frozen=True)
-class _Family:
-    """How one of Hugging Face's model types says what ours do."""
+class _Format:
+    """What a model type of Hugging Face's says, and how."""
 
     name: str
     architecture: str
-    prefix: str
-    """The outer module of all weights but the head's."""
     modules: dict[str, str]
     linear: bool
+    """Whether kernels are (out, in), as in PyTorch's Linear, or (in, out), as in GPT-2's Conv1D."""
     fields: dict[str, str]
-    """Its config's fields, and ours."""
+    """The config's fields, and ours."""
     defaults: dict[str, Any]
-    """Of fields that a config may leave out; those without one of ours mean another transformer
-    if they differ, from this or from a list of it for each layer."""
-    fixed: dict[str, Any]
-    """Our fields that the type implies; others that it lacks must have their default."""
+    """Of fields that may be missing. Another value of those that jgpt lacks, for any layer, is
+    another transformer."""
+    implied: dict[str, Any]
+    """Fields of ours that it lacks and that aren't our defaults."""
 
 
-_LLAMA = _Family(
-    name="Llama",
-    architecture="LlamaForCausalLM",
-    prefix="model.",
-    modules=LLAMA,
-    linear=True,
+_GPT2 = _Format(
+    name="GPT-2",
+    architecture="GPT2LMHeadModel",
+    modules=GPT2,
+    linear=False,
     fields={
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "block_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "num_key_value_heads": "num_kv_heads",
-        "head_dim": "head_dim",
-        "hidden_size": "embed_dim",
-        "intermediate_size": "hidden_dim",
-        "hidden_act": "activation",
-        "rms_norm_eps": "norm_epsilon",
-        "rope_theta": "rotary_base",
+        "vocab_size": "vocab_size", "n_positions": "block_size", "n_layer": "num_layers",
+        "n_head": "num_heads", "n_embd": "embed_dim", "n_inner": "hidden_dim",
+        "activation_function": "activation", "layer_norm_epsilon": "norm_epsilon",
+        "resid_pdrop": "dropout", "embd_pdrop": "dropout", "attn_pdrop": "dropout",
         "tie_word_embeddings": "tie_embeddings",
     },
     defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "rope_parameters": {"rope_type": "default"},
-        "rope_scaling": None,
-        "rope_interleaved": False,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "layer_types": "full_attention",
+        "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    implied={"positions": "learned", "norm": "layer", "qkv_bias": True, "use_bias": True},
+)  # fmt: skip
+_LLAMA = _Format(
+    name="Llama",
+    architecture="LlamaForCausalLM",
+    modules=LLAMA,
+    linear=True,
+    fields={
+        "vocab_size": "vocab_size", "max_position_embeddings": "block_size",
+        "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim", "hidden_size": "embed_dim",
+        "intermediate_size": "hidden_dim", "hidden_act": "activation",
+        "rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    defaults={
+        "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0, "rope_parameters": {"rope_type": "default"}, "rope_scaling": None,
+        "rope_interleaved": False, "tie_word_embeddings": False, "attention_bias": False,
+        "attention_dropout": 0.0, "mlp_bias": False, "layer_types": "full_attention",
         "quantization_config": None,
     },
-    fixed={"positions": "rotary", "norm": "rms", "gated": True},
+    implied={"positions": "rotary", "norm": "rms", "gated": True},
+)  # fmt: skip
+_QWEN3 = _Format(
+    name="Qwen3",
+    architecture="Qwen3ForCausalLM",
+    modules=LLAMA,
+    linear=True,
+    # all norms have its epsilon, and ours of queries and keys is fixed
+    fields={name: ours for name, ours in _LLAMA.fields.items() if name != "rms_norm_eps"},
+    defaults=_LLAMA.defaults
+    | {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+    implied=_LLAMA.implied | {"qk_norm": True, "qk_norm_scale": True, "norm_epsilon": 1e-6},
 )
-_FAMILIES = {
-    "gpt2": _Family(
-        name="GPT-2",
-        architecture="GPT2LMHeadModel",
-        prefix="transformer.",
-        modules=GPT2,
-        linear=False,
-        fields={
-            "vocab_size": "vocab_size",
-            "n_positions": "block_size",
-            "n_layer": "num_layers",
-            "n_head": "num_heads",
-            "n_embd": "embed_dim",
-            "n_inner": "hidden_dim",
-            "activation_function": "activation",
-            "layer_norm_epsilon": "norm_epsilon",
-            "resid_pdrop": "dropout",
-            "embd_pdrop": "dropout",
-            "attn_pdrop": "dropout",
-            "tie_word_embeddings": "tie_embeddings",
-        },
-        defaults={
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "resid_pdrop": 0.1,
-            "embd_pdrop": 0.1,
-            "attn_pdrop": 0.1,
-            "tie_word_embeddings": True,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
-        fixed={"positions": "learned", "norm": "layer", "qkv_bias": True, "use_bias": True},
-    ),
-    "llama": _LLAMA,
-    "qwen3": dataclasses.replace(
-        _LLAMA,
-        name="Qwen3",
-        architecture="Qwen3ForCausalLM",
-        # one epsilon for all norms, which ours has not for those of queries and keys
-        fields={name: ours for name, ours in _LLAMA.fields.items() if ours != "norm_epsilon"},
-        defaults=_LLAMA.defaults
-        | {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
-        fixed=_LLAMA.fixed | {"qk_norm": True, "qk_norm_scale": True, "norm_epsilon": 1e-6},
-    ),
-}
-_NOT_WEIGHTS = ("zero_init", "ngram_rows", "ngram_dropout", "dropout", "rematerialise")
-_NOT_WEIGHTS += ("dtype", "activation_dtype", "param_dtype", "attention_kernel", "scan_layers")
-"""Fields of ours that a format need not say: another value gives the same function."""
+_FORMATS = {"gpt2": _GPT2, "llama": _LLAMA, "qwen3": _QWEN3}
+_ANYTHING = (
+    "architecture", "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype",
+    "activation_dtype", "attention_kernel", "param_dtype", "rematerialise", "scan_layers",
+)  # fmt: skip
+"""Fields of ours that a format needn't say: whatever they are, it is the same function."""
 
 
 @typed
-def load_hf(directory: str | Path, *, block_size: int | None = None) -> GPT:
-    """Load a Hugging Face directory of GPT-2, Llama (SmolLM2) or Qwen3, in float32.
+def load_hf(
+    directory: str | Path, *, block_size: int | None = None, model_type: str | None = None
+) -> GPT:
+    """Load a Hugging Face directory of GPT-2, Llama (SmolLM2, too) or Qwen3, in float32.
 
-    `block_size` is the context length instead of the config's, where positions are rotary.
-    Raises FileNotFoundError for a missing file, and ValueError for another format or a feature that
-    jgpt doesn't have.
+    `block_size` replaces the config's context length, where positions are rotary; `model_type` is
+    the only one that will do. Raises FileNotFoundError for a missing file, and ValueError for
+    another format or a feature that jgpt doesn't have.
     """
-    return _load(Path(directory), [*_FAMILIES], block_size)
-
-
-@typed
-def load_gpt2(directory: str | Path) -> GPT:
-    """`load_hf` of GPT-2 alone."""
-    return _load(Path(directory), ["gpt2"], None)
-
-
-def _load(directory: Path, kinds: list[str], block_size: int | None) -> GPT:
-    parse = functools.partial(_config_from_hf, kinds=kinds)
-    family, config = _read_json(directory / HF_CONFIG, parse)
+    directory = Path(directory)
+    known = [*_FORMATS] if model_type is None else [model_type]
+    parse = functools.partial(_config_from_hf, known=known)
+    format, config = _read_json(directory / HF_CONFIG, parse)
     if block_size is not None:
         config = dataclasses.replace(config, block_size=block_size)
     with prefix_errors(directory):
-        tensors = _read_weights(directory)
-        return read_tensors(config, tensors, family.modules, linear=family.linear)
+        return read_tensors(config, _read_weights(directory), format.modules, format.linear)
+
+
+def load_gpt2(directory: str | Path) -> GPT:
+    """`load_hf` of GPT-2 alone."""
+    return load_hf(directory, model_type="gpt2")
 
 
 @typed
@@ -191,38 +159,23 @@ def save_hf(
     *,
     tokenizer: Tokenizer | None = None,
     zero_biases: bool = False,
+    model_type: str | None = None,
 ) -> None:
     """Save a directory for `transformers.AutoModelForCausalLM.from_pretrained`, atomically.
 
-    It is GPT-2's for learned positions, else Qwen3's for QK-norm, else Llama's. A byte-pair
-    tokenizer is saved too. `zero_biases` saves zeros for biases that the model lacks and GPT-2
-    needs. Raises ValueError for a model that the format can't express.
+    By default the `model_type` is gpt2 for learned positions, else qwen3 for QK-norm, else llama. A
+    byte-pair tokenizer is saved too. `zero_biases` saves zeros for biases that the model lacks and
+    GPT-2 has. Raises ValueError for a model that the format can't express.
     """
-    kind = "gpt2"
-    if isinstance(model, GPT) and model.config.positions == "rotary":
-        kind = "qwen3" if model.config.qk_norm else "llama"
-    _save(model, Path(directory), kind, tokenizer, zero_biases)
-
-
-@typed
-def save_gpt2(
-    model: LanguageModel,
-    directory: str | Path,
-    *,
-    tokenizer: Tokenizer | None = None,
-    zero_biases: bool = False,
-) -> None:
-    """`save_hf` as GPT-2, whatever the model."""
-    _save(model, Path(directory), "gpt2", tokenizer, zero_biases)
-
-
-def _save(
-    model: LanguageModel, directory: Path, kind: str, tokenizer: Tokenizer | None, zero_biases: bool
-) -> None:
-    family = _FAMILIES[kind]
     if not isinstance(model, GPT):
-        raise ValueError(f"{family.name}'s format doesn't support architecture='bigram'")
-    config = {"model_type": kind, **_config_to_hf(model.config, family, zero_biases)}
+        raise ValueError(
+            "no format of Hugging Face's that jgpt writes supports architecture='bigram'"
+        )
+    if model_type is None:
+        rotary = "qwen3" if model.config.qk_norm else "llama"
+        model_type = rotary if model.config.positions == "rotary" else "gpt2"
+    directory, format = Path(directory), _FORMATS[model_type]
+    config = {"model_type": model_type, **_config_to_hf(model.config, format, zero_biases)}
     if isinstance(tokenizer, BPETokenizer):
         config["bos_token_id"] = config["eos_token_id"] = tokenizer.end_of_text
     if directory.exists() and any(directory.iterdir()):
@@ -232,16 +185,20 @@ def _save(
     partial.mkdir(parents=True)
     try:
         (partial / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        tensors = write_tensors(model, family.modules, linear=family.linear)
-        _write_weights(tensors, family.prefix, partial / HF_WEIGHTS)
-        shutil.copymode(
-            partial / HF_CONFIG, partial / HF_WEIGHTS
-        )  # safetensors writes with mode 0600
+        _write_weights(write_tensors(model, format.modules, format.linear), partial / HF_WEIGHTS)
+        # safetensors writes with mode 0600
+        shutil.copymode(partial / HF_CONFIG, partial / HF_WEIGHTS)
         if isinstance(tokenizer, BPETokenizer):
-            (tokenizer.save_gpt2 if kind == "gpt2" else tokenizer.save_hf)(partial)
+            (tokenizer.save_gpt2 if model_type == "gpt2" else tokenizer.save_hf)(partial)
         os.replace(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@typed
+def save_gpt2(model: LanguageModel, directory: str | Path, **options: Any) -> None:
+    """`save_hf` as GPT-2."""
+    save_hf(model, directory, model_type="gpt2", **options)
 
 
 def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
@@ -297,69 +254,64 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 @typed
-def _write_weights(tensors: Tensors, prefix: str, path: Path) -> None:
+def _write_weights(tensors: Tensors, path: Path) -> None:
     # safetensors 0.8.0 saves wrong values for arrays that are not C-contiguous, such as transposed
     # kernels (huggingface/safetensors#825)
-    named = {
-        name if name.startswith("lm_head.") else prefix + name: np.ascontiguousarray(tensor)
-        for name, tensor in tensors.items()
-    }
+    named = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     try:
         safetensors.numpy.save_file(named, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} can't be written: {error}") from None
 
 
-def _config_from_hf(values: dict[str, Any], kinds: list[str]) -> tuple[_Family, ModelConfig]:
+def _config_from_hf(values: dict[str, Any], known: list[str]) -> tuple[_Format, ModelConfig]:
     kind, rope = values.get("model_type", "gpt2"), values.get("rope_parameters")
-    if kind not in kinds:
-        known = ", ".join(map(repr, kinds))
-        raise ValueError(f"model_type={kind!r} is not supported, only {known}")
-    family = _FAMILIES[kind]
-    if isinstance(rope, dict) and "rope_theta" in rope:  # as transformers writes it since version 5
-        values = values | {"rope_theta": rope["rope_theta"]}
-        values["rope_parameters"] = {name: rope[name] for name in rope if name != "rope_theta"}
-    fields = our_fields(values, family.fields, family.defaults)
-    for name in family.defaults.keys() - family.fields.keys():
-        value, only = values.get(name, family.defaults[name]), family.defaults[name]
+    if kind not in known:
+        only = ", ".join(map(repr, known))
+        raise ValueError(f"model_type={kind!r} is not supported, only {only}")
+    format = _FORMATS[kind]
+    if isinstance(rope, dict):  # transformers has the base in it since version 5
+        base = {name: rope[name] for name in rope.keys() & {"rope_theta"}}
+        values = values | base | {"rope_parameters": dict(rope.items() - base.items())}
+    fields = our_fields(values, format.fields, format.defaults)
+    for name in format.defaults.keys() - format.fields.keys():
+        value, only = values.get(name, format.defaults[name]), format.defaults[name]
         if any(each != only for each in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{name}={value!r} is not supported, only {only!r}")
     if fields["activation"] not in [*_ACTIVATIONS]:
-        name = next(name for name, ours in family.fields.items() if ours == "activation")
+        name = next(name for name, ours in format.fields.items() if ours == "activation")
         raise ValueError(
             f"{name}={fields['activation']!r} is not supported, only {', '.join(_ACTIVATIONS)}"
         )
     fields["activation"] = _ACTIVATIONS[fields["activation"]]
-    return family, ModelConfig(**(fields | family.fixed))
+    return format, ModelConfig(**fields, **format.implied)
 
 
-def _config_to_hf(config: ModelConfig, family: _Family, zero_biases: bool) -> dict[str, Any]:
-    default = ModelConfig(**family.fixed)
-    meant = {  # by the default of a field
+def _config_to_hf(config: ModelConfig, format: _Format, zero_biases: bool) -> dict[str, Any]:
+    ours, default = dataclasses.asdict(config), ModelConfig(**format.implied)
+    meant = {  # by None
         "num_kv_heads": config.num_heads,
         "head_dim": config.embed_dim / config.num_heads,
         "attention_scale": config.head_size**-0.5,
     }
-    names = [field.name for field in dataclasses.fields(config)]
-    for name in dict.fromkeys([*family.fixed, *names]):
-        value, only = getattr(config, name), getattr(default, name)
-        if name in (*family.fields.values(), *_NOT_WEIGHTS) or value in (only, meant.get(name)):
+    for name in dict.fromkeys([*format.implied, *ours]):
+        value, only = ours[name], getattr(default, name)
+        said = name in format.fields.values() or name in _ANYTHING
+        if said or value in (only, meant.get(name, only)):
             continue
-        refused = f"{family.name}'s format doesn't support {name}={value!r}"
+        refused = f"{format.name}'s format doesn't support {name}={value!r}"
         if only is not True or not name.endswith("_bias"):
             raise ValueError(f"{refused}, only {name}={only!r}")
         if not zero_biases:
             raise ValueError(f"{refused}: zero_biases=True writes zeros for the missing biases")
     theirs = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
-    ours = dataclasses.asdict(config) | {
-        "activation": theirs[config.activation],
-        "num_kv_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": config.head_size,
-        "hidden_dim": config.hidden_dim or 4 * config.embed_dim,
-    }
+    ours["activation"] = theirs[config.activation]
+    ours["num_kv_heads"] = config.num_kv_heads or config.num_heads
+    ours["head_dim"] = config.head_size
+    ours["hidden_dim"] = config.hidden_dim or 4 * config.embed_dim
     return {
-        "architectures": [family.architecture],
-        **{name: ours[its] for name, its in family.fields.items()},
+        "architectures": [format.architecture],
+        **{name: ours[its] for name, its in format.fields.items()},
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": jnp.promote_types(config.param_dtype, jnp.float32).name,

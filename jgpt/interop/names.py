@@ -19,37 +19,26 @@ from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.transformer import GPT
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
-GPT2 = {
-    "wte": "token_embedding",
-    "wpe": "position_embedding",
-    "h.{}.ln_1": "blocks.{}.attention_norm",
-    "h.{}.attn.c_attn": "blocks.{}.attention.query blocks.{}.attention.key "
-    "blocks.{}.attention.value",
-    "h.{}.attn.c_proj": "blocks.{}.attention.projection",
-    "h.{}.ln_2": "blocks.{}.feed_forward_norm",
-    "h.{}.mlp.c_fc": "blocks.{}.feed_forward.expansion",
-    "h.{}.mlp.c_proj": "blocks.{}.feed_forward.projection",
-    "ln_f": "final_norm",
-    "lm_head": "head",
-}
-"""GPT-2's modules, and ours; several are concatenated."""
-LLAMA = {
-    "embed_tokens": "token_embedding",
-    "layers.{}.input_layernorm": "blocks.{}.attention_norm",
-    "layers.{}.self_attn.q_proj": "blocks.{}.attention.query",
-    "layers.{}.self_attn.q_norm": "blocks.{}.attention.query_norm",
-    "layers.{}.self_attn.k_proj": "blocks.{}.attention.key",
-    "layers.{}.self_attn.k_norm": "blocks.{}.attention.key_norm",
-    "layers.{}.self_attn.v_proj": "blocks.{}.attention.value",
-    "layers.{}.self_attn.o_proj": "blocks.{}.attention.projection",
-    "layers.{}.post_attention_layernorm": "blocks.{}.feed_forward_norm",
-    "layers.{}.mlp.gate_proj": "blocks.{}.feed_forward.gate",
-    "layers.{}.mlp.up_proj": "blocks.{}.feed_forward.expansion",
-    "layers.{}.mlp.down_proj": "blocks.{}.feed_forward.projection",
-    "norm": "final_norm",
-    "lm_head": "head",
-}
-"""Those of Llama, and of Qwen3, which alone has norms of queries and keys."""
+_MODULES = (
+    ("token_embedding", "wte", "embed_tokens"),
+    ("position_embedding", "wpe", ""),
+    ("blocks.{}.attention_norm", "h.{}.ln_1", "layers.{}.input_layernorm"),
+    ("blocks.{}.attention.query", "h.{}.attn.c_attn", "layers.{}.self_attn.q_proj"),
+    ("blocks.{}.attention.key", "h.{}.attn.c_attn", "layers.{}.self_attn.k_proj"),
+    ("blocks.{}.attention.value", "h.{}.attn.c_attn", "layers.{}.self_attn.v_proj"),
+    ("blocks.{}.attention.query_norm", "", "layers.{}.self_attn.q_norm"),
+    ("blocks.{}.attention.key_norm", "", "layers.{}.self_attn.k_norm"),
+    ("blocks.{}.attention.projection", "h.{}.attn.c_proj", "layers.{}.self_attn.o_proj"),
+    ("blocks.{}.feed_forward_norm", "h.{}.ln_2", "layers.{}.post_attention_layernorm"),
+    ("blocks.{}.feed_forward.gate", "", "layers.{}.mlp.gate_proj"),
+    ("blocks.{}.feed_forward.expansion", "h.{}.mlp.c_fc", "layers.{}.mlp.up_proj"),
+    ("blocks.{}.feed_forward.projection", "h.{}.mlp.c_proj", "layers.{}.mlp.down_proj"),
+    ("final_norm", "ln_f", "norm"),
+    ("head", "lm_head", "lm_head"),
+)
+"""Our modules, GPT-2's, where some are concatenated, and those of Llama and Qwen3."""
+GPT2 = {ours: name for ours, name, _ in _MODULES if name}
+LLAMA = {ours: name for ours, _, name in _MODULES if name}
 _BLOCK = re.compile(r"(h|layers)\.\d+\.")
 _NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
 
@@ -83,18 +72,17 @@ def torch_name(name: str) -> str:
 
 
 def read_tensors(
-    config: ModelConfig, tensors: dict[str, Any], modules: dict[str, str], *, linear: bool
+    config: ModelConfig, tensors: dict[str, Any], modules: dict[str, str], linear: bool
 ) -> GPT:
     """A model with another project's tensors, which are removed from `tensors` one by one.
 
-    `modules` names each of its modules, and those of ours whose parameters are concatenated in it.
-    `linear`: kernels are (out, in), as in PyTorch's Linear, not (in, out) as in GPT-2's Conv1D.
-    Raises ValueError for a missing or unexpected tensor, or another shape.
+    `modules` are its names of ours; `linear` says that its kernels are (out, in). Raises ValueError
+    for a missing or unexpected tensor, or another shape.
     """
     blocks = {found[0] for name in tensors if (found := _BLOCK.match(name))}
     if len(blocks) != config.num_layers:  # before a wrong config makes a huge layout
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
-    table = f"{next(iter(modules))}.weight"
+    table = f"{modules['token_embedding']}.weight"
     if config.tie_embeddings and {"lm_head.weight", table} <= tensors.keys():
         head = tensors.pop("lm_head.weight")
         if not np.array_equal(head, tensors[table]):
@@ -115,8 +103,8 @@ def read_tensors(
 
 
 @typed
-def write_tensors(model: GPT, modules: dict[str, str], *, linear: bool) -> Tensors:
-    """The inverse of `read_tensors`, in at least float32, with zeros for GPT-2's missing biases."""
+def write_tensors(model: GPT, modules: dict[str, str], linear: bool) -> Tensors:
+    """The inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2 has."""
     config, leaves = model.config, _by_name(_weights(model))
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
     tensors = {}
@@ -128,7 +116,10 @@ def write_tensors(model: GPT, modules: dict[str, str], *, linear: bool) -> Tenso
         has_bias = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
         if has_bias and bias not in tensors:
             tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
-    return tensors
+    outer = "transformer." if modules is GPT2 else "model."
+    return {
+        name if name == "lm_head.weight" else outer + name: its for name, its in tensors.items()
+    }
 
 
 def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
@@ -163,16 +154,14 @@ def _layout(config: ModelConfig, modules: dict[str, str]) -> dict[str, tuple[str
 
     Only those of parameters that the model has.
     """
-    leaves = _by_name(_weights(abstract_model(config)))
-    return {
-        f"{theirs}.{torch_name(kind)}".format(index): tuple(
-            f"{name}.{kind}".format(index) for name in ours.split()
-        )
-        for theirs, ours in modules.items()
-        for index in range(config.num_layers if "{}" in theirs else 1)
-        for kind in ("kernel", "scale", "embedding", "bias")
-        if f"{ours.split()[0]}.{kind}".format(index) in leaves
-    }
+    leaves, layout = _by_name(_weights(abstract_model(config))), {}
+    for ours, theirs in modules.items():
+        for index in range(config.num_layers if "{}" in ours else 1):
+            for kind in ("kernel", "scale", "embedding", "bias"):
+                if (name := f"{ours}.{kind}".format(index)) in leaves:
+                    tensor = f"{theirs}.{torch_name(kind)}".format(index)
+                    layout[tensor] = (*layout.get(tensor, ()), name)
+    return layout
 
 
 def _is_transposed(name: str, parts: tuple[str, ...], linear: bool) -> bool:

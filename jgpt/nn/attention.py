@@ -98,24 +98,12 @@ def attend_locally(
 
     query, key, value = split_windows(query), split_windows(key), split_windows(value)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    first = attend(
-        query[..., :1, :, :],
-        key[..., :1, :, :],
-        value[..., :1, :, :],
-        mask[:window, :window],
-        scale=scale,
-        dropout=dropout,
-        dropout_key=keys[0],
-    )
-    others = attend(
-        query[..., 1:, :, :],
-        with_previous_window(key),
-        with_previous_window(value),
-        mask[window:],
-        scale=scale,
-        dropout=dropout,
-        dropout_key=keys[1],
-    )
+    options = {"scale": scale, "dropout": dropout}
+    at = ..., slice(1), slice(None), slice(None)
+    qkv = query[at], key[at], value[at]
+    first = attend(*qkv, mask[:window, :window], dropout_key=keys[0], **options)
+    qkv = query[..., 1:, :, :], with_previous_window(key), with_previous_window(value)
+    others = attend(*qkv, mask[window:], dropout_key=keys[1], **options)
     heads = jnp.concatenate([first, others], axis=-3)
     return heads.reshape(*heads.shape[:-3], windows * window, heads.shape[-1])[..., :time, :]
 

@@ -41,6 +41,14 @@ ACTIVATIONS = {
 }
 
 
+SAME_NAMES = (
+    "activation", "gated", "num_kv_heads", "head_dim", "qkv_bias", "use_bias", "rotary_base",
+    "qk_norm", "qk_norm_scale", "norm", "norm_scale", "norm_epsilon", "dropout", "attention_kernel",
+    "dtype", "activation_dtype", "param_dtype",
+)  # fmt: skip
+"""A block's parameters that are fields of a config."""
+
+
 class FeedForward(Module):
     """Position-wise MLP (Vaswani et al. 2017, section 3.3), gated or not (Shazeer 2020).
 
@@ -156,28 +164,12 @@ class Block(Module):
             config.embed_dim,
             config.num_heads,
             config.hidden_dim,
-            activation=config.activation,
-            gated=config.gated,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             window=config.attention_window,
-            qkv_bias=config.qkv_bias,
-            use_bias=config.use_bias,
             rotary=config.positions == "rotary",
-            rotary_base=config.rotary_base,
-            qk_norm=config.qk_norm,
-            qk_norm_scale=config.qk_norm_scale,
             scale=config.attention_scale,
-            norm=config.norm,
-            norm_scale=config.norm_scale,
-            norm_epsilon=config.norm_epsilon,
-            dropout=config.dropout,
             projection_std=0.0 if config.zero_init else residual_std,
-            attention_kernel=config.attention_kernel,
-            dtype=config.dtype,
-            activation_dtype=config.activation_dtype,
-            param_dtype=config.param_dtype,
             rngs=rngs,
+            **{name: getattr(config, name) for name in SAME_NAMES},
         )
 
     @typed
@@ -209,28 +201,14 @@ class GPT(Module):
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
         self.supports_rolling_cache = config.positions == "rotary"
-        self.token_embedding = Embedding(
-            config.vocab_size,
-            config.embed_dim,
-            dimension="vocab_size",
-            param_dtype=config.param_dtype,
-            rngs=rngs,
-        )
+        new = {"param_dtype": config.param_dtype, "rngs": rngs}
+        sizes, learned = (config.vocab_size, config.embed_dim), config.positions == "learned"
+        self.token_embedding = Embedding(*sizes, dimension="vocab_size", **new)
         self.position_embedding = (
-            Embedding(
-                config.block_size, config.embed_dim, param_dtype=config.param_dtype, rngs=rngs
-            )
-            if config.positions == "learned"
-            else None
+            Embedding(config.block_size, config.embed_dim, **new) if learned else None
         )
         self.ngram_embedding = (
-            NGramEmbedding(
-                config.ngram_sizes,
-                config.ngram_rows,
-                config.embed_dim,
-                param_dtype=config.param_dtype,
-                rngs=rngs,
-            )
+            NGramEmbedding(config.ngram_sizes, config.ngram_rows, config.embed_dim, **new)
             if config.ngram_sizes
             else None
         )
@@ -242,14 +220,8 @@ class GPT(Module):
         self.blocks = nnx.List(
             Block.from_config(config, rngs=rngs) for _ in range(config.num_layers)
         )
-        self.final_norm = make_norm(
-            config.norm,
-            config.embed_dim,
-            config.norm_epsilon,
-            config.norm_scale,
-            config.use_bias,
-            config.param_dtype,
-        )
+        norm = config.norm_epsilon, config.norm_scale, config.use_bias, config.param_dtype
+        self.final_norm = make_norm(config.norm, config.embed_dim, *norm)
         self.head = (
             None
             if config.tie_embeddings
@@ -261,8 +233,7 @@ class GPT(Module):
                 init_std=0.0 if config.zero_init else INIT_STD,
                 dtype=config.dtype,
                 activation_dtype=config.activation_dtype,
-                param_dtype=config.param_dtype,
-                rngs=rngs,
+                **new,
             )
         )
 

@@ -146,7 +146,7 @@ LAYOUT = [
     Case(
         "jgpt.interop.huggingface._write_weights",
         {},
-        static={"tensors": TENSORS, "prefix": "", "path": Path()},
+        static={"tensors": TENSORS, "path": Path()},
         result=TENSORS,
     ),
 ]

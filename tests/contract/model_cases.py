@@ -454,8 +454,6 @@ MODERN_FAMILY = [
     ),
     of_blocks("Block.__call__", SELF_ATTENTION, STREAM, owner=GATED_BLOCK, note="gated"),
     of_model("GPT.__call__", TOKENS, LOGITS, owner=GATED_GPT, note="gated"),
-    of_model(
-        "GPT.attention_weights", TOKENS, (1, BATCH, 30, 7, 7), owner=GATED_GPT, note="gated"
-    ),
+    of_model("GPT.attention_weights", TOKENS, (1, BATCH, 30, 7, 7), owner=GATED_GPT, note="gated"),
 ]
 TRANSFORMER = [*ATTENTION, *LAYERS, *MODEL, *MODERN_FAMILY]
