@@ -21,7 +21,14 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jgpt.cli import options as parsing
 from jgpt.cli.options import File, Number, ProcessOptions, RunOptions, Switch, described
 from jgpt.cli.terminal import importing, open_console, say, spinner
-from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
+from jgpt.config import (
+    ComputeDtype,
+    DataConfig,
+    OptimizerConfig,
+    TokenizerName,
+    TrainConfig,
+    did_you_mean,
+)
 from jgpt.presets import PRESETS
 
 Run = Positional[Annotated[str, described("RUN", help="The run directory.")]]
@@ -349,6 +356,7 @@ def import_(
     out: Annotated[str, described("RUN", help="The run directory to write.")],
     format: Annotated[Literal["hf", "gpt2", "nanogpt"], arg(name="from")] = "hf",
     block_size: Annotated[int | None, described("N")] = None,
+    dtype: ComputeDtype = "float32",
     tokenizer: Annotated[str | None, described("DIR|FILE")] = None,
     data: Annotated[
         UseAppendAction[tuple[tuple[str, ...], ...]], described("TEXT ...", PYDOCS)
@@ -361,6 +369,7 @@ def import_(
         source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt.
         format: The format of the weights.
         block_size: The context length, where positions are rotary; the config's by default.
+        dtype: The dtype of matrix products; auto is bfloat16 where that is fast.
         tokenizer: Its folder if not the source, tokenizer.json, or a text with its characters.
         data: The text to evaluate on and to train further with.
     """
@@ -386,7 +395,8 @@ def import_(
     )
     texts = tuple(chain(*data)) if data else DataConfig().data
     dataset = DataConfig(texts, universal_newlines)
-    config = TrainConfig(model.config, optimizer, dataset, name=path.name, out=out)
+    its_config = dataclasses.replace(model.config, dtype=dtype)
+    config = TrainConfig(its_config, optimizer, dataset, name=path.name, out=out)
     write_run(path, model, own_tokenizer, config)
     print(
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "

@@ -168,9 +168,7 @@ def save_hf(
     GPT-2 has. Raises ValueError for a model that the format can't express.
     """
     if not isinstance(model, GPT):
-        raise ValueError(
-            "no format of Hugging Face's that jgpt writes supports architecture='bigram'"
-        )
+        raise ValueError("Hugging Face's format doesn't support architecture='bigram'")
     if model_type is None:
         rotary = "qwen3" if model.config.qk_norm else "llama"
         model_type = rotary if model.config.positions == "rotary" else "gpt2"

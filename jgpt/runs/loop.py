@@ -191,8 +191,9 @@ def _prepare(
     model = replace(model, dtype=for_platform(model, platform).dtype)
     config = replace(config, model=model, dataset=data)
     if run:
-        require_same_run(before, config, text_is_known=known is not None)
-        checkpoints = run.checkpoint_steps()
+        checkpoints, known_place = run.checkpoint_steps(), known is not None
+        imported = checkpoints == [0]
+        require_same_run(before, config, text_is_known=known_place, imported=imported)
         if config.steps < (done := max(checkpoints, default=0)):
             raise ValueError(
                 f"steps={config.steps} is below the {done} steps that {out} has taken: give steps="

@@ -15,16 +15,26 @@ _MAY_DIFFER = {
     *("mesh", "patience", "keep_best", "keep_last", "keep_every", "trackers"),
     *("model.vocab_size", "optimizer.schedule_steps"),
 }
+_OF_THE_STATE = (
+    "model.",
+    "optimizer.optimizer",
+    "optimizer.embedding_l",
+    "optimizer.gradient_clip",
+)
 
 
 def require_same_run(
-    saved: TrainConfig, given: TrainConfig, *, text_is_known: bool = False
+    saved: TrainConfig, given: TrainConfig, *, text_is_known: bool = False, imported: bool = False
 ) -> None:
     """Raise ValueError naming the fields of a config that a run can't be resumed with.
 
-    The place of the text may differ if the text itself is compared.
+    The place of the text may differ if the text itself is compared. Of a run that was `imported`,
+    and has taken no step, only what its state was made with may not.
     """
     may_differ = _MAY_DIFFER | ({"dataset.data"} if text_is_known else set())
+    if imported:
+        names = (name for name, _ in fields_of(saved))
+        may_differ |= {name for name in names if not name.startswith(_OF_THE_STATE)}
     differences = [
         f"{name} is {old!r} in the run, {new!r} in the config"
         for (name, old), (_, new) in zip(fields_of(saved), fields_of(given), strict=True)
