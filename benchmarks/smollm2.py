@@ -29,6 +29,7 @@ import tokenizers
 import torch
 import transformers
 import tyro
+from flax import nnx
 
 import jgpt
 from jgpt.data.corpus import read_text
@@ -161,7 +162,7 @@ def compare(directory: Path, options: Options) -> dict[str, Any]:
     results: dict[str, Any] = {"load_seconds": time.perf_counter() - began}
 
     page = tokenizer.encode(read_text(("shakespeare",))[: 8 * options.page])[: options.page]
-    mine = np.asarray(jax.jit(lambda tokens: model(tokens))(jnp.asarray(page[None])))
+    mine, exact = (logits(model, page, dtype) for dtype in ("float32", "float64"))
     with torch.no_grad():
         its = theirs(torch.tensor(page[None].astype(np.int64))).logits.numpy()
     targets = jnp.asarray(page[None, 1:])
@@ -170,6 +171,10 @@ def compare(directory: Path, options: Options) -> dict[str, Any]:
         "tokens": len(page),
         "largest": float(np.abs(its).max()),
         "largest_difference": float(np.abs(mine - its).max()),
+        "largest_difference_from_float64": {
+            "jgpt": float(np.abs(mine - exact).max()),
+            "transformers": float(np.abs(its - exact).max()),
+        },
         "same_likeliest_token": float((mine.argmax(-1) == its.argmax(-1)).mean()),
     }
     results["loss"] = dict(zip(("jgpt", "transformers"), losses, strict=True))
@@ -189,6 +194,16 @@ def compare(directory: Path, options: Options) -> dict[str, Any]:
     return results | {
         "tokens_per_second": timed(prompt, samplers(model, theirs, directory), options)
     }
+
+
+def logits(model: jgpt.GPT, tokens: np.ndarray, dtype: Any) -> np.ndarray:
+    """The logits of a text, all of it computed in a precision."""
+    with jax.enable_x64(dtype == "float64"):
+        its = {"dtype": dtype, "param_dtype": dtype, "activation_dtype": dtype}
+        graph, weights = nnx.split(with_config(model, dataclasses.replace(model.config, **its)))
+        weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights)
+        compute = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+        return np.asarray(compute(weights, jnp.asarray(tokens[None])))
 
 
 Sampler = Callable[[np.ndarray, int], list[int]]
@@ -233,8 +248,6 @@ def samplers(model: jgpt.GPT, theirs: Any, directory: Path) -> dict[str, Sampler
 
 
 def with_config(model: jgpt.GPT, config: jgpt.ModelConfig) -> jgpt.GPT:
-    from flax import nnx
-
     graph = nnx.graphdef(nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0))))
     return nnx.merge(graph, nnx.state(model))
 
