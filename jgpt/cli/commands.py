@@ -21,14 +21,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jgpt.cli import options as parsing
 from jgpt.cli.options import File, Number, ProcessOptions, RunOptions, Switch, described
 from jgpt.cli.terminal import importing, open_console, say, spinner
-from jgpt.config import (
-    ComputeDtype,
-    DataConfig,
-    OptimizerConfig,
-    TokenizerName,
-    TrainConfig,
-    did_you_mean,
-)
+from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
 from jgpt.presets import PRESETS
 
 Run = Positional[Annotated[str, described("RUN", help="The run directory.")]]
@@ -356,7 +349,7 @@ def import_(
     out: Annotated[str, described("RUN", help="The run directory to write.")],
     format: Annotated[Literal["hf", "gpt2", "nanogpt"], arg(name="from")] = "hf",
     block_size: Annotated[int | None, described("N")] = None,
-    dtype: ComputeDtype = "float32",
+    dtype: str = "float32",
     tokenizer: Annotated[str | None, described("DIR|FILE")] = None,
     data: Annotated[
         UseAppendAction[tuple[tuple[str, ...], ...]], described("TEXT ...", PYDOCS)
@@ -384,9 +377,9 @@ def import_(
         from jgpt.runs.checkpoints import write_run
 
         status.update("loading the model")
-        its_size = {} if block_size is None else {"block_size": block_size}
+        size = {} if block_size is None else {"block_size": block_size}
         load = {"hf": load_hf, "gpt2": load_gpt2, "nanogpt": load_nanogpt}[format]
-        model = load(source, **its_size)
+        model = load(source, **size)
         own_tokenizer = _tokenizer(source, tokenizer, universal_newlines)
         model = crop_vocabulary(model, own_tokenizer.vocab_size)
     # small and constant, as is usual for fine-tuning

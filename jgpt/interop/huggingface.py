@@ -67,10 +67,7 @@ class _Format:
 
 
 _GPT2 = _Format(
-    name="GPT-2",
-    architecture="GPT2LMHeadModel",
-    modules=GPT2,
-    linear=False,
+    "GPT-2", "GPT2LMHeadModel", GPT2, linear=False,
     fields={
         "vocab_size": "vocab_size", "n_positions": "block_size", "n_layer": "num_layers",
         "n_head": "num_heads", "n_embd": "embed_dim", "n_inner": "hidden_dim",
@@ -87,10 +84,7 @@ _GPT2 = _Format(
     implied={"positions": "learned", "norm": "layer", "qkv_bias": True, "use_bias": True},
 )  # fmt: skip
 _LLAMA = _Format(
-    name="Llama",
-    architecture="LlamaForCausalLM",
-    modules=LLAMA,
-    linear=True,
+    "Llama", "LlamaForCausalLM", LLAMA, linear=True,
     fields={
         "vocab_size": "vocab_size", "max_position_embeddings": "block_size",
         "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
@@ -109,16 +103,14 @@ _LLAMA = _Format(
     implied={"positions": "rotary", "norm": "rms", "gated": True},
 )  # fmt: skip
 _QWEN3 = _Format(
-    name="Qwen3",
-    architecture="Qwen3ForCausalLM",
-    modules=LLAMA,
-    linear=True,
+    "Qwen3", "Qwen3ForCausalLM", LLAMA, linear=True,
     # all norms have its epsilon, and ours of queries and keys is fixed
     fields={name: ours for name, ours in _LLAMA.fields.items() if name != "rms_norm_eps"},
-    defaults=_LLAMA.defaults
-    | {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+    defaults={
+        **_LLAMA.defaults, "num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False,
+    },
     implied=_LLAMA.implied | {"qk_norm": True, "qk_norm_scale": True, "norm_epsilon": 1e-6},
-)
+)  # fmt: skip
 _FORMATS = {"gpt2": _GPT2, "llama": _LLAMA, "qwen3": _QWEN3}
 _ANYTHING = (
     "architecture", "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype",

@@ -117,19 +117,18 @@ def write_tensors(model: GPT, modules: dict[str, str], linear: bool) -> Tensors:
         if has_bias and bias not in tensors:
             tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
     outer = "transformer." if modules is GPT2 else "model."
-    return {
-        name if name == "lm_head.weight" else outer + name: its for name, its in tensors.items()
-    }
+    prefixed = {name: outer + name for name in tensors} | {"lm_head.weight": "lm_head.weight"}
+    return {prefixed[name]: tensor for name, tensor in tensors.items()}
 
 
 def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
     """Remove the padding of a model's vocabulary.
 
-    Raises ValueError unless the padding is up to a multiple of 64 or 128.
+    Raises ValueError unless the padding is up to a multiple of 64, and below 512.
     """
     if vocab_size == model.vocab_size:
         return model
-    if model.vocab_size not in {-(-vocab_size // multiple) * multiple for multiple in (64, 128)}:
+    if model.vocab_size % 64 or not 0 < model.vocab_size - vocab_size < 512:
         raise ValueError(
             f"the tokenizer has {vocab_size} tokens and the model vocab_size={model.vocab_size}: "
             "they don't belong together"

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -205,7 +206,8 @@ class Head(_Attention):
 class MultiHeadAttention(_Attention):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2), all heads in one computation.
 
-    Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
+    `precision` is Linear's `dtype`, `activation_dtype` and `param_dtype`. Dropout needs the call's
+    `rngs`; after `train()`, a call without them raises ValueError.
     """
 
     @typed
@@ -228,10 +230,8 @@ class MultiHeadAttention(_Attention):
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
         attention_kernel: AttentionKernel = "xla",
-        dtype: DTypeLike = jnp.float32,
-        activation_dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **precision: Any,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
@@ -245,13 +245,7 @@ class MultiHeadAttention(_Attention):
         self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.rotary_base, self.scale = rotary, rotary_base, scale
         self.attention_kernel = attention_kernel
-        linear = functools.partial(
-            Linear,
-            dtype=dtype,
-            activation_dtype=activation_dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        linear = functools.partial(Linear, rngs=rngs, **precision)
         into = functools.partial(linear, embed_dim, use_bias=qkv_bias)
         sizes = num_heads, num_kv_heads, head_dim
         self._make_projections(*sizes, into, qk_norm, qk_norm_scale)
@@ -287,14 +281,8 @@ class MultiHeadAttention(_Attention):
             cache.append(key, value)
             heads = self._attend_over(cache, query)
         elif self.attention_kernel == "cudnn" and not trains:  # the kernel has no dropout
-            heads = fused_attend(
-                query,
-                key,
-                value,
-                causal=mask is not None,
-                window=self.window,
-                scale=self.scale,
-            )
+            options = {"window": self.window, "scale": self.scale}
+            heads = fused_attend(query, key, value, causal=mask is not None, **options)
         else:
             heads = self._attend(
                 query, self._repeat_kv(key), self._repeat_kv(value), mask, dropout_key

@@ -282,35 +282,6 @@ class NGramEmbedding(Module):
         return jnp.stack(rows, axis=-1)
 
 
-class LayerNorm(Module):
-    """Layer normalisation (Ba et al. 2016), computed and returned in at least float32."""
-
-    @typed
-    def __init__(
-        self,
-        embed_dim: int,
-        *,
-        epsilon: float = 1e-5,
-        use_scale: bool = True,
-        use_bias: bool = True,
-        param_dtype: DTypeLike = jnp.float32,
-    ) -> None:
-        self.embed_dim, self.epsilon = embed_dim, epsilon
-        self.scale = nnx.Param(jnp.ones(embed_dim, param_dtype)) if use_scale else None
-        self.bias = nnx.Param(jnp.zeros(embed_dim, param_dtype)) if use_bias else None
-
-    @typed
-    def __call__(
-        self, x: Float[Array, "*rows {self.embed_dim}"]
-    ) -> Float[Array, "*rows {self.embed_dim}"]:
-        """Normalise the last axis."""
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y = rms_norm(x - x.mean(axis=-1, keepdims=True), self.epsilon)
-        if self.scale is not None:
-            y = y * self.scale[...].astype(y.dtype)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
-
-
 class RMSNorm(Module):
     """Root mean square normalisation (Zhang and Sennrich 2019, section 4), in at least float32."""
 
@@ -333,6 +304,31 @@ class RMSNorm(Module):
         """Normalise the last axis."""
         y = rms_norm(x, self.epsilon)
         return y if self.scale is None else y * self.scale[...].astype(y.dtype)
+
+
+class LayerNorm(RMSNorm):
+    """Layer normalisation (Ba et al. 2016), computed and returned in at least float32."""
+
+    @typed
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        use_bias: bool = True,
+        param_dtype: DTypeLike = jnp.float32,
+        **options: Any,
+    ) -> None:
+        super().__init__(embed_dim, param_dtype=param_dtype, **options)
+        self.bias = nnx.Param(jnp.zeros(embed_dim, param_dtype)) if use_bias else None
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "*rows {self.embed_dim}"]
+    ) -> Float[Array, "*rows {self.embed_dim}"]:
+        """Normalise the last axis."""
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = super().__call__(x - x.mean(axis=-1, keepdims=True))
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 def make_norm(

@@ -52,7 +52,8 @@ SAME_NAMES = (
 class FeedForward(Module):
     """Position-wise MLP (Vaswani et al. 2017, section 3.3), gated or not (Shazeer 2020).
 
-    Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
+    `precision` is Linear's `dtype`, `activation_dtype` and `param_dtype`. Dropout needs the call's
+    `rngs`; after `train()`, a call without them raises ValueError.
     """
 
     @typed
@@ -66,22 +67,13 @@ class FeedForward(Module):
         use_bias: bool = True,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
-        dtype: DTypeLike = jnp.float32,
-        activation_dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **precision: Any,
     ) -> None:
         self.embed_dim = embed_dim
         self.hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
         self.activation, self.dropout = activation, dropout
-        linear = functools.partial(
-            Linear,
-            use_bias=use_bias,
-            dtype=dtype,
-            activation_dtype=activation_dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        linear = functools.partial(Linear, use_bias=use_bias, rngs=rngs, **precision)
         into = ("embed_dim", "hidden_dim")
         self.expansion = linear(embed_dim, self.hidden_dim, dimensions=into)
         self.gate = linear(embed_dim, self.hidden_dim, dimensions=into) if gated else None
@@ -110,8 +102,8 @@ class Block(Module):
     """Transformer block: pre-norm attention and MLP with residual connections.
 
     Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3). `attention` are other parameters of
-    MultiHeadAttention. Dropout needs the call's `rngs`; after
-    `train()`, a call without them raises ValueError.
+    MultiHeadAttention. Dropout needs the call's `rngs`; after `train()`, a call without them raises
+    ValueError.
     """
 
     @typed
@@ -212,11 +204,8 @@ class GPT(Module):
             if config.ngram_sizes
             else None
         )
-        self.shortcut = (
-            nnx.Param(jnp.zeros(config.num_layers, config.param_dtype))
-            if config.embedding_shortcut
-            else None
-        )
+        scales = jnp.zeros(config.num_layers, config.param_dtype)
+        self.shortcut = nnx.Param(scales) if config.embedding_shortcut else None
         self.blocks = nnx.List(
             Block.from_config(config, rngs=rngs) for _ in range(config.num_layers)
         )
