@@ -369,17 +369,20 @@ def import_(
     path = Path(out)
     if path.exists():  # before loading, which may take a while
         raise ValueError(f"{path} already exists: choose another directory")
+    if block_size is not None and format == "nanogpt":
+        raise ValueError(f"block_size={block_size} needs rotary positions, which nanoGPT lacks")
 
     with importing() as status:
-        from jgpt.interop.huggingface import load_gpt2, load_hf
+        from jgpt.interop.huggingface import load_hf
         from jgpt.interop.names import crop_vocabulary
         from jgpt.interop.nanogpt import load_nanogpt
         from jgpt.runs.checkpoints import write_run
 
         status.update("loading the model")
-        size = {} if block_size is None else {"block_size": block_size}
-        load = {"hf": load_hf, "gpt2": load_gpt2, "nanogpt": load_nanogpt}[format]
-        model = load(source, **size)
+        if format == "nanogpt":
+            model = load_nanogpt(source)
+        else:
+            model = load_hf(source, block_size=block_size)
         own_tokenizer = _tokenizer(source, tokenizer, universal_newlines)
         model = crop_vocabulary(model, own_tokenizer.vocab_size)
     # small and constant, as is usual for fine-tuning

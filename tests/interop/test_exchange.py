@@ -11,7 +11,7 @@ import jgpt
 from jgpt.runs.checkpoints import load
 from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
-from tests.models import FAMILIES, SIZES
+from tests.models import FAMILIES, SIZES, random_gpt
 
 TEXT = "abcdefghijklmnop\n" * 40
 
@@ -140,3 +140,58 @@ def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, text_file, tmp
     assert "is not a run directory" in refused("export", gpt2 / "nowhere", "--out", run)
     assert "already exists" in refused("export", imported, "--out", gpt2)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A directory of a small Qwen3, with a vocabulary that is padded to 320."""
+    tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
+    directory = tmp_path_factory.mktemp("models") / "qwen3"
+    model = random_gpt("qwen3", vocab_size=320)
+    jgpt.save_hf(model, directory, tokenizer=tokenizer)
+    return directory
+
+
+def test_a_model_of_today_in_and_out(qwen3, text_file, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "again"
+    said = worked("import", qwen3, "--out", run, "--data", text_file)
+    assert said == f"2 layers, 24 features, vocabulary 263; next: jgpt sample {run}\n"
+    model, tokenizer, config = load(run)
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+    tokens = jnp.asarray(tokenizer.encode("abcdefghij")[None, :8])
+    whole = jgpt.load_hf(qwen3)
+    np.testing.assert_allclose(model(tokens), whole(tokens)[..., :263], rtol=1e-5, atol=1e-5)
+    assert worked("sample", run, "--prompt", "abc", "--max-new-tokens", 5).startswith("abc")
+    assert "AutoModelForCausalLM" in worked("export", run, "--out", out)
+    assert_same_weights(jgpt.load_hf(out), model)
+    assert (out / "tokenizer.json").read_bytes() == (qwen3 / "tokenizer.json").read_bytes()
+
+
+def test_fine_tuning_in_bfloat16_on_a_mesh(qwen3, text_file, tmp_path):
+    """From the imported weights, with a batch, a text and a learning rate of its own."""
+    run = tmp_path / "run"
+    options = ("--block-size", 6, "--dtype", "bfloat16")
+    worked("import", qwen3, "--out", run, *options)
+    before = load(run)[0]
+    trained = ("--data", text_file, "--batch-size", 8, "--learning-rate", 0.003, "--steps", 8)
+    worked("train", "--resume", "--out", run, *trained, "--mesh", "data=2,fsdp=2,tensor=2")
+    config = load(run)[2]
+    assert (config.model.dtype, config.model.block_size, config.batch_size) == ("bfloat16", 6, 8)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    tokenizer = load(run)[1]
+    text = jnp.asarray(tokenizer.encode(TEXT)[:70].reshape(10, 7))
+    start = float(jgpt.cross_entropy(before(text[:, :-1]), text[:, 1:]))
+    assert losses[0] == pytest.approx(start, rel=0.1)  # what was imported is what is trained
+    assert losses[-1] < 0.8 * losses[0]
+    said = refused("train", "--resume", "--out", run, "--batch-size", 4)  # a step was taken
+    assert "batch_size is 8 in the run, 4 in the config" in said
+
+
+def test_what_the_state_was_made_with_stays(qwen3, text_file, tmp_path):
+    worked("import", qwen3, "--out", tmp_path / "run", "--data", text_file)
+    for option in (("--optimizer", "muon"), ("--dtype", "bfloat16"), ("--gradient-clip", 0)):
+        said = refused("train", "--resume", "--out", tmp_path / "run", "--steps", 1, *option)
+        assert "doesn't match the run to resume" in said
+    said = refused("import", "x", "--from", "nanogpt", "--out", tmp_path / "y", "--block-size", 3)
+    assert "--block-size 3 needs rotary positions" in said
