@@ -156,7 +156,7 @@ def test_a_model_of_today_in_and_out(qwen3, text_file, tmp_path):
     run, out = tmp_path / "run", tmp_path / "again"
     said = worked("import", qwen3, "--out", run, "--data", text_file)
     assert said == f"2 layers, 24 features, vocabulary 263; next: jgpt sample {run}\n"
-    model, tokenizer, config = load(run)
+    model, tokenizer, _ = load(run)
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
     tokens = jnp.asarray(tokenizer.encode("abcdefghij")[None, :8])
     whole = jgpt.load_hf(qwen3)
