@@ -4,23 +4,35 @@
 
 Checkpoints that nanoGPT wrote are compared with what its own model, in the checkout PATH, makes of
 them. Relative errors are in units of the largest entry of the array that an entry is in.
+
+    python benchmarks/parity.py --open-models
+
+does the same for Llama and Qwen3: the ladder of a family with Qwen3's fields, and small random
+models of transformers, read from its directories and written back.
 """
 
 import sys
+import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import record
 import torch
 import tyro
+from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ladder is the tests'
 
+import jgpt
+from jgpt.interop.names import LLAMA, write_tensors
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.nn.loss import cross_entropy
 from tests.parity.ladder import FAMILIES, TOLERANCE, errors, ours, theirs
+from tests.parity.test_llama import MODELS, random_model, transformers
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,14 @@ class Options:
     """A checkout of nanoGPT."""
     checkpoints: tuple[str, ...] = ()
     """What it wrote."""
+    open_models: bool = False
+    """Llama and Qwen3 alone."""
 
 
-def ladder() -> list[dict]:
+def ladder(families: Iterable[str]) -> list[dict]:
     rows = []
     for dtype in TOLERANCE:
-        for family in FAMILIES:
+        for family in families:
             mine, its = ours(family, dtype), theirs(family, dtype)
             rows += [row(family, dtype, rung, errors(mine[rung], its[rung])) for rung in mine]
     return rows
@@ -59,6 +73,41 @@ def nanogpt(file: str) -> list[dict]:
     return [
         row(f"ckpt.pt, bias={model.config.use_bias}", "float32", rung, errors({"": a}, {"": b}))
         for rung, a, b in zip(("logits", "loss"), mine, its, strict=True)
+    ]
+
+
+def directory(name: str) -> list[dict]:
+    """Logits, loss, gradients of a model of transformers in ours, and its weights written back."""
+    reference = random_model(name)
+    tokens = np.random.default_rng(1).integers(reference.config.vocab_size, size=(2, 11))
+    labels = torch.tensor(tokens)
+    answer = reference(labels, labels=labels)
+    answer.loss.backward()
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        model = jgpt.load_hf(folder)
+        jgpt.save_hf(model, f"{folder}/again")
+        again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/again")
+    graph, weights = nnx.split(model)
+
+    def loss_of(weights):
+        logits = nnx.merge(graph, weights)(jnp.asarray(tokens))
+        return cross_entropy(logits[:, :-1], jnp.asarray(tokens[:, 1:])), logits
+
+    (loss, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
+    found = write_tensors(nnx.merge(graph, gradients), LLAMA, linear=True)
+    leaves = dict(reference.named_parameters())
+    pairs = {
+        "logits": ({"": np.asarray(logits)}, {"": answer.logits.detach().numpy()}),
+        "loss": ({"": np.asarray(loss)}, {"": answer.loss.detach().numpy()}),
+        "gradients": (found, {path: leaf.grad.numpy() for path, leaf in leaves.items()}),
+        "written back": (
+            {path: leaf.detach().numpy() for path, leaf in again.named_parameters()},
+            {path: leaf.detach().numpy() for path, leaf in leaves.items()},
+        ),
+    }
+    return [
+        row(f"{name} of transformers", "float32", rung, errors(*its)) for rung, its in pairs.items()
     ]
 
 
@@ -94,14 +143,17 @@ def table(rows: list[dict]) -> str:
 
 def main() -> None:
     options = tyro.cli(Options)
-    rows = ladder()
+    rows = ladder(["qwen3"] if options.open_models else FAMILIES)
+    if options.open_models:
+        rows += [row for name in MODELS for row in directory(name)]
     if options.nanogpt is not None:
         sys.path.insert(0, options.nanogpt)
         rows += [row for file in options.checkpoints for row in nanogpt(file)]
     print(table(rows))
     print(f"tested below {TOLERANCE}; in float32 Adam turns a gradient that is all rounding into")
     print("a whole step, so the weights after ten steps are tested in float64 alone")
-    print(record.write("parity", {"tolerance": TOLERANCE, "rows": rows}))
+    name = "parity_open_models" if options.open_models else "parity"
+    print(record.write(name, {"tolerance": TOLERANCE, "rows": rows}))
     worst = max(row["relative"] / TOLERANCE[row["dtype"]] for row in rows if row["tested"])
     sys.exit(f"the largest error is {worst:.1f} times the tolerance" if worst > 1 else 0)
 
