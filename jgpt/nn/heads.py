@@ -247,8 +247,7 @@ class MultiHeadAttention(_Attention):
         self.attention_kernel = attention_kernel
         linear = functools.partial(Linear, rngs=rngs, **precision)
         into = functools.partial(linear, embed_dim, use_bias=qkv_bias)
-        sizes = num_heads, num_kv_heads, head_dim
-        self._make_projections(*sizes, into, qk_norm, qk_norm_scale)
+        self._make_projections(num_heads, num_kv_heads, head_dim, into, qk_norm, qk_norm_scale)
         self.projection = linear(
             num_heads * head_dim,
             embed_dim,
@@ -284,15 +283,11 @@ class MultiHeadAttention(_Attention):
             options = {"window": self.window, "scale": self.scale}
             heads = fused_attend(query, key, value, causal=mask is not None, **options)
         else:
-            heads = self._attend(
-                query, self._repeat_kv(key), self._repeat_kv(value), mask, dropout_key
-            )
+            key, value = self._repeat_kv(key), self._repeat_kv(value)
+            heads = self._attend(query, key, value, mask, dropout_key)
         check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
-        return apply_dropout(
-            self.projection(merge_heads(heads)),
-            self.dropout,
-            self.next_dropout_key(rngs, self.dropout),
-        )
+        y = self.projection(merge_heads(heads))
+        return apply_dropout(y, self.dropout, self.next_dropout_key(rngs, self.dropout))
 
     @typed
     def weights(

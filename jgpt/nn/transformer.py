@@ -74,13 +74,10 @@ class FeedForward(Module):
         self.hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
         self.activation, self.dropout = activation, dropout
         linear = functools.partial(Linear, use_bias=use_bias, rngs=rngs, **precision)
-        into = ("embed_dim", "hidden_dim")
-        self.expansion = linear(embed_dim, self.hidden_dim, dimensions=into)
-        self.gate = linear(embed_dim, self.hidden_dim, dimensions=into) if gated else None
-        out = ("hidden_dim", "embed_dim")
-        self.projection = linear(
-            self.hidden_dim, embed_dim, init_std=projection_std, dimensions=out
-        )
+        sizes, names = (embed_dim, self.hidden_dim), ("embed_dim", "hidden_dim")
+        self.expansion = linear(*sizes, dimensions=names)
+        self.gate = linear(*sizes, dimensions=names) if gated else None
+        self.projection = linear(*sizes[::-1], init_std=projection_std, dimensions=names[::-1])
 
     @typed
     def __call__(
@@ -93,9 +90,8 @@ class FeedForward(Module):
         activate, hidden = ACTIVATIONS[self.activation], self.expansion(x)
         hidden = activate(hidden) if self.gate is None else activate(self.gate(x)) * hidden
         check(hidden, Float[Array, "batch time {self.hidden_dim}"])
-        return apply_dropout(
-            self.projection(hidden), self.dropout, self.next_dropout_key(rngs, self.dropout)
-        )
+        y = self.projection(hidden)
+        return apply_dropout(y, self.dropout, self.next_dropout_key(rngs, self.dropout))
 
 
 class Block(Module):
@@ -326,12 +322,8 @@ class GPT(Module):
     ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
         """The attention weights of every layer and head in the forward pass of `tokens`."""
         inputs = self.hidden_states(tokens)[:-1]
-        return jnp.stack(
-            [
-                block.attention.weights(block.attention_norm(x))
-                for block, x in zip(self.blocks, inputs, strict=True)
-            ]
-        )
+        pairs = zip(self.blocks, inputs, strict=True)
+        return jnp.stack([its.attention.weights(its.attention_norm(x)) for its, x in pairs])
 
     @typed
     def embed(
