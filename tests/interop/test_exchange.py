@@ -185,7 +185,7 @@ def test_fine_tuning_in_bfloat16_on_a_mesh(qwen3, text_file, tmp_path):
     assert losses[0] == pytest.approx(start, rel=0.1)  # what was imported is what is trained
     assert losses[-1] < 0.8 * losses[0]
     said = refused("train", "--resume", "--out", run, "--batch-size", 4)  # a step was taken
-    assert "batch_size is 8 in the run, 4 in the config" in said
+    assert "--batch-size is 8 in the run, 4 in the config" in said
 
 
 def test_what_the_state_was_made_with_stays(qwen3, text_file, tmp_path):
