@@ -15,7 +15,7 @@ import importlib.util
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,9 @@ class Options:
     page: int = 512
     """Tokens of the page whose logits are compared, and whose loss is measured."""
     tokens: int = 200
-    """Tokens that each model continues by."""
+    """Tokens that each model continues by, to be compared."""
+    timed_tokens: int = 100
+    """Tokens of a continuation that is timed."""
     repeats: int = 5
     """How often each is timed."""
     busy: bool = False
@@ -78,8 +80,11 @@ def main(options: Options) -> None:
         directory = options.directory or Path(temporary) / "smollm2"
         if not (directory / "config.json").is_file():
             write_directory(options.gguf or packaged(), directory)
-        results = {"machine_was_busy": options.busy, **compare(directory, options)}
-    print(record.write("smollm2", results))
+        results = {"machine_was_busy": options.busy}
+        for part in compare(directory, options):
+            results |= part
+            written = record.write("smollm2", results)
+    print(written)
 
 
 def packaged() -> Path:
@@ -129,7 +134,10 @@ def write_directory(file: Path, directory: Path) -> None:
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer_of(values).save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    words = values["tokenizer.ggml.tokens"]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("bos", "eos", "unknown", "padding"):
+        settings[f"{name[:3]}_token"] = words[values[f"tokenizer.ggml.{name}_token_id"]]
     (directory / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
 
 
@@ -154,7 +162,8 @@ def tokenizer_of(values: dict[str, Any]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def compare(directory: Path, options: Options) -> dict[str, Any]:
+def compare(directory: Path, options: Options) -> Iterator[dict[str, Any]]:
+    """Logits and losses, what is written, and how fast, as each is known."""
     tokenizer = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     began = time.perf_counter()
@@ -162,9 +171,9 @@ def compare(directory: Path, options: Options) -> dict[str, Any]:
     results: dict[str, Any] = {"load_seconds": time.perf_counter() - began}
 
     page = tokenizer.encode(read_text(("shakespeare",))[: 8 * options.page])[: options.page]
-    mine, exact = (logits(model, page, dtype) for dtype in ("float32", "float64"))
     with torch.no_grad():
         its = theirs(torch.tensor(page[None].astype(np.int64))).logits.numpy()
+    mine, exact = (logits(model, page, dtype) for dtype in ("float32", "float64"))
     targets = jnp.asarray(page[None, 1:])
     losses = [float(jgpt.cross_entropy(jnp.asarray(x[:, :-1]), targets)) for x in (mine, its)]
     results["logits"] = {
@@ -179,21 +188,21 @@ def compare(directory: Path, options: Options) -> dict[str, Any]:
     }
     results["loss"] = dict(zip(("jgpt", "transformers"), losses, strict=True))
     print(json.dumps({name: results[name] for name in ("logits", "loss")}, indent=2))
+    yield results
 
-    results["written"] = {}
+    written = {}
     for name, prompt in (("chat", PROMPT), ("story", STORY)):
         tokens = tokenizer.encode(prompt)
         texts = [ours(model)(tokens, options.tokens), of(theirs)(tokens, options.tokens)]
-        results["written"][name] = {
+        written[name] = {
             "same_tokens": texts[0] == texts[1],
             "prompt": prompt,
             "text": tokenizer.decode(texts[0]),
         }
-        print(f"{prompt}|||{results['written'][name]['text']}\n")
+        print(f"{prompt}|||{written[name]['text']}\n")
+    yield {"written": written}
     prompt = tokenizer.encode(STORY)
-    return results | {
-        "tokens_per_second": timed(prompt, samplers(model, theirs, directory), options)
-    }
+    yield {"tokens_per_second": timed(prompt, samplers(model, theirs, directory), options)}
 
 
 def logits(model: jgpt.GPT, tokens: np.ndarray, dtype: Any) -> np.ndarray:
@@ -263,9 +272,9 @@ def of_ctranslate2(directory: Path) -> Sampler | str:
     converted = directory / "ctranslate2"
     try:
         converter.convert(str(converted), force=True)
+        generator = ctranslate2.Generator(str(converted), compute_type="float32", intra_threads=2)
     except Exception as error:  # whatever its converter makes of this version of transformers
         return f"not timed: its converter says {error!r}"
-    generator = ctranslate2.Generator(str(converted), compute_type="float32", intra_threads=2)
 
     def sample(prompt: np.ndarray, tokens: int) -> list[int]:
         result = generator.generate_batch(
@@ -291,7 +300,7 @@ def timed(
         if isinstance(sample, str):
             measured[name] = sample
         else:
-            texts[name] = sample(prompt, options.tokens)
+            texts[name] = sample(prompt, options.timed_tokens)
             measured[name] = {"tokens_per_second": []}
     for name, text in texts.items():
         same = [a == b for a, b in zip(text, texts["transformers"], strict=False)]
@@ -299,8 +308,8 @@ def timed(
     for _ in range(options.repeats):
         for name in texts:
             began = time.perf_counter()
-            samplers[name](prompt, options.tokens)  # type: ignore[operator]
-            speed = options.tokens / (time.perf_counter() - began)
+            samplers[name](prompt, options.timed_tokens)  # type: ignore[operator]
+            speed = options.timed_tokens / (time.perf_counter() - began)
             measured[name]["tokens_per_second"].append(speed)
     for name in texts:
         print(f"| {name} | {record.spread(measured[name]['tokens_per_second'])} |")

@@ -139,6 +139,7 @@ def load_hf(
         return read_tensors(config, _read_weights(directory), format.modules, format.linear)
 
 
+@typed
 def load_gpt2(directory: str | Path) -> GPT:
     """`load_hf` of GPT-2 alone."""
     return load_hf(directory, model_type="gpt2")

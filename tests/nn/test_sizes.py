@@ -13,7 +13,13 @@ from jgpt.nn.layers import Embedding, LayerNorm, Linear, Module, NGramEmbedding,
 
 ARGUMENTS = {
     jgpt.Head: {"embed_dim": 10, "head_dim": 4, "window": 3},
-    jgpt.MultiHeadAttention: {"embed_dim": 12, "num_heads": 6, "num_kv_heads": 2, "window": 3},
+    jgpt.MultiHeadAttention: {
+        "embed_dim": 12,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "window": 3,
+    },
     jgpt.FeedForward: {"embed_dim": 10, "hidden_dim": 7},
     jgpt.Block: {
         "embed_dim": 12,
@@ -81,6 +87,15 @@ def test_a_rate_is_below_1(kind):
             make(kind, dropout=rate)
     for rate in (0, 0.0, 0.99):
         make(kind, dropout=rate)
+
+
+@pytest.mark.parametrize("kind", [jgpt.Head, jgpt.MultiHeadAttention, jgpt.Block])
+def test_a_rotary_base_is_positive_and_scales_are_of_qk_norm(kind):
+    for base in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"^rotary_base={base} must be positive"):
+            make(kind, rotary_base=base)
+    with pytest.raises(ValueError, match="^qk_norm_scale=True needs qk_norm=True"):
+        make(kind, qk_norm_scale=True)
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
