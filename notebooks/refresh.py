@@ -17,15 +17,15 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
 
 FOLDER = Path(__file__).resolve().parent
-SOLUTION = re.compile(
-    r"<details>\n<summary>Solution</summary>\n\n```python\n(.*?)```\n\n</details>", re.DOTALL
-)
+SOLUTION = re.compile(r"<summary>Solution</summary>\n(.*?)\n</details>", re.DOTALL)
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def solutions(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Code cells of the folded solutions in a cell."""
-    found = SOLUTION.findall(cell.source) if cell.cell_type == "markdown" else []
-    return [new_code_cell(source, metadata={"tags": ["solution"]}) for source in found]
+    """A code cell for each solution that is folded in a Markdown cell."""
+    folded = SOLUTION.findall(cell.source) if cell.cell_type == "markdown" else []
+    sources = ["\n".join(CODE.findall(text)) for text in folded]
+    return [new_code_cell(source, metadata={"tags": ["solution"]}) for source in sources]
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
@@ -43,9 +43,8 @@ def execute(path: Path) -> nbformat.NotebookNode:
     )
     # the package that lies beside the notebooks, whichever is installed
     client.execute(env={"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(FOLDER.parent)})
-    cells = [cell for cell in notebook.cells if "solution" not in cell.metadata.get("tags", ())]
-    notebook.cells = cells
-    code = [cell for cell in cells if cell.cell_type == "code"]
+    notebook.cells = [c for c in notebook.cells if "solution" not in c.metadata.get("tags", ())]
+    code = (cell for cell in notebook.cells if cell.cell_type == "code")
     for count, cell in enumerate(code, 1):
         cell.execution_count = count
         for output in cell.outputs:
