@@ -87,10 +87,8 @@ class MetricsLogger:
 
     def _measurements(self, step: int) -> dict[str, Any]:
         now = time.perf_counter()
-        measured: dict[str, Any] = {
-            "tokens": step * self._tokens_per_step,
-            "seconds": round(now - self._started, 3),
-        }
+        tokens, seconds = step * self._tokens_per_step, round(now - self._started, 3)
+        measured: dict[str, Any] = {"tokens": tokens, "seconds": seconds}
         if self._clock is not None:
             speed = self._tokens / (now - self._clock)
             measured["tokens_per_second"] = round(speed, 1)

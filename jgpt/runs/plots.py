@@ -47,15 +47,11 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         steps = np.array([line["step"] for line in metrics])
-        timed = [line for line in metrics if "seconds" in line]
-        seconds = np.interp(
-            steps, [0, *(line["step"] for line in timed)], [0, *(line["seconds"] for line in timed)]
-        )
+        timed = [(line["step"], line["seconds"]) for line in metrics if "seconds" in line]
+        seconds = np.interp(steps, *zip((0, 0), *timed, strict=True))
         tokens = steps * (config.batch_size * config.model.block_size)
-        lines = [
-            _draw_run(axes, x, metrics, colour, colour)
-            for axes, x in zip(row, (steps, tokens, seconds), strict=True)
-        ]
+        drawn = zip(row, (steps, tokens, seconds), strict=True)
+        lines = [_draw_run(axes, x, metrics, colour, colour) for axes, x in drawn]
         smoothed.append(lines[0][1])
     labels = [run.path.resolve().name for run in runs]
     if len(set(labels)) < len(runs):
