@@ -50,7 +50,7 @@ class MetricsLogger:
         """Record the last call, and keep one that was just dispatched until it is ready."""
         self.wait()
         self._pending = first_step, count, metrics
-        if metrics.loss.is_ready():
+        if metrics.loss.is_ready():  # type: ignore[attr-defined]
             self.wait()
 
     def wait(self) -> None:

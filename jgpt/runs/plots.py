@@ -48,7 +48,8 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         steps = np.array([line["step"] for line in metrics])
         timed = [(line["step"], line["seconds"]) for line in metrics if "seconds" in line]
-        seconds = np.interp(steps, *zip((0, 0), *timed, strict=True))
+        at, spent = zip((0, 0), *timed, strict=True)
+        seconds = np.interp(steps, at, spent)
         tokens = steps * (config.batch_size * config.model.block_size)
         drawn = zip(row, (steps, tokens, seconds), strict=True)
         lines = [_draw_run(axes, x, metrics, colour, colour) for axes, x in drawn]
