@@ -39,9 +39,9 @@ def data_of(path: Path) -> dict:
     return data | {name: np.array(data[name]) for name in lists}
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_page_s_numbers_are_the_forward_pass_s(config, tmp_path):
-    model = random_gpt("nanogpt", **vars(config))
+@pytest.mark.parametrize("name", ["gpt2", "modern", "default preset"])
+def test_the_page_s_numbers_are_the_forward_pass_s(name, tmp_path):
+    model = random_gpt("nanogpt", **vars(CONFIGS[name]))
     data = page_of(tmp_path / "look.html", model)
     tokens = TOKENIZER.encode(PROMPT)
     assert data["tokens"] == tokens.tolist()
