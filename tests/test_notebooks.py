@@ -34,8 +34,8 @@ def numbers_of(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
-def test_there_are_eight_lessons_in_order():
-    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(1, 9)]
+def test_the_lessons_are_in_order():
+    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(1, 13)]
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
