@@ -106,12 +106,13 @@ def test_comparison_finds_a_mistake_in_the_weights(ours, mistake):
         ("approximate=False", "approximate=True"),
     ],
 )
-def test_comparison_finds_a_mistake_in_the_code(ours, line, mistake):
+def test_comparison_finds_a_mistake_in_the_code(ours, line, mistake, tmp_path):
     graph, weights, window = ours
     source = PAGE.read_text(encoding="utf-8")
     assert source.count(line) == 1
-    wrong = {"__name__": "wrong"}
-    exec(compile(source.replace(line, mistake), "wrong", "exec"), wrong)
+    path = tmp_path / "wrong.py"
+    path.write_text(source.replace(line, mistake), encoding="utf-8")
+    wrong = runpy.run_path(str(path))
     logits = nnx.merge(graph, weights)(window)
     assert float(jnp.abs(wrong["gpt"](to_page(weights), window) - logits).max()) > 1e-4
 
