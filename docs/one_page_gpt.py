@@ -126,24 +126,29 @@ def train_step(params, state, window, learning_rate):
 
 
 @jax.jit
-def next_token(params, context, length, key, temperature):
-    """Sample the token (B) that follows the first `length` of a context (B T)."""
-    # whatever lies behind them is hidden by the causal mask, so one program serves all lengths
+def write(params, context, length, key, temperature):
+    """Sample the token (B) after the first `length` of a context (B T), and put it behind them."""
+    # what lies behind them is hidden by the causal mask, so one program serves all lengths
     logits = gpt(params, context)[:, length - 1]  # B V
-    return jax.random.categorical(key, logits / temperature)
+    token = jax.random.categorical(key, logits / temperature)  # B
+    T = context.shape[1]
+    context = jnp.where(length == T, jnp.roll(context, -1, axis=1), context)  # drop the oldest
+    length = jnp.minimum(length + 1, T)
+    return context.at[:, length - 1].set(token), length, token
 
 
 def sample(params, prompt, count, key, temperature=1.0):
-    """Continue a prompt (B T) by `count` tokens."""
+    """Continue a prompt (B T) by `count` tokens, each from as many as there are positions for."""
     size = params["position_embedding"].shape[0]
-    tokens = prompt
+    context = prompt[:, -size:]
+    length = context.shape[1]
+    context = jnp.pad(context, ((0, 0), (0, size - length)))
+    written = []
     for i in range(count):
-        context = tokens[:, -size:]  # the last that the model has positions for
-        length = context.shape[1]
-        padded = jnp.pad(context, ((0, 0), (0, size - length)))
-        token = next_token(params, padded, length, jax.random.fold_in(key, i), temperature)
-        tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
-    return tokens
+        at = jax.random.fold_in(key, i)
+        context, length, token = write(params, context, length, at, temperature)
+        written.append(token)
+    return jnp.concatenate([prompt, jnp.stack(written, axis=1)], axis=1)
 
 
 def main(path, steps=400, batch_size=16, block_size=32):
