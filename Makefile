@@ -7,7 +7,7 @@ AHEAD := $(VENV)-ahead
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: train test test-all test-ahead test-matrix lint notebooks
+.PHONY: train test test-all test-ahead test-matrix lint notebooks docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -34,6 +34,14 @@ lint: $(VENV)/installed-test
 notebooks: $(VENV)/installed-notebooks
 	$(BIN)/python notebooks/refresh.py
 
+docs: $(VENV)/installed-docs
+	$(BIN)/sphinx-build --quiet --fresh-env --write-all --fail-on-warning --keep-going -c docs . site
+	@echo site/index.html
+
+# trains for a minute
+pictures: $(VENV)/installed-train
+	$(BIN)/python docs/pictures.py
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -48,6 +56,10 @@ $(VENV)/installed-test: pyproject.toml | $(BIN)/python
 
 $(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[notebooks]'
+	touch $@
+
+$(VENV)/installed-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
 $(AHEAD)/installed: pyproject.toml

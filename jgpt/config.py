@@ -308,8 +308,11 @@ class TrainConfig:
     """A training run. The same config on the same machine gives the same run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer and its schedule."""
     dataset: DataConfig = field(default_factory=DataConfig)
+    """The text and its tokenizer."""
     name: str = "gpt"
     """The name of the run's folder in runs/ if out is not given."""
     out: str | None = None

@@ -1,23 +1,37 @@
 """Execute lessons from top to bottom, each in a fresh process, and keep what they give.
 
-`make notebooks` runs this on all of them; names of notebooks choose some.
+`make notebooks` runs this on all of them; names of notebooks choose some. Solutions of exercises,
+which are folded in Markdown cells, run where they stand. Pictures get the alternative text that
+their cell's metadata has for MyST-NB, `{"mystnb": {"image": {"alt": "..."}}}`.
 """
 
 import base64
 import os
+import re
 import sys
 import time
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
 
 FOLDER = Path(__file__).resolve().parent
+SOLUTION = re.compile(r"<summary>Solution</summary>\n(.*?)\n</details>", re.DOTALL)
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def solutions(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """A code cell for each solution that is folded in a Markdown cell."""
+    folded = SOLUTION.findall(cell.source) if cell.cell_type == "markdown" else []
+    sources = ["\n".join(CODE.findall(text)) for text in folded]
+    return [new_code_cell(source, metadata={"tags": ["solution"]}) for source in sources]
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
     """The notebook with fresh outputs. Raises CellExecutionError where a cell fails."""
     notebook = nbformat.read(path, as_version=4)
+    notebook.cells = [part for cell in notebook.cells for part in (cell, *solutions(cell))]
     client = NotebookClient(
         notebook,
         timeout=600,
@@ -29,6 +43,14 @@ def execute(path: Path) -> nbformat.NotebookNode:
     )
     # the package that lies beside the notebooks, whichever is installed
     client.execute(env={"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(FOLDER.parent)})
+    notebook.cells = [c for c in notebook.cells if "solution" not in c.metadata.get("tags", ())]
+    code = (cell for cell in notebook.cells if cell.cell_type == "code")
+    for count, cell in enumerate(code, 1):
+        cell.execution_count = count
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                image = cell.metadata.get("mystnb", {}).get("image", {})
+                output.metadata["image/png"] = {"alt": image.get("alt", "")}
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

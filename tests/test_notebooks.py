@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-execute = runpy.run_path(str(ROOT / "notebooks" / "refresh.py"))["execute"]
+refresh = runpy.run_path(str(ROOT / "notebooks" / "refresh.py"))
+execute, solutions = refresh["execute"], refresh["solutions"]
 
 
 def code_cells(notebook):
@@ -33,10 +34,8 @@ def numbers_of(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
-def test_each_lesson_has_a_number_of_its_own():
-    numbers = [int(path.name[:2]) for path in LESSONS]
-    assert numbers == sorted(set(numbers))
-    assert numbers[:8] == [*range(1, 9)]
+def test_the_lessons_are_in_order():
+    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(1, 14)]
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -52,6 +51,27 @@ def test_committed_pages_are_whole(path):
     assert {output.output_type for output in outputs} <= {"stream", "display_data"}
     assert all(output.get("name") != "stderr" for output in outputs)
     assert not re.search(r"/(home|root|tmp|Users|usr)/", "".join(map(printed, cells)))
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_pictures_have_alternative_text(path):
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        text = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                assert len(text) > 30, cell.source
+                assert output.metadata["image/png"]["alt"] == text
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_answers_are_folded_and_solutions_checked(path):
+    cells = nbformat.read(path, as_version=4).cells
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert prose.count("**Question.**") == prose.count("<summary>Answer</summary>")
+    assert prose.count("<details>") == prose.count("</details>\n") + prose.endswith("</details>")
+    solved = [code for cell in cells for code in solutions(cell)]
+    assert 2 <= len(solved) == prose.count("<summary>Solution</summary>")
+    assert all("assert" in code.source for code in solved)
 
 
 @pytest.mark.slow

@@ -293,12 +293,13 @@ def plot(
     """
     if not runs:
         raise ValueError("there is nothing to plot: name at least one run directory")
+    path = _out(out, ".png", ".svg")
 
     with importing():
         from jgpt.runs.directory import RunDirectory
         from jgpt.runs.plots import plot_runs
 
-    plot_runs([RunDirectory.open(run) for run in runs], Path(out))
+    plot_runs([RunDirectory.open(run) for run in runs], path)
     print(f"wrote {out}")
 
 
@@ -313,10 +314,33 @@ def attention(
     Args:
         prompt: The text; its last block-size tokens are plotted.
     """
+    path = _out(out, ".png", ".svg")
     with _loaded(run, checkpoint) as (model, tokenizer, _):
         from jgpt.runs.plots import plot_attention
 
-        plot_attention(model, tokenizer, prompt, Path(out))
+        plot_attention(model, tokenizer, prompt, path)
+    print(f"wrote {out}")
+
+
+def look(
+    run: Run,
+    prompt: Annotated[str, described("TEXT")],
+    out: Annotated[str, described("FILE", help="The page to write: .html.")] = "look.html",
+    max_new_tokens: Number = 48,
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Write an HTML page to look into a model: attention, logit lens, surprisal.
+
+    Args:
+        prompt: The text to continue and to look at, at most block-size tokens.
+        max_new_tokens: The number of tokens to sample, fewer where the block ends.
+    """
+    path, name = _out(out, ".html"), Path(run).resolve().name
+    with _loaded(run, checkpoint) as (model, tokenizer, _):
+        from jgpt.runs.look import look_page
+
+        page = look_page(model, tokenizer, prompt, max_new_tokens, name)
+    path.write_text(page, encoding="utf-8")
     print(f"wrote {out}")
 
 
@@ -446,8 +470,8 @@ def presets() -> None:
     print("\n".join(parsing.describe_presets(width)))
 
 
-_commands = train, plan, sample, eval_, info, plot, attention, prepare, import_, export, presets
-COMMANDS: dict[str, Callable[..., None]] = {its.__name__.rstrip("_"): its for its in _commands}
+_all = train, plan, sample, eval_, info, plot, attention, look, prepare, import_, export, presets
+COMMANDS: dict[str, Callable[..., None]] = {its.__name__.rstrip("_"): its for its in _all}
 
 
 @contextlib.contextmanager
@@ -461,6 +485,12 @@ def _loaded(run: str, which: Any, mesh: str | None = None) -> Iterator[tuple[Any
             loaded = load(run, which=which)
     with use_mesh(mesh):
         yield loaded
+
+
+def _out(path: str, *suffixes: str) -> Path:
+    if Path(path).suffix.lower() not in suffixes:
+        raise ValueError(f"{path} must end in {' or '.join(suffixes)}")
+    return Path(path)
 
 
 def _command(*words: object) -> str:

@@ -26,13 +26,7 @@ from jgpt.runs.progress import Progress as TrainingProgress
 from jgpt.sharding import abstract_mesh
 from jgpt.training.ahead import CompiledStep
 from jgpt.training.optimizer import decay_mask, partition
-from jgpt.training.plan import (
-    Plan,
-    bytes_on_each,
-    format_bytes,
-    placements,
-    replicated_dimensions,
-)
+from jgpt.training.plan import Plan, bytes_on_each, format_bytes, placements, replicated_dimensions
 from jgpt.training.step import TrainState, abstract_state, state_specs
 
 SECONDS_PER_LINE = 20
@@ -66,8 +60,7 @@ class ConsoleProgress(TrainingProgress):
         self.spinner = spinner(console, doing)
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
         self.steps = None
-        self.validation = ""
-        self.details = ""
+        self.validation = self.details = ""
         self.last_line = console.get_time()
 
     def __enter__(self) -> Self:
@@ -103,7 +96,8 @@ class ConsoleProgress(TrainingProgress):
         """Move the bar; without one, print a line now and then."""
         speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
         self.details = f"loss {loss:.3f}{speed}"
-        self._show_bar()
+        self.spinner.stop()  # a console shows either the spinner or the bar
+        self.bar.start()
         self._move_bar(step)
         waited = self.console.get_time() - self.last_line
         if not self.console.is_terminal and waited > SECONDS_PER_LINE:
@@ -142,11 +136,6 @@ class ConsoleProgress(TrainingProgress):
         if self.steps is not None:
             details = f"  {self.details}{self.validation}"
             self.bar.update(self.steps, completed=step, details=details)
-
-    def _show_bar(self) -> None:
-        """A console shows either the spinner or the bar."""
-        self.spinner.stop()
-        self.bar.start()
 
 
 @typed
@@ -189,12 +178,12 @@ def describe(plan: Plan) -> list[str]:
 def describe_ahead(step: CompiledStep) -> list[str]:
     """A step compiled for other hardware as lines of text."""
     chip, memory = step.chip, step.memory
-    sent = sum(each.sent for each in step.collectives)
+    sent = format_bytes(sum(each.sent for each in step.collectives))
     kinds = [f"{each.count} {each.kind} ({format_bytes(each.sent)})" for each in step.collectives]
     rows = (
         ("compute", step.compute_seconds, f"{step.flops / 1e12:.3g} TFLOP", chip.peak_flops),
         ("memory", step.memory_seconds, "all of that memory twice", chip.memory_bandwidth),
-        ("interconnect", step.interconnect_seconds, format_bytes(sent), chip.interconnect),
+        ("interconnect", step.interconnect_seconds, sent, chip.interconnect),
     )
     return [
         f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}",

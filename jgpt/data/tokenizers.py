@@ -68,6 +68,7 @@ class ByteTokenizer:
     """Byte-level: the 256 UTF-8 bytes, which encode any text."""
 
     vocab_size = 256
+    """The number of bytes."""
 
     @typed
     def encode(self, text: str) -> Tokens:

@@ -14,8 +14,10 @@ from jgpt.sharding import placed
 class BigramLM(Module):
     """A table of next-token logits, initialised from N(0, 1)."""
 
-    block_size = 1  # its context is one token
+    block_size = 1
+    """The context is one token."""
     supports_rolling_cache = True
+    """Any number of tokens can be decoded."""
 
     @typed
     def __init__(

@@ -23,6 +23,7 @@ class LanguageModel(Protocol):
     """What training and generation need of a model."""
 
     vocab_size: int
+    """Tokens in the vocabulary."""
     block_size: int
     """The longest context, in tokens."""
     supports_rolling_cache: bool

@@ -62,14 +62,21 @@ class Run:
     """The result of `fit`: the best model and its loss."""
 
     directory: Path
+    """The run directory."""
     model: LanguageModel
+    """The model of the best checkpoint."""
     tokenizer: Tokenizer
+    """The tokenizer of the text."""
     config: TrainConfig
+    """The config, as the directory has it."""
     validation_loss: float
     """The model's exact validation loss in nats per token: the best of the run."""
     best_step: int
+    """The step of the best checkpoint."""
     sample: str
+    """Text that the model wrote."""
     seconds: float
+    """How long the call took."""
 
 
 class TrainingStopped(Exception):

@@ -9,18 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Real
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.nn.models import LanguageModel
-from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.look import encode_prompt
 
 INCHES_PER_TOKEN, MOST_INCHES = 0.16, 40
 """Of an attention picture: a readable token, and the longest row or column of panels."""
@@ -43,34 +40,27 @@ def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
 def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
     """Plot the losses of several runs against steps, tokens and seconds."""
-    _require_picture(path)
     figure = Figure(figsize=(15, 5.5), layout="constrained")
-    names, row = ("steps", "tokens", "seconds"), figure.subplots(1, 3, sharey=True)
-    panels: dict[str, Axes] = dict(zip(names, row, strict=True))
-    smoothed = []
+    row, smoothed = figure.subplots(1, 3, sharey=True), []
     for index, run in enumerate(runs):
         config, metrics, colour = run.config(), run.metrics(), f"C{index}"
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         steps = np.array([line["step"] for line in metrics])
-        timed = [line for line in metrics if "seconds" in line]
-        seconds = np.interp(
-            steps, [0, *(line["step"] for line in timed)], [0, *(line["seconds"] for line in timed)]
-        )
+        timed = [(line["step"], line["seconds"]) for line in metrics if "seconds" in line]
+        at, spent = zip((0, 0), *timed, strict=True)
+        seconds = np.interp(steps, at, spent)
         tokens = steps * (config.batch_size * config.model.block_size)
-        lines = [
-            _draw_run(axes, x, metrics, colour, colour)
-            for axes, x in zip(row, (steps, tokens, seconds), strict=True)
-        ]
+        drawn = zip(row, (steps, tokens, seconds), strict=True)
+        lines = [_draw_run(axes, x, metrics, colour, colour) for axes, x in drawn]
         smoothed.append(lines[0][1])
     labels = [run.path.resolve().name for run in runs]
     if len(set(labels)) < len(runs):
         labels = [str(run.path) for run in runs]
-    legend = _finish(figure, panels, smoothed, labels)
-    legend.set_title(
-        "line: training, mean of 2% of the steps around; faint: each step; "
-        "dots: validation; circles: validation, estimated on a part"
-    )
+    title = "line: training, mean of 2% of the steps around; faint: each step; "
+    title += "dots: validation; circles: validation, estimated on a part"
+    panels: dict[str, Axes] = dict(zip(("steps", "tokens", "seconds"), row, strict=True))
+    _finish(figure, panels, smoothed, labels, title)
     figure.savefig(path, dpi=120)
 
 
@@ -115,8 +105,8 @@ def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.n
 
 
 def _finish(
-    figure: Figure, panels: dict[str, Axes], lines: list[Line2D], labels: list[str]
-) -> Legend:
+    figure: Figure, panels: dict[str, Axes], lines: list[Line2D], labels: list[str], title: str = ""
+) -> None:
     """Name the axes and add the legend, below them, where no data is."""
     for name, axes in panels.items():
         axes.set(xlabel=name)
@@ -125,45 +115,31 @@ def _finish(
         axes.grid(alpha=0.3)
     next(iter(panels.values())).set(ylabel="loss in nats per token")
     columns = max(2, len(labels) // 2)
-    legend = figure.legend(lines, labels, loc="outside lower center", ncols=columns)
+    legend = figure.legend(lines, labels, loc="outside lower center", ncols=columns, title=title)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a directory may have dollars in its name
-    return legend
 
 
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
     """Plot the attention weights over a text: a row per layer, a column per head."""
-    _require_picture(path)
-    if not isinstance(model, GPT):
-        raise ValueError("a bigram model has no attention weights: choose a GPT run")
-    tokens = tokenizer.encode(text)[-model.block_size :]
-    if len(tokens) == 0:
-        raise ValueError("the prompt is empty: give at least one character")
+    model, tokens = encode_prompt(model, tokenizer, text)
+    tokens = tokens[-model.block_size :]
     maps = np.asarray(model.attention_weights(jnp.asarray(tokens)[None])[:, 0])
-    names = [tokenizer.decode(tokens[i : i + 1]).translate(VISIBLE) for i in range(len(tokens))]
     layers, heads, time, _ = maps.shape
     side = min(max(2.2, INCHES_PER_TOKEN * time), MOST_INCHES / max(layers, heads))
     named = range(0, time, math.ceil(INCHES_PER_TOKEN * time / side))
     small, large = min(8.0, 72 * 0.85 * side / (len(named) + 4)), min(24.0, 7 + side)
     figure = Figure(figsize=(heads * side + 1, layers * side + 0.5), layout="constrained")
     panels = figure.subplots(layers, heads, squeeze=False)
+    names = [tokenizer.decode(tokens[i : i + 1]).translate(VISIBLE) for i in named]
     for (layer, head), axes in np.ndenumerate(panels):
         axes.imshow(maps[layer, head], vmin=0, vmax=1, cmap="viridis")
         axes.set_title(f"layer {layer}, head {head}", fontsize=large)
-        characters = [names[i] for i in named]
-        axes.set_xticks(named, characters, fontsize=small, fontfamily="monospace")
-        axes.set_yticks(named, characters, fontsize=small, fontfamily="monospace")
+        axes.set_xticks(named, names, fontsize=small, fontfamily="monospace")
+        axes.set_yticks(named, names, fontsize=small, fontfamily="monospace")
         axes.tick_params(length=0, pad=2)
-    for axes in panels[-1]:
-        axes.set_xlabel("key position", fontsize=large)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("query position", fontsize=large)
-    shades = ScalarMappable(Normalize(0, 1), "viridis")
-    bar = figure.colorbar(shades, ax=panels, aspect=40)
+        axes.set_xlabel("key position" * (layer == layers - 1), fontsize=large)
+        axes.set_ylabel("query position" * (head == 0), fontsize=large)
+    bar = figure.colorbar(panels[0, 0].get_images()[0], ax=panels, aspect=40)
     bar.set_label("attention weight", fontsize=large)
     figure.savefig(path, dpi=120)
-
-
-def _require_picture(path: Path) -> None:
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise ValueError(f"{path} must end in .png or .svg")

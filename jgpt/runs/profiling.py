@@ -1,5 +1,6 @@
 """The compilation cache, a watch for recompilations, and profiler traces."""
 
+import contextlib
 import platform
 import warnings
 from collections.abc import Callable
@@ -62,19 +63,13 @@ class CompilationWatch:
             )
 
 
-class Profiler:
+class Profiler(contextlib.ExitStack):
     """Traces `steps` steps after the first, which compiles. Use it as a context manager."""
 
     def __init__(self, directory: Path, steps: int) -> None:
+        super().__init__()
         self._directory, self._left = directory, steps
         self._warm = self._tracing = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._tracing:
-            self._stop()
 
     def limit(self, count: int) -> int:
         """How many of the next `count` steps to take in a call; starts the trace if it is due."""
@@ -85,20 +80,15 @@ class Profiler:
         if not self._tracing:
             self._tracing = True
             if process_index() == 0:
-                jax.profiler.start_trace(self._directory)
+                self.enter_context(jax.profiler.trace(self._directory))
         return min(count, self._left)
 
     @typed
     def stepped(self, count: int, result: PyTree[Shaped[Array, "..."]]) -> None:
         """Steps were dispatched; stops the trace when the last traced one is done."""
-        if self._tracing:
+        if self._tracing and self._left:
             self._left -= count
             if self._left == 0:
                 jax.block_until_ready(result)
-                self._stop()
+                self.close()
         self._warm = True
-
-    def _stop(self) -> None:
-        self._tracing = False
-        if process_index() == 0:
-            jax.profiler.stop_trace()

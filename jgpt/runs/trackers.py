@@ -2,6 +2,8 @@
 
 import importlib
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,52 +11,18 @@ from jgpt.config import TrackerName
 from jgpt.runs.directory import TENSORBOARD, WANDB_ID
 
 
-class TensorBoard:
-    """Scalars for `tensorboard --logdir RUN/tensorboard`; events of later steps are purged."""
+@dataclass(frozen=True)
+class Tracker:
+    """Logs the metrics of a step."""
 
-    def __init__(self, module: Any, run: Path, first_step: int) -> None:
-        self._writer = module.SummaryWriter(str(run / TENSORBOARD), purge_step=first_step + 1)
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Log one step's metrics as scalars."""
-        for name, value in line.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, line["step"])
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+    log: Callable[[dict[str, Any], int], None]
+    close: Callable[[], None]
 
 
-class WeightsAndBiases:
-    """A run in the project jgpt; with `WANDB_MODE=offline` it stays in `RUN/wandb`."""
-
-    def __init__(self, module: Any, run: Path, first_step: int) -> None:
-        file = run / WANDB_ID
-        identity = file.read_text() if file.is_file() else secrets.token_hex(4)
-        file.write_text(identity)
-        self._run = module.init(
-            project="jgpt", name=run.name, dir=str(run), id=identity, resume="allow"
-        )
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Log one step's metrics."""
-        values = {name: value for name, value in line.items() if name != "step"}
-        self._run.log(values, step=line["step"])
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._run.finish()
-
-
-Tracker = TensorBoard | WeightsAndBiases
-_TRACKERS = {"tensorboard": ("tensorboardX", TensorBoard), "wandb": ("wandb", WeightsAndBiases)}
-
-
-def require_tracker(name: TrackerName) -> None:
-    """Raise ModuleNotFoundError if a tracker's extra is not installed."""
+def require_tracker(name: TrackerName) -> Any:
+    """A tracker's module. Raises ModuleNotFoundError if its extra is not installed."""
     try:
-        importlib.import_module(_TRACKERS[name][0])
+        return importlib.import_module({"tensorboard": "tensorboardX", "wandb": "wandb"}[name])
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"trackers={name} needs {error.name}: pip install 'jgpt[{name}]'"
@@ -62,6 +30,22 @@ def require_tracker(name: TrackerName) -> None:
 
 
 def open_tracker(name: TrackerName, run: Path, first_step: int) -> Tracker:
-    """Open a tracker that continues after `first_step`."""
-    module, tracker = _TRACKERS[name]
-    return tracker(importlib.import_module(module), run, first_step)
+    """Open a tracker that continues after `first_step`.
+
+    `tensorboard --logdir RUN/tensorboard` shows scalars; events of later steps are purged. With
+    `WANDB_MODE=offline`, a run of Weights & Biases stays in `RUN/wandb`.
+    """
+    module = require_tracker(name)
+    if name == "tensorboard":
+        writer = module.SummaryWriter(str(run / TENSORBOARD), purge_step=first_step + 1)
+
+        def log(values: dict[str, Any], step: int) -> None:
+            for field, value in values.items():
+                writer.add_scalar(field, value, step)
+
+        return Tracker(log, writer.close)
+    file = run / WANDB_ID
+    identity = file.read_text() if file.is_file() else secrets.token_hex(4)
+    file.write_text(identity)
+    its = module.init(project="jgpt", name=run.name, dir=str(run), id=identity, resume="allow")
+    return Tracker(lambda values, step: its.log(values, step=step), its.finish)

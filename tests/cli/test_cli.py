@@ -73,7 +73,8 @@ def test_commands_show_that_they_import_jax_before_they_do():
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
         "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
         "    'sample r', 'eval r', 'info tiny',\n"
-        "    'plot r', 'attention r --prompt a', 'import s --out i', 'export r --out e'):\n"
+        "    'plot r', 'attention r --prompt a', 'look r --prompt a',\n"
+        "    'import s --out i', 'export r --out e'):\n"
         "    name, *options = line.split()\n"
         "    try: jgpt.cli.main([name, *options])\n"
         "    except SystemExit as stop: assert stop.code is False, line\n"
@@ -90,6 +91,7 @@ IN_A_PROCESS = {
     "info": ["trained"],
     "plot": ["trained", "--out", "losses.png"],
     "attention": ["trained", "--prompt", "the lazy", "--out", "attention.png"],
+    "look": ["trained", "--prompt", "the lazy", "--max-new-tokens", 3],
     "prepare": ["fox.txt", "--out", "prepared"],
     "import": ["gpt2", "--tokenizer", "fox.txt", "--out", "imported"],
     "export": ["imported", "--out", "exported"],
@@ -180,7 +182,10 @@ def test_a_help_in_very_few_columns_ends(monkeypatch, capsys):
 @pytest.mark.parametrize("failure", [RuntimeError("no backend 'cuda'"), AssertionError()])
 @pytest.mark.parametrize(
     "line",
-    ["train tiny", "sample r", "eval r", "info tiny", "attention r --prompt a", "export r --out e"],
+    [
+        *("train tiny", "sample r", "eval r", "info tiny", "export r --out e"),
+        *("attention r --prompt a", "look r --prompt a"),
+    ],
 )
 def test_a_platform_that_jax_does_not_have_gets_one_line(line, failure, monkeypatch, tmp_path):
     monkeypatch.setattr("jax.devices", mock.Mock(side_effect=failure))

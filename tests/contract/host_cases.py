@@ -134,6 +134,16 @@ REPORTS = [
         static={"count": 1, "result": WEIGHTS},
     ),
 ]
+LOOK = [
+    HOST(
+        "jgpt.runs.look.encode_prompt",
+        {},
+        (1,),
+        static={"model": GPT, "tokenizer": BYTES, "text": "a"},
+        loose=True,
+    ),
+    Case("jgpt.runs.look.logit_lens", {"tokens": "int time"}, (2, 7, 17), static={"model": GPT}),
+]
 LAYOUT = [
     Case("jgpt.interop.names.to_torch", {}, takes="numpy", static={"weights": WEIGHTS}),
     Case("jgpt.interop.names.from_torch", {}, static={"tensors": TENSORS, "like": WEIGHTS}),
@@ -150,4 +160,4 @@ LAYOUT = [
         result=TENSORS,
     ),
 ]
-ON_THE_HOST = [*DATA, *TEXT, *FILES, *LAYOUT, *REPORTS]
+ON_THE_HOST = [*DATA, *TEXT, *FILES, *LAYOUT, *REPORTS, *LOOK]

@@ -37,11 +37,14 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("jgpt", "tests", "benchmarks", "pyproject.toml", "README.md")
 # the proof's tests that a change of the contract can fail, without those that start processes
 PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
-# the runner's own tests, and what runs for minutes
+# the runner's own tests, what runs for minutes, and tests of documents
 WITHOUT = (
     "tests/contract/test_mutants.py",
+    "tests/test_documents.py",
+    "tests/test_figures.py",
     "tests/test_gpu_benchmark.py",
     "tests/test_notebooks.py",
+    "tests/test_site.py",
 )
 # what else tests a module, beside the tests of its own name
 ABOUT = {

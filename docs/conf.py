@@ -1,0 +1,217 @@
+"""The site, for Sphinx: `make docs`. Its pages are the repository's own files, where they lie.
+
+With `--fail-on-warning` a broken link, a public name without documentation and a page that asks
+another host for something are errors.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import desc, desc_sig_literal_string, desc_signature, pending_xref
+from sphinx.application import Sphinx
+from sphinx.domains.python import PythonDomain
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.logging import getLogger
+
+import jgpt
+
+logger = getLogger(__name__)
+
+project = html_title = "jgpt"
+author = "the authors of jgpt"
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
+root_doc = "README"
+include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "benchmarks/*.md"]
+include_patterns += ["benchmarks/results/*.md", "tests/contract/README.md"]
+CONTENTS = """
+```{toctree}
+:hidden:
+:caption: Documentation
+:glob:
+docs/commands
+docs/api
+docs/shapes
+docs/parity
+docs/weights
+docs/runs
+docs/scale
+docs/benchmarks
+docs/*
+```
+```{toctree}
+:hidden:
+:glob:
+:caption: Lessons
+notebooks/*
+```
+```{toctree}
+:hidden:
+:caption: The project
+CONTRIBUTING
+CHANGELOG
+```
+"""
+suppress_warnings = ["toc.not_included"]  # reports are reached by links
+nitpicky = True
+# other projects' types are no links, nor are type variables
+nitpick_ignore_regex = [("py:.*", r"(?!jgpt).*|jgpt\.contracts\.(Parameters|Result|Record)")]
+
+html_theme = "furo"
+html_copy_source = html_show_copyright = html_show_sphinx = False
+html_static_path = html_css_files = ["site.css"]
+pygments_style, pygments_dark_style = "friendly", "monokai"
+
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # lessons are shown as they were executed
+nb_merge_streams = True
+
+autodoc_default_options = {"members": True, "undoc-members": True, "special-members": "__call__"}
+autodoc_member_order = "bysource"
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
+default_role = "code"
+smartquotes = False
+
+
+class Legend(SphinxDirective):
+    """`jgpt.LEGEND` as a glossary."""
+
+    def run(self) -> list[nodes.Node]:
+        entries = "\n\n".join(f"{name}\n  {meaning}" for name, meaning in jgpt.LEGEND.items())
+        return self.parse_text_to_nodes(f"```{{glossary}}\n{entries}\n```")
+
+
+class Public(SphinxDirective):
+    """The public names that come from the modules in the content."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        stub = ast.parse(Path(jgpt.__file__).with_suffix(".pyi").read_text())
+        names = {
+            line.module: sorted(alias.name for alias in line.names)
+            for line in stub.body
+            if isinstance(line, ast.ImportFrom)
+        }
+        lines = []
+        for name in (name for module in self.content for name in names[module]):
+            thing = getattr(jgpt, name)
+            kind = "class" if inspect.isclass(thing) else "function"
+            lines.append(f".. auto{kind}:: jgpt.{name}\n" * callable(thing))
+        return self.parse_text_to_nodes("```{eval-rst}\n" + "".join(lines) + "```")
+
+
+class LinkDimensions(SphinxPostTransform):
+    """Link each dimension name in a signature to its meaning in the legend."""
+
+    default_priority = 5  # before references are resolved
+
+    def run(self) -> None:
+        for signature in self.document.findall(desc_signature):
+            for text in list(signature.findall(desc_sig_literal_string)):
+                parts = re.split(r"({self\.\w+}|{.*?}|\w+)", text.astext().replace("'", '"'))
+                text.replace_self(desc_sig_literal_string("", "", *map(self.linked, parts)))
+
+    def linked(self, text: str) -> nodes.Node:
+        # a module's num_heads and vocab_size are the sizes of `heads` and `vocab`
+        name = re.sub(r"{self\.(?:num_)?(\w+?)(?:_size)?}", r"\1", text)
+        if name not in jgpt.LEGEND:
+            return nodes.Text(text)
+        return pending_xref(
+            "",
+            nodes.Text(text),
+            refdomain="std",
+            reftype="term",
+            reftarget=name,
+            refdoc=self.env.docname,
+            refwarn=True,
+        )
+
+
+class UnlinkFolders(SphinxPostTransform):
+    """A folder of the repository is no page of the site: its name stays."""
+
+    default_priority = 5
+
+    def run(self) -> None:
+        folder = Path(self.env.doc2path(self.env.docname)).parent
+        for link in list(self.document.findall(pending_xref)):
+            if link["reftype"] == "myst" and (folder / link["reftarget"]).is_dir():
+                link.replace_self(link.children)
+
+
+def simplify_signature(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, arguments: str, result: str
+) -> tuple[str | None, str | None]:
+    """Write types as the source does; a config's fields are listed below it."""
+    if inspect.isclass(thing) and dataclasses.is_dataclass(thing) and options.members:
+        return None, None
+    return plain(arguments), plain(result)
+
+
+def plain(text: str | None) -> str | None:
+    for pattern, name in (
+        (r"jax\w*\.[\w.]+\bArray\b", "Array"),
+        (r"str \| type\[.*?\] \| \S*dtype \| \S*SupportsDType", "DTypeLike"),
+        (r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1"),
+    ):
+        text = text and re.sub(pattern, name, text)
+    return text
+
+
+def require_documentation(app: Sphinx, page: nodes.document) -> None:
+    for thing in page.findall(desc):
+        if not thing[-1].children:
+            logger.warning("%s has no documentation", thing[0]["fullname"], location=thing)
+
+
+def require_public_names(app: Sphinx, env: Any) -> None:
+    domain: PythonDomain = env.domains.python_domain
+    for name in sorted({f"jgpt.{name}" for name in jgpt.__all__} - set(domain.objects)):
+        logger.warning("%s is not in the API reference", name)
+
+
+def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Give the README, which is also read elsewhere, the site's table of contents."""
+    if docname == root_doc:
+        source[0] += CONTENTS
+
+
+FETCHED = re.compile(
+    r"""<(?!a\b)[^>]*\b(?:src|href|srcset|data|action|poster)\s*=\s*["']?\s*((?:https?:)?//[^\s"'>]+)"""
+    r"""|(?:url\(|@import|\bfetch\(|\bimport\()\s*["']?((?:https?:)?//[^\s"')]+)"""
+)
+"""What a page, a style or a script gets from another host. Links to follow are none of it."""
+
+
+def check_pages(app: Sphinx, exception: Exception | None) -> None:
+    """Show the README at the root, and refuse a page that asks another host for something."""
+    if exception is not None:
+        return
+    shutil.copy(Path(app.outdir, "README.html"), Path(app.outdir, "index.html"))
+    for path in Path(app.outdir).rglob("*"):
+        if path.suffix in (".html", ".css", ".js", ".svg"):
+            for found in FETCHED.finditer(path.read_text(encoding="utf-8")):
+                address = found[1] or found[2]
+                logger.warning("%s fetches %s", path, address)
+
+
+def setup(app: Sphinx) -> None:
+    """Register the above."""
+    app.add_directive("legend", Legend)
+    app.add_directive("public", Public)
+    app.add_post_transform(LinkDimensions)
+    app.add_post_transform(UnlinkFolders)
+    app.connect("source-read", add_contents)
+    app.connect("autodoc-process-signature", simplify_signature)
+    app.connect("doctree-read", require_documentation)
+    app.connect("env-check-consistency", require_public_names)
+    app.connect("build-finished", check_pages)

@@ -1,0 +1,102 @@
+"""The README's pictures, from a model trained for a minute: `make pictures`.
+
+docs/pictures/terminal.svg is what the two commands show on a terminal, docs/pictures/attention.png
+one of the model's heads beside the sample.
+"""
+
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.console import Console
+from rich.terminal_theme import DIMMED_MONOKAI
+from rich.text import Text
+
+import jgpt
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+COMMANDS = (
+    "jgpt train --data shakespeare --steps 300 --out runs/will",
+    'jgpt sample runs/will --prompt "ROMEO:" --max-new-tokens 100',
+)
+LINE = "To be, or not to be, that is the question"
+WIDTH = 84
+
+sys.path.insert(0, str(ROOT))
+from tests.cli.screen import Screen  # noqa: E402
+
+
+def shown(command: str, folder: str) -> list[str]:
+    """The lines that a command leaves on a terminal. Raises CalledProcessError if it fails."""
+    screen, (ours, theirs) = Screen(WIDTH), pty.openpty()
+    program = [sys.executable, "-m", "jgpt.cli", *shlex.split(command)[1:]]
+    environment = os.environ | {"COLUMNS": str(WIDTH), "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        program, cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        written = b""
+        while chunk := _read(ours):
+            written += chunk
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, program, written)
+    screen.write(written.decode())
+    return "\n".join(line.rstrip() for line in screen.lines).strip("\n").splitlines()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end was closed
+        return b""
+
+
+def draw_terminal(lines: list[str]) -> None:
+    """Write the lines as rich draws a terminal, with the reader's own monospaced font."""
+    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
+    for line in lines:
+        console.print(Text(line, style="bold" if line.startswith("$ ") else ""))
+    svg = console.export_svg(title="", theme=DIMMED_MONOKAI, unique_id="terminal")
+    svg = re.sub(r"\s*@font-face {.*?}", "", svg, flags=re.DOTALL)  # fetched from another host
+    (PICTURES / "terminal.svg").write_text(svg.replace("Fira Code", "ui-monospace"))
+
+
+def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer, sample: str) -> None:
+    """Write the weights of the last layer's sharpest head over a line, beside a sample."""
+    weights = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode(LINE))[None])[-1, 0])
+    head = weights.max(-1).mean(-1).argmax()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    left.imshow(weights[head], cmap="Blues", vmin=0)
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_ticks(range(len(LINE)), LINE.replace(" ", "·"), family="monospace", fontsize=8)
+    left.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+    left.set_title("what each letter attends to (row: from, column: to)", fontsize=11)
+    right.set_title("what the model wrote", fontsize=11)
+    right.text(0.05, 1, sample.strip(), va="top", family="monospace", fontsize=9, linespacing=1.6)
+    right.axis("off")
+    figure.savefig(PICTURES / "attention.png", dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    """Run the commands, and draw."""
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        output = [shown(command, folder) for command in COMMANDS]
+        model, tokenizer, _ = jgpt.load(Path(folder, "runs/will"))
+        sample = Path(folder, "runs/will/samples.txt").read_text()
+    both = zip(COMMANDS, output, strict=True)
+    draw_terminal([line for command, lines in both for line in (f"$ {command}", *lines, "")])
+    draw_attention(model, tokenizer, sample)
+
+
+if __name__ == "__main__":
+    main()

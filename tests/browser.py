@@ -1,0 +1,162 @@
+"""A page in headless Chromium, driven over the DevTools protocol through a pair of pipes.
+
+python -m tests.browser look.html picture.png 1280 dark
+"""
+
+import base64
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SECONDS = 60
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
+
+
+class Page:
+    """One page; `errors` and `requests` are all that it complained of and asked for."""
+
+    def __init__(self, to: int, of: int) -> None:
+        self._to, self._of, self._buffer, self._ids = to, of, b"", itertools.count(1)
+        self._session: dict[str, str] = {}
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        (target,) = [
+            each for each in self.call("Target.getTargets")["targetInfos"] if each["type"] == "page"
+        ]
+        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **options: Any) -> dict[str, Any]:
+        """The result of a command; events on the way to it are kept."""
+        number = next(self._ids)
+        message = {"id": number, "method": method, "params": options, **self._session}
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._of], [], [], SECONDS)
+            assert ready, f"Chromium said nothing for {SECONDS} s"
+            read = os.read(self._of, 1 << 20)
+            assert read, "Chromium ended"
+            self._buffer += read
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        message = json.loads(line)
+        method, details = message.get("method"), message.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(details["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled":
+            self.errors.append(json.dumps(details["args"]))
+        elif method == "Log.entryAdded":
+            self.errors.append(details["entry"]["text"])
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(details["request"]["url"])
+        return message
+
+    def open(self, path: Path, width: int = 1280, scheme: str = "light") -> None:
+        """Open a file at a width, in light or dark colours; phones have touch and sharp screens."""
+        phone = width < 600
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=844 if phone else 900,
+            deviceScaleFactor=2 if phone else 1,
+            mobile=phone,
+        )
+        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+        self.call("Page.navigate", url=path.resolve().as_uri())
+        until = time.monotonic() + SECONDS
+        while self.run("document.readyState") != "complete" or "file:" not in self.run(
+            "location.href"
+        ):
+            assert time.monotonic() < until, "the page never finished"
+
+    def run(self, expression: str) -> Any:
+        """The value of an expression of JavaScript."""
+        said = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in said, said
+        return said["result"].get("value")
+
+    def mouse(self, kind: str, x: float, y: float) -> None:
+        """Move, press or release the mouse."""
+        button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
+    def click(self, x: float, y: float) -> None:
+        """Click."""
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.mouse(kind, x, y)
+
+    def tap(self, x: float, y: float) -> None:
+        """Tap with a finger."""
+        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def press(self, key: str) -> None:
+        """Press a key by its name."""
+        code = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}[key]
+        for kind in ("rawKeyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
+
+    def screenshot(self, *, whole: bool = True) -> bytes:
+        """A PNG of all of the page, or of what is in sight."""
+        data = self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
+        return base64.b64decode(data)
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Page]:
+    """A headless Chromium with one empty page."""
+    assert CHROMIUM is not None
+    (their_input, to), (of, their_output) = os.pipe(), os.pipe()
+    with tempfile.TemporaryDirectory() as profile:
+        # Chromium reads commands from descriptor 3 and answers to 4
+        command = f'exec "$0" "$@" 3<&{their_input} 4>&{their_output}'
+        options = [*OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
+        process = subprocess.Popen(
+            ["bash", "-c", command, CHROMIUM, *options],
+            pass_fds=(their_input, their_output),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(their_input)
+        os.close(their_output)
+        try:
+            page = Page(to, of)
+            yield page
+            page._session = {}
+            page.call("Browser.close")
+        finally:
+            os.close(to)
+            os.close(of)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+if __name__ == "__main__":
+    source, picture, wide, scheme = sys.argv[1:]
+    with browser() as shown:
+        shown.open(Path(source), int(wide), scheme)
+        Path(picture).write_bytes(shown.screenshot())
+        print("\n".join(shown.errors), shown.requests)

@@ -1,0 +1,339 @@
+"""The page of `jgpt look`: its numbers are the forward pass's, and a browser shows them."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgpt
+from jgpt import CharTokenizer, fit, generate
+from jgpt.nn.models import abstract_model
+from jgpt.runs.look import logit_lens, look_page
+from tests.browser import CHROMIUM, Page, browser
+from tests.commands import refused, worked
+from tests.models import config_of, loud, random_gpt
+from tests.runs.test_plots import CONFIGS
+
+TOKENIZER = CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642")  # seventeen characters
+PROMPT = "script\u20ac\U0001f642\n<"
+TEMPLATE = Path(jgpt.__file__).parent / "runs" / "look.html"
+
+
+def page_of(path: Path, model, prompt: str = PROMPT, new: int = 0) -> dict:
+    """The data of a page, as a reader finds it there."""
+    path.write_text(look_page(model, TOKENIZER, prompt, new, "run"), encoding="utf-8")
+    return data_of(path)
+
+
+def data_of(path: Path) -> dict:
+    text = path.read_text(encoding="utf-8")
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', text)
+    data = json.loads(found)
+    lists = [name for name, value in data.items() if isinstance(value, list) and name != "tokens"]
+    return data | {name: np.array(data[name]) for name in lists}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "modern", "default preset"])
+def test_the_page_s_numbers_are_the_forward_pass_s(name, tmp_path):
+    model = random_gpt("nanogpt", **vars(CONFIGS[name]))
+    data = page_of(tmp_path / "look.html", model)
+    tokens = TOKENIZER.encode(PROMPT)
+    assert data["tokens"] == tokens.tolist()
+    assert [data["texts"][str(token)] for token in data["tokens"]] == list(PROMPT)
+    batch = jnp.asarray(tokens)[None]
+    weights = np.asarray(model.attention_weights(batch)[:, 0])
+    below = weights[..., *np.tril_indices(len(tokens))]
+    np.testing.assert_allclose(data["attention"], below, rtol=0, atol=1e-6)
+    assert abs(data["attention"] - below[:, ::-1]).max() > 0.01  # heads differ
+
+    predicted = np.asarray(jax.nn.softmax(model(batch)[0]))
+    order = np.argsort(-predicted, axis=-1, kind="stable")[:, :10]
+    np.testing.assert_array_equal(data["candidates"][-1], order)
+    found = np.exp(data["log_probabilities"][-1])
+    np.testing.assert_allclose(found, np.sort(predicted)[:, :-11:-1], rtol=0, atol=1e-6)
+    following = predicted[np.arange(len(tokens) - 1), tokens[1:]]
+    found = np.exp(data["next_log_probabilities"])
+    np.testing.assert_allclose(found[-1], following, rtol=0, atol=1e-6)
+    assert abs(found[-2] - following).max() > 0.01  # the last block changes them
+    ranks = 1 + (predicted[:-1] > following[:, None]).sum(-1)
+    np.testing.assert_array_equal(data["next_ranks"][-1], ranks)
+
+
+def test_the_logit_lens_is_a_model_of_fewer_blocks():
+    model, tokens = random_gpt("nanogpt"), jnp.asarray([3, 1, 4, 1, 5])
+    lens = logit_lens(model, tokens)
+    assert lens.shape == (3, 5, 17)
+    for depth, blocks in enumerate((model.blocks[:0], model.blocks[:1], model.blocks)):
+        x = model.embed(tokens[None])
+        for block in blocks:
+            x = block(x)
+        expected = jax.nn.log_softmax(model.logits(model.final_norm(x))[0])
+        np.testing.assert_allclose(lens[depth], expected, rtol=0, atol=1e-5)
+
+
+def test_a_prompt_is_continued_as_generate_does_within_the_block(tmp_path):
+    model = random_gpt("nanogpt", block_size=13)
+    data = page_of(tmp_path / "look.html", model, new=48)
+    prompt = jnp.asarray(TOKENIZER.encode(PROMPT))[None]
+    expected = generate(model, prompt, 3, key=jax.random.key(1337))
+    assert data["tokens"] == expected[0].tolist()
+    assert data["prompt"] == 10
+    assert page_of(tmp_path / "look.html", model, new=2)["tokens"] == data["tokens"][:12]
+
+
+def test_64_tokens_in_four_layers_are_less_than_a_megabyte(tmp_path):
+    config = config_of("nanogpt", block_size=64, num_layers=4, num_heads=8, embed_dim=32)
+    model = loud(abstract_model(config), size=0.1)  # no weight is 0 or 1, which take less room
+    data = page_of(tmp_path / "look.html", model, "a", new=63)
+    assert data["attention"].shape == (4, 8, 64 * 65 / 2)
+    assert (data["attention"] > 0.001).mean() > 0.9
+    assert (tmp_path / "look.html").stat().st_size < 1_000_000
+
+
+def test_no_text_ends_the_script_that_holds_it(tmp_path):
+    text = "</script><script>alert(1)</script><!--<script>{{data}}\u2028\ud800é"
+    tokenizer, path = CharTokenizer.from_text(text), tmp_path / "look.html"
+    model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text))
+    page = look_page(model, tokenizer, text, 0, text)
+    path.write_text(page, encoding="utf-8")
+    data = data_of(path)
+    assert data["name"] == text
+    assert "".join(data["texts"][str(token)] for token in data["tokens"]) == text
+    template = TEMPLATE.read_text(encoding="utf-8")
+    for marker in ("<script", "</script", "<!--"):
+        assert page.count(marker) == template.count(marker)
+
+
+def test_the_page_may_ask_no_host_for_anything():
+    template = TEMPLATE.read_text(encoding="utf-8")
+    assert "default-src 'none'" in template
+    assert not re.search(
+        r"https?:|//\w+\.|@import|url\(|<link (?!rel=\"icon\" href=\"data:,\")", template
+    )
+
+
+@pytest.fixture(scope="module")
+def run(trained) -> Path:
+    return trained.directory
+
+
+REFUSED = {
+    "no page": (["--out", "look.png"], "look.png must end in .html"),
+    "no folder": (["--out", "missing/look.html"], "missing/look.html: No such file or directory"),
+    "a folder": (["--out", "folder.html"], "folder.html: Is a directory"),
+    "empty": (["--prompt", ""], "the prompt is empty: give at least one character"),
+    "unknown": (["--prompt", "So #"], "unknown character '#' at position 3"),
+    "long": (["--prompt", "So longer"], "the prompt has 9 tokens, more than block_size=7"),
+    "negative": (["--max-new-tokens", "-1"], "--max-new-tokens -1 must be 0 or more"),
+}
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_can_t_be_looked_at_gets_one_line(options, reason, run, tmp_path):
+    (tmp_path / "folder.html").mkdir()
+    given = ["--prompt", "So"] if "--prompt" not in options else []
+    assert reason in refused("look", run, *given, *options, cwd=tmp_path)
+    assert not (tmp_path / "look.html").exists()
+
+
+def test_a_bigram_model_has_nothing_to_look_at(small_run, tmp_path):
+    model = dataclasses.replace(small_run.model, architecture="bigram")
+    config = dataclasses.replace(small_run, model=model, steps=1, out=str(tmp_path / "bigram"))
+    fit(config)
+    said = refused("look", tmp_path / "bigram", "--prompt", "So", cwd=tmp_path)
+    assert said == "jgpt: a bigram model has no attention weights: choose a GPT run"
+
+
+def test_too_many_tokens_for_a_page_are_refused(tmp_path):
+    model = random_gpt("nanogpt", block_size=2000)
+    with pytest.raises(ValueError, match="2000 tokens are too many for a page: 2 layers, 3"):
+        page_of(tmp_path / "look.html", model, "a" * 2000)
+
+
+# In a browser
+
+WIDTHS, SCHEMES = (390, 800, 1280), ("light", "dark")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open it in")
+
+
+@pytest.fixture(scope="module")
+def page():
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def shown(page: Page, tmp_path):
+    """A page of two layers, three heads and eleven tokens, and its data."""
+    data = page_of(tmp_path / "look.html", random_gpt("nanogpt"), new=1)
+    page.errors.clear()
+    page.requests.clear()
+    page.open(tmp_path / "look.html")
+    yield page, data
+    assert page.errors == []
+    assert page.requests == [(tmp_path / "look.html").as_uri()]
+
+
+def middle_of(page: Page, element: str) -> tuple[float, float]:
+    """Where the middle of an element is, which is brought into sight."""
+    box = f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center'}});"
+    box += "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height] })()"
+    left, top, width, height = page.run(box)
+    return left + width / 2, top + height / 2
+
+
+def cell_of(page: Page, query: int, key: int) -> tuple[float, float]:
+    """Where a cell of the attention map is."""
+    middle_of(page, "$('map')")
+    left, top = page.run("(b => [b.left, b.top])($('map').getBoundingClientRect())")
+    inner_left, inner_top, cell = page.run("[map.left, map.top, map.cell]")
+    assert cell > 4
+    return left + inner_left + (key + 0.5) * cell, top + inner_top + (query + 0.5) * cell
+
+
+def tip(page: Page) -> str:
+    return page.run("$('tip').textContent")
+
+
+def weight(data: dict, layer: int, head: int, query: int, key: int) -> str:
+    return f"{data['attention'][layer, head, query * (query + 1) // 2 + key]:.4f}"
+
+
+@needs_chromium
+def test_the_page_s_numbers_arrive_in_javascript(shown):
+    page, data = shown
+    pairs = [(i, j) for i in range(11) for j in range(i + 1)]
+    found = page.run(f"{json.dumps(pairs)}.map(([q, k]) => weight(1, 2, q, k))")
+    np.testing.assert_allclose(found, data["attention"][1, 2], rtol=0, atol=1e-6)
+    bits = page.run("tokens.map((_, i) => surprise(i)?.bits ?? null)")
+    assert bits[0] is None
+    np.testing.assert_allclose(
+        bits[1:], -data["next_log_probabilities"][-1] / math.log(2), rtol=1e-6
+    )
+    found = page.run("predictions(1, 4).map(each => each.probability)")
+    np.testing.assert_allclose(found, np.exp(data["log_probabilities"][1, 4]), rtol=0, atol=1e-6)
+
+
+@needs_chromium
+def test_hovering_the_map_tells_the_weight(shown):
+    page, data = shown
+    page.click(*middle_of(page, "headButtons[1 * heads + 2]"))
+    page.mouse("mouseMoved", *cell_of(page, 7, 3))
+    assert tip(page) == f"“🙂” (7) → “i” (3)\nweight {weight(data, 1, 2, 7, 3)}"
+    page.mouse("mouseMoved", *cell_of(page, 3, 7))
+    assert "can't be attended to" in tip(page)
+    page.mouse("mouseMoved", 2, 2)
+    assert tip(page) == ""
+    assert weight(data, 1, 2, 7, 3) != weight(data, 0, 0, 7, 3)  # of the head that was chosen
+
+
+@needs_chromium
+def test_hovering_arcs_tells_the_weight_from_the_chosen_query(shown):
+    page, data = shown
+    page.click(*middle_of(page, "textSpans[9]"))
+    assert page.run("$('picked').textContent").startswith("< at position 9, of the prompt: ")
+    _, y = middle_of(page, "$('arcs')")
+    left = page.run("$('arcs').getBoundingClientRect().left")
+    page.mouse("mouseMoved", left + 4.5 * page.run("arcs.cell"), y)
+    assert tip(page) == f"“<” (9) → “p” (4)\nweight {weight(data, 0, 0, 9, 4)}"
+    page.click(left + 4.5 * page.run("arcs.cell"), y)
+    assert page.run("chosen.query") == 4
+
+
+@needs_chromium
+def test_hovering_the_text_and_the_lens_tells_probabilities(shown):
+    page, data = shown
+    page.mouse("mouseMoved", *middle_of(page, "textSpans[5]"))
+    log = data["next_log_probabilities"][-1, 4]
+    assert f"“t” (5): {-log / math.log(2):.2f} bits" in tip(page)
+    assert f"rank {data['next_ranks'][-1, 4]} of 17" in tip(page)
+    page.mouse("mouseMoved", *middle_of(page, "lensCells[1][6]"))
+    first, *_ = np.exp(data["log_probabilities"][1, 6])
+    assert tip(page).startswith("layer 0, after “€” (6)\n")
+    assert f"” {first:.4f}\n" in tip(page)
+    page.click(*middle_of(page, "lensCells[1][6]"))
+    assert page.run("$('bars-title').textContent") == "After “€” (6), read at: layer 0"
+    numbers = page.run("[...document.querySelectorAll('#bars .number')].map(e => e.textContent)")
+    assert numbers[0] == f"{first:.4f}"
+
+
+@needs_chromium
+def test_keys_move_what_is_chosen(shown):
+    page, data = shown
+    page.run("choose({ query: 5, key: 2 })")
+    page.press("ArrowRight")
+    assert page.run("[chosen.query, chosen.key]") == [6, 6]
+    page.run("$('map').focus()")
+    for key in ("ArrowDown", "ArrowLeft"):
+        page.press(key)
+    assert page.run("[chosen.query, chosen.key]") == [7, 5]
+    assert tip(page) == f"“🙂” (7) → “t” (5)\nweight {weight(data, 0, 0, 7, 5)}"
+    page.run("headButtons[0].focus()")
+    for key in ("ArrowDown", "ArrowRight", "ArrowDown"):
+        page.press(key)
+    assert page.run("[chosen.layer, chosen.head]") == [1, 1]
+    assert page.run("document.activeElement.getAttribute('aria-label')") == "layer 1, head 1"
+    page.run("$('lens').focus()")
+    page.press("ArrowUp")
+    assert page.run("[chosen.depth, chosen.query]") == [1, 7]
+
+
+@needs_chromium
+def test_a_finger_chooses_and_is_told(shown, tmp_path):
+    page, data = shown
+    page.open(tmp_path / "look.html", 390)
+    page.requests.pop()
+    page.tap(*cell_of(page, 8, 2))
+    assert page.run("[chosen.query, chosen.key]") == [8, 2]
+    assert tip(page) == f"“⏎” (8) → “r” (2)\nweight {weight(data, 0, 0, 8, 2)}"
+    page.tap(*middle_of(page, "textSpans[3]"))
+    assert page.run("chosen.query") == 3
+
+
+@needs_chromium
+def test_the_page_fits_its_screen_in_light_and_dark(shown, tmp_path):
+    page, _ = shown
+    papers = {}
+    for width in WIDTHS:
+        for scheme in SCHEMES:
+            page.open(tmp_path / "look.html", width, scheme)
+            page.requests.pop()
+            assert page.run("document.documentElement.scrollWidth") <= width
+            papers[scheme] = page.run("getComputedStyle(document.body).backgroundColor")
+            picture = page.screenshot()
+            assert picture.startswith(b"\x89PNG")
+            assert len(picture) > 30_000  # a blank page has 4 to 7 kB
+    assert papers["light"] != papers["dark"]
+
+
+@needs_chromium
+def test_a_single_token_can_be_looked_at(page, tmp_path):
+    page_of(tmp_path / "look.html", random_gpt("nanogpt"), "a")
+    page.errors.clear()
+    page.open(tmp_path / "look.html")
+    assert page.errors == []
+    assert "nothing comes before it" in page.run("$('picked').textContent")
+
+
+@needs_chromium
+def test_an_error_of_a_page_is_noticed(page, tmp_path):
+    (tmp_path / "bad.html").write_text("<script>console.log(1); missing()</script><img src=no.png>")
+    page.errors.clear()
+    page.requests.clear()
+    page.open(tmp_path / "bad.html")
+    assert any("missing is not defined" in error for error in page.errors)
+    assert page.requests[-1].endswith("no.png")
+    page.errors.clear()
+
+
+def test_the_command_writes_a_page(run, tmp_path):
+    said = worked("look", run, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
+    assert said == "wrote look.html\n"
+    data = data_of(tmp_path / "look.html")
+    assert (data["name"], data["prompt"], len(data["tokens"])) == (run.name, 2, 6)

@@ -1,0 +1,285 @@
+"""Every code block of the README and the documentation is run, and what it shows compared.
+
+A block that starts with `$` shows a command and its output, in which `...` stands for anything.
+"""
+
+import contextlib
+import doctest
+import functools
+import io
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from markdown_it import MarkdownIt
+
+from jgpt.cli.commands import COMMANDS
+from jgpt.cli.options import parse_train
+from tests.commands import jgpt as command
+from tests.commands import worked
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+RUN = [ROOT / "docs" / page for page in ("commands.md", "runs.md")]
+"""Pages whose commands are all run. Elsewhere, those that show no output are parsed only."""
+SAME = functools.partial(
+    doctest.OutputChecker().check_output,
+    optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
+)
+
+
+class Block(NamedTuple):
+    """A block of code, and the block of text right below it."""
+
+    line: int
+    language: str
+    code: str
+    shown: str
+
+
+def blocks(text: str) -> list[Block]:
+    tokens = MarkdownIt().parse(text)
+    found = []
+    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
+        if token.type not in ("fence", "code_block") or token.map is None:
+            continue
+        if token.info.startswith("{"):  # the site's, not code
+            continue
+        language = token.info or ("console" if token.content.startswith("$ ") else "sh")
+        shown = after.content if after and (after.type, after.info) == ("fence", "text") else ""
+        found.append(Block(token.map[0] + 2, language, token.content, shown))
+    return found
+
+
+def commands(block: Block) -> list[tuple[str, str]]:
+    """The commands of a block, each with the output that it shows."""
+    text = block.code.replace("\\\n", " ")
+    if block.language == "sh":
+        return [(line, "") for line in text.splitlines() if line.split("#")[0].strip()]
+    parts = re.split(r"^\$ (.*\n)", text, flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+ALL = [(page, block) for page in PAGES for block in blocks(page.read_text())]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def copy_runs(page: Path, run: Path, folder: Path) -> None:
+    """Put a run where the page has one that it doesn't make."""
+    text = page.read_text()
+    made = set(re.findall(r"--out (runs/\w+)", text))
+    for place in set(re.findall(r"\b(runs/\w+)", text)) - made:
+        shutil.copytree(run, folder / place)
+
+
+# --- Python --------------------------------------------------------------------------------------
+
+
+def run_python(block: Block, names: dict[str, Any], page: str) -> str:
+    """What a block prints, or the error that it raises if it shows one."""
+    code = compile("\n" * (block.line - 1) + block.code, page, "exec")
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)
+    except Exception as error:
+        if "Error: " not in block.shown:
+            raise
+        return f"{type(error).__module__}.{type(error).__name__}: {error}\n"
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page in RUN))
+        for page in sorted({page for page, block in ALL if block.language == "python"})
+    ],
+    ids=name,
+)
+def test_python_gives_what_the_page_shows(page, trained, tmp_path):
+    copy_runs(page, trained.directory, tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.chdir(tmp_path), np.printoptions():
+        for block in blocks(page.read_text()):
+            if block.language == "python":
+                assert run_python(block, names, name(page)) == block.shown, block
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def jgpt_words(line: str) -> list[str] | None:
+    """The arguments of jgpt in a line of shell, whoever starts it; None of another command."""
+    line = re.sub(r"\$'(.*?)'", lambda quoted: f"'{quoted[1]}'", line)
+    words = shlex.split(line, comments=True)
+    for word in words:  # gcloud --command='jgpt train ...'
+        if " jgpt " in f" {word.partition('=')[2]}":
+            words = shlex.split(word.partition("=")[2])
+    return words[words.index("jgpt") + 1 :] if "jgpt" in words else None
+
+
+def check_other_command(line: str) -> None:
+    """What a line of another command names exists."""
+    program, *words = shlex.split(line, comments=True)
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words) <= set(targets), line
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
+        assert words[0] == "install", line
+        assert {extra for word in words for extra in re.findall(r"\[(.*)\]", word)} <= set(extras)
+    elif program == "python":
+        script = Path(*words[1].split(".")).with_suffix(".py") if words[0] == "-m" else words[0]
+        assert (ROOT / script).exists(), line
+    elif program != "git":
+        assert (ROOT / program).exists(), line
+
+
+@pytest.fixture
+def parse_only(monkeypatch):
+    """Commands parse their options and do nothing."""
+
+    def parsed(it: Callable[..., None]) -> Callable[..., None]:
+        return functools.wraps(it)(lambda *args, **options: None)
+
+    for each, it in COMMANDS.items():
+        monkeypatch.setitem(COMMANDS, each, parsed(it))
+    for each in ("train", "plan"):
+        monkeypatch.setitem(COMMANDS, each, functools.partial(parse_train, command=each))
+
+
+@pytest.fixture(scope="module")
+def runs(trained, tmp_path_factory) -> Path:
+    """A folder with each run that a page names."""
+    folder = tmp_path_factory.mktemp("named")
+    for run in {run for page in PAGES for run in re.findall(r"\bruns/\w+", page.read_text())}:
+        (folder / run).mkdir(parents=True)
+        for file in ("config.json", "tokenizer.json"):
+            shutil.copy(trained.directory / file, folder / run)
+    return folder
+
+
+@pytest.mark.usefixtures("parse_only")
+@pytest.mark.parametrize("page", sorted({page for page, _ in ALL}), ids=name)
+def test_commands_can_be_typed(page, runs):
+    for block in blocks(page.read_text()):
+        if block.language in ("sh", "console"):
+            for line, _ in commands(block):
+                words = jgpt_words(line)
+                if words is None:
+                    check_other_command(line)
+                else:
+                    worked(*words, cwd=runs)
+
+
+@pytest.fixture
+def place(tmp_path, shakespeare, poem) -> Path:
+    """A folder with what the pages' commands read."""
+    torch = pytest.importorskip("torch")
+    from tests.parity.test_nanogpt import write
+
+    notes = poem.read_text().replace("So long", "Dear Yours")
+    (tmp_path / "my_notes").mkdir()
+    (tmp_path / "my_notes" / "letters.txt").write_text(notes)
+    (tmp_path / "input.txt").write_text(shakespeare)
+    (tmp_path / "out").mkdir()
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 48, "block_size": 32, "vocab_size": 65}
+    write(tmp_path / "out" / "ckpt.pt", sizes=sizes)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    sorted({page for page, block in ALL if page in RUN or block.language == "console"}),
+    ids=name,
+)
+def test_commands_give_what_the_page_shows(page, place, trained):
+    copy_runs(page, trained.directory, place)
+    languages = ("sh", "console") if page in RUN else ("console",)
+    for block in blocks(page.read_text()):
+        for line, shown in commands(block) if block.language in languages else ():
+            words = jgpt_words(line)
+            if words is None:
+                continue
+            done = command(*words, cwd=place)
+            said = done.stdout + done.stderr
+            assert done.code == (2 if "jgpt: " in shown else 0), said
+            assert block.language == "sh" or SAME(shown, said), f"{line}\n{said}"
+
+
+# --- the checks themselves -----------------------------------------------------------------------
+
+
+def test_no_block_is_passed_over():
+    assert {block.language for _, block in ALL} == {"python", "sh", "console", "text"}
+    assert len([block for _, block in ALL if block.language == "python"]) >= 8
+
+
+PAGE = """
+```python
+x = 2
+print(x + 1)
+```
+
+```text
+3
+```
+
+    jgpt train tiny --stepz 3   # no such option
+
+Text.
+
+    $ jgpt --version
+    jgpt 9.9
+"""
+
+
+def test_what_is_wrong_is_seen(tmp_path):
+    python, shown, shell, console = blocks(PAGE)
+    assert (python.shown, shown.language) == ("3\n", "text")
+    assert run_python(python, {}, "") == "3\n"
+    assert run_python(python._replace(code="print(4)"), {}, "") != python.shown
+    with pytest.raises(NameError):
+        run_python(python._replace(code="print(y)"), {}, "")
+    ((line, _),) = commands(shell)
+    assert command(*(jgpt_words(line) or ()), cwd=tmp_path).code == 2
+    ((line, shown),) = commands(console)
+    assert not SAME(shown, worked(*(jgpt_words(line) or ())))
+    with pytest.raises(AssertionError):
+        check_other_command("make nothing")
+    with pytest.raises(AssertionError):
+        check_other_command("python benchmarks/nothing.py")
+
+
+# --- lessons -------------------------------------------------------------------------------------
+
+
+def test_the_readme_lists_the_lessons():
+    listed = re.findall(r"^\| \[(.*?)\]\((notebooks/.*?)\)", (ROOT / "README.md").read_text(), re.M)
+    lessons = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    titles = [re.findall(r"\"# (\d+\. .*?)\\n", path.read_text())[0] for path in lessons]
+    assert listed == [(title, name(path)) for title, path in zip(titles, lessons, strict=True)]
+
+
+def test_the_readme_is_short_and_shows_what_its_pictures_were_made_with():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 130
+    script = (ROOT / "docs" / "pictures.py").read_text()
+    (shell,) = [block for block in blocks(readme) if block.language == "sh"]
+    for line, _ in commands(shell)[1:]:
+        assert f"{line}\n" in shell.code
+        assert f'"{line}"' in script or f"'{line}'" in script

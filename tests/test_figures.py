@@ -1,0 +1,184 @@
+"""Figures in the README and the documentation are those of the benchmarks' results."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows(page: Path, header: str) -> dict[str, list[str]]:
+    """The rows of the table below a header line that starts so, by their first cell."""
+    lines = page.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
+    found = {}
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+        found[first] = rest
+    return found
+
+
+def benchmark_rows() -> dict[str, list[str]]:
+    """The table of docs/benchmarks.md as the results have it, but for its last two columns."""
+    step, end, sampled = result("step_time"), result("time_to_loss"), result("sampling")["batches"]
+    memory, started, scaling = result("memory"), result("startup"), result("scaling")["axes"]
+    narrow, checks = result("narrow_loss")["summary"]["1000"], result("contract_overhead")
+    median = {
+        name: statistics.median(its)
+        for values in (step["milliseconds"], started["seconds"])
+        for name, its in values.items()
+    }
+    mib = {name: statistics.median(its) for name, its in memory["train_mib"].items()}
+    runs = {
+        name: {key: [run[key] for run in its] for key in ("seconds", "validation_loss")}
+        for name, its in end["runs"].items()
+    }
+    nanogpt, short, long = runs["nanoGPT"], runs["to the loss"], runs["to nanoGPT's end"]
+    found = {
+        f"train step, nanoGPT's CPU setting, {dtype}": [
+            f"{median['nanoGPT compiled']:.1f} ms",
+            f"{median[f'jgpt {dtype}']:.1f} ms",
+            f"{step['ratio'][f'jgpt {dtype}']:.2f}",
+        ]
+        for dtype in ("float32", "bfloat16")
+    }
+    found[f"whole command to loss {max(nanogpt['validation_loss']):.3f}"] = [
+        f"{statistics.mean(nanogpt['seconds']):.0f} s",
+        f"{statistics.median(short['seconds']):.1f} s ({min(short['seconds']):.1f} to "
+        f"{max(short['seconds']):.1f}), to {end['worst_loss_of_the_short_runs']:.3f} at worst",
+        f"{end['ratio']:.2f}",
+    ]
+    found["loss when nanoGPT's command ends, five seeds"] = [
+        f"{', '.join(f'{loss:.3f}' for loss in nanogpt['validation_loss'])} (its estimate)",
+        f"{end['mean_loss_at_nanogpts_end']:.3f} (sd {end['standard_deviation']:.3f}) after "
+        f"{statistics.median(long['seconds']):.0f} s",
+        "",
+    ]
+    for batch, its in sampled.items():
+        speed = {name: statistics.median(one["tokens_per_second"]) for name, one in its.items()}
+        for peer in ("nanoGPT", "transformers"):
+            found[f"tokens/s sampled, 10.7M parameters, batch {batch}, beside {peer}"] = [
+                f"{speed[peer]:,.0f}",
+                f"{speed['jgpt']:,.0f}",
+                f"{its[peer]['jgpt_ratio']:.1f}x",
+            ]
+    exponents = [
+        f"{scaling[axis]['exponent']:.2f} ({name})"
+        for axis, name in (
+            ("num_layers", "layers"),
+            ("embed_dim", "width"),
+            ("block_size", "block"),
+            ("batch_size", "batch"),
+        )
+    ]
+    added = {name: its["added"] / 1e3 for name, its in checks["presets"].items()}
+    gpt2 = added.pop("gpt2")
+    return found | {
+        "`jgpt --help`": ["", f"{median['jgpt --help']:.2f} s", ""],
+        "`jgpt train` to its first step, a later run": [
+            "",
+            f"{median['jgpt train, a later run']:.1f} s "
+            f"(the first run {median['jgpt train, the first run']:.1f})",
+            "",
+        ],
+        "peak memory of training": [
+            f"{mib['nanoGPT']:.0f} MiB",
+            f"{mib['jgpt']:.0f} MiB",
+            f"{memory['ratio']:.2f}",
+        ],
+        "peak memory of preparing 1 GB of text": ["", f"{memory['prepare']['mib']:.0f} MiB", ""],
+        "step time grows with FLOPs to the power of": ["", ", ".join(exponents), ""],
+        "bfloat16 minus float32, loss after 1,000 steps, five seeds": [
+            "",
+            f"{narrow['mean_difference']:.4f}, at most {narrow['largest_difference']:.4f} apart "
+            f"(seeds: sd {narrow['deviation_over_seeds']:.4f})",
+            "",
+        ],
+        "shape checks: what they add to a preset's compilation": [
+            "",
+            f"{min(added.values()):.2f} to {max(added.values()):.2f} s; gpt2 {gpt2:.2f} s",
+            "",
+        ],
+        "shape checks: an eager forward pass, beside without": [
+            "",
+            "",
+            f"{checks['milliseconds']['eager forward']['ratio']:.2f}",
+        ],
+    }
+
+
+def test_benchmarks_are_the_results():
+    written = rows(BENCHMARKS, "| what | nanoGPT, or transformers")
+    assert {name: cells[:3] for name, cells in written.items()} == benchmark_rows()
+
+
+def test_the_readme_repeats_rows_of_the_benchmarks():
+    whole = rows(BENCHMARKS, "| what | nanoGPT, or transformers")
+    written = rows(ROOT / "README.md", "| what | nanoGPT, or transformers")
+    assert len(written) == 4
+    assert any("missed" in cells[3] for cells in written.values())
+    assert written == {name: whole[name][:4] for name in written}
+
+
+def test_the_breakdown_of_a_step_is_the_results():
+    shares = [result(f"step_breakdown_{dtype}")["share"] for dtype in ("float32", "bfloat16")]
+    written = rows(BENCHMARKS, "| kind of operation")
+    assert written == {name: [f"{share[name]:.0%}" for share in shares] for name in written}
+    assert len(written) == 5
+
+
+def test_other_commands_seconds_and_losses_are_the_results():
+    written = rows(BENCHMARKS, "| command | seconds")
+    runs = result("train_cpu")["runs"]
+    for cells, its in zip(written.values(), (runs["nanoGPT"], runs["jgpt"]), strict=True):
+        seconds = [run["seconds"] for run in its]
+        losses = ", ".join(f"{run['validation_loss']:.3f}" for run in its)
+        middle = statistics.median(seconds)
+        assert cells[0] == f"{middle:.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+        assert cells[1].startswith(f"{losses} (")
+
+
+def test_parity_is_the_results():
+    lines = (ROOT / "docs" / "parity.md").read_text().splitlines()
+    written = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "e-" in line]
+    columns = ("logits", "loss", "gradients", "AdamW", "ten steps", "weights after ten")
+    largest: dict[tuple[str, str, str], float] = {}
+    for row in result("parity")["rows"]:
+        # checkpoints that nanoGPT wrote are in one row
+        family = "a checkpoint" if row["family"].startswith("ckpt.pt") else row["family"]
+        key = family, row["dtype"], row["rung"]
+        largest[key] = max(largest.get(key, 0), row["relative"])
+    shown = [row for row in written if len(row) == 8]
+    assert len(shown) == 9
+    for family, dtype, *cells in shown:
+        name = family.partition(" that")[0]
+        for column, cell in zip(columns, cells, strict=True):
+            compared = (name, dtype, column) in largest and (dtype, column) != (
+                "float32",
+                "weights after ten",
+            )
+            assert cell == (f"{largest[name, dtype, column]:.1e}" if compared else "")
+
+
+def test_kills_are_the_results():
+    sentence = (
+        "{kills} kills, {in_a_save} of them inside a save, {before_the_first_checkpoint} before "
+        "the first checkpoint: {lost} lost, {differing} of {runs} runs differing"
+    )
+    assert sentence.format(**result("kill_resume")) in (ROOT / "docs" / "runs.md").read_text()
+
+
+def test_the_cost_of_checks_is_the_results():
+    text = " ".join((ROOT / "docs" / "shapes.md").read_text().split())
+    ratios = result("contract_overhead")["milliseconds"]
+    assert f"{ratios['first trace']['ratio']:.2f} times as long in a new process" in text
+    assert f"an eager forward pass {ratios['eager forward']['ratio']:.2f} times" in text

@@ -1,0 +1,178 @@
+"""The site is whole: shapes in its signatures, lessons as executed, no link broken."""
+
+import inspect
+import subprocess
+import sys
+import typing
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+from jaxtyping import AbstractArray
+
+import jgpt
+from tests.test_documents import ROOT
+
+LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("sphinx"), reason="`make docs` installs Sphinx"),
+]
+
+
+class Page(HTMLParser):
+    """A page's text, the text and links of each signature, pictures with their text, anchors."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = self.signature = ""
+        self.signatures: dict[str, str] = {}
+        self.linked: dict[str, set[str]] = {}
+        self.links: list[str] = []
+        self.pictures: dict[str, str] = {}
+        self.anchors: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        its = dict(attrs)
+        self.anchors |= {its.get("id") or ""}
+        if tag in ("a", "link") and its.get("href"):
+            self.links.append(its["href"] or "")
+            self.linked.setdefault(self.signature, set()).add(its["href"] or "")
+        if tag in ("img", "script") and its.get("src"):
+            self.links.append(its["src"] or "")
+        if tag == "img":
+            self.pictures[its["src"] or ""] = its.get("alt") or ""
+        if tag == "dt":
+            self.signature = its.get("id") or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "dt":
+            self.signature = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.signature:
+            self.signatures[self.signature] = self.signatures.get(self.signature, "") + data
+
+
+def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    options = ["-q", "--fail-on-warning", "--keep-going", "-c", str(ROOT / "docs")]
+    command = [sys.executable, "-m", "sphinx", *options, str(source), str(out)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> dict[Path, Page]:
+    out = tmp_path_factory.mktemp("site")
+    built = build(ROOT, out)
+    assert (built.returncode, built.stderr) == (0, "")
+    return {path.relative_to(out): Page(path) for path in out.rglob("*.html")}
+
+
+def arrays(hint: object) -> list[str]:
+    """The dimensions of each array in an annotation."""
+    if isinstance(hint, type) and issubclass(hint, AbstractArray):
+        return [hint.dim_str]
+    return [dims for part in typing.get_args(hint) for dims in arrays(part)]
+
+
+def public_calls() -> dict[str, object]:
+    found = {}
+    for name in set(jgpt.__all__) - {"LEGEND"}:
+        thing = getattr(jgpt, name)
+        if inspect.isclass(thing):
+            for method, it in vars(thing).items():
+                if inspect.isfunction(it) and (method == "__call__" or method[0] != "_"):
+                    found[f"jgpt.{name}.{method}"] = it
+        else:
+            found[f"jgpt.{name}"] = thing
+    return found
+
+
+def test_signatures_have_their_shapes_and_link_them(site):
+    page = site[Path("docs/api.html")]
+    assert {f"jgpt.{name}" for name in jgpt.__all__} <= page.anchors
+    shapes = links = 0
+    for name, function in public_calls().items():
+        for hint in typing.get_type_hints(function).values():
+            for dimensions in arrays(hint):
+                shapes += 1
+                assert f'"{dimensions}"' in page.signatures[name], name
+                for dimension in set(dimensions.replace("*", " ").split()) & set(jgpt.LEGEND):
+                    links += 1
+                    assert f"#term-{dimension}" in page.linked[name]
+    assert min(shapes, links) > 40
+    assert "#term-embed_dim" in page.linked["jgpt.Head.__call__"]
+    assert {f"term-{name}" for name in jgpt.LEGEND} <= page.anchors
+    assert all(meaning.replace("`", "") in page.text for meaning in jgpt.LEGEND.values())
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_lessons_are_there_as_executed(path, site):
+    page = site[Path("notebooks", f"{path.stem}.html")]
+    outputs = [
+        output
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    ]
+    pictures = {data["image/png"] for o in outputs if "image/png" in (data := o.get("data", {}))}
+    assert len(page.pictures) >= len(pictures)
+    # of a picture without alternative text, Sphinx gives the file's name
+    assert all(alt and not alt.endswith(".png") for alt in page.pictures.values())
+    text = "".join(page.text.split())
+    for output in outputs:
+        if output.output_type == "stream":
+            assert "".join(output.text.split()) in text
+
+
+def test_links_lead_somewhere(site, tmp_path):
+    """Sphinx checks the links that it writes, and not those in HTML of a page's own."""
+    checked = 0
+    for path, page in site.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or path.name in ("genindex.html", "search.html"):
+                continue
+            target = Path(*Path(path.parent, unquote(parts.path)).parts) if parts.path else path
+            name = Path(*_normal(target.parts))
+            if name in site:
+                checked += 1
+                assert not parts.fragment or unquote(parts.fragment) in site[name].anchors, link
+    assert checked > 500
+
+
+def _normal(parts: tuple[str, ...]) -> list[str]:
+    found: list[str] = []
+    for part in parts:
+        found = found[:-1] if part == ".." else [*found, part]
+    return found
+
+
+def test_faults_are_refused(tmp_path):
+    source = tmp_path / "source"
+    (source / "docs").mkdir(parents=True)
+    (source / "README.md").write_text(
+        "# Page\n\n[gone](docs/gone.md) [no such heading](docs/api.md#nowhere)\n\n"
+        '<img src="https://elsewhere.org/picture.png">\n\n<a href="https://elsewhere.org">fine</a>\n'
+    )
+    (source / "docs" / "api.md").write_text(
+        "# API\n\n```{eval-rst}\n.. py:function:: jgpt.attend(x)\n\n"
+        ".. autofunction:: jgpt.causal_mask\n```\n"
+    )
+    built = build(source, tmp_path / "out")
+    assert built.returncode == 1
+    for fault in (
+        "target not found: 'docs/gone.md'",
+        "local id not found in doc 'docs/api': 'nowhere'",
+        "README.html fetches https://elsewhere.org/picture.png",
+        "jgpt.attend has no documentation",
+        "jgpt.Head is not in the API reference",
+    ):
+        assert fault in built.stderr, built.stderr
+    assert "jgpt.causal_mask is not" not in built.stderr
+    assert built.stderr.count("fetches") == 2  # the README is the index too
