@@ -1,8 +1,6 @@
 """Head and MultiHeadAttention: self-attention, cross-attention, and attention over a KV cache."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +26,10 @@ from jgpt.sharding import with_placed
 
 
 class _Attention(Module):
-    """What Head and MultiHeadAttention share: queries, keys and values, mask, choice of kernel."""
+    """What Head and MultiHeadAttention share: mask, QK-norm, rotary embedding, choice of kernel."""
 
     embed_dim: int
+    head_dim: int
     causal: bool
     window: int | None
     rotary: bool
@@ -38,57 +37,21 @@ class _Attention(Module):
     scale: float | None
     dropout: float
 
-    def _make_projections(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        linear: Callable[..., Linear],
-        qk_norm: bool,
-        qk_norm_scale: bool,
-    ) -> None:
+    def _make_qk_norms(self, qk_norm: bool, scale: bool, param_dtype: DTypeLike) -> None:
         """Raises ValueError for options that contradict each other, and an odd rotary head size."""
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         if self.window is not None and not self.causal:
             raise ValueError(
                 f"window={self.window} needs causal=True: it limits how far back a query attends"
             )
-        if self.rotary and head_dim % 2:
-            raise ValueError(f"head_dim={head_dim} must be even for rotary position embedding")
-        if qk_norm_scale and not qk_norm:
+        if self.rotary and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rotary position embedding")
+        if scale and not qk_norm:
             raise ValueError("qk_norm_scale=True needs qk_norm=True, which it scales")
-        heads, kv_heads = ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)
-        self.query = linear(num_heads * head_dim, dimensions=("embed_dim", heads))
-        self.key = linear(num_kv_heads * head_dim, dimensions=("embed_dim", kv_heads))
-        self.value = linear(num_kv_heads * head_dim, dimensions=("embed_dim", kv_heads))
-        norm = {"epsilon": 1e-6, "use_scale": qk_norm_scale, "param_dtype": self.query.kernel.dtype}
-        self.query_norm = RMSNorm(head_dim, **norm) if qk_norm else None
-        self.key_norm = RMSNorm(head_dim, **norm) if qk_norm else None
-
-    @typed
-    def _project(
-        self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        source: Float[Array, "batch key {self.embed_dim}"],
-        position: Int[Array, "batch time"] | None = None,
-    ) -> tuple[
-        Float[Array, "batch {self.num_heads} time {self.head_dim}"],
-        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
-        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
-    ]:
-        """Queries, keys and values, split into heads."""
-
-        def prepared(x, norm):
-            if position is None:
-                return self._normalise_and_rotate(x, norm)
-            # positions of each sequence
-            return jax.vmap(lambda x, at: self._normalise_and_rotate(x, norm, at))(x, position)
-
-        return (
-            prepared(split_heads(self.query(x), self.num_heads), self.query_norm),
-            prepared(split_heads(self.key(source), self.num_kv_heads), self.key_norm),
-            split_heads(self.value(source), self.num_kv_heads),
+        norm = functools.partial(
+            RMSNorm, self.head_dim, epsilon=1e-6, use_scale=scale, param_dtype=param_dtype
         )
+        self.query_norm = norm() if qk_norm else None
+        self.key_norm = norm() if qk_norm else None
 
     @typed
     def _normalise_and_rotate(
@@ -165,19 +128,21 @@ class Head(_Attention):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.embed_dim, self.dropout = embed_dim, dropout
+        self.embed_dim, self.head_dim, self.dropout = embed_dim, head_dim, dropout
         self.causal, self.window, self.scale = causal, window, scale
         self.rotary, self.rotary_base = rotary, rotary_base
+        self._make_qk_norms(qk_norm, qk_norm_scale, param_dtype)
         linear = functools.partial(
             Linear,
-            embed_dim,
             use_bias=use_bias,
             dtype=dtype,
             activation_dtype=activation_dtype,
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self._make_projections(1, 1, head_dim, linear, qk_norm, qk_norm_scale)
+        self.query = linear(embed_dim, head_dim)
+        self.key = linear(embed_dim, head_dim)
+        self.value = linear(embed_dim, head_dim)
 
     @typed
     def __call__(
@@ -188,9 +153,14 @@ class Head(_Attention):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.head_dim}"]:
         """Attend from `x` to itself, or to `context`."""
-        qkv = self._project(x, x if context is None else context)
-        key = self.next_dropout_key(rngs, self.dropout)
-        return merge_heads(self._attend(*qkv, self._mask(x, context), key))
+        source = x if context is None else context
+        return self._attend(
+            self._normalise_and_rotate(self.query(x), self.query_norm),
+            self._normalise_and_rotate(self.key(source), self.key_norm),
+            self.value(source),
+            self._mask(x, context),
+            self.next_dropout_key(rngs, self.dropout),
+        )
 
     @typed
     def weights(
@@ -199,8 +169,10 @@ class Head(_Attention):
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
         """The attention weights of `x` over itself, or over `context`."""
-        query, key, _ = self._project(x, x if context is None else context)
-        return attention_weights(query, key, self._mask(x, context), scale=self.scale)[:, 0]
+        source = x if context is None else context
+        query = self._normalise_and_rotate(self.query(x), self.query_norm)
+        key = self._normalise_and_rotate(self.key(source), self.key_norm)
+        return attention_weights(query, key, self._mask(x, context), scale=self.scale)
 
 
 class MultiHeadAttention(_Attention):
@@ -230,8 +202,10 @@ class MultiHeadAttention(_Attention):
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
         attention_kernel: AttentionKernel = "xla",
+        dtype: DTypeLike = jnp.float32,
+        activation_dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
-        **precision: Any,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
@@ -241,19 +215,31 @@ class MultiHeadAttention(_Attention):
             raise ValueError(
                 f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}"
             )
-        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.head_dim = head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.causal, self.window, self.dropout = causal, window, dropout
         self.rotary, self.rotary_base, self.scale = rotary, rotary_base, scale
         self.attention_kernel = attention_kernel
-        linear = functools.partial(Linear, rngs=rngs, **precision)
-        into = functools.partial(linear, embed_dim, use_bias=qkv_bias)
-        self._make_projections(num_heads, num_kv_heads, head_dim, into, qk_norm, qk_norm_scale)
+        self._make_qk_norms(qk_norm, qk_norm_scale, param_dtype)
+        linear = functools.partial(
+            Linear,
+            dtype=dtype,
+            activation_dtype=activation_dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        heads, kv_heads = ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)
+        kv = {"use_bias": qkv_bias, "dimensions": ("embed_dim", kv_heads)}
+        self.query = linear(
+            embed_dim, num_heads * head_dim, use_bias=qkv_bias, dimensions=("embed_dim", heads)
+        )
+        self.key = linear(embed_dim, num_kv_heads * head_dim, **kv)
+        self.value = linear(embed_dim, num_kv_heads * head_dim, **kv)
         self.projection = linear(
             num_heads * head_dim,
             embed_dim,
             use_bias=use_bias,
             init_std=projection_std,
-            dimensions=(("num_heads", num_heads), "embed_dim"),
+            dimensions=(heads, "embed_dim"),
         )
 
     @typed
@@ -299,6 +285,31 @@ class MultiHeadAttention(_Attention):
         query, key, _ = self._project(x, x if context is None else context)
         mask = self._mask(x, context)
         return attention_weights(query, self._repeat_kv(key), mask, scale=self.scale)
+
+    @typed
+    def _project(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        source: Float[Array, "batch key {self.embed_dim}"],
+        position: Int[Array, "batch time"] | None = None,
+    ) -> tuple[
+        Float[Array, "batch {self.num_heads} time {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
+        Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
+    ]:
+        """Queries, keys and values, split into heads."""
+
+        def prepared(x, norm):
+            if position is None:
+                return self._normalise_and_rotate(x, norm)
+            # positions of each sequence
+            return jax.vmap(lambda x, at: self._normalise_and_rotate(x, norm, at))(x, position)
+
+        return (
+            prepared(split_heads(self.query(x), self.num_heads), self.query_norm),
+            prepared(split_heads(self.key(source), self.num_kv_heads), self.key_norm),
+            split_heads(self.value(source), self.num_kv_heads),
+        )
 
     @typed
     def _repeat_kv(

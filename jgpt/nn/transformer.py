@@ -7,7 +7,7 @@ loss is a function beside them.
 
 import functools
 import math
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import Activation, ModelConfig, NormKind
+from jgpt.config import Activation, AttentionKernel, ModelConfig, NormKind
 from jgpt.contracts import check, typed
 from jgpt.nn.cache import KVCache, LayerCache
 from jgpt.nn.heads import MultiHeadAttention
@@ -52,8 +52,7 @@ SAME_NAMES = (
 class FeedForward(Module):
     """Position-wise MLP (Vaswani et al. 2017, section 3.3), gated or not (Shazeer 2020).
 
-    `precision` is Linear's `dtype`, `activation_dtype` and `param_dtype`. Dropout needs the call's
-    `rngs`; after `train()`, a call without them raises ValueError.
+    Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
     """
 
     @typed
@@ -67,13 +66,22 @@ class FeedForward(Module):
         use_bias: bool = True,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
+        dtype: DTypeLike = jnp.float32,
+        activation_dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
-        **precision: Any,
     ) -> None:
         self.embed_dim = embed_dim
         self.hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
         self.activation, self.dropout = activation, dropout
-        linear = functools.partial(Linear, use_bias=use_bias, rngs=rngs, **precision)
+        linear = functools.partial(
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            activation_dtype=activation_dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
         sizes, names = (embed_dim, self.hidden_dim), ("embed_dim", "hidden_dim")
         self.expansion = linear(*sizes, dimensions=names)
         self.gate = linear(*sizes, dimensions=names) if gated else None
@@ -97,9 +105,8 @@ class FeedForward(Module):
 class Block(Module):
     """Transformer block: pre-norm attention and MLP with residual connections.
 
-    Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3). `attention` are other parameters of
-    MultiHeadAttention. Dropout needs the call's `rngs`; after `train()`, a call without them raises
-    ValueError.
+    Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3). Dropout needs the call's `rngs`; after
+    `train()`, a call without them raises ValueError.
     """
 
     @typed
@@ -111,17 +118,27 @@ class Block(Module):
         *,
         activation: Activation = "gelu",
         gated: bool = False,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        qkv_bias: bool = False,
         use_bias: bool = True,
+        rotary: bool = False,
+        rotary_base: float = 10_000.0,
+        qk_norm: bool = False,
+        qk_norm_scale: bool = False,
+        scale: float | None = None,
         norm: NormKind = "layer",
         norm_scale: bool = True,
         norm_epsilon: float = 1e-5,
         dropout: float = 0.0,
         projection_std: float = INIT_STD,
+        attention_kernel: AttentionKernel = "xla",
         dtype: DTypeLike = jnp.float32,
         activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
-        **attention: Any,
     ) -> None:
         self.embed_dim = embed_dim
         new_norm = functools.partial(
@@ -137,7 +154,22 @@ class Block(Module):
             "rngs": rngs,
         }
         self.attention_norm = new_norm()
-        self.attention = MultiHeadAttention(embed_dim, num_heads, **attention, **shared)
+        self.attention = MultiHeadAttention(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            causal=causal,
+            window=window,
+            qkv_bias=qkv_bias,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            qk_norm=qk_norm,
+            qk_norm_scale=qk_norm_scale,
+            scale=scale,
+            attention_kernel=attention_kernel,
+            **shared,
+        )
         self.feed_forward_norm = new_norm()
         self.feed_forward = FeedForward(
             embed_dim, hidden_dim, activation=activation, gated=gated, **shared

@@ -397,7 +397,7 @@ MODERN_FAMILY = [
         note="elsewhere",
     ),
     of_modern(
-        "heads._Attention._project",
+        "heads.MultiHeadAttention._project",
         {
             "x": "float batch time modern_dim",
             "source": "float batch key modern_dim",
@@ -406,7 +406,7 @@ MODERN_FAMILY = [
         owner=GROUPED,
     ),
     of_modern(
-        "heads._Attention._project",
+        "heads.MultiHeadAttention._project",
         {
             "x": "float batch time modern_dim",
             "source": "float batch time modern_dim",
@@ -437,7 +437,7 @@ MODERN_FAMILY = [
     of_modern("transformer.GPT.embed", TOKENS, MODERN_STREAM, owner=MODERN_GPT),
     of_modern("transformer.GPT.logits", MODERN_X, LOGITS, owner=MODERN_GPT),
     of_heads(
-        "_Attention._project",
+        "MultiHeadAttention._project",
         {"x": "float batch time embed_dim", "source": "float batch key embed_dim"},
         ((BATCH, 30, 7, 13), (BATCH, 10, 5, 13), (BATCH, 10, 5, 13)),
         owner=GATED_BLOCK.attention,

@@ -1,6 +1,7 @@
 """The sizes and dropout rates that modules refuse, when they are made and later."""
 
 import inspect
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -92,7 +93,9 @@ def test_a_rate_is_below_1(kind):
 @pytest.mark.parametrize("kind", [jgpt.Head, jgpt.MultiHeadAttention, jgpt.Block])
 def test_a_rotary_base_is_positive_and_scales_are_of_qk_norm(kind):
     for base in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"^rotary_base={base} must be positive"):
+        with pytest.raises(
+            ValueError, match=rf"^rotary_base={re.escape(str(base))} must be positive"
+        ):
             make(kind, rotary_base=base)
     with pytest.raises(ValueError, match="^qk_norm_scale=True needs qk_norm=True"):
         make(kind, qk_norm_scale=True)
