@@ -1,6 +1,7 @@
 """Every code block of the README and the documentation is run, and what it shows compared.
 
-A block that starts with `$` shows a command and its output, in which `...` stands for anything.
+A block that starts with `$` shows a command and its output, in which `...` stands for anything;
+one that starts with `jgpt:` is a message.
 """
 
 import contextlib
@@ -51,7 +52,8 @@ def blocks(text: str) -> list[Block]:
             continue
         if token.info.startswith("{"):  # the site's, not code
             continue
-        language = token.info or ("console" if token.content.startswith("$ ") else "sh")
+        first = token.content.split()[0]
+        language = token.info or {"$": "console", "jgpt:": "text"}.get(first, "sh")
         shown = after.content if after and (after.type, after.info) == ("fence", "text") else ""
         found.append(Block(token.map[0] + 2, language, token.content, shown))
     return found

@@ -152,13 +152,14 @@ def test_parity_is_the_results():
     written = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "e-" in line]
     columns = ("logits", "loss", "gradients", "AdamW", "ten steps", "weights after ten")
     largest: dict[tuple[str, str, str], float] = {}
-    for row in result("parity")["rows"]:
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("parity*.json"))]
+    for row in (row for its in results for row in its["rows"]):
         # checkpoints that nanoGPT wrote are in one row
         family = "a checkpoint" if row["family"].startswith("ckpt.pt") else row["family"]
         key = family, row["dtype"], row["rung"]
         largest[key] = max(largest.get(key, 0), row["relative"])
     shown = [row for row in written if len(row) == 8]
-    assert len(shown) == 9
+    assert len(shown) >= 9
     for family, dtype, *cells in shown:
         name = family.partition(" that")[0]
         for column, cell in zip(columns, cells, strict=True):
