@@ -96,7 +96,7 @@ def test_a_rotary_base_is_positive_and_scales_are_of_qk_norm(kind):
         message = re.escape(f"rotary_base={base} must be positive")
         with pytest.raises(ValueError, match=message):
             make(kind, rotary_base=base)
-    with pytest.raises(ValueError, match="^qk_norm_scale=True needs qk_norm=True"):
+    with pytest.raises(ValueError, match=r"^qk_norm_scale=True needs qk_norm=True"):
         make(kind, qk_norm_scale=True)
 
 
