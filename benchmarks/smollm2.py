@@ -166,13 +166,13 @@ def compare(directory: Path, options: Options) -> Iterator[dict[str, Any]]:
     """Logits and losses, what is written, and how fast, as each is known."""
     tokenizer = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    page = tokenizer.encode(read_text(("shakespeare",))[: 8 * options.page])[: options.page]
+    with torch.no_grad():  # before JAX has threads at work
+        its = theirs(torch.tensor(page[None].astype(np.int64))).logits.numpy().copy()
     began = time.perf_counter()
     model = jgpt.load_hf(directory, block_size=1024)
+    jax.block_until_ready(nnx.state(model))
     results: dict[str, Any] = {"load_seconds": time.perf_counter() - began}
-
-    page = tokenizer.encode(read_text(("shakespeare",))[: 8 * options.page])[: options.page]
-    with torch.no_grad():
-        its = theirs(torch.tensor(page[None].astype(np.int64))).logits.numpy()
     mine, exact = (logits(model, page, dtype) for dtype in ("float32", "float64"))
     targets = jnp.asarray(page[None, 1:])
     losses = [float(jgpt.cross_entropy(jnp.asarray(x[:, :-1]), targets)) for x in (mine, its)]

@@ -54,7 +54,7 @@ from jgpt.presets import PRESETS
         (
             ModelConfig,
             {"activation": "swish"},
-            "activation must be one of relu, gelu, gelu_tanh, relu_squared, not 'swish'",
+            "activation must be one of relu, gelu, gelu_tanh, relu_squared, silu, not 'swish'",
         ),
         (
             ModelConfig,
