@@ -26,6 +26,7 @@ ARGUMENTS = {
         "embed_dim": 12,
         "num_heads": 6,
         "num_kv_heads": 2,
+        "head_dim": 4,
         "hidden_dim": 7,
         "window": 3,
     },
