@@ -10,10 +10,10 @@ from jgpt.nn.transformer import GPT
 
 _FIELDS = {
     "vocab_size": "vocab_size",
-    "block_size": "block_size",
     "n_layer": "num_layers",
     "n_head": "num_heads",
     "n_embd": "embed_dim",
+    "block_size": "block_size",
     "bias": "use_bias",
     "dropout": "dropout",
 }
