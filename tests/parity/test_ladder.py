@@ -109,9 +109,10 @@ def activate_the_other(port):
     """The expansion instead of the gate."""
     for module in port.modules():
         if isinstance(module, torch_gpt.FeedForward):
-            activate = torch_gpt.ACTIVATIONS[module.activation]
-            vars(module)["forward"] = lambda x, its=module, activate=activate: its.projection(
-                activate(its.expansion(x)) * its.gate(x)
+            activate, gate = torch_gpt.ACTIVATIONS[module.activation], module.gate
+            assert gate is not None
+            vars(module)["forward"] = lambda x, its=module, activate=activate, gate=gate: (
+                its.projection(activate(its.expansion(x)) * gate(x))
             )
 
 
