@@ -178,7 +178,7 @@ class RunDirectory:
         """Truncate a file after its last complete line up to `step`."""
         ends = (end for line, end in self._lines(name) if line["step"] <= step)
         end, path = max(ends, default=0), self.path / name
-        if path.is_file() and path.stat().st_size > end:
+        if path.is_file():
             os.truncate(path, end)
 
     def _lines(self, name: str) -> Iterator[tuple[dict[str, Any], int]]:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jgpt.runs.directory import RunDirectory
+from jgpt.runs.directory import RunDirectory, read_config
 
 
 def test_the_lock_names_its_holder_and_nobody_before(tmp_path):
@@ -49,3 +49,19 @@ def test_damaged_provenance_is_cut_off_before_more_is_appended(tmp_path):
         file.write('{"st')
     run.append_provenance({"step": 4})
     assert (tmp_path / "provenance.jsonl").read_text() == '{"step": 0}\n{"step": 4}\n'
+
+
+def test_a_metric_without_a_plausible_value_is_no_metric(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.append_metrics([{"step": step, "loss": 10.0**step} for step in (299, 300, 301)])
+    with run.path.joinpath("metrics.jsonl").open("a") as file:
+        file.write('{"step": 302, "loss": true}\n{"step": 303, "loss": NaN}\n')
+    assert run.metrics() == [{"step": 299, "loss": 1e299}]
+
+
+def test_a_folder_in_place_of_a_file_is_refused_and_a_run_s_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"^{tmp_path} is not a file$"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"^{tmp_path} is not a file: give {tmp_path}/config.json"):
+        read_config(tmp_path)
