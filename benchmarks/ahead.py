@@ -3,7 +3,8 @@
     JAX_PLATFORMS=cpu python benchmarks/ahead.py
 
 Each step is compiled for its chips (jgpt[tpu] and jgpt[cuda12] bring the compilers), on each of the
-meshes to try. The best mesh is that whose slowest resource takes the least time, of those that fit.
+meshes to try. Of the meshes that fit, the best is that whose slowest resource takes the least time,
+and of equals the one that sends less.
 """
 
 import argparse
