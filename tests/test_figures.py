@@ -90,7 +90,7 @@ def benchmark_rows() -> dict[str, list[str]]:
             f"(the first run {median['jgpt train, the first run']:.1f})",
             "",
         ],
-        "peak memory of training": [
+        "peak memory of training, nanoGPT's CPU setting": [
             f"{mib['nanoGPT']:.0f} MiB",
             f"{mib['jgpt']:.0f} MiB",
             f"{memory['ratio']:.2f}",

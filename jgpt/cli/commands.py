@@ -364,7 +364,8 @@ def prepare(
 
     from jgpt.data import dataset
 
-    tokens = dataset.prepare(config, Path(out), warn=print)
+    warn = lambda line: print(parsing.in_flags(line, parsing.TRAIN))  # noqa: E731
+    tokens = dataset.prepare(config, Path(out), warn=warn)
     print(f"{tokens:,} tokens in {out}; next: {_command('train', '--data', out)}")
 
 

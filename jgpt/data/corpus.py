@@ -106,7 +106,7 @@ def _read_sources(
         others = f" and {len(changed) - 1} more" * (len(changed) > 1)
         warn(
             f"{changed[0]}{others}: carriage returns are read as newlines and byte-order marks "
-            "dropped; universal_newlines=False keeps them"
+            "dropped; what is read with universal_newlines=False keeps them"
         )
 
 

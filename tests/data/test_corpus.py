@@ -196,7 +196,7 @@ def test_newlines_are_universal_and_a_byte_order_mark_is_dropped(tmp_path):
     assert read_text(sources, warn=said.append) == "d\nea\nb\nc\nd\ne"
     assert said == [
         f"{windows} and 2 more: carriage returns are read as newlines and byte-order marks "
-        "dropped; universal_newlines=False keeps them"
+        "dropped; what is read with universal_newlines=False keeps them"
     ]
     for source in (windows, mac, marked):
         read_text([source], warn=said.append)
