@@ -16,7 +16,7 @@ test: $(VENV)/installed-test
 	$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/installed-test
-	HYPOTHESIS_PROFILE=all $(PYTEST)
+	HYPOTHESIS_PROFILE=all $(PYTEST) --durations=20
 	$(MAKE) test-ahead
 
 # compilers for TPUs and GPUs have an environment of their own: where they are, JAX looks for the hardware
