@@ -21,7 +21,14 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jgpt.cli import options as parsing
 from jgpt.cli.options import File, Number, ProcessOptions, RunOptions, Switch, described
 from jgpt.cli.terminal import importing, open_console, say, spinner
-from jgpt.config import DataConfig, OptimizerConfig, TokenizerName, TrainConfig, did_you_mean
+from jgpt.config import (
+    ComputeDtype,
+    DataConfig,
+    OptimizerConfig,
+    TokenizerName,
+    TrainConfig,
+    did_you_mean,
+)
 from jgpt.presets import PRESETS
 
 Run = Positional[Annotated[str, described("RUN", help="The run directory.")]]
@@ -374,7 +381,7 @@ def import_(
     out: Annotated[str, described("RUN", help="The run directory to write.")],
     format: Annotated[Literal["hf", "gpt2", "nanogpt"], arg(name="from")] = "hf",
     block_size: Annotated[int | None, described("N")] = None,
-    dtype: str = "float32",
+    dtype: ComputeDtype = "float32",
     tokenizer: Annotated[str | None, described("DIR|FILE")] = None,
     data: Annotated[
         UseAppendAction[tuple[tuple[str, ...], ...]], described("TEXT ...", PYDOCS)
