@@ -203,3 +203,18 @@ def test_steps_for_other_hardware_are_the_results():
     text = (ROOT / "docs" / "scale.md").read_text()
     shown = [line.strip("| ").split(" | ") for line in text.splitlines() if " ms |" in line]
     assert shown == [cells for steps in found.values() for _, _, cells in steps]
+
+
+def test_the_real_model_s_figures_are_the_results():
+    found = result("smollm2")
+    speed = {name: its["tokens_per_second"] for name, its in found["tokens_per_second"].items()}
+    middle = {name: f"{statistics.median(its):.1f}" for name, its in speed.items()}
+    spread = f"{min(speed['jgpt']):.1f} to {max(speed['jgpt']):.1f}"
+    loss, others = found["loss"], f"CTranslate2 {middle['CTranslate2']}, transformers"
+    text = " ".join((ROOT / "docs" / "weights.md").read_text().split())
+    assert (
+        f"`jgpt` {middle['jgpt']} tokens/s ({spread}), {others} {middle['transformers']}." in text
+    )
+    assert f"Both losses are {loss['jgpt']:.6f}," in text
+    assert f"{loss['transformers']:.6f}" == f"{loss['jgpt']:.6f}"
+    assert not found["machine_was_busy"]
