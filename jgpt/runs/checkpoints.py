@@ -55,7 +55,8 @@ class Checkpoints:
         # drops Orbax's log messages, and no others: what fails raises an error as well
         self._quiet = lambda record: "orbax" not in Path(record.pathname).parts
         self._saving: Future[None] | None = None
-        if not read_only and process_index() == 0:
+        self._writes = not read_only and process_index() == 0
+        if self._writes:
             self._path.mkdir(exist_ok=True)
             sync_directory(run.path)
             self._remove_unfinished()
@@ -71,6 +72,8 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._orbax.close()
+            if self._writes:
+                self._remove_unfinished()  # what a save that failed was still writing
             logging.getLogger("absl").removeFilter(self._quiet)
 
     def steps(self) -> list[int]:
