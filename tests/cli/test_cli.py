@@ -67,6 +67,12 @@ def test_every_command_has_help(command):
     assert f"usage: jgpt {command}" in worked(command, "--help")
 
 
+def test_options_of_a_config_have_help():
+    said = worked("train", "--help")
+    assert "--batch-size" in said
+    assert "Sequences per step" in said
+
+
 def test_commands_show_that_they_import_jax_before_they_do():
     code = (
         "import sys, jgpt.cli, jgpt.cli.commands as commands\n"
@@ -148,6 +154,20 @@ def test_output_that_cannot_be_written_is_one_line():
         command = [sys.executable, "-m", "jgpt.cli", "presets"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (2, b"jgpt: No space left on device\n")
+
+
+def test_only_the_echoes_of_a_failed_write_are_not_reported(monkeypatch):
+    def complain() -> None:
+        """Raise where nothing can catch it."""
+        for message in ("Event loop is closed", "out of luck"):
+            sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(message)))  # type: ignore[arg-type]
+
+    reported: list = []
+    monkeypatch.setattr(sys, "unraisablehook", hook := reported.append)
+    monkeypatch.setitem(COMMANDS, "presets", complain)
+    main(["presets"])
+    assert [str(each.exc_value) for each in reported] == ["out of luck"]
+    assert sys.unraisablehook == hook
 
 
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
@@ -272,6 +292,8 @@ def test_sample_continues_the_prompt_and_a_seed_repeats_it(trained):
     assert first.startswith("the quick")
     assert len(first.removesuffix("\n")) == len("the quick") + 40
     assert worked(*ask[:-1], 8) != first
+    assert worked(*ask, "--temperature", 0.8) == first
+    assert worked(*ask, "--temperature", 1.8) != first
 
 
 def test_sample_reads_prompts_from_files_and_standard_input(trained, tmp_path):
@@ -386,6 +408,15 @@ def test_presets_are_listed():
     said = worked("presets")
     for name in ("bigram", "lecture", "nanogpt-cpu", "nanogpt-char", "gpt2", "tiny"):
         assert name in said
+    assert max(map(len, said.splitlines())) > 80  # a pipe's lines are not wrapped
+
+
+def test_presets_are_wrapped_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    main(["presets"])
+    assert max(map(len, terminal.getvalue().splitlines())) <= 50
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])

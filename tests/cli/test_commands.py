@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import pytest
 
 from jgpt import TrainConfig, fit
 from jgpt.cli import main
-from jgpt.cli.console import describe
+from jgpt.cli.console import describe, describe_ahead
 from jgpt.data.dataset import load_dataset
 from jgpt.hardware import CHIPS
 from jgpt.nn.loss import token_losses
 from jgpt.training.ahead import Collective, CompiledStep
 from jgpt.training.plan import Plan, TrainingMemory, format_bytes
+from tests.commands import refused
 
 MIB = 1 << 20
 
@@ -174,9 +176,10 @@ def test_a_plan_for_other_hardware(command, capsys, monkeypatch):
 
     monkeypatch.setattr("jgpt.training.ahead.compile_ahead", compile_ahead)
     options = ["tiny", "--batch-size", "24", "--mesh", "data=2,fsdp=4", "--on", "v5e:2x4"]
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_PLATFORMS", "what this machine has")
     main([*command, *options])
     assert asked == [(24, "data=2,fsdp=4", "v5e:2x4")]
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
     assert capsys.readouterr().out.splitlines() == [
         "8 x TPU v5 lite (v5e:2x4), mesh data=2,fsdp=4",
         "memory of each chip: 3.5 MiB (3.0 MiB parameters and optimizer, 512.0 KiB activations "
@@ -194,6 +197,10 @@ def test_a_plan_for_other_hardware(command, capsys, monkeypatch):
     said = json.loads(capsys.readouterr().out)
     assert said["memory"] == {"state": 3 * MIB, "working": MIB // 2}
     assert said["collectives"][0] == {"kind": "all-gather", "count": 7, "sent": 2 * MIB}
+    small = describe_ahead(dataclasses.replace(STEP, fits=False, collectives=(), kernels=()))
+    assert small[1].endswith(", which is NOT enough")
+    assert small[2] == "collectives of a step: none, as each chip sends them"
+    assert small[-1] == "custom kernels: none"
 
 
 def test_other_hardware_is_only_planned_for(capsys):
@@ -201,6 +208,13 @@ def test_other_hardware_is_only_planned_for(capsys):
         main(["train", "tiny", "--on", "v5e:2x4"])
     expected = "jgpt: --on v5e:2x4 compiles for other hardware: it needs --dry-run\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("given", [(0,), (0, 1), (2,), (1, 2)])
+def test_a_process_is_told_all_of_where_it_is(given):
+    where = [("--coordinator", "localhost:1"), ("--processes", 2), ("--process", 0)]
+    said = refused("train", "tiny", *(word for i in given for word in where[i]))
+    assert said.endswith("give --coordinator HOST:PORT, --processes N and --process I, all three")
 
 
 def test_a_plan_as_json(capsys, monkeypatch, poem):

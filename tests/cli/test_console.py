@@ -1,6 +1,7 @@
 """What a person reads while a model is trained."""
 
 import dataclasses
+import io
 import types
 from pathlib import Path
 
@@ -113,3 +114,16 @@ def test_a_second_signal_leaves_neither_a_bar_nor_a_hidden_cursor():
         progress.leaving()
         assert screen.show() == []
         assert screen.cursor
+
+
+def test_without_a_terminal_there_is_a_line_every_twenty_seconds():
+    file, seconds = io.StringIO(), [100.0]
+    console = Console(file=file, width=80, get_time=lambda: seconds[0], _environ={})
+    progress = ConsoleProgress(console, "reading the data")
+    for waited in (0.0, 20.0, 20.5, 40.0, 41.0):
+        seconds[0] = 100 + waited
+        progress.stepped(round(10 * waited), 2.5, 1000.0)
+    assert [line for line in file.getvalue().splitlines() if line] == [
+        "step 205: loss 2.500  1,000 tokens/s",
+        "step 410: loss 2.500  1,000 tokens/s",
+    ]

@@ -141,7 +141,7 @@ def value_edits(node: Any, text: Any) -> Iterator[tuple[str, str]]:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float())):
             yield "sign", text(node.operand)
         case ast.Constant(value=float(value)):
-            yield "constant", repr(value + 1.0 if value + 1.0 != value else 2 * value)
+            yield "constant", repr(value + 1.0 if value < 1e6 else 2 * value)
         case ast.keyword(arg="axis", value=value):
             yield "axis", f"axis={text(value)} - 1"
         case ast.Attribute(value=value, attr="T"):

@@ -10,6 +10,11 @@ VALUES = {
         "classes <= {jax.Array, np.ndarray, bool, int, str}",
         "classes < {jax.Array, np.ndarray, bool, int, str}",
     ): "no annotation has leaves of all five kinds; jaxtyping would judge it as well, slower",
+    (
+        "cli/options.py",
+        "shutil.get_terminal_size().columns < 40",
+        "shutil.get_terminal_size().columns <= 40",
+    ): "40 columns are made 40",
     ("nn/heads.py", "self.window < key.shape[-2]", "self.window <= key.shape[-2]"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),

@@ -101,7 +101,8 @@ ABOUT = {
     "runs/provenance.py": ("runs/test_loop",),
     "runs/resume.py": ("runs/test_checkpoints",),
     "cli/__init__.py": ("cli/test_cli",),
-    "cli/commands.py": ("cli/test_cli", "runs/test_profiling"),
+    "cli/commands.py": ("cli/test_cli", "interop/test_exchange", "runs/test_profiling"),
+    "cli/console.py": ("cli/test_commands",),
     "cli/options.py": ("cli/test_cli", "cli/test_commands"),
 }
 SECONDS_PER_MUTANT = 600

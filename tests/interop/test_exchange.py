@@ -58,6 +58,8 @@ def test_an_imported_run_is_a_run(imported, gpt2, text_file):
     assert said.startswith("abc")
     measured = json.loads(worked("eval", imported, "--json"))
     assert 0 < measured["loss"] < 20
+    optimizer = load(imported)[2].optimizer
+    assert optimizer.learning_rate == optimizer.min_learning_rate == 3e-5
     assert "token_embedding" in worked("info", imported)
 
 
