@@ -19,6 +19,7 @@ from jgpt.cli.commands import BATCH_SIZE, COMMANDS
 from jgpt.runs.loop import TrainingStopped
 from tests.commands import jgpt, refused, worked
 from tests.models import random_gpt
+from tests.quick import only
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
 
@@ -105,7 +106,7 @@ IN_A_PROCESS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", only(["train", "sample"], COMMANDS))
 def test_every_command_works_in_a_process_of_its_own(command, trained, text_file, tmp_path):
     """All else that tests type runs in theirs, which has imported and set up a lot already."""
     shutil.copytree(trained, tmp_path / "trained")
@@ -419,7 +420,7 @@ def test_presets_are_wrapped_on_a_terminal(monkeypatch):
     assert max(map(len, terminal.getvalue().splitlines())) <= 50
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+@pytest.mark.parametrize("tokenizer", only(["bpe"], ["char", "byte", "bpe"]))
 def test_prepared_text_trains_like_the_text_itself(text_file, tmp_path, tokenizer):
     prepared = tmp_path / "prepared"
     how = ("--tokenizer", tokenizer, "--bpe-vocab-size", 260)
@@ -431,6 +432,7 @@ def test_prepared_text_trains_like_the_text_itself(text_file, tmp_path, tokenize
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_resuming_equals_never_having_stopped(text_file, tmp_path):
     out = tmp_path / "stopped"
     train = ("train", "tiny", "--data", text_file, "--out", out)

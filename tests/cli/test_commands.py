@@ -227,6 +227,7 @@ def test_a_plan_as_json(capsys, monkeypatch, poem):
     assert said["training_tokens"] == int(len(poem.read_text()) * 0.9)
 
 
+@pytest.mark.slow
 def test_a_mesh_samples_and_evaluates_alike(small_run, capsys):
     run = fit(small_run)
     said = []

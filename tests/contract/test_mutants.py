@@ -43,6 +43,7 @@ def test_the_edits_of_a_function():
     assert {edit.where for edit in editor.edits} == {"jgpt.nn.attention.f"}
 
 
+@pytest.mark.slow
 def test_every_edit_of_the_package_is_python():
     package = Path(jgpt.__file__).parent
     sources = {

@@ -16,6 +16,7 @@ from jgpt.generation.decoding import TOKENS_PER_CALL, _draw, stream
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.attention import merge_heads, split_heads
 from tests.models import FAMILIES, SIZES, random_model
+from tests.quick import only
 
 VOCAB, BLOCK_SIZE = SIZES["vocab_size"], 6
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
@@ -32,7 +33,7 @@ def model():
     return small_model("nanogpt")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=only(["nanogpt", "modern", "qwen3"], FAMILIES))
 def family(request):
     return request.param, small_model(request.param)
 

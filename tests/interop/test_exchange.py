@@ -169,6 +169,7 @@ def test_a_model_of_today_in_and_out(qwen3, text_file, tmp_path):
     assert (out / "tokenizer.json").read_bytes() == (qwen3 / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_fine_tuning_in_bfloat16_on_a_mesh(qwen3, text_file, tmp_path):
     """From the imported weights, with a batch, a text and a learning rate of its own."""
     run = tmp_path / "run"

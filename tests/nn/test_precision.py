@@ -13,6 +13,7 @@ from jgpt.nn.precision import cudnn_attends, for_platform
 from jgpt.presets import PRESETS
 from jgpt.runs.loop import plan
 from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
+from tests.quick import only
 
 AUTO = ModelConfig(
     vocab_size=11, block_size=5, num_layers=1, num_heads=2, embed_dim=8, dtype="auto"
@@ -140,7 +141,7 @@ def products_and_kernels(config, platform) -> tuple[set[str], int]:
     return dtypes, kernels
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", only(["gpt2", "modern-cpu", "bigram"], PRESETS))
 def test_the_steps_of_a_preset_are_traced_for_any_platform_on_this_one(name, monkeypatch):
     # what cuDNN's version is, JAX asks while it traces
     monkeypatch.setattr(

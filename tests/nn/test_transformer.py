@@ -12,6 +12,7 @@ from flax import nnx
 from jgpt import GPT, BigramLM, Block, FeedForward, ModelConfig, create_model, cross_entropy, preset
 from jgpt.nn.models import abstract_model
 from tests.models import SIZES, TRANSFORMERS, config_of, random_gpt, tokens_of
+from tests.quick import only
 
 VOCAB, BLOCK_SIZE, EMBED_DIM = (SIZES[name] for name in ("vocab_size", "block_size", "embed_dim"))
 
@@ -208,7 +209,7 @@ def loss_and_gradients(model, **changes):
     return jax.jit(jax.value_and_grad(loss))(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
-@every_family
+@pytest.mark.parametrize("family", only(["lecture", "qwen3"], TRANSFORMERS))
 @pytest.mark.parametrize("rematerialise", [False, True])
 def test_a_scan_over_the_blocks_gives_the_same(family, rematerialise):
     with jax.enable_x64(True):

@@ -154,6 +154,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(trained, small_run,
         pass
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(small_run, tmp_path):
     """A limit on file sizes, as a quota sets it, that a file of a later save runs into."""
     first = dataclasses.replace(small_run, out=str(tmp_path / "run"), steps=4, sample_tokens=0)

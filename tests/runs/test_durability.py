@@ -246,6 +246,7 @@ def test_whenever_it_crashes_the_best_and_the_last_checkpoint_load(disk, initial
             assert found >= kept[step - 1] or found >= kept[step], (view, found)
 
 
+@pytest.mark.slow
 def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch):
     """What a checkpoint's step needs is durable before it counts: metrics, and the provenance."""
     save = Checkpoints.save

@@ -129,6 +129,7 @@ def test_a_process_alone_agrees_with_itself():
     assert raised.value is failure
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(options, tmp_path):
     (code, said, warned), other = train(*options, "--steps", 6)
     assert (code, warned) == (0, "")

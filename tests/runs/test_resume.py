@@ -19,6 +19,7 @@ from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.loop import TrainingStopped, evaluate, plan
 from jgpt.runs.progress import Progress
 from tests.models import config_of
+from tests.quick import only
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -51,6 +52,7 @@ def test_a_stop_that_is_asked_for_saves_and_goes_on(trained, small_run, tmp_path
     assert [line["step"] for line in resumed_sessions(resumed.directory)] == [0, 4]
 
 
+@pytest.mark.slow
 def test_muon_s_state_goes_on_too(small_run, tmp_path):
     sizes = ("vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "dropout")
     small = {name: getattr(small_run.model, name) for name in sizes}
@@ -92,7 +94,9 @@ def wait_for_steps(process: subprocess.Popen[str], out: Path) -> None:
     assert process.poll() is None
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), only([(signal.SIGINT, 130)], [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+)
 def test_a_signal_finishes_the_call_saves_and_says_so(tmp_path, number, code):
     out = tmp_path / "run"
     process = begin(out)
