@@ -2,8 +2,10 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.contract.inspection import dimension_strings, is_array_annotation, unbraced
@@ -16,7 +18,6 @@ class Edit:
     """Replace the bytes from `start` to `end`."""
 
     file: str
-    line: int
     where: str
     """The full name of the function or class that holds it."""
     kind: str
@@ -26,12 +27,26 @@ class Edit:
     end: int
     ties: bool = True
     """Whether the changed dimension is used a second time in its function, or is an argument's."""
+    number: int = 1
+    """Of those that are alike in the function."""
+
+    @property
+    def stem(self) -> str:
+        return Path(self.file).stem
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.kind}: {self.before} -> {self.after or 'nothing'}"
+        """As reports name it, wherever in the file its function moves to."""
+        place = self.where.removeprefix(module_name(self.file)).removeprefix(".")
+        number = f" ({self.number})" if self.number > 1 else ""
+        text = f"{self.kind}: {self.before} -> {self.after or 'nothing'}"
+        return f"{self.file}:{place} {text}{number}"
 
     def apply(self, source: bytes) -> bytes:
         return source[: self.start] + self.after.encode() + source[self.end :]
+
+
+def module_name(file: str) -> str:
+    return f"jgpt.{file.removesuffix('.py').replace('/', '.')}"
 
 
 class Editor:
@@ -42,8 +57,9 @@ class Editor:
         self.lines = [0]
         for line in self.source.splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
-        self.module = f"jgpt.{file.removesuffix('.py').replace('/', '.')}"
+        self.module = module_name(file)
         self.edits: list[Edit] = []
+        self.alike: Counter[tuple[str, ...]] = Counter()
         self.names: list[str] = []
         self._walk(ast.parse(source), self.module, lazy=False)
 
@@ -61,8 +77,9 @@ class Editor:
         start, end = span or self._span(node)
         before = self.source[start:end].decode()
         if before != after:
-            made = Edit(self.file, node.lineno, where, kind, before, after, start, end, ties)
-            self.edits.append(made)
+            what = where, kind, before, after
+            self.alike[what] += 1
+            self.edits.append(Edit(self.file, *what, start, end, ties, self.alike[what]))
 
     def _walk(self, node: ast.AST, where: str, lazy: bool) -> None:
         for child in ast.iter_child_nodes(node):

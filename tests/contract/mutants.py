@@ -1,10 +1,11 @@
 """Mutates jgpt's source, one small edit at a time, and reports which edits the tests notice.
 
     python -m tests.contract.mutants [--files attention model] [--every N] [--out REPORT.json]
-    python -m tests.contract.mutants --again REPORT.json
+    python -m tests.contract.mutants --again REPORT.json [--files attention model]
 
 The second tries once more what survived, after the tests were mended, what there was no time for
-(`--minutes`), and what is new in the report's files, and corrects the report. Each mutant is tried
+(`--minutes`), and what is new in the report's files, and corrects the report. `--minutes 0` writes
+one of which nothing has been tried yet. Each mutant is tried
 by a child of one warm process, in a copy of the tree, on the tests about the mutated function
 first. Exits with 1 if an edit that is not known to be equivalent survives.
 """
@@ -106,6 +107,7 @@ ABOUT = {
     "cli/options.py": ("cli/test_cli", "cli/test_commands"),
 }
 SECONDS_PER_MUTANT = 600
+SURVIVED = "survived"
 PARTS = ("killed", "survivors", "not_tried", "equivalent")  # of a report
 NEEDED = (
     "flax.nnx",
@@ -299,7 +301,7 @@ def run(
             trial = running.pop(pid)
             restore(trial.mutant, trial.tree)
             code = os.waitstatus_to_exitcode(status)
-            yield trial.mutant, "survived" if code == 0 else verdict(trial.tree, code)
+            yield trial.mutant, SURVIVED if code == 0 else verdict(trial.tree, code)
             free.append(trial.tree)
 
 
@@ -328,9 +330,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the report here, as JSON")
     options = parser.parse_args()
     began = time.time()
-    chosen = [
-        mutant for mutant in mutants(options.files) if options.kind in (None, kind_of(mutant))
-    ][:: options.every]
     command = " ".join(["python -m tests.contract.mutants", *sys.argv[1:]])
     earlier: dict[str, Any] = {"killed": {}, "survivors": [], "not_tried": []}
     if options.again:
@@ -339,51 +338,62 @@ def main() -> None:
         files = {name.split(":")[0] for part in PARTS for name in earlier.get(part, ())}
         chosen = [
             mutant
-            for mutant in chosen
+            for mutant in mutants([])
             if mutant.file in files and kind_of(mutant) in earlier["score"]
         ]
+    else:
+        chosen = [
+            mutant for mutant in mutants(options.files) if options.kind in (None, kind_of(mutant))
+        ]
+    chosen = chosen[:: options.every]
     equivalent = {mutant: reason_why_equivalent(mutant) for mutant in chosen}
     outcomes: dict[Edit, str] = {
         mutant: earlier["killed"][str(mutant)]
         for mutant in chosen
-        if str(mutant) in earlier["killed"] and str(mutant) not in earlier["survivors"]
+        if str(mutant) in earlier["killed"]
     }
-    tried: list[Edit | None] = [
-        mutant for mutant in chosen if not equivalent[mutant] and mutant not in outcomes
-    ]
+    untried = [mutant for mutant in chosen if not equivalent[mutant] and mutant not in outcomes]
+    tried = [mutant for mutant in untried if not options.files or mutant.stem in options.files]
     tried.sort(key=lambda mutant: str(mutant) in earlier["survivors"])  # what is new comes first
+    for mutant in untried:
+        if mutant not in tried and str(mutant) in earlier["survivors"]:
+            outcomes[mutant] = SURVIVED
     total = len(outcomes) + len(tried)
-    queue = tried if options.green else [None, *tried]
+
+    def report() -> dict[str, Any]:
+        told = {str(mutant): outcome for mutant, outcome in outcomes.items()}
+        return {
+            "command": command,
+            "seconds": round(time.time() - began) + earlier.get("seconds", 0),
+            "score": {kind_of(mutant): "0/0" for mutant in chosen} | scores(outcomes),
+            "survivors": [mutant for mutant, outcome in told.items() if outcome == SURVIVED],
+            "not_tried": [str(mutant) for mutant in untried if mutant not in outcomes],
+            "equivalent": {str(mutant): reason for mutant, reason in equivalent.items() if reason},
+            "killed": {mutant: outcome for mutant, outcome in told.items() if outcome != SURVIVED},
+        }
+
+    queue: list[Edit | None] = [*tried] if options.green else [None, *tried]
     for mutant, outcome in run(queue, options.workers, options.own, options.minutes):
         if mutant is None:
-            if outcome != "survived":
+            if outcome != SURVIVED:
                 sys.exit(f"the tests fail without any edit: {outcome}")
             continue
         outcomes[mutant] = outcome
         print(f"[{len(outcomes)}/{total}] {mutant}: {outcome}", flush=True)
-    survivors = [mutant for mutant, outcome in outcomes.items() if outcome == "survived"]
-    report = {
-        "command": command,
-        "seconds": round(time.time() - began) + earlier.get("seconds", 0),
-        "score": scores(outcomes),
-        "survivors": [str(mutant) for mutant in survivors],
-        "not_tried": [str(mutant) for mutant in tried if mutant and mutant not in outcomes],
-        "equivalent": {str(mutant): reason for mutant, reason in equivalent.items() if reason},
-        "killed": {
-            str(mutant): outcome for mutant, outcome in outcomes.items() if outcome != "survived"
-        },
-    }
-    print(json.dumps({name: report[name] for name in ("seconds", "score", "survivors")}, indent=2))
+        if options.out:  # whatever ends this
+            options.out.write_text(json.dumps(report(), indent=2) + "\n")
+    found = report()
+    print(json.dumps({name: found[name] for name in ("seconds", "score", "survivors")}, indent=2))
     if options.out:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
-    sys.exit(bool(survivors))
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+    sys.exit(bool(found["survivors"]))
 
 
 def scores(outcomes: dict[Edit, str]) -> dict[str, str]:
     """Killed of tried, by kind of edit."""
     labels = {mutant: f"{kind_of(mutant)}: {mutant.kind}" for mutant in outcomes}
     tried = Counter(labels.values()) + Counter(map(kind_of, outcomes))
-    dead = [mutant for mutant, outcome in outcomes.items() if outcome != "survived"]
+    dead = [mutant for mutant, outcome in outcomes.items() if outcome != SURVIVED]
     killed = Counter(labels[each] for each in dead) + Counter(map(kind_of, dead))
     return {kind: f"{killed[kind]}/{tried[kind]}" for kind in sorted(tried)}
 

@@ -29,7 +29,7 @@ def summary(reports: list[dict[str, Any]]) -> str:
         for module, row in rows.items():
             lines.append(f"| {module} | {sum(row)} | {' | '.join(map(str, row))} |")
         score = ", ".join(f"{kind} {found}" for kind, found in report["score"].items())
-        lines += ["", f"Killed by kind of edit, of those on one line and alike too: {score}."]
+        lines += ["", f"Killed by kind of edit: {score}."]
         lines += ["", "Equivalent, which no test can notice:", ""]
         for reason, count in Counter(report["equivalent"].values()).most_common():
             lines.append(f"- {count}: {reason}")

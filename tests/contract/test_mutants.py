@@ -43,6 +43,20 @@ def test_the_edits_of_a_function():
     assert {edit.where for edit in editor.edits} == {"jgpt.nn.attention.f"}
 
 
+def test_an_edit_has_a_name_of_its_own_wherever_its_function_stands():
+    method = "class G:\n    def f(self, x):\n        return x * 2\n"
+    source = f"def f(x):\n    return x * 2 + x * 2\n\n\n{method}"
+    names = [str(edit) for edit in Editor("nn/attention.py", source).edits]
+    times = "operator: x * 2 -> x / 2"
+    assert [name for name in names if times in name] == [
+        f"nn/attention.py:f {times}",
+        f"nn/attention.py:f {times} (2)",
+        f"nn/attention.py:G.f {times}",
+    ]
+    moved = Editor("nn/attention.py", "y = 1\n\n\n" + source).edits
+    assert [str(edit) for edit in moved] == names
+
+
 @pytest.mark.slow
 def test_every_edit_of_the_package_is_python():
     package = Path(jgpt.__file__).parent
@@ -53,6 +67,7 @@ def test_every_edit_of_the_package_is_python():
     kinds = [kind_of(edit) for edit in edits]
     assert kinds.count("contract") > 1500
     assert kinds.count("value") > 500
+    assert len(set(map(str, edits))) == len(edits)
     for edit in edits:
         ast.parse(edit.apply(sources[edit.file]))
 
@@ -75,11 +90,11 @@ def test_a_sample_of_mutants_is_killed():
 def test_a_report_s_summary_counts_by_module():
     report = {
         "command": "python -m tests.contract.mutants",
-        "killed": {"nn/loss.py:3 axis: a -> b": "killed by x", "nn/loss.py:9 axis: a -> b": ""},
+        "killed": {"nn/loss.py:f3 axis: a -> b": "killed by x", "nn/loss.py:f9 axis: a -> b": ""},
         "score": {"value": "2/3", "value: axis": "2/2"},
-        "survivors": ["data/dataset.py:7 sign: -a -> a"],
-        "not_tried": ["nn/loss.py:8 sign: -a -> a"],
-        "equivalent": {"nn/loss.py:5 where: a -> b": "both are zero"},
+        "survivors": ["data/dataset.py:g sign: -a -> a"],
+        "not_tried": ["nn/loss.py:f8 sign: -a -> a"],
+        "equivalent": {"nn/loss.py:f5 where: a -> b": "both are zero"},
     }
     lines = summary([report]).splitlines()
     assert "    python -m tests.contract.mutants" in lines
@@ -88,4 +103,4 @@ def test_a_report_s_summary_counts_by_module():
     assert "| all | 5 | 2 | 1 | 1 | 1 |" in lines
     assert any(line.endswith("value 2/3, value: axis 2/2.") for line in lines)
     assert "- 1: both are zero" in lines
-    assert lines[-1] == "- `data/dataset.py:7 sign: -a -> a`"
+    assert lines[-1] == "- `data/dataset.py:g sign: -a -> a`"
