@@ -125,7 +125,7 @@ class Editor:
             if i and dims[i - 1] != dim:
                 swapped = [*dims[: i - 1], dim, dims[i - 1], *dims[i + 1 :]]
                 self._dims(string, where, f"{kind}swap", swapped, ties or self._ties(dims[i - 1]))
-        if dims != ["..."]:
+        if dims != ["..."] and (len(dims) > 1 or dims[0][0] not in "*?"):  # weakened to that above
             self._dims(string, where, f"{kind}any shape", ["..."])
 
     def _ties(self, dim: str) -> bool:
