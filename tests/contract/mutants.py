@@ -24,6 +24,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -227,6 +228,9 @@ def try_in_child(mutant: Edit | None, tree: Path, own_alone: bool) -> int:
                 code = int(pytest.main([*arguments, *paths], plugins=[About(mutant, alone)]))
                 if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                     break
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)
 
