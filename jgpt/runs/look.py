@@ -44,7 +44,6 @@ def logit_lens(
     return jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
 
 
-@typed
 def look_page(
     model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, name: str
 ) -> str:
