@@ -80,7 +80,7 @@ ABOUT = {
     "data/batches.py": ("data/test_data",),
     "data/corpus.py": ("runs/test_provenance",),
     "data/dataset.py": ("data/test_data", "runs/test_provenance"),
-    "data/tokenizers.py": ("parity/test_tokenizer",),
+    "data/tokenizers.py": ("parity/test_tokenizer", "interop/test_exchange"),
     "training/plan.py": ("training/test_memory", "cli/test_console"),
     "training/step.py": ("training/test_memory", "nn/test_dropout"),
     "generation/decoding.py": ("generation/test_decoding_modern",),
