@@ -85,11 +85,12 @@ ABOUT = {
     "training/step.py": ("training/test_memory", "nn/test_dropout"),
     "generation/decoding.py": ("generation/test_decoding_modern",),
     "generation/sampling.py": ("generation/test_decoding",),
-    "interop/huggingface.py": ("interop/test_exchange", "parity/test_gpt2"),
+    "interop/huggingface.py": ("interop/test_exchange", "parity/test_gpt2", "parity/test_llama"),
     "interop/names.py": (
         "interop/test_huggingface",
         "interop/test_exchange",
         "parity/test_gpt2",
+        "parity/test_llama",
         "parity/test_nanogpt",
     ),
     "interop/nanogpt.py": ("parity/test_nanogpt",),

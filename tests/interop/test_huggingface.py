@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jgpt
-from jgpt.interop.names import from_torch, to_torch
+from jgpt.interop.names import crop_vocabulary, from_torch, to_torch
 from tests.models import FAMILIES, SIZES, randomised, weights_of
 
 GPT2 = FAMILIES["gpt2"]
@@ -204,12 +204,21 @@ def test_what_the_format_cannot_say_is_refused(config, complaint, tmp_path):
 
 
 def test_what_the_modern_fields_can_say_of_gpt2_is_written(tmp_path):
-    spelled_out = {"num_kv_heads": 3, "attention_scale": 7**-0.5, "zero_init": True}
+    spelled_out = {"num_kv_heads": 3, "head_dim": 7, "attention_scale": 7**-0.5, "zero_init": True}
     model = random_model(jgpt.ModelConfig(**SIZES, **GPT2, **spelled_out))
     jgpt.save_gpt2(model, tmp_path / "gpt2")
     again = jgpt.load_gpt2(tmp_path / "gpt2")
     tokens = jnp.arange(10).reshape(2, 5)
     np.testing.assert_array_equal(np.asarray(again(tokens)), np.asarray(model(tokens)))
+
+
+def test_a_vocabulary_is_cropped_by_less_than_512():
+    model = random_model(jgpt.ModelConfig(**{**SIZES, **GPT2, "vocab_size": 576}))
+    cropped, tokens = crop_vocabulary(model, 65), jnp.array([[0, 64, 3]])
+    np.testing.assert_array_equal(cropped(tokens), model(tokens)[..., :65])
+    for wrong in (64, 577):
+        with pytest.raises(ValueError, match=f"has {wrong} tokens and the model vocab_size=576"):
+            crop_vocabulary(model, wrong)
 
 
 def test_a_bigram_is_refused(tmp_path):
@@ -397,3 +406,5 @@ def test_shards(directory, model):
     (directory / "b.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"b\.safetensors is missing"):
         jgpt.load_gpt2(directory)
+    save_file(tensors, directory / "model.safetensors")  # preferred, as transformers does
+    assert_same_weights(jgpt.load_gpt2(directory), model)
