@@ -97,9 +97,9 @@ def kill_and_resume(directory: Path, kills: int, seed: int) -> dict[str, Any]:
     while count["kills"] < kills:
         run = directory / f"run-{count['runs']}"
         while count["kills"] < kills:
-            process = start(run)
+            process, since = start(run), time.time()
             if chance.random() < 0.5:
-                wait_for_save(process, run, chance.randrange(15, 121, 15))
+                wait_for_save(process, run, chance.randrange(15, 121, 15), since)
                 time.sleep(chance.uniform(0, 0.1))
             else:
                 ended(process, chance.uniform(0, duration))
@@ -108,7 +108,7 @@ def kill_and_resume(directory: Path, kills: int, seed: int) -> dict[str, Any]:
             process.kill()
             process.wait()
             count["kills"] += 1
-            count["in_a_save"] += any(run.glob("checkpoints/saving-*"))
+            count["in_a_save"] += bool(saves(run, since))
             count["before_the_first_checkpoint"] += not any(run.glob("checkpoints/[0-9]*"))
         code = process.returncode if process.returncode == 0 else start(run).wait()
         count["runs"] += 1
@@ -226,7 +226,7 @@ def ended(process: subprocess.Popen[bytes], within: float) -> bool:
     return True
 
 
-def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since: float = 0) -> None:
+def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since: float) -> None:
     """Until a save is under way, of this step or a later one, that began after a time."""
     while process.poll() is None:
         names = [path.name for path in saves(run, since)]
