@@ -67,8 +67,14 @@ ABOUT = {
         "generation/test_decoding",
         "generation/test_decoding_modern",
     ),
-    "nn/heads.py": ("nn/test_attention", "nn/test_windows", "nn/test_dropout", "nn/test_modern"),
-    "nn/layers.py": ("nn/test_ngrams", "nn/test_dropout"),
+    "nn/heads.py": (
+        "nn/test_sizes",
+        "nn/test_attention",
+        "nn/test_windows",
+        "nn/test_dropout",
+        "nn/test_modern",
+    ),
+    "nn/layers.py": ("nn/test_sizes", "nn/test_vocabulary", "nn/test_ngrams", "nn/test_dropout"),
     "nn/models.py": ("nn/test_transformer",),
     "nn/transformer.py": (
         "nn/test_modern",

@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jgpt
-from jgpt.interop.names import crop_vocabulary, from_torch, to_torch
+from jgpt.interop.names import crop_vocabulary, from_torch, require_names, to_torch
 from tests.models import FAMILIES, SIZES, randomised, weights_of
 
 GPT2 = FAMILIES["gpt2"]
@@ -210,6 +210,14 @@ def test_what_the_modern_fields_can_say_of_gpt2_is_written(tmp_path):
     again = jgpt.load_gpt2(tmp_path / "gpt2")
     tokens = jnp.arange(10).reshape(2, 5)
     np.testing.assert_array_equal(np.asarray(again(tokens)), np.asarray(model(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"), [("abc", r"\(3\): a, b, c$"), ("dacb", r"\(4\): a, b, c, …$")]
+)
+def test_up_to_three_tensors_are_named(names, shown):
+    with pytest.raises(ValueError, match=f"^missing tensors {shown}"):
+        require_names(set(), set(names))
 
 
 def test_a_vocabulary_is_cropped_by_less_than_512():

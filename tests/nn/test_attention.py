@@ -18,6 +18,7 @@ BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
 
 
 def test_a_query_may_look_at_itself_and_its_past():
+    assert causal_mask(0).shape == (0, 0)
     assert causal_mask(3).tolist() == [
         [True, False, False],
         [True, True, False],

@@ -97,6 +97,8 @@ def test_a_rotary_base_is_positive_and_scales_are_of_qk_norm(kind):
         message = re.escape(f"rotary_base={base} must be positive")
         with pytest.raises(ValueError, match=message):
             make(kind, rotary_base=base)
+    base = inspect.signature(kind).parameters["rotary_base"].default
+    assert base == jgpt.ModelConfig().rotary_base == 10_000
     with pytest.raises(ValueError, match=r"^qk_norm_scale=True needs qk_norm=True"):
         make(kind, qk_norm_scale=True)
 
