@@ -148,6 +148,7 @@ def test_a_block_is_pre_norm_with_two_residuals():
         ("gelu", 1.9544997361, -0.1586552539),
         ("gelu_tanh", 1.9545976878, -0.1588079989),
         ("relu_squared", 4.0, 0.0),
+        ("silu", 1.7615941559, -0.2689414214),
     ],
 )
 def test_the_feed_forward_s_non_linearities(activation, at_two, at_minus_one):
@@ -155,6 +156,15 @@ def test_the_feed_forward_s_non_linearities(activation, at_two, at_minus_one):
     layer.expansion.kernel[...] = layer.projection.kernel[...] = jnp.ones((1, 1))
     x = jnp.array([[[2.0], [-1.0]]])
     np.testing.assert_allclose(layer(x)[0, :, 0], [at_two, at_minus_one], rtol=1e-6)
+
+
+def test_a_gate_multiplies_the_hidden_features():
+    layer = FeedForward(1, 1, gated=True, activation="relu", use_bias=False, rngs=nnx.Rngs(0))
+    gate, expansion, projection = layer.gate, layer.expansion, layer.projection
+    for part, weight in ((gate, 3.0), (expansion, 5.0), (projection, 7.0)):
+        part.kernel[...] = jnp.full((1, 1), weight)
+    x = jnp.array([[[2.0], [-1.0]]])
+    assert layer(x)[0, :, 0].tolist() == [7 * (3 * 2) * (5 * 2), 0]
 
 
 def test_the_feed_forward_is_four_times_wider_by_default():
