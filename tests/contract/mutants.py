@@ -77,6 +77,7 @@ ABOUT = {
     "nn/layers.py": ("nn/test_sizes", "nn/test_vocabulary", "nn/test_ngrams", "nn/test_dropout"),
     "nn/models.py": ("nn/test_transformer",),
     "nn/transformer.py": (
+        "nn/test_sizes",
         "nn/test_modern",
         "nn/test_ngrams",
         "nn/test_dropout",
