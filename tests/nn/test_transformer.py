@@ -172,12 +172,19 @@ def test_the_feed_forward_is_four_times_wider_by_default():
     assert FeedForward(5, 7, rngs=nnx.Rngs(0)).projection.kernel.shape == (7, 5)
 
 
-@pytest.mark.parametrize(("rematerialise", "times"), [(False, 0), (True, 2)])
-def test_blocks_are_rematerialised_only_if_the_config_says_so(rematerialise, times):
-    model = GPT(config_of("gpt2", rematerialise=rematerialise), rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(model)
-    jaxpr = jax.make_jaxpr(lambda weights: nnx.merge(graph, weights)(tokens_of(0)))(weights)
-    names = [each.primitive.name for each in jaxpr.eqns]
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("rematerialise", [False, True])
+def test_blocks_are_rematerialised_only_if_the_config_says_so(rematerialise, scan):
+    config = config_of("gpt2", rematerialise=rematerialise, scan_layers=scan)
+    graph, weights = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
+    equations = jax.make_jaxpr(lambda weights: nnx.merge(graph, weights)(tokens_of(0)))(
+        weights
+    ).eqns
+    scans = [each for each in equations if each.primitive.name == "scan"]
+    assert len(scans) == scan
+    equations = scans[0].params["jaxpr"].eqns if scan else equations
+    names = [each.primitive.name for each in equations]
+    times = (1 if scan else 2) * rematerialise
     assert sum(name in ("remat2", "checkpoint") for name in names) == times
 
 
