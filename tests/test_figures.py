@@ -176,6 +176,13 @@ def test_kills_are_the_results():
         "the first checkpoint: {lost} lost, {differing} of {runs} runs differing"
     )
     assert sentence.format(**result("kill_resume")) in (ROOT / "docs" / "runs.md").read_text()
+    sentence = (
+        "{kills} kills, {in_a_save} of them inside a save, {of_one} of one process of several: "
+        "{lost} lost, {hanging} hanging, {differing} of {runs} runs differing"
+    )
+    found = result("kill_resume_changing_mesh")
+    assert found["largest_difference"] <= 1e-12
+    assert sentence.format(**found) in (ROOT / "docs" / "scale.md").read_text()
 
 
 def test_the_cost_of_checks_is_the_results():
