@@ -167,6 +167,7 @@ def test_a_model_of_today_in_and_out(qwen3, text_file, tmp_path):
     assert "AutoModelForCausalLM" in worked("export", run, "--out", out)
     assert_same_weights(jgpt.load_hf(out), model)
     assert (out / "tokenizer.json").read_bytes() == (qwen3 / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer_config.json").read_text().endswith("}\n")
 
 
 @pytest.mark.slow
