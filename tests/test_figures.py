@@ -185,6 +185,17 @@ def test_kills_are_the_results():
     assert sentence.format(**found) in (ROOT / "docs" / "scale.md").read_text()
 
 
+def test_scanning_is_the_results():
+    deepest = result("scan_layers")["depths"][-1]
+    compiled, steps = deepest["compile_cpu_seconds"], deepest["milliseconds"]
+    ratios = [scan / loop for scan, loop in zip(steps["scan"], steps["loop"], strict=True)]
+    sentence = (
+        f"{deepest['layers']} layers compile in [{compiled['scan']:.1f} s instead of "
+        f"{compiled['loop']:.1f}, and a step takes {statistics.median(ratios):.2f} times as long]"
+    )
+    assert sentence in " ".join((ROOT / "docs" / "scale.md").read_text().split())
+
+
 def test_the_cost_of_checks_is_the_results():
     text = " ".join((ROOT / "docs" / "shapes.md").read_text().split())
     ratios = result("contract_overhead")["milliseconds"]
