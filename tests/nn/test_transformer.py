@@ -160,9 +160,10 @@ def test_the_feed_forward_s_non_linearities(activation, at_two, at_minus_one):
 
 def test_a_gate_multiplies_the_hidden_features():
     layer = FeedForward(1, 1, gated=True, activation="relu", use_bias=False, rngs=nnx.Rngs(0))
-    gate, expansion, projection = layer.gate, layer.expansion, layer.projection
-    for part, weight in ((gate, 3.0), (expansion, 5.0), (projection, 7.0)):
-        part.kernel[...] = jnp.full((1, 1), weight)
+    assert layer.gate is not None
+    layer.gate.kernel[...] = jnp.full((1, 1), 3.0)
+    layer.expansion.kernel[...] = jnp.full((1, 1), 5.0)
+    layer.projection.kernel[...] = jnp.full((1, 1), 7.0)
     x = jnp.array([[[2.0], [-1.0]]])
     assert layer(x)[0, :, 0].tolist() == [7 * (3 * 2) * (5 * 2), 0]
 
