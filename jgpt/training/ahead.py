@@ -1,5 +1,6 @@
 """Ahead-of-time compilation: the train step for chips that this machine lacks, and its costs."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jgpt.config import TrainConfig
 from jgpt.hardware import Chip, topology
@@ -69,7 +71,7 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
     mesh = config.mesh or default_mesh(config, len(devices), chip.memory) or "data=1"
     # with the mesh in it, a config whose batch it doesn't divide is refused
     config = dataclasses.replace(run_for_platform(config, chip.platform), mesh=mesh)
-    with jax.set_mesh(make_mesh(mesh, devices)):
+    with jax.set_mesh(make_mesh(mesh, devices)), _without_compilation_cache():
         try:
             compiled = compile_steps(config)
         except jax.errors.JaxRuntimeError as error:
@@ -102,6 +104,19 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         **{f"{name}_seconds": least for name, least in seconds.items()},
         bound=max(seconds, key=lambda name: seconds[name]),
     )
+
+
+@contextlib.contextmanager
+def _without_compilation_cache() -> Iterator[None]:
+    """A program for TPUs that are not here could be written to the cache, but not read again."""
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is used
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def collectives(text: str) -> Iterator[tuple[str, int]]:

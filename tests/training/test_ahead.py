@@ -1,11 +1,14 @@
 """Train steps compiled for chips that this machine lacks."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import re
+from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jgpt import ModelConfig, TrainConfig
 from jgpt.hardware import CHIPS, Platform, topology
@@ -173,6 +176,28 @@ def compiled(on: str, package: str, monkeypatch) -> tuple[CompiledStep, str]:
     return compile_ahead(CONFIG, on), texts[0]
 
 
+@contextlib.contextmanager
+def caching_in(folder: Path):
+    """Keep every compiled program in a folder."""
+    how = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in how}
+
+    def use(values):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    use(how)
+    try:
+        yield
+    finally:
+        use(before)
+
+
 def products(text: str) -> set[str]:
     """The dtypes of what is multiplied."""
     found = re.findall(r"(?:dot|convolution)\((\w+)\[[\d,]*\][^ ]* %[\w.-]+, (\w+)\[", text)
@@ -184,8 +209,11 @@ def products(text: str) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("on", "package"), [("v5e:2x2", "libtpu"), ("h100:4", "jax_plugins")])
-def test_a_step_for_chips(on, package, monkeypatch):
-    step, text = compiled(on, package, monkeypatch)
+def test_a_step_for_chips(on, package, monkeypatch, tmp_path):
+    with caching_in(tmp_path):
+        step, text = compiled(on, package, monkeypatch)
+        assert jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    assert not list(tmp_path.iterdir())  # from where the program for a TPU could not be read
     assert (step.chips, step.mesh) == (4, "fsdp=4")
     # parameters and two moments of each, and three counters
     expected = 4 * (3 * (PARAMETERS // 4 + NORMS)) + 3 * 4
