@@ -89,7 +89,7 @@ ABOUT = {
     "data/dataset.py": ("data/test_data", "runs/test_provenance"),
     "data/tokenizers.py": ("parity/test_tokenizer", "interop/test_exchange"),
     "training/plan.py": ("training/test_memory", "cli/test_console"),
-    "training/step.py": ("training/test_memory", "nn/test_dropout"),
+    "training/step.py": ("training/test_memory", "nn/test_dropout", "training/test_mesh"),
     "generation/decoding.py": ("generation/test_decoding_modern",),
     "generation/sampling.py": ("generation/test_decoding",),
     "interop/huggingface.py": ("interop/test_exchange", "parity/test_gpt2", "parity/test_llama"),

@@ -15,7 +15,7 @@ from jgpt import ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data import batches as batches_module
 from jgpt.data import dataset as dataset_module
 from jgpt.data.batches import batch, batches, evaluation_windows, resident
-from jgpt.data.dataset import load_dataset, prepare
+from jgpt.data.dataset import KnownText, load_dataset, prepare
 from jgpt.sharding import make_mesh
 
 COUNTING = np.arange(1013, dtype=np.int32)
@@ -347,3 +347,13 @@ def test_preparing_leaves_nothing_behind_where_it_fails(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="byte 3 can't be read"):
         prepare(DataConfig(data=sources, tokenizer=tokenizer), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "input.txt"]
+
+
+def test_only_a_run_s_text_can_have_moved(tmp_path):
+    config = DataConfig(data=(str(tmp_path / "nowhere.txt"),))
+    with pytest.raises(FileNotFoundError) as missing:
+        load_dataset(config, 7)
+    assert "nowhere.txt" in str(missing.value)
+    assert "has moved" not in str(missing.value)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt.*; if the run's text has moved"):
+        load_dataset(config, 7, known=KnownText(None, "0" * 64, {}))

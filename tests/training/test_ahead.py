@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from jgpt import ModelConfig, TrainConfig
 from jgpt.hardware import CHIPS, Platform, topology
 from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
+from jgpt.training.plan import TrainingMemory
 
 # --- collectives of a program, and what each device sends, by hand --------------------------------
 
@@ -141,6 +143,33 @@ def test_a_step_that_doesn_t_fit(monkeypatch):
     monkeypatch.setattr(ahead, "compile_steps", too_much)
     with pytest.raises(ValueError, match=r"^a step doesn't fit into v5e:2x2: RESOURCE.*15.75G$"):
         compile_ahead(CONFIG, "v5e:2x2")
+
+
+@pytest.mark.parametrize(
+    ("chip", "bound"),
+    [
+        ({"peak_flops": 1e3}, "compute"),
+        ({"memory_bandwidth": 1e-3}, "memory"),
+        ({"interconnect": 1e-6}, "interconnect"),
+        ({"memory": 340}, "compute"),
+        ({"memory": 339}, "compute"),
+    ],
+)
+def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
+    chip = dataclasses.replace(CHIPS["v5e"], **{"peak_flops": 1e5, **chip})
+    steps = types.SimpleNamespace(as_text=lambda: PROGRAM)
+    monkeypatch.setattr(ahead, "topology", lambda on: (chip, jax.devices()[:4]))
+    monkeypatch.setattr(ahead, "compile_steps", lambda config: steps)
+    monkeypatch.setattr(ahead, "memory_of", lambda steps, config: TrainingMemory(300, 40))
+    step = compile_ahead(CONFIG, "v5e:2x2")
+    tokens, products = 16 * 128, PARAMETERS - 512 * 256 - 128 * 256
+    # forward and backward of every token; attention's two products over all 128 positions
+    flops = 3 * 2 * (products + 2 * 2 * 128 * 256) * tokens // 4
+    sent = sum(size for _, size in collectives(PROGRAM))
+    assert (step.flops, step.bound, step.fits) == (flops, bound, chip.memory >= 340)
+    assert step.compute_seconds == flops / chip.peak_flops
+    assert step.memory_seconds == 2 * 340 / chip.memory_bandwidth  # read, and written
+    assert step.interconnect_seconds == sent / chip.interconnect
 
 
 def test_a_batch_that_the_default_mesh_doesn_t_divide(monkeypatch):

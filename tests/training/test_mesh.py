@@ -115,6 +115,17 @@ def test_steps_are_those_of_one_device(name, mesh, steps):
     assert np.abs(np.diff(wanted[:-1])).min() > 1e-9  # each step would show a mistake
 
 
+def test_a_state_is_initialised_in_shards():
+    def shapes() -> set[tuple[int, ...]]:
+        expansion = init_state(config).weights["blocks"][0]["feed_forward"]["expansion"]
+        return {shard.data.shape for shard in expansion["kernel"].addressable_shards}
+
+    config = config_of("lecture", "adamw")
+    with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
+        assert shapes() == {(48 // 2, 56 // 4)}
+    assert shapes() == {(48, 56)}
+
+
 def test_another_seed_is_seen():
     """The negative control: the bound tells apart what a seed changes."""
     with jax.enable_x64(True):

@@ -4,21 +4,25 @@ import dataclasses
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.data.dataset import load_dataset
-from jgpt.sharding import abstract_mesh
+from jgpt.sharding import abstract_mesh, make_mesh
 from jgpt.training import plan
 from jgpt.training.plan import (
+    Placement,
     TrainingMemory,
     bytes_of,
     bytes_on_each,
     default_mesh,
     format_bytes,
     make_plan,
+    memory_of,
+    placements,
     replicated_dimensions,
     require_feasible,
     training_memory,
@@ -65,9 +69,17 @@ def test_the_donated_state_is_counted_once(monkeypatch):
     )
     compiled = types.SimpleNamespace(memory_analysis=lambda: analysis)
     lowered = types.SimpleNamespace(compile=lambda: compiled)
-    steps = types.SimpleNamespace(lower=lambda *_: lowered)
+    shapes = []
+
+    def lower(state, windows, *_):
+        shapes.append(windows.shape)
+        return lowered
+
+    steps = types.SimpleNamespace(lower=lower)
     monkeypatch.setattr(plan, "make_train_steps", lambda _: steps)
     assert training_memory(config) == TrainingMemory(state, 300 + 50 + 7000)
+    # a window is a block and the last one's target
+    assert shapes == [(config.steps_per_call, config.batch_size, 7 + 1)]
     monkeypatch.setattr(compiled, "memory_analysis", lambda: None)
     assert training_memory(config) is None
 
@@ -82,8 +94,8 @@ def test_a_state_is_parameters_and_two_moments_of_each():
 
 
 def test_memory_is_said_in_units_that_people_read():
-    said = str(TrainingMemory(state=1234 * MIB, working=3 * MIB // 2))
-    assert re.findall(r"[\d.,]+ \wiB", said) == ["1.2 GiB", "1.2 GiB", "1.5 MiB"]
+    said = str(TrainingMemory(state=934 * MIB, working=603 * MIB // 2))
+    assert re.findall(r"[\d.,]+ \wiB", said) == ["1.2 GiB", "934.0 MiB", "301.5 MiB"]
 
 
 @pytest.mark.parametrize(
@@ -122,9 +134,38 @@ def test_a_mesh_shards_the_state_and_says_what_it_cannot():
     # four attention matrices and the MLP's two in eighths, two tables in quarters, norms whole
     parameters = 4 * 12 * 12 // 8 + 2 * 12 * 48 // 8 + (21 + 7) * 12 // 4 + 3 * 12
     assert on_each == 4 * (3 * parameters + 3)
-    (line,) = replicated_dimensions(config.model, mesh)
-    assert line.startswith("vocab_size=21 is not divided by tensor=2 and is replicated: ")
     assert replicated_dimensions(config.model, abstract_mesh("fsdp=4")) == ()
+    # a table and a head, in quarters instead of eighths; its bias is a vector and not worth a word
+    untied = dataclasses.replace(MODEL, tie_embeddings=False, head_bias=True)
+    assert replicated_dimensions(untied, mesh) == (
+        "vocab_size=21 is not divided by tensor=2 and is replicated: "
+        f"{2 * 4 * 21 * 12 // 8} bytes more parameters on each device",
+    )
+
+
+def test_a_placement_says_what_shards_each_dimension():
+    found = {each.name: each for each in placements(MODEL, abstract_mesh("data=2,fsdp=3,tensor=2"))}
+    name = "blocks.0.feed_forward.expansion.kernel"
+    assert found[name] == Placement(name, "float32[12@fsdp, 48@tensor]", 4 * 12 * 48 // 6)
+    name = "token_embedding.embedding"
+    assert found[name] == Placement(name, "float32[21, 12@fsdp]", 4 * 21 * 12 // 3)
+    name = "final_norm.scale"
+    assert found[name] == Placement(name, "float32[12]", 4 * 12)
+
+
+def test_memory_on_a_mesh_is_that_of_each_device():
+    config = TrainConfig(model=MODEL, batch_size=4, mesh="fsdp=4,tensor=2")
+    analysis = types.SimpleNamespace(
+        argument_size_in_bytes=9000,
+        output_size_in_bytes=0,
+        alias_size_in_bytes=0,
+        temp_size_in_bytes=0,
+    )
+    compiled: Any = types.SimpleNamespace(memory_analysis=lambda: analysis)
+    mesh = abstract_mesh(config.mesh)
+    on_each = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
+    with jax.set_mesh(make_mesh("fsdp=4,tensor=2")):
+        assert memory_of(compiled, config) == TrainingMemory(on_each, 9000 - on_each)
 
 
 def test_a_state_in_shards_may_be_larger_than_a_device():
@@ -141,6 +182,7 @@ def test_a_state_in_shards_may_be_larger_than_a_device():
         (8, None, "data=8"),
         (8, 2 * 3 * 4 * 124_439_808 + 1000, "data=8"),
         (8, 2 * 3 * 4 * 124_439_808 - 1000, "fsdp=8"),
+        (8, 2 * (3 * 4 * 124_439_808 + 12), "fsdp=8"),
     ],
 )
 def test_all_accelerators_are_used_by_default(devices, memory, mesh):
