@@ -26,6 +26,7 @@ VALUES = {
     ("nn/layers.py", "features > MANY_FEATURES", "features >= MANY_FEATURES"): (
         "so many features are whole tiles already: nothing is added"
     ),
+    ("nn/precision.py", "0.0", "1.0"): "no GPU is as old as one, and no capability counts as none",
     ("generation/sampling.py", "top_k < logits.shape[-1]", "top_k <= logits.shape[-1]"): (
         "as many tokens as there are: all are kept, whether they are counted or not"
     ),

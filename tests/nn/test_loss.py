@@ -134,3 +134,6 @@ def test_few_logits_are_held_at_once():
     assert rows_at_once(65) * 65 * 4 > LOGITS_BYTES - 65 * 4
     assert rows_at_once(50257) * 50257 * 4 <= LOGITS_BYTES
     assert rows_at_once(1 << 40) == 1
+    with jax.set_mesh(make_mesh("data=2,fsdp=2,tensor=2")):  # each device has a quarter of the rows
+        shards, whole = rows_at_once(50257), LOGITS_BYTES // (4 * 50257)
+    assert shards == 4 * whole
