@@ -38,6 +38,7 @@ LEGEND: dict[str, str] = {
     "kv_heads": "key-value heads, each shared by a group of query heads",
     "embed_dim": "features of the residual stream",
     "vocab": "tokens in the vocabulary",
+    "choices": "what one is drawn from, by weight",
     "features": "features of all heads concatenated",
     "in_features": "input features of a linear layer",
     "out_features": "output features of a linear layer",

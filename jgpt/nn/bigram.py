@@ -66,6 +66,6 @@ class BigramLM(Module):
         return placed(x, "batch", "time", "vocab_size")
 
     @typed
-    def empty_cache(self, batch: int) -> KVCache:
+    def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
         """A KV cache without layers."""
         return KVCache((), batch=batch)

@@ -21,8 +21,8 @@ from jgpt.sharding import Dimension, Dimensions, parameter, product_spec, sharde
 INIT_STD = 0.02
 
 
-MANY_FEATURES, TILE = 1024, 128
-"""Products with more output features than that are padded to a multiple of the tile size."""
+MANY_FEATURES, MANY_ROWS, TILE = 1024, 128, 128
+"""Products of more rows with more features are padded to a multiple of the tile size."""
 
 
 SIZES = (
@@ -143,10 +143,11 @@ def project_to_vocabulary(
 ) -> Float[Array, "*rows out_features"]:
     """`project` to a vocabulary: output features are padded to a multiple of 128 inside.
 
-    GPT-2's 50,257 is slow to multiply. Up to 1,024 features padding costs more than it saves.
+    GPT-2's 50,257 is slow to multiply. Up to 1,024 features, and for the few rows of a decode step,
+    padding costs more than it saves.
     """
-    features = kernel.shape[1]
-    padding = -features % TILE if features > MANY_FEATURES else 0
+    rows, features = math.prod(x.shape[:-1]), kernel.shape[1]
+    padding = -features % TILE if features > MANY_FEATURES and rows > MANY_ROWS else 0
     padded = jnp.pad(kernel, ((0, 0), (0, padding)))
     return project(x, padded, dtype, activation_dtype)[..., :features]
 

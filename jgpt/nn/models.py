@@ -53,8 +53,8 @@ class LanguageModel(Protocol):
         """Next-token logits: `logits(hidden(tokens))`."""
         ...
 
-    def empty_cache(self, batch: int) -> KVCache:
-        """An empty KV cache for `batch` sequences."""
+    def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
+        """An empty KV cache for `batch` sequences of up to `capacity` positions."""
         ...
 
 

@@ -27,6 +27,7 @@ from jgpt.nn.layers import (
     NGramEmbedding,
     apply_dropout,
     make_norm,
+    project,
     project_to_vocabulary,
 )
 from jgpt.nn.precision import ANYWHERE, for_platform
@@ -390,10 +391,11 @@ class GPT(Module):
         return apply_dropout(x, rate, self.next_dropout_key(rngs, rate))
 
     @typed
-    def empty_cache(self, batch: int) -> KVCache:
-        """An empty KV cache for `batch` sequences of up to `block_size` positions."""
+    def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
+        """An empty KV cache for `batch` sequences of up to `capacity` positions (`block_size`)."""
         attention = self.blocks[0].attention
-        sizes = (batch, self.block_size, attention.num_kv_heads, attention.head_dim)
+        capacity = self.block_size if capacity is None else capacity
+        sizes = (batch, capacity, attention.num_kv_heads, attention.head_dim)
         layers = tuple(LayerCache(*sizes, dtype=self.activation_dtype) for _ in self.blocks)
         lookback = max(self.config.ngram_sizes, default=1) - 1
         return KVCache(layers, batch=batch, lookback=lookback)
@@ -406,11 +408,15 @@ class GPT(Module):
         head = self.head
         table = self.token_embedding.embedding if head is None else head.kernel
 
-        def project(x, kernel):
-            kernel = kernel.T if head is None else kernel
-            return project_to_vocabulary(x, kernel, self.dtype, self.activation_dtype)
+        def to_logits(x, kernel):
+            dtypes = self.dtype, self.activation_dtype
+            if head is not None:
+                return project_to_vocabulary(x, kernel, *dtypes)
+            if x.shape[:2] == (1, 1):  # else XLA's CPU backend copies the table for one row
+                return project(kernel, x[0].T, *dtypes).T[None]
+            return project_to_vocabulary(x, kernel.T, *dtypes)
 
-        logits = with_gathered(project, x, table, self.dtype)
+        logits = with_gathered(to_logits, x, table, self.dtype)
         if head is not None and head.bias is not None:
             logits = logits + head.bias[...].astype(logits.dtype)
         cap = self.config.logit_softcap

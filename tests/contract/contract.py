@@ -29,6 +29,7 @@ SIZES = {
     "features": 26,
     "vocab": 17,
     "hidden": 18,
+    "choices": 19,
     "in_features": 23,
     "out_features": 29,
     "steps": 6,

@@ -172,12 +172,23 @@ GENERATION = [
         (BATCH,),
         static={"sampling": SAMPLING_PARAMETERS, "top_k": 3},
     ),
+    Case(
+        "jgpt.generation.sampling._sample",
+        {"logits": "float batch vocab", "key": "key"},
+        (BATCH,),
+        static={"sampling": SAMPLING_PARAMETERS, "top_k": 3},
+    ),
+    Case(
+        "jgpt.generation.sampling._inverse_transform",
+        {"weights": "float batch choices", "uniform": "float batch"},
+        (BATCH,),
+    ),
     drawing(TABLE, TABLE.empty_cache(BATCH)),
     drawing(LEARNED, LEARNED.empty_cache(BATCH), fixed="batch", note="rereading"),
     Case(
         "jgpt.generation.decoding._prefill",
         {"tokens": "int batch time", "length": "int batch"},
-        static=dict(zip(("graph", "weights"), nnx.split(GPT), strict=True)),
+        static=dict(zip(("graph", "weights"), nnx.split(GPT), strict=True)) | {"capacity": 41},
     ),
     Case(
         "jgpt.generation.decoding.generate",

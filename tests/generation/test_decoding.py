@@ -12,7 +12,7 @@ from flax import nnx
 
 from jgpt import attend, generate
 from jgpt.generation import decoding
-from jgpt.generation.decoding import TOKENS_PER_CALL, _draw, stream
+from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.attention import merge_heads, split_heads
 from tests.models import FAMILIES, SIZES, random_model
@@ -138,6 +138,17 @@ def test_a_row_of_a_batch_is_what_it_is_alone(family):
             assert not tokens[len(row) + count :].any()
 
 
+@pytest.mark.parametrize("name", ["nanogpt", "modern"])
+def test_a_cache_that_is_smaller_than_the_block_is_written_around_its_end(name):
+    """Of 64 positions after a prompt that was read as 64 and has 40; the next one stands first."""
+    model, lengths = random_model(name, block_size=100), np.array([40, 3])
+    prompts = jnp.arange(80).reshape(2, 40) ** 2 % VOCAB
+    drawn = generate(model, prompts, 24, key=KEY, lengths=lengths, temperature=0.0)
+    for row, length in zip(drawn, lengths, strict=True):
+        expected = by_hand(model, row[None, :length], 24, likeliest, lambda m, x: m(x)[:, -1])
+        assert row[: length + 24].tolist() == expected[0].tolist()
+
+
 def test_learned_positions_are_read_again_in_every_row_at_its_own_length(model):
     """As soon as the longest row is full; the others' windows are not, and grow."""
     lengths = np.array([6, 2])
@@ -171,7 +182,8 @@ def test_one_choice_left_is_greedy(model):
 
 
 def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
-    drawn = by_hand(model, PROMPT, 11, lambda logits, key: jax.random.categorical(key, logits))
+    draw = functools.partial(next_token, sampling=Sampling(jnp.float32(1)))
+    drawn = by_hand(model, PROMPT, 11, draw)
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert not jnp.array_equal(generate(model, PROMPT, 11, key=jax.random.key(9)), drawn)
@@ -238,14 +250,41 @@ def test_a_prompt_is_read_at_the_next_power_of_two(model, monkeypatch, lengths, 
     """All but its last token: so that few programs serve prompts of every length."""
     widths = []
 
-    def prefill(weights, tokens, length, *, graph):
+    def prefill(weights, tokens, length, *, graph, capacity):
         widths.append(tokens.shape[1])
-        return model.empty_cache(2)
+        return model.empty_cache(2, capacity)
 
     monkeypatch.setattr(decoding, "_prefill", prefill)
     prompt = jnp.ones((2, max(lengths)), jnp.int32)
     list(stream(model, prompt, 0, key=KEY, lengths=np.array(lengths)))
     assert widths == [width]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "capacity"),
+    [
+        ([1, 1], 0, 32),
+        ([1, 1], 32, 32),  # the last token is drawn but not read
+        ([1, 1], 33, 64),
+        ([9, 30], 3, 32),
+        ([30, 9], 4, 64),
+        ([2, 66], 1, 100),
+        ([66, 65], 1000, 100),
+    ],
+    ids=str,
+)
+def test_a_cache_holds_the_next_power_of_two(monkeypatch, lengths, count, capacity):
+    """What it holds is read for each token, so it is no larger than the longest text needs."""
+    model, capacities = random_model("modern", block_size=100), []
+
+    def prefill(weights, tokens, length, *, graph, capacity):
+        capacities.append(capacity)
+        return model.empty_cache(2, capacity)
+
+    monkeypatch.setattr(decoding, "_prefill", prefill)
+    prompt = jnp.ones((2, max(lengths)), jnp.int32)
+    stream(model, prompt, count, key=KEY, lengths=np.array(lengths))
+    assert capacities == [capacity]
 
 
 @pytest.mark.parametrize(
@@ -265,9 +304,10 @@ def test_only_learned_positions_past_the_block_are_read_again(
 
     def draw(*arguments, **options):
         asked.append(options["recomputes"])
-        return _draw(*arguments, **options)
+        return compiled_draw(*arguments, **options)
 
-    monkeypatch.setattr(decoding, "_draw", draw)
+    compiled_draw = decoding._compiled_draw
+    monkeypatch.setattr(decoding, "_compiled_draw", draw)
     generate(small_model(name), jnp.ones((2, time), jnp.int32), count, key=KEY)
     assert asked == [recomputes]
 
@@ -286,7 +326,8 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
         cache = jax.tree.map(jnp.copy, cache)  # it is donated: no array may be there twice
         window, lengths = jnp.ones((1, BLOCK_SIZE), jnp.int32), jnp.array([length])
         rules, how = Sampling(jnp.float32(0.0)), {"graph": graph, "top_k": None, "recomputes": True}
-        return bool(_draw(weights, window, lengths, cache, 0, count, KEY, rules, **how)[-1])
+        draw = functools.partial(decoding._compiled_draw, weights, window, lengths, cache)
+        return bool(draw(0, count, KEY, rules, **how)[-1])
 
     assert finite(False, 5)
     assert finite(True, 5) == (of_cache == 0)

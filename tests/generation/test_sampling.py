@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgpt.generation.sampling import Sampling, next_token
+from jgpt.generation.sampling import Sampling, _inverse_transform, next_token
 
 KEY = jax.random.key(8)
 
@@ -63,3 +63,35 @@ def test_a_nucleus_that_holds_just_enough_takes_no_more():
     just_enough = float(likely + less_likely - less_likely)
     assert probabilities(logits, top_p=just_enough).tolist() == [1, 0]
     assert (probabilities(logits, top_p=just_enough + 1e-6) > 0).all()
+
+
+def test_each_of_many_tokens_is_drawn_as_often_as_it_should():
+    """Over several blocks, the last of which is not full, and one of which is of no weight."""
+    weights = np.random.default_rng(3).exponential(size=53) ** 2
+    weights[14:28] = 0
+    with np.errstate(divide="ignore"):
+        drawn = probabilities(np.log(weights), count=200_000)
+    expected = weights / weights.sum()
+    assert (drawn[expected == 0] == 0).all()
+    # within five standard deviations of a binomial distribution, for 39 tokens
+    deviation = np.sqrt(expected * (1 - expected) / 200_000)
+    assert (abs(drawn - expected)[expected > 0] < 5 * deviation[expected > 0]).all()
+    assert expected[-1] > 0.001  # of the last block, which is padded
+
+
+@pytest.mark.parametrize(
+    ("weights", "uniform", "chosen"),
+    [
+        ([0, 2, 0, 6], 0.0, 3),
+        ([0, 2, 0, 6], 0.749, 3),
+        ([0, 2, 0, 6], 0.751, 1),
+        ([0, 2, 0, 6], 1 - 2**-24, 1),
+        ([5, 0, 0, 0], 0.0, 0),
+        ([5, 0, 0, 0], 0.5, 0),
+        ([0, 0, 0, 1e-37], 0.999, 3),
+    ],
+)
+def test_an_inverse_transform_by_hand(weights, uniform, chosen):
+    """Also at the ends of the interval, where nothing must be drawn that has no weight."""
+    row, number = jnp.array([weights], jnp.float32), jnp.array([uniform], jnp.float32)
+    assert _inverse_transform(row, number).tolist() == [chosen]
