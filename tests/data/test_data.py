@@ -356,4 +356,4 @@ def test_only_a_run_s_text_can_have_moved(tmp_path):
     assert "nowhere.txt" in str(missing.value)
     assert "has moved" not in str(missing.value)
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt.*; if the run's text has moved"):
-        load_dataset(config, 7, known=KnownText(None, "0" * 64, {}))
+        load_dataset(config, 7, known=KnownText("0" * 64, None, {}))

@@ -16,6 +16,7 @@ from jgpt.nn.loss import (
     token_losses,
     token_losses_from,
 )
+from jgpt.sharding import make_mesh
 
 
 def test_losses_by_hand():
