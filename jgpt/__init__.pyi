@@ -8,6 +8,7 @@ from .interop.huggingface import load_gpt2, load_hf, save_gpt2, save_hf
 from .nn.attention import attend, attention_weights, causal_mask
 from .nn.bigram import BigramLM
 from .nn.heads import Head, MultiHeadAttention
+from .nn.int8 import with_int8_weights
 from .nn.loss import cross_entropy
 from .nn.models import create_model
 from .nn.precision import for_platform
@@ -57,4 +58,5 @@ __all__ = [
     "save_hf",
     "stream_text",
     "typed",
+    "with_int8_weights",
 ]

@@ -160,6 +160,7 @@ def sample(
     stop: Texts = (),
     num_samples: Number = 1,
     seed: Number = 1337,
+    weights: Literal["saved", "int8"] = "saved",
     checkpoint: Checkpoint = "best",
     mesh: MeshOption = None,
 ) -> None:
@@ -176,6 +177,7 @@ def sample(
         stop: Stop string: end a text before it.
         num_samples: Samples per prompt.
         seed: The random seed.
+        weights: int8 quantises them, and the inputs of each product: faster on a CPU.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1")
@@ -186,7 +188,9 @@ def sample(
         import numpy as np
 
         from jgpt.generation.text import stream_text
+        from jgpt.nn.int8 import with_int8_weights
 
+        model = with_int8_weights(model) if weights == "int8" else model
         given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
         prompts = (text for text in given for _ in range(num_samples))
         key = jax.random.key(np.uint32(seed))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from jgpt.contracts import typed
 from jgpt.generation.sampling import Sampling, next_token
@@ -116,7 +116,7 @@ def stream(
 @functools.partial(jax.jit, static_argnames=("graph", "capacity"))
 @typed
 def _prefill(
-    weights: PyTree[Float[Array, "..."]],
+    weights: PyTree[Float[Array, "..."] | Int8[Array, "..."]],
     tokens: Int[Array, "batch time"],
     length: Int[Array, " batch"],
     *,
@@ -134,7 +134,7 @@ def _prefill(
 
 @typed
 def _draw(
-    weights: PyTree[Float[Array, "..."]],
+    weights: PyTree[Float[Array, "..."] | Int8[Array, "..."]],
     window: Int[Array, "batch time"],
     length: Int[Array, " batch"],
     cache: KVCache,

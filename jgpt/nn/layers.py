@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -109,9 +110,20 @@ class Linear(Module):
         self, x: Float[Array, "*rows {self.in_features}"]
     ) -> Float[Array, "*rows {self.out_features}"]:
         """Apply the layer to the last axis."""
-        into = functools.partial(project, dtype=self.dtype, activation_dtype=self.activation_dtype)
+        dtypes = {"dtype": self.dtype, "activation_dtype": self.activation_dtype}
+        into = functools.partial(self._projection(), **dtypes)
         y = with_gathered(into, x, self.kernel, self.dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+    def _projection(self) -> Callable[..., Any]:
+        return project
+
+
+class ToVocabulary(Linear):
+    """A `Linear` into a vocabulary, which may be large."""
+
+    def _projection(self) -> Callable[..., Any]:
+        return project_to_vocabulary
 
 
 @typed

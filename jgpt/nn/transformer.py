@@ -25,6 +25,7 @@ from jgpt.nn.layers import (
     Linear,
     Module,
     NGramEmbedding,
+    ToVocabulary,
     apply_dropout,
     make_norm,
     project,
@@ -243,7 +244,7 @@ class GPT(Module):
         self.head = (
             None
             if config.tie_embeddings
-            else Linear(
+            else ToVocabulary(
                 config.embed_dim,
                 config.vocab_size,
                 use_bias=config.head_bias,
@@ -405,19 +406,16 @@ class GPT(Module):
         self, x: Float[Array, "batch time {self.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
-        head = self.head
-        table = self.token_embedding.embedding if head is None else head.kernel
-
-        def to_logits(x, kernel):
+        if self.head is None:
             dtypes = self.dtype, self.activation_dtype
-            if head is not None:
-                return project_to_vocabulary(x, kernel, *dtypes)
-            if x.shape[:2] == (1, 1):  # else XLA's CPU backend copies the table for one row
-                return project(kernel, x[0].T, *dtypes).T[None]
-            return project_to_vocabulary(x, kernel.T, *dtypes)
 
-        logits = with_gathered(to_logits, x, table, self.dtype)
-        if head is not None and head.bias is not None:
-            logits = logits + head.bias[...].astype(logits.dtype)
+            def project_by(x, table):
+                if x.shape[:2] == (1, 1):  # else XLA's CPU backend copies the table for one row
+                    return project(table, x[0].T, *dtypes).T[None]
+                return project_to_vocabulary(x, table.T, *dtypes)
+
+            logits = with_gathered(project_by, x, self.token_embedding.embedding, self.dtype)
+        else:
+            logits = self.head(x)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

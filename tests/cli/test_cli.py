@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 import pytest
 
-from jgpt import save_gpt2
+from jgpt import generate_text, load, save_gpt2, with_int8_weights
 from jgpt.cli import main
 from jgpt.cli.commands import BATCH_SIZE, COMMANDS
 from jgpt.runs.loop import TrainingStopped
@@ -344,6 +344,15 @@ def test_carriage_returns_are_newlines_and_that_is_said_once(text_file, tmp_path
     said = worked("prepare", tmp_path / "notes", "--out", tmp_path / "c")
     assert said.count(line) == 1
     assert "carriage returns" not in worked("prepare", tmp_path / "notes", *keep, tmp_path / "d")
+
+
+def test_sample_in_int8_is_of_quantised_weights(trained):
+    options = "--max-new-tokens", 31, "--temperature", 0
+    said = worked("sample", trained, "--weights", "int8", *options)
+    model, tokenizer, _ = load(trained)
+    model = with_int8_weights(model)
+    rules = {"key": jax.random.key(0), "temperature": 0.0}
+    assert said == generate_text(model, tokenizer, ("",), 31, **rules)[0] + "\n"
 
 
 def test_sample_slides_past_the_block_size(trained):

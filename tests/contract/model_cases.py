@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jgpt.config import ModelConfig
-from jgpt.nn import bigram, heads, layers, transformer
+from jgpt.nn import bigram, heads, int8, layers, transformer
 from tests.contract.contract import SIZES, Case
 
 BATCH, HEADS, HEAD_DIM, EMBED = (SIZES[n] for n in ("batch", "heads", "head_dim", "embed_dim"))
@@ -186,6 +187,19 @@ LAYERS = [
         fixed="in_features",
         owner=LINEAR,
     ),
+    Case(
+        "jgpt.nn.int8.Int8Linear.__init__",
+        {"kernel": "float in_features out_features", "bias": "float out_features"},
+        function=lambda kernel, bias: int8.Int8Linear(kernel, bias),
+    ),
+    Case(
+        "jgpt.nn.int8.Int8Linear.__call__",
+        {"x": "float *batch in_features"},
+        (BATCH, 2, 29),
+        fixed="in_features",
+        owner=int8.Int8Linear(jnp.zeros((SIZES["in_features"], SIZES["out_features"]))),
+    ),
+    Case("jgpt.nn.int8.quantise", {"x": "float batch features"}, ((BATCH, 26), (BATCH,))),
     Case(
         "jgpt.nn.layers.project_to_vocabulary",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},

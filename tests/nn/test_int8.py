@@ -1,0 +1,95 @@
+"""Weights in int8: what they and their inputs are rounded to, and that nothing else is lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import generate
+from jgpt.nn.int8 import Int8Linear, quantise, with_int8_weights
+from jgpt.nn.layers import Linear, Module
+from tests.models import SIZES, random_gpt, random_model
+
+KEY = jax.random.key(3)
+PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
+
+
+def test_rows_are_quantised_by_hand():
+    rows, scale = quantise(jnp.array([[1.0, -2, 4, 3.97], [0, 0, 0, 0], [0.5, 0, -1, 0.1]]))
+    assert rows.dtype == jnp.int8
+    assert rows.tolist() == [[32, -64, 127, 126], [0, 0, 0, 0], [64, 0, -127, 13]]
+    np.testing.assert_allclose(scale, [4 / 127, 1 / 127, 1 / 127], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(23,), (1, 23), (5, 23), (2, 3, 23)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_layer_is_the_product_of_what_is_quantised(shape, biased):
+    keys = jax.random.split(KEY, 3)
+    kernel, x = jax.random.normal(keys[0], (23, 29)), 7 * jax.random.normal(keys[1], shape)
+    bias = jax.random.normal(keys[2], (29,)) if biased else None
+    found = Int8Linear(kernel, bias)(x)
+    (weights, their), (inputs, its) = quantise(kernel.T), quantise(x.reshape(-1, 23))
+    exact = np.asarray(inputs, np.float64) @ np.asarray(weights, np.float64).T
+    expected = exact * np.asarray(its)[:, None] * np.asarray(their)
+    if bias is not None:
+        expected += np.asarray(bias)
+    np.testing.assert_allclose(found, expected.reshape(*shape[:-1], 29), rtol=1e-5, atol=1e-5)
+    unrounded = x @ kernel + (0 if bias is None else bias)
+    assert 1e-3 < abs(found - unrounded).max() / abs(unrounded).max() < 0.05
+
+
+class Dequantised(Module):
+    """An Int8Linear in float32, whose inputs are rounded as its are."""
+
+    def __init__(self, layer):
+        self.kernel = nnx.Param(layer.kernel[...].T * layer.scale[...])
+        self.bias = None if layer.bias is None else nnx.Param(layer.bias[...])
+
+    def __call__(self, x):
+        rows, scale = quantise(x.reshape(-1, x.shape[-1]))
+        y = (rows * scale[:, None]).reshape(x.shape) @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+@pytest.mark.parametrize("family", ["nanogpt", "lecture", "modern"])
+def test_greedy_decoding_agrees_with_the_dequantised_weights(family):
+    model = random_gpt(family)
+    quantised, dequantised = with_int8_weights(model), with_int8_weights(model)
+    replace(dequantised, Int8Linear, Dequantised)
+    tokens = [
+        generate(each, PROMPT, 11, key=KEY, temperature=0.0) for each in (quantised, dequantised)
+    ]
+    assert tokens[0].tolist() == tokens[1].tolist()
+    logits = [each(PROMPT) for each in (quantised, dequantised, model)]
+    largest = abs(logits[2]).max()
+    assert abs(logits[0] - logits[1]).max() < 1e-5 * largest
+    assert abs(logits[0] - logits[2]).max() > 1e-3 * largest  # the rounding is seen
+
+
+def replace(model, kind, by):
+    for _, module in list(nnx.iter_modules(model)):
+        for name, layer in list(vars(module).items()):
+            if isinstance(layer, kind):
+                setattr(module, name, by(layer))
+
+
+@pytest.mark.parametrize("family", ["nanogpt", "lecture"])
+def test_all_layers_and_the_head_are_quantised_in_a_copy(family):
+    model = random_gpt(family)
+    before = jax.tree.leaves(nnx.state(model))
+    quantised = with_int8_weights(model)
+    assert not [each for _, each in nnx.iter_modules(quantised) if isinstance(each, Linear)]
+    assert (model.head is None) == (family == "nanogpt")
+    assert quantised.head is not None
+    assert quantised.head.kernel.shape == (SIZES["vocab_size"], model.embed_dim)
+    kernels = {
+        leaf.dtype for path, leaf in nnx.to_flat_state(nnx.state(quantised)) if "kernel" in path
+    }
+    assert kernels == {jnp.dtype("int8")}
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
+
+
+def test_a_bigram_has_nothing_to_quantise():
+    with pytest.raises(ValueError, match=r"^a BigramLM has no linear layers to quantise$"):
+        with_int8_weights(random_model("bigram"))
