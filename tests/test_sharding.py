@@ -1,10 +1,13 @@
 """The rules of sharding: which dimensions are split over which axes of a mesh."""
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jgpt.sharding import abstract_mesh, make_mesh, placed, spec_of
+from jgpt.nn.layers import Linear
+from jgpt.sharding import abstract_mesh, dimensions_of, make_mesh, placed, spec_of, stacked
 from tests.models import tokens_of
 
 MESH = abstract_mesh("data=2,fsdp=3,tensor=5")
@@ -60,3 +63,19 @@ def test_a_mesh_that_a_torus_of_chips_doesn_t_have(monkeypatch):
         ValueError, match=r"^mesh=fsdp=8 doesn't fit the chips' arrangement: size 4"
     ):
         make_mesh("fsdp=8")
+
+
+def test_a_parameter_without_names_has_none_for_each_dimension():
+    assert dimensions_of(nnx.Param(jnp.zeros((2, 3, 4)))) == (None, None, None)
+
+
+def test_stacked_layers_are_sharded_as_each_is():
+    dimensions = "embed_dim", "hidden_dim"
+    layers = [Linear(6, 8, dimensions=dimensions, rngs=nnx.Rngs(seed)) for seed in range(3)]
+    weights = [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in layers]
+    with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
+        kernel = jax.jit(lambda weights: stacked(weights, layers[0]))(weights)["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (3, 6 // 2, 8 // 4)
+    alone = stacked(weights, layers[0])["kernel"]
+    assert alone.shape == (3, 6, 8)
+    assert (alone == kernel).all()

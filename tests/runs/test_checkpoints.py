@@ -77,6 +77,25 @@ def test_the_config_says_how_many_are_kept(tmp_path, small_run, initial, policy,
         assert {*checkpoints.steps()} == kept
 
 
+def test_a_save_that_fails_leaves_nothing_and_is_told_at_the_latest_at_the_end(
+    saved, initial, monkeypatch
+):
+    def write(manifest, folder):
+        raise OSError(28, "No space left on device")
+
+    before = {path.name for path in (saved.path / "checkpoints").iterdir()}
+    monkeypatch.setattr("jgpt.runs.checkpoints.Manifest.write", write)
+    failed = "the checkpoint of step 5 could not be written .*the last good checkpoint is step 4"
+    checkpoints = Checkpoints(saved)
+    with pytest.raises(OSError, match=failed), checkpoints:
+        checkpoints.save(numbered(initial, 5), 0.5)
+        with pytest.raises(OSError, match=failed):
+            checkpoints.wait()
+        assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
+        checkpoints.save(numbered(initial, 5), 0.5)
+    assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
+
+
 def test_the_last_state_is_restored_bit_by_bit(saved, small_run, initial):
     with Checkpoints(saved) as checkpoints:
         restored = checkpoints.restore(small_run)
@@ -165,7 +184,8 @@ def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial):
             name = str(victim.relative_to(folder))
             with pytest.raises(ValueError, match=re.escape(f"checkpoints/2/{name}")) as refusal:
                 load(saved.path)
-            assert "checkpoint 4 is intact: use which=4" in str(refusal.value)
+            advice = f"checkpoint 4 is intact: use which=4, or delete {folder} to resume from the"
+            assert advice in str(refusal.value)
             victim.write_bytes(original)
     assert bits(nnx.state(load(saved.path)[0])) == bits(numbered(initial, 2).weights)
 
