@@ -353,7 +353,8 @@ def main() -> None:
         chosen = [
             mutant
             for mutant in mutants([])
-            if mutant.file in files and kind_of(mutant) in earlier["score"]
+            if mutant.file in files or mutant.stem in options.files
+            if kind_of(mutant) in earlier["score"]
         ]
     else:
         chosen = [
