@@ -35,13 +35,13 @@ class Int8Linear(Module):
         self, x: Float[Array, "*rows {self.in_features}"]
     ) -> Float[Array, "*rows {self.out_features}"]:
         """Apply the layer to the last axis."""
-        rows, scale = quantise(x.reshape(-1, self.in_features).astype(jnp.float32))
+        rows, scale = quantise(x.reshape(-1, self.in_features))
         if rows.shape[0] == 1:  # only products of matrices are fast in int8 on a CPU
             rows = jnp.concatenate([rows, rows])
         product = jax.lax.dot_general(
             rows, self.kernel[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
         )
-        y = product[: scale.shape[0]] * scale[:, None] * self.scale[...].astype(jnp.float32)
+        y = product[: scale.shape[0]] * scale[:, None] * self.scale[...]
         y = y.reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
@@ -51,6 +51,7 @@ def quantise(
     x: Float[Array, "rows features"],
 ) -> tuple[Int8[Array, "rows features"], Float[Array, " rows"]]:
     """Each row as integers from -127 to 127 and the scale that they are multiples of."""
+    x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=-1)
     scale = jnp.where(largest > 0, largest, 1) / 127
     return jnp.round(x / scale[:, None]).astype(jnp.int8), scale

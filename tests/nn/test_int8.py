@@ -22,6 +22,13 @@ def test_rows_are_quantised_by_hand():
     np.testing.assert_allclose(scale, [4 / 127, 1 / 127, 1 / 127], rtol=1e-6)
 
 
+def test_narrow_numbers_are_quantised_in_float32():
+    narrow = jax.random.normal(KEY, (3, 29), jnp.bfloat16)
+    for found, expected in zip(quantise(narrow), quantise(narrow.astype("float32")), strict=True):
+        assert found.dtype == expected.dtype
+        assert (found == expected).all()
+
+
 @pytest.mark.parametrize("shape", [(23,), (1, 23), (5, 23), (2, 3, 23)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_layer_is_the_product_of_what_is_quantised(shape, biased):
