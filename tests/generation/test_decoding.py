@@ -33,7 +33,7 @@ def model():
     return small_model("nanogpt")
 
 
-@pytest.fixture(scope="module", params=only(["nanogpt", "modern", "qwen3"], FAMILIES))
+@pytest.fixture(scope="module", params=only(["nanogpt", "modern"], FAMILIES))
 def family(request):
     return request.param, small_model(request.param)
 

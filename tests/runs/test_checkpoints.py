@@ -87,12 +87,13 @@ def test_a_save_that_fails_leaves_nothing_and_is_told_at_the_latest_at_the_end(
     monkeypatch.setattr("jgpt.runs.checkpoints.Manifest.write", write)
     failed = "the checkpoint of step 5 could not be written .*the last good checkpoint is step 4"
     checkpoints = Checkpoints(saved)
-    with pytest.raises(OSError, match=failed), checkpoints:
-        checkpoints.save(numbered(initial, 5), 0.5)
-        with pytest.raises(OSError, match=failed):
-            checkpoints.wait()
-        assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
-        checkpoints.save(numbered(initial, 5), 0.5)
+    checkpoints.save(numbered(initial, 5), 0.5)
+    with pytest.raises(OSError, match=failed):
+        checkpoints.wait()
+    assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
+    checkpoints.save(numbered(initial, 5), 0.5)
+    with pytest.raises(OSError, match=failed):
+        checkpoints.__exit__(None)
     assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
 
 
