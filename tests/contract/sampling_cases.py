@@ -14,6 +14,7 @@ from jgpt.generation.sampling import Sampling
 from jgpt.generation.text import _Detokenizer
 from jgpt.nn import heads, transformer
 from jgpt.nn.cache import KVCache, LayerCache
+from jgpt.nn.int8 import with_int8_weights
 from tests.contract.contract import SIZES, Case
 from tests.contract.model_cases import GPT, TABLE, zeros
 
@@ -130,6 +131,7 @@ CACHE = [
 ]
 
 LEARNED = zeros(transformer.GPT, dataclasses.replace(GPT.config, block_size=SIZES["time"]))
+INT8 = with_int8_weights(LEARNED)
 SAMPLING_PARAMETERS = Sampling(jnp.float32(1), jnp.float32(0.9), jnp.float32(0.1))
 PROMPT = {"prompt": "int batch time", "key": "key", "lengths": "int batch"}
 # with no token to draw nothing is compiled
@@ -185,10 +187,15 @@ GENERATION = [
     ),
     drawing(TABLE, TABLE.empty_cache(BATCH)),
     drawing(LEARNED, LEARNED.empty_cache(BATCH), fixed="batch", note="rereading"),
-    Case(
-        "jgpt.generation.decoding._prefill",
-        {"tokens": "int batch time", "length": "int batch"},
-        static=dict(zip(("graph", "weights"), nnx.split(GPT), strict=True)) | {"capacity": 41},
+    drawing(INT8, INT8.empty_cache(BATCH), fixed="batch", note="int8"),
+    *(
+        Case(
+            "jgpt.generation.decoding._prefill",
+            {"tokens": "int batch time", "length": "int batch"},
+            static={"graph": nnx.graphdef(of), "weights": nnx.state(of), "capacity": 41},
+            note=note,
+        )
+        for of, note in ((GPT, ""), (with_int8_weights(GPT), "int8"))
     ),
     Case(
         "jgpt.generation.decoding.generate",

@@ -47,6 +47,15 @@ def test_a_layer_is_the_product_of_what_is_quantised(shape, biased):
     assert 1e-3 < abs(found - unrounded).max() / abs(unrounded).max() < 0.05
 
 
+@pytest.mark.parametrize(("rows", "multiplied"), [(1, 2), (2, 2), (3, 3)])
+def test_a_product_has_two_rows_at_least(rows, multiplied):
+    """Of one row XLA's CPU backend makes a loop that takes twice as long."""
+    layer = Int8Linear(jnp.ones((23, 29)))
+    jaxpr = jax.make_jaxpr(layer)(jnp.ones((rows, 23)))
+    (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
+    assert product.outvars[0].aval.shape == (multiplied, 29)
+
+
 class Dequantised(Module):
     """An Int8Linear in float32, whose inputs are rounded as its are."""
 
