@@ -311,7 +311,7 @@ def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
                 raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
             for name in ("shape", "chunks"):
                 sizes = header[name]
-                if not all(type(size) is int and size >= 0 for size in sizes):
+                if not all(type(size) is int and size > 0 for size in sizes):
                     raise ValueError(f"{name} is {sizes!r}")
                 if math.prod(sizes) > largest:
                     raise ValueError(f"{name} {sizes!r} is larger than the model's largest array")

@@ -93,6 +93,7 @@ def test_names_in_a_manifest_do_not_lead_outside(copy, tmp_path):
         ("chunks", [1 << 50], "larger than the model's largest array"),
         ("shape", [1 << 50], "larger than the model's largest array"),
         ("shape", [-1], r"shape is \[-1\]"),
+        ("chunks", [0], r"chunks is \[0\]"),
         ("dtype", "<V999999", "not one that jgpt writes"),
     ],
 )
