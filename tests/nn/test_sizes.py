@@ -10,7 +10,16 @@ from flax import nnx
 
 import jgpt
 from jgpt.nn.cache import KVCache, LayerCache
-from jgpt.nn.layers import Embedding, LayerNorm, Linear, Module, NGramEmbedding, RMSNorm
+from jgpt.nn.int8 import Int8Linear
+from jgpt.nn.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    Module,
+    NGramEmbedding,
+    RMSNorm,
+    ToVocabulary,
+)
 
 ARGUMENTS = {
     jgpt.Head: {"embed_dim": 10, "head_dim": 4, "window": 3},
@@ -32,6 +41,7 @@ ARGUMENTS = {
     },
     jgpt.BigramLM: {"vocab_size": 5},
     Linear: {"in_features": 3, "out_features": 5},
+    ToVocabulary: {"in_features": 3, "out_features": 5},
     Embedding: {"num_embeddings": 3, "embed_dim": 5},
     NGramEmbedding: {"sizes": (2, 3), "num_rows": 7, "embed_dim": 5},
     LayerNorm: {"embed_dim": 5},
@@ -59,13 +69,13 @@ def sizes_of(kind: type[Module]) -> list[str]:
 
 
 def test_every_module_is_tried():
-    """All but a GPT, whose config refuses them."""
+    """All but a GPT, whose config refuses them, and an Int8Linear, made of a whole kernel."""
 
     def below(kind):
         return {kind, *(each for child in kind.__subclasses__() for each in below(child))}
 
     ours = {kind for kind in below(Module) if kind.__module__.startswith("jgpt.")}
-    known = {*ARGUMENTS, jgpt.GPT, Module}
+    known = {*ARGUMENTS, jgpt.GPT, Int8Linear, Module}
     assert {kind for kind in ours - known if kind.__name__ != "_Attention"} == set()
     assert all(set(sizes_of(kind)) <= set(given) for kind, given in ARGUMENTS.items())
 
