@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree, TypeCheckError
 import jgpt
 from jgpt import TrainConfig, sharding
 from jgpt.contracts import check, typed
-from jgpt.nn import heads, loss, transformer
+from jgpt.nn import heads, layers, loss, transformer
 from jgpt.nn.attention import fused_attend, split_heads
 from jgpt.nn.layers import project
 from jgpt.nn.models import abstract_model
@@ -333,7 +333,11 @@ FAULTS = {
         "dimension {self.hidden_dim} is not sharded, the rules say tensor.",
     ),
     "logits are gathered": (
-        replaced(transformer, "project_to_vocabulary", moved(project, BATCH)),
+        replaced(
+            layers,
+            "project_to_vocabulary",
+            moved(lambda x, kernel: project(x, kernel, "float32"), BATCH),
+        ),
         "nn.transformer.GPT.logits() returned a wrong result.",
         "dimension {self.vocab_size} is not sharded, the rules say tensor.",
     ),
