@@ -4,10 +4,10 @@
     python -m tests.contract.mutants --again REPORT.json [--files attention model]
 
 The second tries once more what survived, after the tests were mended, what there was no time for
-(`--minutes`), and what is new in the report's files, and corrects the report. `--minutes 0` writes
-one of which nothing has been tried yet. Each mutant is tried
-by a child of one warm process, in a copy of the tree, on the tests about the mutated function
-first. Exits with 1 if an edit that is not known to be equivalent survives.
+(`--minutes`), and what is new in the report's files, and corrects the report; a module that
+`--files` names joins it. `--minutes 0` writes one of which nothing has been tried yet. Each mutant
+is tried by a child of one warm process, in a copy of the tree, on the tests about the mutated
+function first. Exits with 1 if an edit that is not known to be equivalent survives.
 """
 
 import argparse
@@ -327,6 +327,9 @@ def verdict(tree: Path, code: int) -> str:
         return f"killed by {failed[0].split(' ', 1)[1].split(' - ')[0]}"
     if code == -signal.SIGKILL:
         return f"killed: it ran for more than {SECONDS_PER_MUTANT} seconds"
+    # pytest itself never ends without a summary; `jgpt train` leaves so when a process is lost
+    if code == 2 and set("".join(lines)) <= set("."):
+        return "killed: it ended the process in the middle of a test"
     # neither green nor red: a runner that is broken must not look like tests that are good
     sys.exit(f"the tests did not run: exit code {code}, {lines[-12:]}")
 
