@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "torch", "transformers", "numpy")
+PACKAGES = (
+    "jax",
+    "flax",
+    "optax",
+    "jaxtyping",
+    "beartype",
+    "torch",
+    "transformers",
+    "ctranslate2",
+    "numpy",
+)
 
 
 def provenance() -> dict[str, Any]:

@@ -76,12 +76,11 @@ def main(options: Options) -> None:
         speed = middle(batches[options.batches[0]]["jgpt"])
         results["models"][name]["bandwidth_share"] = share = read * speed / bandwidth
         print(f"jgpt reads weights at {share:.0%} of the memory's bandwidth")
-    if "124M" in options.models:
-        results["prefill"] = alternate(samplers, 1, PROMPT, 1, options)
-        print(f"a prompt of {PROMPT} tokens, tokens/s:")
-        for who, speeds in results["prefill"].items():
-            seconds = 1 / middle(speeds)
-            print(f"{who}: {seconds:.3f} s")
+        if MODELS[name].block_size > PROMPT:
+            results["prefill"] = alternate(samplers, 1, PROMPT, 1, options)
+            print(f"a prompt of {PROMPT} tokens:")
+            for who, speeds in results["prefill"].items():
+                print(f"{who}: {1 / middle(speeds):.3f} s")
     print(record.write("sampling", results))
 
 

@@ -184,6 +184,8 @@ _compiled_draw = jax.jit(
     _draw,
     static_argnames=("graph", "top_k", "recomputes"),
     donate_argnames=("window", "cache"),
-    # with AVX-512 a product of one row then reads weights faster; other platforms ignore it
+    # With AVX-512 a product of one row then reads weights faster; other platforms ignore it.
+    # Not a decorator: JAX refuses compiler options below another trace, where `_draw`'s shapes
+    # are proven.
     compiler_options={"xla_cpu_prefer_vector_width": 512},
 )

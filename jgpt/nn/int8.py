@@ -15,7 +15,7 @@ class Int8Linear(Module):
     """A `Linear` whose products are of int8, accumulated in int32.
 
     Weights have a scale for each output feature, inputs one for each row (Dettmers et al. 2022,
-    section 2.1, "vector-wise quantization").
+    section 3.1, "vector-wise quantization").
     """
 
     @typed
@@ -64,7 +64,9 @@ def with_int8_weights(model: LanguageModel) -> GPT:
     Embeddings and norms stay as they are. Raises ValueError for another model.
     """
     if not isinstance(model, GPT):
-        raise ValueError(f"a {type(model).__name__} has no linear layers to quantise")
+        raise ValueError(
+            f"a {type(model).__name__} has no linear layers to quantise: only a GPT can be in int8"
+        )
     model = nnx.clone(model)
     if model.head is None:
         model.head = nnx.data(Int8Linear(model.token_embedding.embedding[...].T))  # type: ignore[assignment]

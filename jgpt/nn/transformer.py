@@ -393,7 +393,7 @@ class GPT(Module):
 
     @typed
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty KV cache for `batch` sequences of up to `capacity` positions (`block_size`)."""
+        """An empty KV cache for `batch` sequences of `capacity` positions, or of `block_size`."""
         attention = self.blocks[0].attention
         capacity = self.block_size if capacity is None else capacity
         sizes = (batch, capacity, attention.num_kv_heads, attention.head_dim)

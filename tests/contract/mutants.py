@@ -118,7 +118,7 @@ ABOUT = {
     "cli/options.py": ("cli/test_cli", "cli/test_commands"),
 }
 SECONDS_PER_MUTANT = 600
-SURVIVED = "survived"
+SURVIVED, KILLED_BY = "survived", "killed by "
 PARTS = ("killed", "survivors", "not_tried", "equivalent")  # of a report
 NEEDED = (
     "flax.nnx",
@@ -161,9 +161,13 @@ def kind_of(mutant: Edit) -> str:
 
 
 class About:
-    """Keeps the tests about the mutated function, or puts them and those that name it first."""
+    """Keeps the tests about the mutated function, or puts them and those that name it first.
 
-    def __init__(self, mutant: Edit | None, alone: bool):
+    Before them comes what noticed other mutants of the function.
+    """
+
+    def __init__(self, mutant: Edit | None, alone: bool, noticed: set[str]):
+        self.noticed = noticed
         self.function = mutant.where if mutant else ""
         self.depth = mutant.file.count("/") + 2 if mutant else 0
         self.alone = alone
@@ -175,6 +179,7 @@ class About:
         name, method = "".join(path[:1]), "".join(path[-1:])
         items.sort(
             key=lambda item: (
+                item.nodeid not in self.noticed,
                 self.function not in item.nodeid,
                 method not in source_of(item),
                 name not in source_of(item),
@@ -215,7 +220,7 @@ def stages(mutant: Edit | None, own_alone: bool) -> Iterator[tuple[list[str], bo
             yield [path for path in everything if path not in own], False
 
 
-def try_in_child(mutant: Edit | None, tree: Path, own_alone: bool) -> int:
+def try_in_child(mutant: Edit | None, tree: Path, own_alone: bool, noticed: set[str]) -> int:
     """Fork; the child runs the tests in the tree and never returns."""
     pid = os.fork()
     if pid:
@@ -235,7 +240,9 @@ def try_in_child(mutant: Edit | None, tree: Path, own_alone: bool) -> int:
             arguments = ["-x", "-q", "-o", f"cache_dir={tree}/cache", "--no-header", "--tb=line"]
             arguments += ["--assert=plain"]  # rewriting costs more than most of the tests
             for paths, alone in stages(mutant, own_alone):
-                code = int(pytest.main([*arguments, *paths], plugins=[About(mutant, alone)]))
+                code = int(
+                    pytest.main([*arguments, *paths], plugins=[About(mutant, alone, noticed)])
+                )
                 if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                     break
     except BaseException:
@@ -282,7 +289,11 @@ def restore(mutant: Edit | None, tree: Path) -> None:
 
 
 def run(
-    chosen: list[Edit | None], workers: int, own_alone: bool, minutes: float
+    chosen: list[Edit | None],
+    workers: int,
+    own_alone: bool,
+    minutes: float,
+    outcomes: dict[Edit, str],
 ) -> Iterator[tuple[Edit | None, str]]:
     """Try all mutants, several at a time; None is no edit at all."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -301,7 +312,12 @@ def run(
             while waiting and free:
                 mutant, tree = waiting.pop(), free.pop()
                 write(mutant, tree)
-                pid = try_in_child(mutant, tree, own_alone)
+                noticed = {
+                    outcome.removeprefix(KILLED_BY)
+                    for other, outcome in outcomes.items()
+                    if mutant and other.where == mutant.where
+                }
+                pid = try_in_child(mutant, tree, own_alone, noticed)
                 running[pid] = Trial(mutant, tree, time.monotonic())
             if not running:  # the time was over before anything began
                 return
@@ -324,7 +340,7 @@ def verdict(tree: Path, code: int) -> str:
     lines = (tree / "output.txt").read_text(errors="replace").splitlines()
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     if failed and code in (1, 2):  # a test failed, or could not even be imported
-        return f"killed by {failed[0].split(' ', 1)[1].split(' - ')[0]}"
+        return f"{KILLED_BY}{failed[0].split(' ', 1)[1].split(' - ')[0]}"
     if code == -signal.SIGKILL:
         return f"killed: it ran for more than {SECONDS_PER_MUTANT} seconds"
     # pytest itself never ends without a summary; `jgpt train` leaves so when a process is lost
@@ -391,7 +407,7 @@ def main() -> None:
         }
 
     queue: list[Edit | None] = [*tried] if options.green else [None, *tried]
-    for mutant, outcome in run(queue, options.workers, options.own, options.minutes):
+    for mutant, outcome in run(queue, options.workers, options.own, options.minutes, outcomes):
         if mutant is None:
             if outcome != SURVIVED:
                 sys.exit(f"the tests fail without any edit: {outcome}")

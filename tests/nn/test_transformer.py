@@ -389,3 +389,13 @@ def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
     reads = jax.random.normal(jax.random.key(2), logits.shape)
     np.testing.assert_allclose(padded_back(reads)[0], back(reads)[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("batch", "time", "table_stands"), [(1, 1, 0), (1, 3, 1), (2, 1, 1)])
+def test_a_tied_head_is_not_copied_for_one_row(batch, time, table_stands):
+    """XLA's CPU backend transposes a table on the right of a product of one row."""
+    model = random_gpt("nanogpt")
+    jaxpr = jax.make_jaxpr(model.logits)(jnp.ones((batch, time, EMBED_DIM)))
+    (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
+    assert VOCAB in product.invars[table_stands].aval.shape
+    assert VOCAB not in product.invars[1 - table_stands].aval.shape
