@@ -355,6 +355,20 @@ def test_sample_in_int8_is_of_quantised_weights(trained):
     assert said == generate_text(model, tokenizer, ("",), 31, **rules)[0] + "\n"
 
 
+def test_only_weights_in_int8_are_quantised(trained, monkeypatch, capsys):
+    """Both texts may be the same: so here what is quantised becomes another model."""
+    model, tokenizer, _ = load(trained)
+    other = random_gpt("gpt2", vocab_size=model.vocab_size)
+    monkeypatch.setattr("jgpt.nn.int8.with_int8_weights", lambda _: other)
+    rules = {"key": jax.random.key(0), "temperature": 0.0}
+    texts = [generate_text(each, tokenizer, ("",), 9, **rules)[0] for each in (model, other)]
+    assert texts[0] != texts[1]
+    for weights, text in zip(("saved", "int8"), texts, strict=True):
+        options = ["--weights", weights, "--max-new-tokens", "9", "--temperature", "0"]
+        main(["sample", str(trained), *options])
+        assert capsys.readouterr().out == text + "\n"
+
+
 def test_sample_slides_past_the_block_size(trained):
     prompt = "the quick brown fox jumps over the lazy dog"  # tiny's block is 16
     said = worked("sample", trained, "--prompt", prompt, "--max-new-tokens", 50, "--num-samples", 2)

@@ -346,6 +346,8 @@ def verdict(tree: Path, code: int) -> str:
     # pytest itself never ends without a summary; `jgpt train` leaves so when a process is lost
     if code == 2 and set("".join(lines)) <= set("."):
         return "killed: it ended the process in the middle of a test"
+    if any("PytestUnraisableExceptionWarning" in line for line in lines):
+        return "killed: a file or an exception was left behind"  # an error once pytest ends
     # neither green nor red: a runner that is broken must not look like tests that are good
     sys.exit(f"the tests did not run: exit code {code}, {lines[-12:]}")
 
