@@ -326,6 +326,7 @@ class GPT(Module):
     ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
         """`hidden_states` by a scan over the blocks, whose weights are stacked for it.
 
+        Train steps keep them stacked: then the model has one block, with the weights of all.
         Raises ValueError for blocks that differ in more than their weights.
         """
         x = embedded = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # as blocks return it
@@ -333,6 +334,8 @@ class GPT(Module):
         if any(nnx.graphdef(block) != graph for block in self.blocks):
             raise ValueError("scan_layers=True needs blocks that differ in their weights alone")
         layers = [nnx.to_pure_dict(nnx.state(block, nnx.Param)) for block in self.blocks]
+        whole = len(layers) == self.config.num_layers
+        weights = stacked(layers, self.blocks[0]) if whole else layers[0]
         scales = None if self.shortcut is None else self.shortcut[...].astype(x.dtype)
         streams, drawn = nnx.split(rngs)  # the streams' counts are carried along
 
@@ -344,9 +347,7 @@ class GPT(Module):
             return (y, nnx.state(rngs)), x
 
         run = jax.checkpoint(call) if self.config.rematerialise else call
-        (x, drawn), states = jax.lax.scan(
-            run, (x, drawn), (stacked(layers, self.blocks[0]), scales)
-        )
+        (x, drawn), states = jax.lax.scan(run, (x, drawn), (weights, scales))
         nnx.update(rngs, drawn)
         return *states, x
 

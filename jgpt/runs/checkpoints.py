@@ -29,7 +29,7 @@ from jgpt.runs.manifest import Manifest, files_below, sha256_of, sync_below, syn
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays, current_mesh, weight_specs
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.step import TrainState, abstract_state, state_specs
+from jgpt.training.step import TrainState, abstract_state, layered_state, state_specs
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
@@ -89,6 +89,7 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps():
             return
+        state = layered_state(self._config, state)
         partial = self._path / f"saving-{step}"
         weights, optimizer = map(ocp.args.StandardSave, (state.weights, state.optimizer))
         try:

@@ -51,6 +51,7 @@ from jgpt.training.step import (
     init_state,
     make_eval_step,
     make_train_steps,
+    stacked_state,
 )
 
 ESTIMATE_TOKENS = 2048
@@ -144,6 +145,7 @@ def fit(
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
+        state = stacked_state(config, state)
         _train(config, dataset, state, checkpoints, logger, profiler, progress, should_stop)
         checkpoints.wait()
         best = checkpoints.best()

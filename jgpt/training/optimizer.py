@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Hashable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jgpt.config import OptimizerConfig
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
 from jgpt.sharding import gathered
+from jgpt.training.stacking import STACKED
 
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 
@@ -51,7 +52,12 @@ def learning_rate_schedule(
 @typed
 def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, "Weights"]:
     """True for what weight decay applies to: matrices and embeddings, not biases and scales."""
-    return jax.tree.map(lambda leaf: leaf.ndim >= 2, weights)
+    return jax.tree_util.tree_map_with_path(lambda *leaf: _dimensions(*leaf) >= 2, weights)
+
+
+def _dimensions(path: tuple[Any, ...], leaf: Any) -> int:
+    """Of a parameter, or of one of those that are stacked."""
+    return leaf.ndim - (STACKED in path)
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
@@ -84,8 +90,8 @@ def partition(
     def group(path, leaf):
         if path[-1].key == "embedding" and config.embedding_learning_rate is not None:
             return "embedding"
-        is_muon = config.optimizer == "muon" and path[0].key == "blocks" and leaf.ndim == 2
-        return "muon" if is_muon else "adamw"
+        is_matrix = path[0].key == "blocks" and _dimensions(path, leaf) == 2
+        return "muon" if config.optimizer == "muon" and is_matrix else "adamw"
 
     return jax.tree_util.tree_map_with_path(group, weights)
 
@@ -112,9 +118,24 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         weight_decay=config.muon_weight_decay,
     )
 
-    def update(updates, state, params=None):
+    def of_each(updates, state, params):
         # or each product of each Newton-Schulz iteration would gather the sharded matrix again
         return muon.update(gathered(updates), gathered(state), params)
+
+    def update(updates, state, params=None):
+        leaves, structure = jax.tree_util.tree_flatten_with_path((updates, state, params))
+        stacked = [leaf for path, leaf in leaves if STACKED in path]
+        if not stacked:
+            return of_each(updates, state, params)
+
+        def of_layer(stacked):  # one layer's matrices at a time: all of them gathered are too large
+            its = iter(stacked)
+            given = [next(its) if STACKED in path else leaf for path, leaf in leaves]
+            return of_each(*structure.unflatten(given))
+
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if STACKED in path else leaf[-1], jax.lax.map(of_layer, stacked)
+        )
 
     optimizer = adamw(config.learning_rate)
     if config.optimizer == "muon" or config.embedding_learning_rate is not None:

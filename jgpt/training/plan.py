@@ -1,5 +1,6 @@
 """Plans: the memory and compute of a run before it starts, and whether it is feasible."""
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -25,7 +26,14 @@ from jgpt.sharding import (
     shards_of,
     spec_of,
 )
-from jgpt.training.step import abstract_state, dropout_stream, make_train_steps, state_specs
+from jgpt.training.step import (
+    abstract_state,
+    dropout_stream,
+    make_train_steps,
+    stacked_specs,
+    stacked_state,
+    state_specs,
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,8 @@ class Plan:
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
     """The train steps of a config, compiled for the mesh that is set, or the default device."""
-    state = abstract_arrays(abstract_state(config), state_specs(config))
+    stacked = jax.eval_shape(functools.partial(stacked_state, config), abstract_state(config))
+    state = abstract_arrays(stacked, stacked_specs(config))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = jax.eval_shape(lambda: dropout_stream(config.seed))

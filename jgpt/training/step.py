@@ -1,5 +1,6 @@
 """Train and evaluation steps: pure functions of (state, batch), jit-compiled."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,14 @@ from jgpt.sharding import (
     with_placed,
 )
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer
+from jgpt.training.stacking import (
+    STACKED,
+    model_of,
+    stack_blocks,
+    stack_specs,
+    stacks,
+    unstack_blocks,
+)
 
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
 
@@ -96,14 +105,42 @@ def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainS
     return specs_like(abstract_state(config), specs)
 
 
+def stacked_state(config: TrainConfig, state: TrainState) -> TrainState:
+    """The state as steps that scan over the blocks keep it, and as it is for others."""
+    return _stacked(config, state) if stacks(config.model) else state
+
+
+def layered_state(config: TrainConfig, state: TrainState) -> TrainState:
+    """The state with each block's own arrays again."""
+    return _layered(config, state) if stacks(config.model) else state
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _stacked(config: TrainConfig, state: TrainState) -> TrainState:
+    state = stack_blocks(state)
+    return state if current_mesh().empty else sharded(state, stacked_specs(config))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layered(config: TrainConfig, state: TrainState) -> TrainState:
+    state = unstack_blocks(state, config.model.num_layers)
+    return state if current_mesh().empty else sharded(state, state_specs(config))
+
+
+def stacked_specs(config: TrainConfig) -> TrainState:
+    """How `stacked_state` is sharded over the mesh that is set."""
+    specs = state_specs(config)
+    return stack_specs(specs) if stacks(config.model) else specs
+
+
 def make_train_steps(config: TrainConfig) -> TrainSteps:
     """A jitted function that takes the first `count` of the steps whose windows it is given.
 
     One program serves every count. The state is donated. A step whose loss or gradient is not
     finite is skipped, and so are all after it, in later calls too: their `first_step` is ahead of
-    the state's step.
+    the state's step. With `scan_layers` a state that isn't stacked yet is stacked for each call.
     """
-    graph = nnx.graphdef(abstract_model(config.model))
+    merged = model_of(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
@@ -111,7 +148,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     def loss_of(
         weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> Float[Array, ""]:
-        model, at_once = nnx.merge(graph, weights), rows_at_once(config.model.vocab_size)
+        model, at_once = merged(weights), rows_at_once(config.model.vocab_size)
         x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
         return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
 
@@ -146,7 +183,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         weights = optax.apply_updates(state.weights, updates)
         stepped = TrainState(weights, optimizer_state, state.step + 1)
         if not current_mesh().empty:
-            stepped = sharded(stepped, state_specs(config))
+            stepped = sharded(stepped, stacked_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
         return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
@@ -160,6 +197,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         first_step: Int[Array, ""] | None = None,
     ) -> tuple[TrainState, Metrics]:
         first = state.step if first_step is None else first_step
+        layered = stacks(config.model) and STACKED.key not in state.weights["blocks"]
+        state = stacked_state(config, state) if layered else state
 
         # A dynamic trip count: one program for every count, and bitwise equal steps however they
         # are grouped into calls.
@@ -176,7 +215,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         empty = jnp.zeros(windows.shape[0], _loss_dtype(config.model))
         carry = jnp.zeros((), jnp.int32), state, [empty, empty, empty]
         _, state, metrics = jax.lax.while_loop(unfinished, body, carry)
-        return state, Metrics(*metrics)
+        return layered_state(config, state) if layered else state, Metrics(*metrics)
 
     return jax.jit(steps, donate_argnums=0)
 
@@ -186,7 +225,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 
     A batch without counted targets is skipped at run time.
     """
-    graph = nnx.graphdef(abstract_model(config))
+    merged = model_of(config)
 
     @jax.jit
     @typed
@@ -195,7 +234,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
         windows: Int[Array, "batches batch window"],
         counts: Bool[Array, "batches batch window-1"],
     ) -> Float[Array, ""]:
-        model = nnx.merge(graph, weights)
+        model = merged(weights)
 
         def add(total, batch):
             window, counted = (placed(each, "batch", None) for each in batch)

@@ -7,6 +7,7 @@ from flax import nnx
 
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.training import optimizer, step
+from jgpt.training.stacking import stack_blocks
 from tests.contract.contract import SIZES, Case, closure
 from tests.contract.model_cases import (
     BATCH,
@@ -25,6 +26,7 @@ STEPS = step.make_train_steps(TRAIN)
 STEP = closure(STEPS, "step")
 GRADIENTS = closure(STEP, "gradients_of")
 STATE = concrete(step.abstract_state(TRAIN))
+BLOCKS = {"blocks": {i: {"scale": jnp.zeros(5)} for i in range(2)}}
 CLIP = closure(optimizer.clip_by_global_norm(1.0).update, "f")
 
 LOSS = [
@@ -91,6 +93,12 @@ STEP_CASES = [
         (17, 17),
         static={"gradients": WEIGHTS, "weights": WEIGHTS},
         function=CLIP,
+    ),
+    Case("jgpt.training.stacking.stack_blocks", {}, static={"tree": BLOCKS}),
+    Case(
+        "jgpt.training.stacking.unstack_blocks",
+        {},
+        static={"tree": stack_blocks(BLOCKS), "count": 2},
     ),
     Case(
         "jgpt.training.step.TrainState.__init__",

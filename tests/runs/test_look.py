@@ -156,6 +156,15 @@ def test_too_many_tokens_for_a_page_are_refused(tmp_path):
         page_of(tmp_path / "look.html", model, "a" * 2000)
 
 
+def test_a_page_holds_just_so_many_weights(tmp_path, monkeypatch):
+    model, most = random_gpt("nanogpt"), 2 * 3 * 11**2 / 2
+    monkeypatch.setattr("jgpt.runs.look.MOST_WEIGHTS", most)
+    page_of(tmp_path / "look.html", model, "a" * 11)
+    monkeypatch.setattr("jgpt.runs.look.MOST_WEIGHTS", most - 0.5)
+    with pytest.raises(ValueError, match="11 tokens are too many for a page"):
+        page_of(tmp_path / "look.html", model, "a" * 11)
+
+
 # In a browser
 
 WIDTHS, SCHEMES = (390, 800, 1280), ("light", "dark")

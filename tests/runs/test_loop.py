@@ -138,6 +138,35 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     assert resumed.validation_loss == trained.validation_loss
 
 
+def test_a_run_that_scans_keeps_each_layer_s_own_arrays(small_run, tmp_path):
+    """It saves, evaluates and resumes as a run that doesn't."""
+
+    def with_scan(scan, name):
+        model = dataclasses.replace(small_run.model, num_layers=2, scan_layers=scan)
+        return dataclasses.replace(small_run, model=model, out=str(tmp_path / name))
+
+    loop, whole = fit(with_scan(False, "loop")), fit(with_scan(True, "whole"))
+    assert whole.validation_loss == pytest.approx(loop.validation_loss, rel=1e-5)
+    arrays = [
+        {path.relative_to(run): path.stat().st_size for path in run.rglob(".zarray")}
+        for run in (loop.directory, whole.directory)
+    ]
+    assert arrays[0] == arrays[1]
+    assert len(arrays[0]) > 100
+    states = [jax.tree.leaves(nnx.state(load(each.directory)[0])) for each in (loop, whole)]
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+    config = with_scan(True, "stopped")
+    with pytest.raises(Killed):
+        fit(config, progress=KillAt(8))
+    resumed = fit(config, resume=True)
+    assert measured(resumed.directory) == measured(whole.directory)
+    assert last_state(resumed.directory, resumed.config) == last_state(
+        whole.directory, whole.config
+    )
+
+
 @pytest.fixture
 def copy(trained, small_run, tmp_path):
     """The finished run's copy, and the config that made it."""

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from jgpt.runs.manifest import Manifest, files_below, sha256_of, verify
+from jgpt.runs.manifest import MANIFEST, Manifest, files_below, sha256_of, verify
 
 MIB = 1 << 20
 DATA = np.random.default_rng(0).bytes(2 * MIB + 3)
@@ -38,6 +38,8 @@ def test_a_flipped_bit_is_found_wherever_it_is(checkpoint, place):
 
 
 def test_a_manifest_is_read_as_it_was_written(checkpoint):
+    text = (checkpoint / MANIFEST).read_text()
+    assert (text[:2], text[-2:]) == ("{\n", "}\n")
     assert Manifest.read(checkpoint) == Manifest(
         step=5,
         validation_loss=None,

@@ -72,8 +72,9 @@ def test_the_losses_are_drawn_against_steps(figures, tmp_path):
         ([(0, 5.0)], "circles"),
     ]
     faint, smoothed = axes.get_lines()[:2]
-    assert faint.get_alpha() < 0.5
-    assert smoothed.get_alpha() is None
+    assert (faint.get_alpha(), smoothed.get_alpha()) == (0.25, None)
+    assert (faint.get_linewidth(), smoothed.get_linewidth()) == (0.7, 1.5)
+    assert figures[0].get_size_inches().tolist() == [8, 5.5]
     assert axes.get_title() == tmp_path.name
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss in nats per token")
     (legend,) = figures[0].legends  # not over the data: of the figure, outside its axes
@@ -109,6 +110,7 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     ]
     plot_runs(runs, tmp_path / "runs.png")
     panels = figures[0].axes
+    assert figures[0].get_size_inches().tolist() == [15, 5.5]
     expected = {
         "steps": ([1, 2, 3, 4], [2, 4], [1, 2], [2]),
         "tokens": ([35, 70, 105, 140], [70, 140], [14, 28], [28]),
@@ -193,6 +195,29 @@ def test_the_attention_of_a_long_text_is_a_picture_of_bounded_size(figures, tmp_
     shown = len(figures[0].axes[0].get_xticks())
     assert 50 < shown < 100
     assert shown == len(figures[0].axes[0].get_xticklabels())
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "time", "inches", "points"),
+    [
+        (2, 3, 7, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (8, 7 + 2.2)),
+        (2, 3, 13, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (61.2 * 2.2 / 17, 7 + 2.2)),
+        (2, 3, 300, (40 + 1, 40 * 2 / 3 + 0.5), (8, 7 + 40 / 3)),
+        (1, 1, 300, (40 + 1, 40 + 0.5), (8, 24)),
+    ],
+)
+def test_the_sizes_of_an_attention_picture(figures, tmp_path, layers, heads, time, inches, points):
+    """In inches, and the points of the tokens and of the titles."""
+    changes = {"num_layers": layers, "num_heads": heads, "vocab_size": 2, "block_size": time}
+    model = random_gpt("nanogpt", **changes)
+    plot_attention(model, CharTokenizer("ab"), "ab" * 150, tmp_path / "attention.png")
+    assert figures[0].get_size_inches().tolist() == pytest.approx(inches)
+    axes = figures[0].axes[0]
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        found = [label.get_fontsize() for label in labels]
+        assert found == pytest.approx([points[0]] * len(found))
+    titles = axes.title, axes.yaxis.label, figures[0].axes[-1].yaxis.label
+    assert [title.get_fontsize() for title in titles] == pytest.approx([points[1]] * 3)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -1,0 +1,210 @@
+"""Steps that scan over stacked blocks: the numbers of a loop, in a program of constant size."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jgpt.data.batches import batches, evaluation_windows
+from jgpt.sharding import make_mesh
+from jgpt.training import optimizer, step
+from jgpt.training.optimizer import decay_mask, partition
+from jgpt.training.plan import compile_steps
+from jgpt.training.stacking import STACKED, stack_blocks, stack_specs, stacks, unstack_blocks
+from jgpt.training.step import (
+    dropout_stream,
+    init_state,
+    layered_state,
+    make_eval_step,
+    make_train_steps,
+    stacked_state,
+)
+from tests.quick import only
+from tests.training.test_mesh import RUNS, TOKENS, config_of
+
+STEPS, LAYERS = 5, 3
+MODERN = config_of("modern", "muon", model={"num_kv_heads": 4})
+
+
+def with_layers(config: Any, layers: int = LAYERS, *, scan: bool) -> Any:
+    model = dataclasses.replace(config.model, num_layers=layers, scan_layers=scan)
+    return dataclasses.replace(config, model=model)
+
+
+def on(mesh: str | None):
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
+
+
+def trained(config: Any, *, stacked: bool = False) -> tuple[np.ndarray, Any]:
+    """The losses of a few steps, and the state after them."""
+    state = init_state(config)
+    state = stacked_state(config, state) if stacked else state
+    windows = batches(TOKENS, config.seed, 0, STEPS, config.batch_size, 10)
+    key = dropout_stream(config.seed)
+    state, metrics = make_train_steps(config)(state, windows, key, STEPS, 0)
+    assert (STACKED.key in state.weights["blocks"]) == stacked
+    return np.asarray(metrics.loss), layered_state(config, state) if stacked else state
+
+
+def furthest(one: Any, other: Any) -> float:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    return max(
+        float(abs(a - b).max())
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+# --- the same numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "stacked"),
+    [
+        ("modern", None, False),
+        *only(
+            [("modern", "data=2,fsdp=2,tensor=2", True)],
+            [(name, mesh, True) for name in RUNS for mesh in (None, "data=2,fsdp=2,tensor=2")],
+        ),
+        pytest.param("modern", "fsdp=8", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_scan_trains_as_a_loop_does(name, mesh, stacked):
+    with jax.enable_x64(True):
+        wanted, state = trained(with_layers(RUNS[name], scan=False))
+        with on(mesh):
+            found, scanned = trained(with_layers(RUNS[name], scan=True), stacked=stacked)
+            assert abs(found - wanted).max() < 1e-12
+            assert furthest(jax.device_get(scanned), jax.device_get(state)) < 1e-11
+    assert abs(np.diff(wanted)).min() > 1e-9  # each step would show a mistake
+
+
+@pytest.mark.parametrize("name", ["lecture", "modern"])
+def test_the_bound_notices_a_vector_that_decays(name, monkeypatch):
+    """The negative control: stacked, vectors are as matrices are."""
+    with jax.enable_x64(True):
+        wanted = trained(with_layers(RUNS[name], scan=False))[0]
+        monkeypatch.setattr(optimizer, "_dimensions", lambda path, leaf: leaf.ndim)
+        with contextlib.suppress(ValueError):  # of Muon, which is for matrices
+            assert abs(trained(with_layers(RUNS[name], scan=True))[0] - wanted).max() > 1e-9
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
+def test_what_is_stacked_decays_and_is_grouped_as_before(optimizer_name):
+    config = config_of("lecture", optimizer_name)
+    weights = init_state(config).weights
+    stacked = stack_blocks(weights)
+    for of in decay_mask, lambda weights: partition(config.optimizer, weights):
+        its, layered = of(stacked), of(weights)
+        assert its["blocks"] == {STACKED.key: layered["blocks"][0]}
+        assert layered["blocks"][0] == layered["blocks"][1]
+        assert {**its, "blocks": None} == {**layered, "blocks": None}
+
+
+# --- stacking ------------------------------------------------------------------------------------
+
+
+def test_blocks_are_stacked_in_order_and_nothing_else_is():
+    blocks = {i: {"a": {"b": jnp.full((2, 3), i)}, "c": jnp.full((5,), -i)} for i in range(11)}
+    tree = {"blocks": dict(reversed(blocks.items())), "head": jnp.ones(7)}, [jnp.zeros(())]
+    stacked = stack_blocks(tree)
+    assert stacked[0]["blocks"]["stacked"]["a"]["b"].shape == (11, 2, 3)
+    assert stacked[0]["blocks"]["stacked"]["c"][:, 0].tolist() == [-i for i in range(11)]
+    assert stacked[0]["head"] is tree[0]["head"]
+    again = unstack_blocks(stacked, 11)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert [its["a"]["b"][0, 0] for its in again[0]["blocks"].values()] == list(range(11))
+
+
+def test_the_stack_s_own_axis_is_whole():
+    specs = {"blocks": {0: {"a": P("fsdp", None)}, 1: {"a": P("fsdp", None)}}, "head": P("tensor")}
+    stacked = {"blocks": {"stacked": {"a": P(None, "fsdp", None)}}, "head": P("tensor")}
+    assert stack_specs(specs) == stacked
+    config = with_layers(config_of("lecture", "adamw"), scan=True)
+    with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
+        state = stacked_state(config, init_state(config))
+        kernel = state.weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
+        moments = state.optimizer[1][0].mu["blocks"]["stacked"]["feed_forward"]["expansion"]
+        for each in kernel, moments["kernel"]:
+            assert {shard.data.shape for shard in each.addressable_shards} == {(3, 24, 14)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"scan_layers": True, "num_layers": 2}, True),
+        ({"scan_layers": True, "num_layers": 1}, False),
+        ({"scan_layers": False, "num_layers": 2}, False),
+        ({"scan_layers": True, "num_layers": 2, "architecture": "bigram"}, False),
+    ],
+)
+def test_only_scans_over_several_blocks_stack(changes, expected):
+    config = dataclasses.replace(
+        config_of("nanogpt", "adamw"),
+        model=dataclasses.replace(config_of("nanogpt", "adamw").model, **changes),
+    )
+    assert stacks(config.model) == expected
+    state = init_state(config)
+    assert (stacked_state(config, state) is state) == (not expected)
+    if not expected:
+        assert layered_state(config, state) is state
+    windows = batches(TOKENS, 1, 0, 1, config.batch_size, 10)
+    make_train_steps(config).trace(state, windows, dropout_stream(1), 1, 0)
+
+
+def test_an_evaluation_takes_both():
+    config = with_layers(RUNS["modern"], scan=True)
+    with jax.enable_x64(True):
+        windows, counts = map(jnp.asarray, evaluation_windows(TOKENS, 10, 24))
+        state = init_state(config)
+        evaluate = make_eval_step(config.model)
+        layered = evaluate(state.weights, windows, counts)
+        stacked = evaluate(stacked_state(config, state).weights, windows, counts)
+        assert layered == stacked
+        loop = make_eval_step(with_layers(config, scan=False).model)
+        assert abs(loop(state.weights, windows, counts) - layered) < 1e-9 * layered
+
+
+# --- one program ---------------------------------------------------------------------------------
+
+
+def size_of(layers: int, monkeypatch, *, scan: bool) -> int:
+    """The number of operations of the program that is compiled."""
+    lowered: list[str] = []
+
+    class Traced:
+        def __init__(self, config):
+            self.steps = make_train_steps(config)
+
+        def lower(self, *arguments):
+            its = self.steps.lower(*arguments)
+            lowered.append(its.as_text())
+            return its
+
+    monkeypatch.setattr("jgpt.training.plan.make_train_steps", Traced)
+    compile_steps(with_layers(MODERN, layers, scan=scan))
+    return lowered[0].count(" = ")
+
+
+def test_a_program_does_not_grow_with_its_layers(monkeypatch):
+    """But for the slice of each layer's input, which nothing reads."""
+    small, large = (size_of(layers, monkeypatch, scan=True) for layers in (5, 7))
+    assert large - small <= 2 * 2
+    small, large = (size_of(layers, monkeypatch, scan=False) for layers in (5, 7))
+    assert large - small > 100 * 2  # the control
+
+
+def test_muon_takes_one_layer_at_a_time():
+    config = with_layers(MODERN, 7, scan=True)
+    state = jax.eval_shape(lambda: stacked_state(config, init_state(config)))
+    optimizer = step.make_optimizer(config.optimizer, 1)
+    weights = state.weights
+    text = str(jax.make_jaxpr(optimizer.update)(weights, state.optimizer, weights))
+    assert "48,56]" in text
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products
+    assert not [line for line in products if "[7," in line]
