@@ -153,6 +153,16 @@ def with_gathered(
     return jax.checkpoint(with_whole)(x, parameter[...])
 
 
+def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
+    """Gather a parameter as `with_gathered` does, for all that reads it from here on.
+
+    Its gradient is still sharded as it is: so not where axes are explicit, whose types agree.
+    """
+    mesh = current_mesh()
+    if not (mesh.empty or mesh.explicit_axes):
+        parameter.set_value(_gathered(dimensions_of(parameter), dtype, parameter[...]))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
     # the barrier keeps XLA from gathering first and narrowing afterwards

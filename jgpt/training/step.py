@@ -15,10 +15,12 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
-from jgpt.nn.models import Weights, abstract_model, create_model
+from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model
 from jgpt.nn.precision import ANYWHERE, for_platform
+from jgpt.nn.transformer import GPT
 from jgpt.sharding import (
     current_mesh,
+    gather_once,
     placed,
     sharded,
     shardings,
@@ -150,6 +152,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     ) -> Float[Array, ""]:
         model, at_once = merged(weights), rows_at_once(config.model.vocab_size)
         x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
+        if window[:, 1:].size > at_once:
+            _gather_head(model)
         return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
 
     @typed
@@ -241,6 +245,8 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 
             def added():
                 x, at_once = model.hidden(window[:, :-1]), rows_at_once(config.vocab_size)
+                if counted.size > at_once:
+                    _gather_head(model)
                 losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
                 return total + jnp.where(counted, losses, 0).sum()
 
@@ -250,6 +256,13 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
         return jax.lax.scan(add, zero, (windows, counts))[0]
 
     return evaluate
+
+
+def _gather_head(model: LanguageModel) -> None:
+    """Gather the head's weights over the mesh here, or each chunk of a loss would."""
+    if isinstance(model, GPT):
+        head = model.token_embedding.embedding if model.head is None else model.head.kernel
+        gather_once(head, model.dtype)
 
 
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig, sharding
 from jgpt.data.batches import batches
-from jgpt.nn import transformer
+from jgpt.nn import loss, transformer
 from jgpt.sharding import make_mesh, shardings
-from jgpt.training import optimizer
+from jgpt.training import optimizer, step
 from jgpt.training.step import (
     abstract_state,
     dropout_stream,
@@ -113,6 +113,15 @@ def test_steps_are_those_of_one_device(name, mesh, steps):
     assert np.abs(found[:-1] - wanted[:-1]).max() < 1e-12
     assert abs(found[-1] / wanted[-1] - 1) < 1e-12
     assert np.abs(np.diff(wanted[:-1])).min() > 1e-9  # each step would show a mistake
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lecture", "modern"])  # an untied head, and a tied one
+def test_so_are_steps_whose_loss_is_in_chunks(name, monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * 3 * 4)
+    with jax.enable_x64(True), jax.set_mesh(make_mesh("data=2,fsdp=2,tensor=2")):
+        found = losses(RUNS[name], 4)
+    assert np.abs(found[:-1] - losses_on_one_device(name, 4)[:-1]).max() < 1e-12
 
 
 def test_a_state_is_initialised_in_shards():
@@ -235,6 +244,22 @@ EXPECTED = {
 @pytest.mark.parametrize("mesh", only(["fsdp=8"], EXPECTED))
 def test_what_is_communicated(mesh, tmp_path):
     EXPECTED[mesh](collectives(UNTIED, mesh, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_gathered_once_for_all_chunks_of_a_loss(tied, tmp_path, monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * 3 * 4)  # a device's 30 rows in three chunks
+    shape = (40, 48) if tied else (48, 40)
+    config = config_of("nanogpt", "adamw", model={"tie_embeddings": tied, "dtype": "bfloat16"})
+
+    def gathers(folder) -> int:
+        folder.mkdir()
+        return of_matrices(collectives(config, "fsdp=8", folder), "all-gather", "bf16")[shape]
+
+    assert gathers(tmp_path / "once") == 1
+    monkeypatch.setattr(step, "gather_once", lambda *_: None)
+    assert gathers(tmp_path / "control") == 2  # in the loop over the chunks, forward and backward
 
 
 @pytest.mark.slow
