@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pty
 import re
 import shutil
 import signal
@@ -12,9 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
+from jgpt.runs import processes as module
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.processes import Vote, gather, require_same, together
 
@@ -116,6 +120,55 @@ def losses(run: Path) -> np.ndarray:
 @pytest.fixture
 def options(poem, tmp_path) -> tuple[object, ...]:
     return "--data", poem, "--out", tmp_path / "run"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_without_gloo_s_lines_a_terminal_still_sees_each_line_at_once(terminal):
+    code = "import sys; from jgpt.runs.processes import _silence_gloo as silence; silence(); "
+    code += "print('kept', flush=True); print(sys.stdout.line_buffering, file=sys.stderr)"
+    reads, writes = pty.openpty() if terminal else os.pipe()
+    ran = subprocess.run(
+        [sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE, check=True
+    )
+    os.close(writes)
+    assert os.read(reads, 100).split() == [b"kept"]
+    os.close(reads)
+    assert ran.stderr.split()[-1] == str(terminal).encode()
+
+
+@pytest.mark.parametrize(
+    ("error", "before"),
+    [(JaxRuntimeError("Gloo: closed"), [("sleep", 10)]), (ValueError("Gloo: closed"), [])],
+)
+def test_one_that_hears_of_a_death_from_jax_lets_the_message_come_first(monkeypatch, error, before):
+    """For twice as long as an error that all have may take to end each of them."""
+    events = []
+
+    class Others:
+        def __init__(self, *_):
+            pass
+
+        def end(self, message):
+            events.append(("end", message))
+
+        def tell(self, message):
+            pass
+
+    def leave(message):
+        events.append(("leave", message))
+        raise SystemExit(2)
+
+    nothing = lambda *_, **__: None  # noqa: E731
+    monkeypatch.setattr(jax.config, "update", nothing)
+    monkeypatch.setattr(jax.distributed, "initialize", nothing)
+    monkeypatch.setattr(jax.distributed, "shutdown", nothing)
+    monkeypatch.setattr(module, "_silence_gloo", nothing)
+    monkeypatch.setattr(module, "_Others", Others)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: events.append(("sleep", seconds)))
+    with pytest.raises(SystemExit), module.joined(None, None, None, leave):
+        raise error
+    after = [("end", "process 0: Gloo: closed"), ("leave", "Gloo: closed")]
+    assert events == before + after
 
 
 def test_a_process_alone_agrees_with_itself():

@@ -1,5 +1,6 @@
 """What is compiled is kept and heard of, and steps are traced."""
 
+import contextlib
 import dataclasses
 import logging
 import platform
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgpt import fit
-from jgpt.runs.profiling import CompilationWatch, enable_compilation_cache
+from jgpt.runs.profiling import CompilationWatch, Profiler, enable_compilation_cache
 from jgpt.runs.progress import Progress
 
 COMPILATION_CACHE = (
@@ -114,3 +115,27 @@ def test_profile_writes_a_trace(small_run, tmp_path):
     config = dataclasses.replace(small_run, out=str(tmp_path / "run"), sample_tokens=0)
     run = fit(config, profile_steps=4)
     assert list((run.directory / "profile").rglob("*.xplane.pb"))
+
+
+def test_the_steps_after_the_first_are_traced(monkeypatch, tmp_path):
+    events = []
+
+    @contextlib.contextmanager
+    def trace(directory):
+        events.append(("trace", directory))
+        yield
+        events.append("done")
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    with Profiler(tmp_path, 4) as profiler:
+        for _ in range(4):
+            events.append(count := profiler.limit(3))
+            profiler.stepped(count, jnp.zeros(()))
+    assert events == [1, ("trace", tmp_path), 3, 1, "done", 3]
+
+    events.clear()
+    with Profiler(tmp_path, 0) as profiler:
+        events.append(profiler.limit(3))
+        profiler.stepped(3, jnp.zeros(()))
+        events.append(profiler.limit(5))
+    assert events == [3, 5]
