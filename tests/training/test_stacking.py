@@ -83,14 +83,13 @@ def test_a_scan_trains_as_a_loop_does(name, mesh, stacked):
     assert abs(np.diff(wanted)).min() > 1e-9  # each step would show a mistake
 
 
-@pytest.mark.parametrize("name", ["lecture", "modern"])
-def test_the_bound_notices_a_vector_that_decays(name, monkeypatch):
+@pytest.mark.slow
+def test_the_bound_notices_a_vector_that_decays(monkeypatch):
     """The negative control: stacked, vectors are as matrices are."""
     with jax.enable_x64(True):
-        wanted = trained(with_layers(RUNS[name], scan=False))[0]
+        wanted = trained(with_layers(RUNS["lecture"], scan=False))[0]
         monkeypatch.setattr(optimizer, "_dimensions", lambda path, leaf: leaf.ndim)
-        with contextlib.suppress(ValueError):  # of Muon, which is for matrices
-            assert abs(trained(with_layers(RUNS[name], scan=True))[0] - wanted).max() > 1e-9
+        assert abs(trained(with_layers(RUNS["lecture"], scan=True))[0] - wanted).max() > 1e-9
 
 
 @pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
@@ -173,19 +172,21 @@ def test_an_evaluation_takes_both():
 
 
 def size_of(layers: int, monkeypatch, *, scan: bool) -> int:
-    """The number of operations of the program that is compiled."""
+    """The number of operations of the program that `compile_steps` would compile."""
     lowered: list[str] = []
 
-    class Traced:
+    class Uncompiled:
         def __init__(self, config):
             self.steps = make_train_steps(config)
 
         def lower(self, *arguments):
-            its = self.steps.lower(*arguments)
-            lowered.append(its.as_text())
-            return its
+            lowered.append(self.steps.lower(*arguments).as_text())
+            return self
 
-    monkeypatch.setattr("jgpt.training.plan.make_train_steps", Traced)
+        def compile(self):
+            return None
+
+    monkeypatch.setattr("jgpt.training.plan.make_train_steps", Uncompiled)
     compile_steps(with_layers(MODERN, layers, scan=scan))
     return lowered[0].count(" = ")
 
