@@ -32,6 +32,7 @@ def test_provenance_names_the_text_and_the_corpus_version(of_python_3_11, poem):
     (line,) = RunDirectory.open(of_python_3_11.out).provenance()
     assert line["corpora"] == {"pydocs": "Python 3.11.7"}
     assert line["text_sha256"] == hashlib.sha256(poem.read_bytes()).hexdigest()
+    assert line["corpus_tokens"] == len(poem.read_text())  # of characters, both splits
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
