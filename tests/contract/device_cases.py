@@ -26,7 +26,7 @@ STEPS = step.make_train_steps(TRAIN)
 STEP = closure(STEPS, "step")
 GRADIENTS = closure(STEP, "gradients_of")
 STATE = concrete(step.abstract_state(TRAIN))
-BLOCKS = {"blocks": {i: {"scale": jnp.zeros(5)} for i in range(2)}}
+BLOCKS = {"blocks": {i: {"a": jnp.zeros(5), "b": jnp.zeros((3, 5))} for i in range(2)}}
 CLIP = closure(optimizer.clip_by_global_norm(1.0).update, "f")
 
 LOSS = [

@@ -89,6 +89,7 @@ ABOUT = {
     "data/corpus.py": ("runs/test_provenance",),
     "data/dataset.py": ("data/test_data", "runs/test_provenance"),
     "data/tokenizers.py": ("parity/test_tokenizer", "interop/test_exchange"),
+    "training/optimizer.py": ("training/test_stacking",),
     "training/plan.py": ("training/test_memory", "cli/test_console"),
     "training/stacking.py": ("runs/test_loop",),
     "training/step.py": (
