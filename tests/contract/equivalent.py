@@ -35,6 +35,9 @@ VALUES = {
         '(newline := text.rfind("\\n", 1, end)) > 0',
         "(newline := text.rfind('\\n', 1, end)) >= 0",
     ): "a newline is found after the first character, or at -1",
+    ("training/step.py", "counted.size > at_once", "counted.size >= at_once"): (
+        "an evaluation has one pass: the head is gathered once for it in any case"
+    ),
     (
         "generation/text.py",
         "max(map(len, self._stop), default=1) - 1",

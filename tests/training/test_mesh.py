@@ -258,6 +258,9 @@ def test_the_head_is_gathered_once_for_all_chunks_of_a_loss(tied, tmp_path, monk
         return of_matrices(collectives(config, "fsdp=8", folder), "all-gather", "bf16")[shape]
 
     assert gathers(tmp_path / "once") == 1
+    with monkeypatch.context() as patch:  # one that is whole gathers for each pass
+        patch.setattr(loss, "LOGITS_BYTES", 4 * 40 * 30)
+        assert gathers(tmp_path / "whole") == 2
     monkeypatch.setattr(step, "gather_once", lambda *_: None)
     assert gathers(tmp_path / "control") == 2  # in the loop over the chunks, forward and backward
 
