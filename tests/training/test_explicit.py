@@ -21,7 +21,7 @@ from jgpt.nn.attention import fused_attend, split_heads
 from jgpt.nn.layers import project
 from jgpt.nn.models import abstract_model
 from jgpt.sharding import dimensions_of, gathered, make_mesh, placed, shardings
-from jgpt.training import step
+from jgpt.training import stacking, step
 from jgpt.training.step import (
     abstract_state,
     dropout_stream,
@@ -413,7 +413,8 @@ def plant(monkeypatch, path: str, place: int, other: Any) -> None:
         variable.set_metadata("dimensions", tuple(names))
         return model
 
-    monkeypatch.setattr(step, "abstract_model", mutated)
+    for module in (step, stacking):
+        monkeypatch.setattr(module, "abstract_model", mutated)
 
 
 @pytest.mark.slow
