@@ -22,6 +22,7 @@ from jgpt.training.step import (
     abstract_state,
     dropout_stream,
     init_state,
+    make_eval_step,
     make_train_steps,
     state_specs,
 )
@@ -263,6 +264,18 @@ def test_the_head_is_gathered_once_for_all_chunks_of_a_loss(tied, tmp_path, monk
         assert gathers(tmp_path / "whole") == 2
     monkeypatch.setattr(step, "gather_once", lambda *_: None)
     assert gathers(tmp_path / "control") == 2  # in the loop over the chunks, forward and backward
+
+
+@pytest.mark.parametrize(("rows", "gathers"), [(24 * 10, 0), (24 * 10 - 1, 1)])
+def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, monkeypatch):
+    gathered = []
+    monkeypatch.setattr(step, "gather_once", lambda *head: gathered.append(head))
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * rows)
+    config = config_of("nanogpt", "adamw")
+    windows, counts = jnp.zeros((2, 24, 11), jnp.int32), jnp.ones((2, 24, 10), bool)
+    evaluate = make_eval_step(config.model)
+    jax.eval_shape(evaluate, abstract_state(config).weights, windows, counts)
+    assert [its.shape for its, _ in gathered] == [(40, 48)] * gathers
 
 
 @pytest.mark.slow
