@@ -16,6 +16,7 @@ from flax import nnx
 from jgpt import DataConfig, fit, generate, load
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.nn.loss import token_losses
+from jgpt.runs import loop
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
 from jgpt.runs.loop import _stops_early, evaluate, plan
 from jgpt.runs.progress import Progress
@@ -138,22 +139,26 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     assert resumed.validation_loss == trained.validation_loss
 
 
-def test_a_run_that_scans_keeps_each_layer_s_own_arrays(small_run, tmp_path):
-    """It saves, evaluates and resumes as a run that doesn't."""
+def test_a_run_that_scans_keeps_each_layer_s_own_arrays(small_run, tmp_path, monkeypatch):
+    """It saves, evaluates and resumes as a run that doesn't, and stacks its state once."""
+    stacked = []
+    keep = loop.stacked_state
+    monkeypatch.setattr(loop, "stacked_state", lambda *its: stacked.append(its) or keep(*its))
 
     def with_scan(scan, name):
         model = dataclasses.replace(small_run.model, num_layers=2, scan_layers=scan)
         return dataclasses.replace(small_run, model=model, out=str(tmp_path / name))
 
-    loop, whole = fit(with_scan(False, "loop")), fit(with_scan(True, "whole"))
-    assert whole.validation_loss == pytest.approx(loop.validation_loss, rel=1e-5)
+    looped, whole = fit(with_scan(False, "loop")), fit(with_scan(True, "whole"))
+    assert len(stacked) == 2
+    assert whole.validation_loss == pytest.approx(looped.validation_loss, rel=1e-5)
     arrays = [
         {path.relative_to(run): path.stat().st_size for path in run.rglob(".zarray")}
-        for run in (loop.directory, whole.directory)
+        for run in (looped.directory, whole.directory)
     ]
     assert arrays[0] == arrays[1]
     assert len(arrays[0]) > 100
-    states = [jax.tree.leaves(nnx.state(load(each.directory)[0])) for each in (loop, whole)]
+    states = [jax.tree.leaves(nnx.state(load(each.directory)[0])) for each in (looped, whole)]
     for one, other in zip(*states, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
