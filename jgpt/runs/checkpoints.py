@@ -15,7 +15,6 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from jgpt.config import TrainConfig
@@ -47,10 +46,7 @@ class Checkpoints:
     def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
         self._path = (run.path / CHECKPOINTS).resolve()
         self._config, self.run = run.config(), run
-        # plain Zarr: a directory per array, which can be inspected and checksummed
-        weights, optimizer = (ocp.StandardCheckpointHandler(use_ocdbt=False) for _ in range(2))
-        handler = ocp.CompositeCheckpointHandler(weights=weights, optimizer=optimizer)
-        self._orbax = ocp.AsyncCheckpointer(handler)
+        self._orbax: Any = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # drops Orbax's log messages, and no others: what fails raises an error as well
         self._quiet = lambda record: "orbax" not in Path(record.pathname).parts
@@ -71,7 +67,8 @@ class Checkpoints:
                 self.wait()
         finally:
             self._background.shutdown()
-            self._orbax.close()
+            if self._orbax is not None:
+                self._orbax.close()
             if self._writes:
                 self._remove_unfinished()  # what a save that failed was still writing
             logging.getLogger("absl").removeFilter(self._quiet)
@@ -91,6 +88,7 @@ class Checkpoints:
             return
         state = layered_state(self._config, state)
         partial = self._path / f"saving-{step}"
+        ocp = self._open_orbax()
         weights, optimizer = map(ocp.args.StandardSave, (state.weights, state.optimizer))
         try:
             self._orbax.save(partial, args=ocp.args.Composite(weights=weights, optimizer=optimizer))
@@ -192,6 +190,7 @@ class Checkpoints:
     def _restore(self, step: int, **wanted: Any) -> dict[str, Any]:
         directory = self._path / str(step)
         _require_plausible_arrays(directory, jax.tree.leaves(wanted))
+        ocp = self._open_orbax()
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         try:
             restored = self._orbax.restore(directory, args=ocp.args.Composite(**arguments))
@@ -201,6 +200,17 @@ class Checkpoints:
                 f"checkpoint {directory} can't be read: it is damaged, or of a model other than "
                 f"the config's ({_reason(error)})"
             ) from error
+
+    def _open_orbax(self) -> Any:
+        """Orbax's package, and its checkpointer with it: 30 MiB that training first needs late."""
+        import orbax.checkpoint as ocp
+
+        if self._orbax is None:
+            # plain Zarr: a directory per array, which can be inspected and checksummed
+            weights, optimizer = (ocp.StandardCheckpointHandler(use_ocdbt=False) for _ in range(2))
+            handler = ocp.CompositeCheckpointHandler(weights=weights, optimizer=optimizer)
+            self._orbax = ocp.AsyncCheckpointer(handler)
+        return ocp
 
     def _finish(self, partial: Path, step: int, validation_loss: float | None) -> None:
         """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""

@@ -21,14 +21,20 @@ from jgpt.data.dataset import Dataset, load_dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
-from jgpt.hardware import Platform, accelerators, current_platform, memory_limit, process_index
+from jgpt.hardware import (
+    Platform,
+    accelerators,
+    current_platform,
+    memory_limit,
+    process_index,
+    release_memory,
+)
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import CONFIG, LOSS_PICTURE, PROFILE, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
-from jgpt.runs.plots import plot_losses
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
@@ -148,13 +154,17 @@ def fit(
         state = stacked_state(config, state)
         _train(config, dataset, state, checkpoints, logger, profiler, progress, should_stop)
         checkpoints.wait()
+        release_memory()
         best = checkpoints.best()
         model, tokenizer, _ = load(run.path, platform=platform)
         prompt, key = jnp.asarray(default_prompt(tokenizer)), jax.random.key(np.uint32(saved.seed))
         drawn = generate(model, prompt[None], saved.sample_tokens, key=key, temperature=0.8)
         sample = tokenizer.decode(np.asarray(drawn[0]))
+        release_memory()
         with together():
             if first:
+                from jgpt.runs.plots import plot_losses  # 40 MiB that training doesn't need
+
                 plot_losses(run.metrics(), run.path / LOSS_PICTURE)
                 run.write_samples(sample)
     assert best.validation_loss is not None  # the last step is always evaluated
@@ -310,14 +320,14 @@ def _train(
                 pause = min({boundary} | {at for at in early if at > step})
                 count = profiler.limit(min(config.steps_per_call, pause - step))
                 windows = batches(tokens, config.seed, step, *sizes)
+                if step == first_step:  # a call of no steps compiles, which isn't training's time
+                    state, _ = train_steps(state, windows, key, 0, step)
+                    release_memory()
+                    logger.start_clock()
                 state, metrics = train_steps(state, windows, key, count, step)
                 call_start, step = step, step + count
                 profiler.stepped(count, metrics)
-                if call_start == first_step:
-                    jax.block_until_ready(metrics)  # compilation is not training speed
                 logger.add(call_start, count, metrics)
-                if call_start == first_step:
-                    logger.start_clock()
                 if step == boundary:
                     logger.wait()
                     loss = evaluate(state.weights)

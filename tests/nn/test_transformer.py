@@ -20,7 +20,7 @@ every_family = pytest.mark.parametrize("family", TRANSFORMERS)
 
 
 @every_family
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize("num_layers", only([1, 2], [1, 2, 3]))
 def test_no_gradient_flows_from_the_future(family, num_layers):
     model, tokens = random_gpt(family, num_layers=num_layers), tokens_of(1, batch=1)
 
@@ -36,7 +36,7 @@ def test_no_gradient_flows_from_the_future(family, num_layers):
 
 
 @every_family
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize("num_layers", only([1, 2], [1, 2, 3]))
 def test_another_future_changes_nothing_before_it(family, num_layers):
     model, tokens = random_gpt(family, num_layers=num_layers), tokens_of(1)
     run = nnx.jit(lambda model, tokens: model(tokens))
@@ -228,7 +228,7 @@ def loss_and_gradients(model, **changes):
 
 
 @pytest.mark.parametrize("family", only(["lecture", "qwen3"], TRANSFORMERS))
-@pytest.mark.parametrize("rematerialise", [False, True])
+@pytest.mark.parametrize("rematerialise", only([True], [False, True]))
 def test_a_scan_over_the_blocks_gives_the_same(family, rematerialise):
     with jax.enable_x64(True):
         float64 = {"dtype": "float64", "param_dtype": "float64", "activation_dtype": "float64"}

@@ -58,7 +58,7 @@ def forget_a_bias(port):
     torch.nn.init.zeros_(port.blocks[1].feed_forward.expansion.bias)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", only(["float64"], TOLERANCE))
 @pytest.mark.parametrize(
     ("broken", "seen"),
     [
@@ -137,7 +137,7 @@ GATED = {
 """The fields of Llama and Qwen3, and a mistake in each."""
 
 
-@pytest.mark.parametrize("modern", [False, True])
+@pytest.mark.parametrize("modern", only([False], [False, True]))
 @pytest.mark.parametrize(
     ("family", "sabotage"),
     {

@@ -5,7 +5,10 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +17,10 @@ import pytest
 from flax import nnx
 
 from jgpt import DataConfig, fit, generate, load
+from jgpt.config import to_json
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.nn.loss import token_losses
-from jgpt.runs import loop
+from jgpt.runs import loop, plots
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
 from jgpt.runs.loop import _stops_early, evaluate, plan
 from jgpt.runs.progress import Progress
@@ -139,6 +143,48 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     assert resumed.validation_loss == trained.validation_loss
 
 
+def test_compiling_takes_no_step_and_gives_its_memory_back(small_run, tmp_path, monkeypatch):
+    events: list[Any] = []
+
+    def recorded(name, function):
+        def call(*arguments, **options):
+            events.append((name, arguments[3]) if name == "steps" else name)
+            return function(*arguments, **options)
+
+        return call
+
+    make = loop.make_train_steps
+    monkeypatch.setattr(loop, "make_train_steps", lambda config: recorded("steps", make(config)))
+    for name in ("release_memory", "generate"):
+        monkeypatch.setattr(loop, name, recorded(name, getattr(loop, name)))
+    monkeypatch.setattr(plots, "plot_losses", recorded("plot_losses", plots.plot_losses))
+    fit(dataclasses.replace(small_run, out=str(tmp_path / "run")))
+    steps = [event for event in events if event[0] == "steps"]
+    assert steps == [("steps", count) for count in (0, 1, 1, 2, 3, 1, 3)]
+    assert events[:2] == [("steps", 0), "release_memory"]
+    assert events[-4:] == ["release_memory", "generate", "release_memory", "plot_losses"]
+    assert len(events) == len(steps) + 5
+
+
+def test_what_training_needs_late_is_imported_late(small_run, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(to_json(dataclasses.replace(small_run, out=str(tmp_path / "run"))))
+    code = (
+        "import pathlib, sys\n"
+        "from jgpt import TrainConfig, fit\n"
+        "from jgpt.config import from_json\n"
+        "late = {'orbax.checkpoint', 'matplotlib'}\n"
+        "seen = []\n"
+        "def stop(): seen.append(late & set(sys.modules)); return False\n"
+        f"config = from_json(TrainConfig, pathlib.Path({str(config)!r}).read_text())\n"
+        "fit(config, should_stop=stop)\n"
+        "assert seen[0] == set() and seen[-1] == {'orbax.checkpoint'}, seen\n"
+        "assert late <= set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
 def test_a_run_that_scans_keeps_each_layer_s_own_arrays(small_run, tmp_path, monkeypatch):
     """It saves, evaluates and resumes as a run that doesn't, and stacks its state once."""
     stacked = []

@@ -195,6 +195,7 @@ def size_of(layers: int, monkeypatch, *, scan: bool) -> int:
     return lowered[0].count(" = ")
 
 
+@pytest.mark.slow
 def test_a_program_does_not_grow_with_its_layers(monkeypatch):
     """But for the slice of each layer's input, which nothing reads."""
     small, large = (size_of(layers, monkeypatch, scan=True) for layers in (5, 7))
