@@ -33,12 +33,14 @@ MODEL = {
     "no window": {"attention_window": None},
     "no n-grams": {"ngram_sizes": ()},
     "no dropout of n-grams": {"ngram_dropout": 0.0},
+    "dropout of n-grams 0.35": {"ngram_dropout": 0.35},
 }
 OPTIMIZER = {
-    "AdamW for matrices too (0.004)": {"optimizer": "adamw"},
+    "AdamW for matrices too (0.008)": {"optimizer": "adamw"},
+    "head learns at 0.004": {"learning_rate": 4e-3},
     "cosine": {"schedule": "cosine"},
     "constant learning rate": {"schedule": "constant"},
-    "embeddings learn at 0.004": {"embedding_learning_rate": None},
+    "embeddings learn at 0.008": {"embedding_learning_rate": None},
     "no decay": {"weight_decay": 0.0, "muon_weight_decay": 0.0},
     "beta 0.9 and 0.99": {"beta1": 0.9, "beta2": 0.99},
     "gradients clipped at 1": {"gradient_clip": 1.0},
