@@ -33,7 +33,7 @@ class Options:
     """How often nanoGPT's command runs."""
     seeds: int = 5
     """How many seeds jgpt trains."""
-    short_steps: int = 43
+    short_steps: int = 45
     """Steps to reach the loss in."""
     steps: int = 1500
     """Steps that end before nanoGPT."""

@@ -25,7 +25,7 @@ def enable_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         folder = Path(platformdirs.user_cache_dir("jgpt")) / "compiled" / platform.node()
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_compilation_cache_max_size", 1 << 30)
         # a folder that can't be written is no cache, and none is needed
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
