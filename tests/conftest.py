@@ -26,8 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not under -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    # traces make many small objects that live: to look through them less often saves 8% of the time
-    gc.set_threshold(200_000, 20, 100)
 
 
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)

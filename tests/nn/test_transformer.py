@@ -20,7 +20,7 @@ every_family = pytest.mark.parametrize("family", TRANSFORMERS)
 
 
 @every_family
-@pytest.mark.parametrize("num_layers", only([1, 2], [1, 2, 3]))
+@pytest.mark.parametrize("num_layers", only([2], [1, 2, 3]))
 def test_no_gradient_flows_from_the_future(family, num_layers):
     model, tokens = random_gpt(family, num_layers=num_layers), tokens_of(1, batch=1)
 
@@ -36,7 +36,7 @@ def test_no_gradient_flows_from_the_future(family, num_layers):
 
 
 @every_family
-@pytest.mark.parametrize("num_layers", only([1, 2], [1, 2, 3]))
+@pytest.mark.parametrize("num_layers", only([2], [1, 2, 3]))
 def test_another_future_changes_nothing_before_it(family, num_layers):
     model, tokens = random_gpt(family, num_layers=num_layers), tokens_of(1)
     run = nnx.jit(lambda model, tokens: model(tokens))
@@ -289,7 +289,7 @@ def test_models_hold_parameters_only():
     assert not nnx.state(model, nnx.Not(nnx.Param))
 
 
-@pytest.mark.parametrize("between", ["float32", "bfloat16"])
+@pytest.mark.parametrize("between", only(["bfloat16"], ["float32", "bfloat16"]))
 @every_family
 def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family, between):
     # logits that begin at zero would be the same in any precision

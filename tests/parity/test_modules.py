@@ -22,7 +22,7 @@ from tests.quick import only
 BATCH, TIME, KEYS, EMBED, HEADS, HIDDEN = 2, 5, 13, 21, 3, 29
 
 
-@pytest.fixture(params=TOLERANCE)
+@pytest.fixture(params=only(["float64"], TOLERANCE))
 def dtype(request):
     with jax.enable_x64(request.param == "float64"):
         yield request.param
