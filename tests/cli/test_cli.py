@@ -106,7 +106,7 @@ IN_A_PROCESS = {
 }
 
 
-@pytest.mark.parametrize("command", only(["train", "sample"], COMMANDS))
+@pytest.mark.parametrize("command", only(["sample"], COMMANDS))
 def test_every_command_works_in_a_process_of_its_own(command, trained, text_file, tmp_path):
     """All else that tests type runs in theirs, which has imported and set up a lot already."""
     shutil.copytree(trained, tmp_path / "trained")

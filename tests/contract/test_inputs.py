@@ -82,6 +82,7 @@ def edited(draw: st.DrawFn, case: Case) -> dict[str, Value]:
 TRACED = [case for case in TAKING_ARRAYS if case.takes == "traced"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRACED, ids=str)
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=st.data())

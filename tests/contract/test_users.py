@@ -148,6 +148,7 @@ total: str = head(jax.numpy.ones((1, 2, 10)))
 """
 
 
+@pytest.mark.slow
 def test_pyright_sees_wrong_calls(tmp_path: Path):
     file = tmp_path / "calls.py"
     file.write_text(WRONG_CALLS)

@@ -138,7 +138,8 @@ def test_a_row_of_a_batch_is_what_it_is_alone(family):
             assert not tokens[len(row) + count :].any()
 
 
-@pytest.mark.parametrize("name", only(["modern"], ["nanogpt", "modern"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nanogpt", "modern"])
 def test_a_cache_that_is_smaller_than_the_block_is_written_around_its_end(name):
     """Of 64 positions after a prompt that was read as 64 and has 40; the next one stands first."""
     model, lengths = random_model(name, block_size=100), np.array([40, 3])
@@ -189,6 +190,7 @@ def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
     assert not jnp.array_equal(generate(model, PROMPT, 11, key=jax.random.key(9)), drawn)
 
 
+@pytest.mark.slow
 def test_each_token_is_drawn_with_a_key_of_its_own_in_every_piece():
     """From a bigram that finds all tokens equally likely."""
     uniform = small_model("bigram")

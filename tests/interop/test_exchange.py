@@ -154,6 +154,7 @@ def qwen3(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_model_of_today_in_and_out(qwen3, text_file, tmp_path):
     run, out = tmp_path / "run", tmp_path / "again"
     said = worked("import", qwen3, "--out", run, "--data", text_file)

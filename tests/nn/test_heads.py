@@ -184,6 +184,7 @@ def test_a_cache_changes_nothing(options, parts):
     np.testing.assert_allclose(read_in_parts(module, x, parts), module(x), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_full_cache_forgets_the_oldest():
     """Each new position takes the place of the one that is `PLACES` before it."""
     module, x = make_heads(**MODERN), normal(1, BATCH, 2 * PLACES + 3, EMBED_DIM)

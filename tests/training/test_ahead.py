@@ -178,6 +178,7 @@ def test_a_batch_that_the_default_mesh_doesn_t_divide(monkeypatch):
         compile_ahead(dataclasses.replace(CONFIG, mesh=None, batch_size=6), "v5e:2x2")
 
 
+@pytest.mark.slow
 def test_here_a_step_is_compiled_as_for_others(monkeypatch):
     """On the devices of this machine, whose program has the collectives of any."""
     monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))

@@ -122,13 +122,9 @@ def test_so_is_the_fused_attention(mesh, monkeypatch):
     trace(config_of("nanogpt", "adamw", model={**model, "activation_dtype": "bfloat16"}), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("modern", ALL),
-        pytest.param("lecture", "fsdp=8", marks=pytest.mark.slow),
-        pytest.param("accumulated", ALL, marks=pytest.mark.slow),
-    ],
+    ("name", "mesh"), [("modern", ALL), ("lecture", "fsdp=8"), ("accumulated", ALL)]
 )
 def test_steps_are_those_of_one_device(name, mesh):
     with jax.enable_x64(True), explicit(mesh):

@@ -45,6 +45,7 @@ def furthest(a, b) -> float:
     return max(jax.tree.leaves(differences))
 
 
+@pytest.mark.slow
 def test_micro_batches_are_one_large_batch():
     with jax.enable_x64(True):
         config = changed(CONFIG, dtype="float64", param_dtype="float64")
@@ -87,6 +88,7 @@ def test_bfloat16_computes_and_float32_remembers():
     assert 0 < furthest(measured.loss, exact.loss) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_rematerialised_blocks_give_the_same_and_keep_less(dropout):
     config = changed(CONFIG, dropout=dropout)
