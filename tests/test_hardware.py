@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from jgpt.hardware import accelerators, memory_in_use, memory_limit, peak_flops
+from jgpt.hardware import accelerators, memory_in_use, memory_limit, peak_flops, release_memory
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,21 @@ def test_memory_is_the_device_s_if_it_says_so(monkeypatch):
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which Linux says in KiB
     assert memory_in_use() == pytest.approx(resident, rel=0.1)
     assert memory_limit() is None
+
+
+@pytest.mark.parametrize(
+    ("system", "has", "trims"),
+    [("linux", True, True), ("linux", False, False), ("darwin", True, False)],
+    ids=["glibc", "another C library", "another system"],
+)
+def test_freed_memory_is_given_back_after_garbage_was_collected(monkeypatch, system, has, trims):
+    calls = []
+    library = types.SimpleNamespace()
+    if has:
+        library.malloc_trim = lambda kept: calls.append(f"keep {kept}")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: {None: library}[name])
+    monkeypatch.setattr("gc.collect", lambda: calls.append("collect"))
+    monkeypatch.setattr("sys.platform", system)
+    release_memory()
+    monkeypatch.undo()  # the suite's own fixtures look at the system too
+    assert calls == ["collect", "keep 0"][: 1 + trims]

@@ -9,6 +9,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -113,6 +114,29 @@ def test_a_run_is_loaded_to_the_device_that_new_arrays_go_to(saved, small_run):
     leaves = jax.tree.leaves([nnx.state(model), state])
     assert len(leaves) > 10
     assert {found for leaf in leaves for found in leaf.devices()} == {device}
+
+
+def test_orbax_is_opened_when_it_is_needed_once_and_closed(saved, small_run, initial, monkeypatch):
+    made, closed = [], []
+
+    class Counted(ocp.AsyncCheckpointer):
+        def __init__(self, *arguments):
+            made.append(self)
+            super().__init__(*arguments)
+
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(ocp, "AsyncCheckpointer", Counted)
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.best().step == 2
+        assert made == []
+        for step in (5, 6):
+            checkpoints.save(numbered(initial, step), 1.2)
+        checkpoints.restore_weights(small_run, "last")
+        assert (len(made), closed) == (1, [])
+    assert closed == made
 
 
 def test_orbax_alone_is_quiet_and_only_while_a_run_is_open(saved, initial, caplog):
