@@ -28,6 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
+def pytest_collection_finish() -> None:
+    """Leave what importing has made out of later collections: training collects garbage three times a run."""
+    gc.collect()
+    gc.freeze()
+
+
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
 hypothesis.settings.register_profile("all", deadline=None, max_examples=200, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
