@@ -3,7 +3,7 @@
     JGPT_DATA_DIR=DIR python benchmarks/ablation.py --steps 200
 
 Each variant changes one thing and trains tiny Shakespeare for as many steps from the same seeds;
-the schedule ends with them. The table goes to `benchmarks/ablation.md` too.
+the schedule ends with them. The table goes to `benchmarks/ablation.md` too, above the others there.
 """
 
 import dataclasses
@@ -77,7 +77,8 @@ def main(options: Options) -> None:
     table = describe(results, options)
     print(f"\n{table}")
     if not options.only:
-        TABLE.write_text(table)
+        _, below, rest = TABLE.read_text().partition("\n## ")  # other tables
+        TABLE.write_text(table + below + rest)
         print(record.write("ablation", {"steps": options.steps, "variants": results}))
 
 

@@ -9,14 +9,15 @@ SUMMARIES = {
     "lecture": "the from-scratch lecture's GPT: ReLU, biases, untied head (0.2M parameters)",
     "modern-cpu": "fastest to train on two CPU cores: "
     "rotary, windows, n-grams, Muon (2.8M parameters)",
+    "shakespeare-best": "the lowest loss on tiny Shakespeare",
     "nanogpt-cpu": "nanoGPT's laptop setting: 4 layers, 128 features, block 64",
     "nanogpt-char": "nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256",
-    "gpt2": "GPT-2 124M: 12 layers, 768 features, block 1024, BPE",
+    "gpt2": "GPT-2 124M: 12 layers, 768 features, BPE",
     "gpt2-medium": "GPT-2 355M: 24 layers, 1024 features",
     "gpt2-large": "GPT-2 774M: 36 layers, 1280 features",
     "gpt2-xl": "GPT-2 1.6B: 48 layers, 1600 features",
     "modern-7b": "a 7B of the modern family, block 4096",
-    "tiny": "a small GPT that trains in seconds, for experiments",
+    "tiny": "a small GPT that trains in seconds",
 }
 
 _modern_cpu = TrainConfig(
@@ -56,6 +57,17 @@ _modern_cpu = TrainConfig(
     steps=1700,
     batch_size=8,
     eval_interval=425,
+)
+
+_shakespeare_best = replace(
+    _modern_cpu,
+    name="shakespeare-best",
+    model=replace(_modern_cpu.model, block_size=512, dropout=0.05),
+    optimizer=replace(_modern_cpu.optimizer, weight_decay=0.3),
+    dataset=DataConfig(data=("shakespeare",)),
+    batch_size=4,
+    steps=5000,
+    eval_interval=500,
 )
 
 _gpt2 = TrainConfig(
@@ -153,6 +165,7 @@ _configs = (
         eval_interval=500,
     ),
     _modern_cpu,
+    _shakespeare_best,
     TrainConfig(name="nanogpt-cpu"),
     TrainConfig(
         name="nanogpt-char",

@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what importing has made out of later collections: training collects garbage three times a run."""
+    """Keep what imports have made out of the garbage collections of every run that is trained."""
     gc.collect()
     gc.freeze()
 

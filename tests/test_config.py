@@ -307,6 +307,7 @@ PARAMETERS = {
     "lecture": 209_729,
     # its parts: blocks, tokens and head, n-grams, shortcut
     "modern-cpu": 4 * 12 * 96**2 + 2 * 65 * 96 + 3 * 8192 * 96 + 4,
+    "shakespeare-best": 4 * 12 * 96**2 + 2 * 65 * 96 + 3 * 8192 * 96 + 4,
     "nanogpt-cpu": 4 * (12 * 128**2 + 2 * 128) + (65 + 64 + 1) * 128,
     "nanogpt-char": 6 * (12 * 384**2 + 2 * 384) + (65 + 256 + 1) * 384,
     "gpt2": 124_439_808,

@@ -182,6 +182,17 @@ for name, layers, heads, features, rate in (
         "optimizer.learning_rate": rate,
         "optimizer.min_learning_rate": rate / 10,
     }
+# what `benchmarks/shakespeare_best.py` trains
+CHANGES["shakespeare-best"] = {
+    **CHANGES["modern-cpu"],
+    "model.block_size": 512,
+    "model.dropout": 0.05,
+    "optimizer.weight_decay": 0.3,
+    "dataset.data": ("shakespeare",),
+    "batch_size": 4,
+    "steps": 5000,
+    "eval_interval": 500,
+}
 # the modern family without what is for small data; Touvron et al. 2023, section 2.3 and table 2
 CHANGES["modern-7b"] = {
     **{name: it for name, it in CHANGES["modern-cpu"].items() if name.startswith("model.")},

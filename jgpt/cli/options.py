@@ -203,12 +203,12 @@ def _metavar(kind: Any) -> str | None:
 
 def describe_presets(width: int) -> list[str]:
     """A line for each preset, wrapped."""
-    marks = {DEFAULT_PRESET: " (the default)"}
+    marks, column = {DEFAULT_PRESET: " (the default)"}, max(map(len, PRESETS)) + 1
     lines = [
-        f"{name:<14} {summary}{marks.get(name, '')}; {config.steps:,} steps"
+        f"{name:<{column}}{summary}{marks.get(name, '')}; {config.steps:,} steps"
         for name, (summary, config) in PRESETS.items()
     ]
-    return [textwrap.fill(line, width, subsequent_indent=" " * 15) for line in lines]
+    return [textwrap.fill(line, width, subsequent_indent=" " * column) for line in lines]
 
 
 def parse(command: Callable[..., Result], name: str, args: list[str], **how: Any) -> Result:

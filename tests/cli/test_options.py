@@ -131,7 +131,7 @@ def test_presets_are_wrapped_at_words_of_a_terminal():
     for line, wrapped in zip(whole, describe_presets(80), strict=True):
         assert max(map(len, wrapped.splitlines())) <= 80
         assert wrapped.split() == line.split()
-        assert all(rest.startswith(" " * 15) for rest in wrapped.splitlines()[1:])
+        assert all(rest.startswith(" " * 17) for rest in wrapped.splitlines()[1:])
 
 
 def test_the_version_is_the_package_s():
