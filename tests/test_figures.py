@@ -70,6 +70,14 @@ def benchmark_rows() -> dict[str, list[str]]:
         f"{statistics.median(long['seconds']):.0f} s",
         "",
     ]
+    best = result("shakespeare_best")
+    losses = [run["validation_loss"] for run in best["runs"]]
+    found["`jgpt train shakespeare-best`, mean loss of five seeds"] = [
+        f"{best['published']:.4f} (the lowest published)",
+        f"{statistics.mean(losses):.4f} (sd {statistics.stdev(losses):.4f}) after "
+        f"{best['runs'][0]['seconds'] / 60:.1f} min",
+        "",
+    ]
     for model, size in (("10.7M", "10.7M parameters"), ("124M", "GPT-2's size")):
         for batch, its in sampled[model]["batches"].items():
             ours, theirs = statistics.median(its["jgpt"]), ctranslate2(its, "float32")
@@ -128,6 +136,15 @@ def test_benchmarks_are_the_results():
     assert {name: cells[:3] for name, cells in written.items()} == benchmark_rows()
 
 
+def test_the_lowest_loss_is_the_result():
+    best, text = result("shakespeare_best"), " ".join(BENCHMARKS.read_text().split())
+    losses = [run["validation_loss"] for run in best["runs"]]
+    assert all(run["step"] == 5000 for run in best["runs"])
+    assert f"{min(losses):.3f} to {max(losses):.3f}, mean {statistics.mean(losses):.4f}" in text
+    assert f"(one-sided t-test, p = {best['p']:.5f})" in text
+    assert f"the same five models have {best['mean_in_windows_of_256']:.4f}." in text
+
+
 def test_decoding_is_the_results():
     sampled, written = result("sampling"), rows(BENCHMARKS, "| tokens/s | jgpt")
     speeds = {
@@ -160,7 +177,7 @@ def test_decoding_is_the_results():
 def test_the_readme_repeats_rows_of_the_benchmarks():
     whole = rows(BENCHMARKS, "| what | theirs")
     written = rows(ROOT / "README.md", "| what | nanoGPT, or CTranslate2")
-    assert len(written) == 4
+    assert len(written) == 5
     assert any("missed" in cells[3] for cells in written.values())
     assert written == {name: whole[name][:4] for name in written}
 
