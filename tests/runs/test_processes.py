@@ -241,9 +241,10 @@ def test_one_that_dies_ends_the_other(options, tmp_path, index):
     if index == 1:
         line = "process 1 has ended: see its messages; --resume goes on from the last checkpoint"
         assert (code, err) == (2, f"jgpt: {line}\n")
-    else:  # JAX's own service was in it: who is first to say so is a race
+    else:  # JAX's own service was in it: who is first to say so is a race, which gloo is in too
         assert code in (2, -signal.SIGABRT)
-        assert "process 0 has ended" in err or "another task died" in err
+        said = ("process 0 has ended", "another task died", "gloo::EnforceNotMet")
+        assert any(words in err for words in said)
         assert len(err.splitlines()) < 40
 
 
