@@ -1,6 +1,7 @@
 """The terminal: wrapped text and spinners. Rich and JAX are imported when they are used."""
 
 import contextlib
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -41,3 +42,5 @@ def importing() -> Iterator[Any]:
         enable_compilation_cache()
         current_platform()
         yield status
+        if not gc.get_freeze_count():
+            gc.freeze()  # what is imported stays, and collections need not look at it again

@@ -16,6 +16,7 @@ import pytest
 from jgpt import generate_text, load, save_gpt2, with_int8_weights
 from jgpt.cli import main
 from jgpt.cli.commands import BATCH_SIZE, COMMANDS
+from jgpt.cli.terminal import importing
 from jgpt.runs.loop import TrainingStopped
 from tests.commands import jgpt, refused, worked
 from tests.models import random_gpt
@@ -88,6 +89,16 @@ def test_commands_show_that_they_import_jax_before_they_do():
         "    else: raise AssertionError(line)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("frozen", "freezes"), [(0, 1), (7, 0)])
+def test_what_is_imported_is_left_out_of_collections_once(monkeypatch, frozen, freezes):
+    events = []
+    monkeypatch.setattr("gc.get_freeze_count", lambda: frozen)
+    monkeypatch.setattr("gc.freeze", lambda: events.append("frozen"))
+    with importing():
+        events.append("imported")
+    assert events == ["imported"] + ["frozen"] * freezes
 
 
 IN_A_PROCESS = {
