@@ -253,6 +253,9 @@ class OptimizerConfig:
     """Muon's momentum."""
     embedding_learning_rate: float | None = None
     """The embeddings' peak learning rate; learning_rate by default."""
+    ema_decay: float = 0.0
+    """Decay rate of an exponential moving average of the weights, the ones that are evaluated and
+    saved; 0 is off."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -260,7 +263,7 @@ class OptimizerConfig:
         _require_positive(self, "schedule_steps")
         _require_not_negative(self, "min_learning_rate", "warmup_steps", "gradient_clip")
         _require_not_negative(self, "weight_decay", "muon_weight_decay")
-        _require_fraction(self, "beta1", "beta2", "muon_momentum", "decay_fraction")
+        _require_fraction(self, "beta1", "beta2", "muon_momentum", "decay_fraction", "ema_decay")
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate={self.min_learning_rate} is above "

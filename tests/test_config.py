@@ -115,6 +115,7 @@ from tests.quick import only
             {"embedding_learning_rate": 0.0},
             "embedding_learning_rate=0.0 must be positive",
         ),
+        (OptimizerConfig, {"ema_decay": 1.0}, "ema_decay=1.0 must be at least 0 and below 1"),
         (DataConfig, {"data": ()}, "data is empty"),
         (DataConfig, {"data": ("",)}, "data is empty"),
         (DataConfig, {"data": "pydocs"}, "data must be a tuple, each item a string, not 'pydocs'"),
@@ -371,8 +372,9 @@ def test_an_optimizer_s_defaults():
         "muon_weight_decay": 0.0,
         "muon_momentum": 0.95,
         "embedding_learning_rate": None,
+        "ema_decay": 0.0,
     }
 
 
 def test_a_file_of_json_ends_with_a_newline():
-    assert to_json(OptimizerConfig()).endswith('": null\n}\n')
+    assert to_json(OptimizerConfig()).endswith('": 0.0\n}\n')

@@ -20,6 +20,7 @@ _OF_THE_STATE = (
     "optimizer.optimizer",
     "optimizer.embedding_l",
     "optimizer.gradient_clip",
+    "optimizer.ema_decay",
 )
 
 

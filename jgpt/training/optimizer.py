@@ -1,14 +1,14 @@
-"""Optimizers: AdamW, Muon, schedules, weight-decay mask, clipping."""
+"""Optimizers: AdamW, Muon, schedules, weight-decay mask, clipping, averaged weights."""
 
 import functools
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jgpt.config import OptimizerConfig
 from jgpt.contracts import typed
@@ -99,7 +99,8 @@ def partition(
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a config for a run of `steps` steps.
 
-    AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024).
+    AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024). With `ema_decay`
+    it is of the average, and the gradients are to be those of the `trained_weights`.
     """
 
     def adamw(peak: float) -> optax.GradientTransformation:
@@ -145,6 +146,53 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             "adamw": optimizer,
         }
         optimizer = optax.partition(groups, functools.partial(partition, config))
-    if config.gradient_clip == 0:
-        return optimizer
-    return optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)
+    if config.gradient_clip > 0:
+        optimizer = optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)
+    return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
+
+
+class AverageState(NamedTuple):
+    """The state of `average_weights`."""
+
+    trained: Weights
+    """The weights that are averaged."""
+    optimizer: Any
+    """The state of their optimizer."""
+    step: Int[Array, ""]
+    """The number of steps taken."""
+
+
+def average_weights(
+    optimizer: optax.GradientTransformation, decay: float
+) -> optax.GradientTransformation:
+    """An optimizer whose weights are the moving average of those that another one trains.
+
+    Exponential, and corrected for having begun at zero, as Adam's moments are (Kingma and Ba 2015,
+    section 3).
+    """
+
+    def init(params: Weights) -> AverageState:
+        trained = jax.tree.map(jnp.copy, params)  # both are donated
+        return AverageState(trained, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    @typed
+    def update(
+        updates: PyTree[Float[Array, "?*shape"], "Weights"],
+        state: Any,
+        params: PyTree[Float[Array, "?*shape"], "Weights"] | None = None,
+    ) -> tuple[PyTree[Float[Array, "?*shape"], "Weights"], Any]:
+        updates, inner = optimizer.update(updates, state.optimizer, state.trained)
+        trained, step = optax.apply_updates(state.trained, updates), state.step + 1
+        rate = (1 - decay) / (1 - decay**step)
+        towards = lambda new, old: (rate * (new - old)).astype(old.dtype)  # noqa: E731
+        return jax.tree.map(towards, trained, params), AverageState(trained, inner, step)
+
+    return optax.GradientTransformation(init, update)
+
+
+@typed
+def trained_weights(
+    weights: PyTree[Float[Array, "?*shape"], "Weights"], state: Any
+) -> PyTree[Float[Array, "?*shape"], "Weights"]:
+    """The weights that gradients are taken of: not the average, if there is one."""
+    return state.trained if isinstance(state, AverageState) else weights

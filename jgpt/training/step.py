@@ -28,7 +28,7 @@ from jgpt.sharding import (
     weight_specs,
     with_placed,
 )
-from jgpt.training.optimizer import learning_rate_schedule, make_optimizer
+from jgpt.training.optimizer import learning_rate_schedule, make_optimizer, trained_weights
 from jgpt.training.stacking import (
     STACKED,
     model_of,
@@ -181,7 +181,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
         window = placed(window, "batch", None)
         step_key = jax.random.fold_in(key, state.step)
-        loss, gradients = gradients_of(state.weights, window, step_key)
+        trained = trained_weights(state.weights, state.optimizer)
+        loss, gradients = gradients_of(trained, window, step_key)
         norm = optax.tree.norm(gradients)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)

@@ -28,6 +28,7 @@ GRADIENTS = closure(STEP, "gradients_of")
 STATE = concrete(step.abstract_state(TRAIN))
 BLOCKS = {"blocks": {i: {"a": jnp.zeros(5), "b": jnp.zeros((3, 5))} for i in range(2)}}
 CLIP = closure(optimizer.clip_by_global_norm(1.0).update, "f")
+AVERAGE = optimizer.average_weights(optimizer.clip_by_global_norm(1.0), 0.9)
 
 LOSS = [
     Case(
@@ -93,6 +94,17 @@ STEP_CASES = [
         (17, 17),
         static={"gradients": WEIGHTS, "weights": WEIGHTS},
         function=CLIP,
+    ),
+    Case(
+        "jgpt.training.optimizer.average_weights.<locals>.update",
+        {},
+        static={"updates": WEIGHTS, "state": AVERAGE.init(WEIGHTS), "params": WEIGHTS},
+        function=AVERAGE.update,
+    ),
+    Case(
+        "jgpt.training.optimizer.trained_weights",
+        {},
+        static={"weights": WEIGHTS, "state": AVERAGE.init(WEIGHTS)},
     ),
     Case("jgpt.training.stacking.stack_blocks", {}, static={"tree": BLOCKS}),
     Case(

@@ -113,6 +113,11 @@ def test_a_wrong_result_is_blamed_on_the_return(case: Case):
             "jgpt.training.optimizer.clip_by_global_norm.<locals>.clip",
             {"table": jnp.zeros((17, 17))},
         ),
+        (
+            "jgpt.training.optimizer.average_weights.<locals>.update",
+            ({"table": jnp.zeros((17, 17))}, ()),
+        ),
+        ("jgpt.training.optimizer.trained_weights", {"table": jnp.zeros((17, 17))}),
         ("jgpt.runs.checkpoints.Checkpoints.restore_weights", {"table": jnp.zeros(3, int)}),
         ("jgpt.interop.names.to_torch", {"table.weight": np.zeros(3, int)}),
         ("jgpt.interop.names.to_torch", {"table.weight": jnp.zeros(3)}),

@@ -6,6 +6,7 @@ and the weights after those.
 """
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -119,9 +120,7 @@ def ours(family: str, dtype: str) -> Rungs:
             given = jax.tree.map(lambda leaf, size=size: size * leaf, randomised(weights, seed))
             updates, state = update(given, state, updated)
             updated = optax.apply_updates(updated, updates)
-        # donated: used up
-        start = TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
-        end, trace = make_train_steps(config)(start, steps, dropout_stream(0), STEPS)
+        end, trace = _ten_steps(config, weights)
         return {
             "logits": {"logits": np.asarray(logits)},
             "loss": {
@@ -136,6 +135,22 @@ def ours(family: str, dtype: str) -> Rungs:
             },
             "weights after ten": to_torch(end.weights),
         }
+
+
+def ours_averaged(family: str, dtype: str, decay: float) -> Arrays:
+    """The averaged weights after ten steps, by jgpt."""
+    with jax.enable_x64(dtype == "float64"):
+        averaging = dataclasses.replace(OPTIMIZER, ema_decay=decay)
+        config = dataclasses.replace(config_of(family, dtype), optimizer=averaging)
+        weights = randomised(weights_of(abstract_model(config.model)))
+        return to_torch(_ten_steps(config, weights)[0].weights)
+
+
+def _ten_steps(config: TrainConfig, weights: Any) -> tuple[TrainState, Any]:
+    """Ten steps from weights, which are used up."""
+    optimizer = make_optimizer(config.optimizer, STEPS)
+    start = TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
+    return make_train_steps(config)(start, jnp.asarray(windows()), dropout_stream(0), STEPS)
 
 
 def build(family: str, dtype: str) -> torch.nn.Module:
@@ -174,6 +189,7 @@ def theirs(
     sabotage: Callable[[Any], None] = lambda port: None,
     decays: Decays = decays,
     clip: float = OPTIMIZER.gradient_clip,
+    after_step: Callable[[torch.nn.Module], None] = lambda port: None,
 ) -> Rungs:
     """Every rung, by PyTorch; `sabotage` breaks the port first, for the negative controls."""
     port = build(family, dtype)
@@ -199,6 +215,7 @@ def theirs(
         step_loss = _loss(port(window[:, :-1]), window)
         step_loss.backward()
         norm = _step(port, optimizer, step, clip)
+        after_step(port)
         for name, value in zip(trace, (step_loss.item(), norm, learning_rate(step)), strict=True):
             trace[name].append(value)
     return {

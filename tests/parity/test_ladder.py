@@ -5,9 +5,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.parity import torch_gpt
-from tests.parity.ladder import ALONE, FAMILIES, TOLERANCE, decays, errors, ours, theirs
+from tests.parity.ladder import (
+    ALONE,
+    FAMILIES,
+    TOLERANCE,
+    decays,
+    errors,
+    ours,
+    ours_averaged,
+    theirs,
+)
 from tests.quick import only
 
 MODEL_RUNGS = {"logits", "loss", "gradients", "ten steps", "weights after ten"}
@@ -169,3 +179,27 @@ def test_an_unmapped_or_missing_leaf_is_an_error():
     arrays = {"a.weight": np.ones(2)}
     with pytest.raises(AssertionError):
         errors(arrays, {**arrays, "a.bias": np.ones(2)})
+
+
+def corrected(average, weights, count):
+    """An exponential average that doesn't begin at the first weights."""
+    return average + 0.2 / (1 - 0.8 ** (count + 1)) * (weights - average)
+
+
+@pytest.mark.parametrize(
+    ("mean", "agrees"),
+    [(corrected, True), (get_ema_avg_fn(0.8), False)],
+    ids=["corrected for its start", "as PyTorch has it"],
+)
+def test_averaged_weights_are_those_of_pytorch_s_averaged_model(mean, agrees):
+    averaged = []
+
+    def follow(port):
+        if not averaged:
+            averaged.append(AveragedModel(port, avg_fn=mean))
+        averaged[0].update_parameters(port)
+
+    theirs("gpt2", "float64", after_step=follow)
+    its = {name: leaf.detach().numpy() for name, leaf in averaged[0].module.named_parameters()}
+    error = errors(ours_averaged("gpt2", "float64", 0.8), its)[1]
+    assert (error < TOLERANCE["float64"]) == agrees

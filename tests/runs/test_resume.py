@@ -53,12 +53,16 @@ def test_a_stop_that_is_asked_for_saves_and_goes_on(trained, small_run, tmp_path
 
 
 @pytest.mark.slow
-def test_muon_s_state_goes_on_too(small_run, tmp_path):
+def test_muon_s_state_and_averaged_weights_go_on_too(small_run, tmp_path):
     sizes = ("vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "dropout")
     small = {name: getattr(small_run.model, name) for name in sizes}
     model = config_of("modern", **small, num_kv_heads=1, attention_scale=0.5)
     muon = dataclasses.replace(
-        small_run.optimizer, optimizer="muon", schedule="wsd", embedding_learning_rate=0.02
+        small_run.optimizer,
+        optimizer="muon",
+        schedule="wsd",
+        embedding_learning_rate=0.02,
+        ema_decay=0.7,
     )
     config = dataclasses.replace(small_run, model=model, optimizer=muon)
     whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole")))

@@ -39,7 +39,7 @@ CONFIGS = {
     "lecture": config_of("lecture", "adamw", model={"dropout": 0.1}),
     "lecture in bfloat16": config_of("lecture", "adamw", model={"dtype": "bfloat16"}),
     "nanogpt": config_of("nanogpt", "adamw"),
-    "gpt2": config_of("gpt2", "muon"),
+    "gpt2": config_of("gpt2", "muon", 0.9),
     "modern": config_of("modern", "muon", model={**GROUPED, "attention_window": 4}),
     "bigram": config_of("bigram", "adamw"),
     "accumulated": config_of(

@@ -42,11 +42,11 @@ MATRICES = Counter({(48, 48): 4 * 2, (48, 56): 2, (56, 48): 2})  # of the blocks
 TOKENS = np.arange(997, dtype=np.int32) ** 2 % 37
 
 
-def config_of(family: str, optimizer: Any, **changes: Any) -> TrainConfig:
+def config_of(family: str, optimizer: Any, ema_decay: float = 0.0, **changes: Any) -> TrainConfig:
     own = {**FAMILIES[family], **SIZES, **changes.pop("model", {})}
     return TrainConfig(
         model=ModelConfig(**own),
-        optimizer=OptimizerConfig(optimizer=optimizer, warmup_steps=3),
+        optimizer=OptimizerConfig(optimizer=optimizer, warmup_steps=3, ema_decay=ema_decay),
         **{"steps": 50, "batch_size": 24, **changes},
     )
 
@@ -55,7 +55,7 @@ def config_of(family: str, optimizer: Any, **changes: Any) -> TrainConfig:
 
 FLOAT64 = {"dtype": "float64", "param_dtype": "float64", "activation_dtype": "float64"}
 RUNS = {
-    "lecture": config_of("lecture", "adamw", model={**FLOAT64, "dropout": 0.1}),
+    "lecture": config_of("lecture", "adamw", 0.8, model={**FLOAT64, "dropout": 0.1}),
     "modern": config_of(
         "modern",
         "muon",
@@ -66,6 +66,7 @@ RUNS = {
     "accumulated": config_of(
         "nanogpt",
         "adamw",
+        0.9,
         model={**FLOAT64, "dropout": 0.2, "attention_window": 4, "rematerialise": True},
         batch_size=48,
         micro_batches=2,

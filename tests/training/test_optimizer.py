@@ -1,4 +1,4 @@
-"""Schedules, decay, clipping, AdamW and Muon, number by number."""
+"""Schedules, decay, clipping, AdamW, Muon and averaged weights, number by number."""
 
 import dataclasses
 import math
@@ -16,6 +16,7 @@ from jgpt.training.optimizer import (
     learning_rate_schedule,
     make_optimizer,
     partition,
+    trained_weights,
 )
 
 CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps=10)
@@ -311,3 +312,28 @@ def test_muon_s_rate_has_the_schedule_s_shape():
         sizes.append(np.linalg.norm(kernel_of(updates)))
     expected = np.array(rates(config, 10, range(10))) / 0.4
     np.testing.assert_allclose(np.array(sizes) / sizes[3], expected, rtol=1e-3)
+
+
+def test_averaged_weights_are_the_mean_of_what_the_optimizer_trains():
+    """The newest counts most, and the first ones nothing special: 0.25, 0.5 and 1 of the sum."""
+    config = OptimizerConfig(learning_rate=0.5, schedule="constant", warmup_steps=0)
+    averaging = dataclasses.replace(config, ema_decay=0.5)
+    gradients = [{"m": jnp.array([[g, 1.0]]), "v": jnp.array([-g])} for g in (3.0, -0.5, 0.1)]
+    start = {"m": jnp.array([[2.0, -1.0]]), "v": jnp.array([3.0])}
+    plain, average = make_optimizer(config, 3), make_optimizer(averaging, 3)
+    trained, state, mean, its = start, plain.init(start), start, average.init(start)
+    assert trained_weights(start, state) is start
+    every = []
+    for gradient in gradients:
+        updates, state = plain.update(gradient, state, trained)
+        trained = jax.tree.map(jnp.add, trained, updates)
+        every.append(trained)
+        updates, its = average.update(gradient, its, mean)
+        mean = jax.tree.map(jnp.add, mean, updates)
+        for name, array in trained.items():  # as if nothing were averaged
+            assert jnp.array_equal(trained_weights(mean, its)[name], array)
+        weights = 0.5 ** np.arange(len(every))[::-1]
+        for name, array in mean.items():
+            wanted = sum(w * np.asarray(one[name]) for w, one in zip(weights, every, strict=True))
+            np.testing.assert_allclose(array, wanted / weights.sum(), rtol=1e-5)
+    assert np.abs(mean["v"] - trained["v"]).max() > 0.05
