@@ -63,7 +63,7 @@ _shakespeare_best = replace(
     _modern_cpu,
     name="shakespeare-best",
     model=replace(_modern_cpu.model, block_size=512, dropout=0.05),
-    optimizer=replace(_modern_cpu.optimizer, weight_decay=0.3),
+    optimizer=replace(_modern_cpu.optimizer, weight_decay=0.3, ema_decay=0.995),
     dataset=DataConfig(data=("shakespeare",)),
     batch_size=4,
     steps=5000,

@@ -188,6 +188,7 @@ CHANGES["shakespeare-best"] = {
     "model.block_size": 512,
     "model.dropout": 0.05,
     "optimizer.weight_decay": 0.3,
+    "optimizer.ema_decay": 0.995,
     "dataset.data": ("shakespeare",),
     "batch_size": 4,
     "steps": 5000,
