@@ -137,6 +137,7 @@ def ours(family: str, dtype: str) -> Rungs:
         }
 
 
+@functools.cache
 def ours_averaged(family: str, dtype: str, decay: float) -> Arrays:
     """The averaged weights after ten steps, by jgpt."""
     with jax.enable_x64(dtype == "float64"):
