@@ -41,9 +41,13 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_module():
-    """Let go of a module's compiled programs after it, which are most of a worker's memory."""
+    """Let go of a module's compiled programs after it, which are most of a worker's memory.
+
+    What is left are the modules that it has imported, and every later collection may pass over them.
+    """
     yield
     release_programs()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
