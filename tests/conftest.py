@@ -43,7 +43,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 def programs_of_one_module():
     """Let go of a module's compiled programs after it, which are most of a worker's memory.
 
-    What is left are the modules that it has imported, and every later collection may pass over them.
+    What is left are the modules that it has imported: later collections pass over them.
     """
     yield
     release_programs()

@@ -98,19 +98,25 @@ def stream(
     recomputes = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
     how = {"graph": graph, "top_k": top_k, "recomputes": recomputes}
 
-    def pieces(window, length, cache):
+    def calls(window, length, cache):
         for start in range(0, max_new_tokens, TOKENS_PER_CALL):
             count = min(TOKENS_PER_CALL, max_new_tokens - start)
             window, length, cache, drawn, finite = _compiled_draw(
                 weights, window, length, cache, start, count, key, sampling, **how
             )
+            yield drawn, finite, count
+
+    def pieces(calls):
+        call = next(calls, None)
+        while call is not None:
+            (drawn, finite, count), call = call, next(calls, None)  # dispatched before waiting
             if not finite:
                 raise FloatingPointError(
                     "the model's logits are not finite: its weights have diverged or are damaged"
                 )
             yield np.asarray(drawn)[:, :count]
 
-    return pieces(window, length, cache)
+    return pieces(calls(window, length, cache))
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "capacity"))
@@ -125,10 +131,13 @@ def _prefill(
 ) -> KVCache:
     """The KV cache of left-padded prompts of these lengths."""
     model = nnx.merge(graph, weights)
-    cache = model.empty_cache(tokens.shape[0], capacity)
-    cache.set_lengths(length - tokens.shape[1])
-    if tokens.size:
+    batch, time = tokens.shape
+    cache = model.empty_cache(batch, time or capacity)
+    cache.set_lengths(length - time)
+    if time:
         model.hidden(tokens, cache=cache)
+        for layer in cache.layers:
+            layer.grow(capacity)
     return cache
 
 

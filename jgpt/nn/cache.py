@@ -64,6 +64,18 @@ class LayerCache(Module):
         self.end[...] = self.end[...] + time
 
     @typed
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` positions, before the buffer wraps around.
+
+        Raises ValueError for less than there is.
+        """
+        if capacity < self.capacity:
+            raise ValueError(f"a KV cache of {self.capacity} positions can't shrink to {capacity}")
+        for kept in (self.keys, self.values):
+            kept.set_value(jnp.pad(kept[...], ((0, 0), (0, capacity - self.capacity), (0, 0))))
+        self.capacity = capacity
+
+    @typed
     def mask(
         self, time: int, window: int | None = None
     ) -> Bool[Array, "{self.batch} {time} {self.capacity}"]:

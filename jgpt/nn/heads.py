@@ -24,6 +24,9 @@ from jgpt.nn.cache import LayerCache
 from jgpt.nn.layers import INIT_STD, Linear, Module, RMSNorm, apply_dropout
 from jgpt.sharding import with_placed
 
+MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 128, 8
+"""Long inputs attend over a KV cache in blocks of queries, whose weights then fit a CPU's cache."""
+
 
 class _Attention(Module):
     """What Head and MultiHeadAttention share: mask, QK-norm, rotary embedding, choice of kernel."""
@@ -326,17 +329,30 @@ class MultiHeadAttention(_Attention):
         cache: LayerCache,
         query: Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"],
     ) -> Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"]:
-        """Attend from the newest positions over the KV cache."""
+        """Attend from the newest positions over the KV cache, in blocks of queries.
+
+        Where the new positions fill the cache, no block reads the keys after it, or those before
+        its window.
+        """
         time, groups = query.shape[2], self.num_heads // self.num_kv_heads
-        mask = jnp.tile(cache.mask(time, self.window), (1, groups, 1))
-        heads = jax.vmap(functools.partial(attend, scale=self.scale))(
-            # query heads that share a key-value head are folded into its time axis
-            query.reshape(-1, groups * time, self.head_dim).astype(cache.keys.dtype),
-            cache.keys[...],
-            cache.values[...],
-            jnp.repeat(mask, self.num_kv_heads, axis=0),
-        )
-        return heads.reshape(query.shape)
+        mask = cache.mask(time, self.window)
+        block, in_order = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS)), time == cache.capacity
+        query = query.reshape(-1, groups, time, self.head_dim).astype(cache.keys.dtype)
+        heads = []
+        for start in range(0, time, block):
+            end = min(start + block, time)
+            first = 0 if self.window is None else max(0, start + 1 - self.window)
+            keys = slice(first, end) if in_order else slice(None)
+            tiled = jnp.tile(mask[:, start:end, keys], (1, groups, 1))
+            of_block = jax.vmap(functools.partial(attend, scale=self.scale))(
+                # query heads that share a key-value head are folded into its time axis
+                query[:, :, start:end].reshape(len(query), -1, self.head_dim),
+                cache.keys[:, keys],
+                cache.values[:, keys],
+                jnp.repeat(tiled, self.num_kv_heads, axis=0),
+            )
+            heads.append(of_block.reshape(len(query), groups, end - start, self.head_dim))
+        return jnp.concatenate(heads, axis=2).reshape(-1, self.num_heads, time, self.head_dim)
 
     @typed
     def head(self, index: int) -> Head:

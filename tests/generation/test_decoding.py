@@ -226,6 +226,20 @@ def test_the_pieces_of_a_stream_are_what_generate_appends(model):
     assert np.array_equal(np.concatenate(pieces, axis=1), whole[:, 3:])
 
 
+def test_the_next_tokens_are_on_their_way_while_these_are_read(model, monkeypatch):
+    compiled_draw, starts = decoding._compiled_draw, []
+
+    def draw(weights, window, length, cache, start, *rest, **options):
+        starts.append(start)
+        return compiled_draw(weights, window, length, cache, start, *rest, **options)
+
+    monkeypatch.setattr(decoding, "_compiled_draw", draw)
+    ahead = []
+    for _ in stream(model, PROMPT, 2 * TOKENS_PER_CALL + 5, key=KEY):
+        ahead.append(list(starts))
+    assert ahead == [[0, 32], [0, 32, 64], [0, 32, 64]]
+
+
 @pytest.mark.parametrize("name", ["nanogpt", "modern"])
 @pytest.mark.parametrize("count", [2, 3 * BLOCK_SIZE])
 def test_calls_of_one_shape_compile_two_programs(name, count, caplog):

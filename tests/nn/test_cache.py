@@ -65,6 +65,22 @@ def test_a_cache_can_be_filled_at_once_and_no_further():
         cache.append(six, six)
 
 
+def test_a_cache_that_grows_goes_on_where_it_ended():
+    cache = LayerCache(2, 3, 2, 3, dtype="bfloat16")
+    whole = normal(2, 2, 2, 5, 3)
+    cache.append(whole[:, :, :3], -whole[:, :, :3])
+    cache.grow(7)
+    assert (cache.capacity, cache.keys.dtype) == (7, jnp.bfloat16)
+    cache.append(whole[:, :, 3:], -whole[:, :, 3:])
+    kept = whole.reshape(4, 5, 3).astype("bfloat16")
+    np.testing.assert_array_equal(cache.keys, jnp.pad(kept, ((0, 0), (0, 2), (0, 0))))
+    np.testing.assert_array_equal(cache.values, jnp.pad(-kept, ((0, 0), (0, 2), (0, 0))))
+    assert cache.mask(1).tolist() == [[[True] * 5 + [False] * 2]] * 2
+    cache.grow(7)
+    with pytest.raises(ValueError, match="a KV cache of 7 positions can't shrink to 6"):
+        cache.grow(6)
+
+
 def test_tokens_stand_behind_those_that_are_in_the_cache():
     cache = cache_of([0, -2], 0, 5)
     tokens = jnp.ones((2, 3), jnp.int32)

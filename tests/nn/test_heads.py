@@ -9,7 +9,7 @@ from flax.errors import TraceContextError
 from jaxtyping import TypeCheckError
 
 from jgpt import Head, MultiHeadAttention
-from jgpt.nn.attention import apply_rotary
+from jgpt.nn.attention import apply_rotary, attend
 from jgpt.nn.cache import LayerCache
 from tests.models import loud, normal
 
@@ -182,6 +182,52 @@ def read_in_parts(module, x, parts):
 def test_a_cache_changes_nothing(options, parts):
     module, x = make_heads(**options), normal(1, BATCH, TIME, EMBED_DIM)
     np.testing.assert_allclose(read_in_parts(module, x, parts), module(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("time", "options", "products"),
+    [
+        (11, {"window": 4}, [(3, 3), (3, 6), (3, 6), (2, 5)]),  # the first of each sees 3 back
+        (11, {}, [(3, 3), (3, 6), (3, 9), (2, 11)]),
+        (7, {}, [(2, 2), (2, 4), (2, 6), (1, 7)]),
+        (2, {}, [(2, 2)]),
+        (10, {"window": 4}, [(3, 11)] * 3 + [(1, 11)]),  # the cache has room for one more
+    ],
+    ids=str,
+)
+def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, products):
+    """(queries, keys) of each block: the keys after it are not read where the input fills it."""
+    module, x = make_heads(**MODERN, **options), normal(1, BATCH, time, EMBED_DIM)
+    longer, seen = normal(2, 1, time - 1, EMBED_DIM), []
+
+    def counted(query, key, *rest, **options):
+        seen.append((query.shape[0] * KV_HEADS // HEADS, key.shape[0]))
+        return attend(query, key, *rest, **options)
+
+    monkeypatch.setattr("jgpt.nn.heads.MIN_QUERY_BLOCK", 2)
+    monkeypatch.setattr("jgpt.nn.heads.MAX_QUERY_BLOCKS", 4)
+    monkeypatch.setattr("jgpt.nn.heads.attend", counted)
+    cache = LayerCache(BATCH, max(time, products[0][1]), KV_HEADS, HEAD_DIM)
+    cache.length[...] = jnp.array([0, -1])
+    read = module(x.at[1, 1:].set(longer[0]), cache=cache)
+    assert seen == products
+    np.testing.assert_allclose(read[0], module(x)[0], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(read[1, 1:], module(longer)[0], rtol=1e-3, atol=1e-3)
+
+
+def test_sizes_of_the_blocks(monkeypatch):
+    """At least 128 queries, at most eight blocks."""
+    module, blocks = make_heads(None), []
+
+    def counted(query, key, value, mask, scale):
+        blocks.append(len(query))
+        return query
+
+    monkeypatch.setattr("jgpt.nn.heads.attend", counted)
+    for time, lengths in ((129, [128, 1]), (1100, [138] * 7 + [134])):
+        blocks.clear()
+        module(normal(1, 1, time, EMBED_DIM), cache=LayerCache(1, time, HEADS, HEAD_DIM))
+        assert blocks == lengths
 
 
 @pytest.mark.slow
