@@ -238,13 +238,13 @@ def test_one_that_dies_ends_the_other(options, tmp_path, index):
         wait_for(started, tmp_path / "run" / "checkpoints" / "6")
         started.started[index].kill()
         code, _, err = started.ended(60)[1 - index]
-    if index == 1:
+    if index == 1 and code == 2:
         line = "process 1 has ended: see its messages; --resume goes on from the last checkpoint"
-        assert (code, err) == (2, f"jgpt: {line}\n")
-    else:  # JAX's own service was in it: who is first to say so is a race, which gloo is in too
+        assert err == f"jgpt: {line}\n"
+    else:  # who is first to say so is a race, which gloo is in, and of process 0 JAX's own service
         assert code in (2, -signal.SIGABRT)
-        said = ("process 0 has ended", "another task died", "gloo::EnforceNotMet")
-        assert any(words in err for words in said)
+        of_jax = ("process 0 has ended", "another task died") if index == 0 else ()
+        assert any(words in err for words in ("gloo::EnforceNotMet", *of_jax))
         assert len(err.splitlines()) < 40
 
 
