@@ -27,6 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
 PACKAGES += ("torch", "transformers", "ctranslate2")
 PROCESSOR = "the processor"
+FIRST_SEED = 1337
 Figures = dict[str, float]
 Measured = dict[str, dict[str, list[float]]]
 """Of each variant, each figure in each round."""
@@ -41,8 +42,8 @@ def last_line(printed: str) -> Figures:
 class Variant:
     """A command, and how to read its figures.
 
-    `{round}` in an argument becomes the number of the round, from 0, and `{out}` a path of the
-    round's own, which is deleted with all variants' when they are done.
+    In an argument, `{seed}` becomes a number that each round has for all variants, and `{out}` a
+    new path, which is deleted at the end.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Variant:
     cwd: Path | None = None
     rounds: int | None = None
     """Only the first rounds; by default all."""
+    warm: bool = False
+    """Run it once before all others, which doesn't count: it fills a cache."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Rounds:
     """How often each variant is measured."""
     only: tuple[str, ...] = ()
     """Only variants whose names contain one of these; no record is written."""
+    results: Path = RESULTS
+    """The folder of the record."""
 
 
 def python(script: str, *arguments: object) -> list[str]:
@@ -73,14 +78,25 @@ def jgpt(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "jgpt.cli", *map(str, arguments)]
 
 
-def compare(name: str, variants: Sequence[Variant], options: Rounds, **facts: Any) -> Measured:
-    """Measure variants in turn; print a table and write `results/NAME.json` after every round."""
+def compare(
+    name: str,
+    variants: Sequence[Variant],
+    options: Rounds,
+    facts: Callable[[Measured], dict[str, Any]] = lambda measured: {},
+) -> Measured:
+    """Measure variants in turn; print a table, and write the record NAME after every round.
+
+    `facts` are written too: what else was the same for all, or is computed from the figures.
+    """
     if options.only:
         variants = [it for it in variants if any(word in it.name for word in options.only)]
     machine = provenance()
     measured: Measured = {}
     processor = Variant(PROCESSOR, python("runner.py"))
     with tempfile.TemporaryDirectory() as directory:
+        for variant in variants:
+            if variant.warm:
+                measure(variant, -1, Path(directory))
         for index in range(options.rounds):
             for variant in (processor, *variants):
                 if variant.rounds is None or index < variant.rounds:
@@ -91,7 +107,7 @@ def compare(name: str, variants: Sequence[Variant], options: Rounds, **facts: An
                     told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                     print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
             if not options.only:
-                path = write(name, {"figures": measured, **facts}, machine)
+                path = write(options.results / f"{name}.json", {"figures": measured, **facts(measured)}, machine)
     show(measured)
     if not options.only:
         print(path)
@@ -101,7 +117,7 @@ def compare(name: str, variants: Sequence[Variant], options: Rounds, **facts: An
 def measure(variant: Variant, index: int, directory: Path) -> Figures:
     """What a variant prints, the seconds it took and the most memory it had, in a new process."""
     out = directory / f"{variant.name.replace('/', ' ')}-{index}"
-    blanks = {"{round}": str(index), "{out}": str(out)}
+    blanks = {"{seed}": str(FIRST_SEED + index), "{out}": str(out)}
     command = list(variant.command)
     for blank, value in blanks.items():
         command = [argument.replace(blank, value) for argument in command]
@@ -175,9 +191,11 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write(name: str, results: Mapping[str, Any], machine: dict[str, Any] | None = None) -> Path:
-    """Write a result to `results/NAME.json`, or to NAME if that is a path."""
-    path = RESULTS / f"{name}.json" if os.sep not in name else Path(name)
+def write(
+    name: str | Path, results: Mapping[str, Any], machine: dict[str, Any] | None = None
+) -> Path:
+    """Write the record NAME, or to a path, with where and how it was measured."""
+    path = name if isinstance(name, Path) else RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps((machine or provenance()) | dict(results), indent=2) + "\n")
     return path

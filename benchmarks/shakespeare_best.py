@@ -165,7 +165,7 @@ def test(options: Options) -> None:
         }
         print(preset, change, summary)
         found["models"][preset] = {"change": change, "runs": losses, "test": summary}
-    write(str(seen.resolve()), found)
+    write(seen, found)
     if not options.toy:
         print(write("shakespeare_best", found))
 

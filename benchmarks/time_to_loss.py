@@ -1,91 +1,98 @@
-"""Whole commands beside nanoGPT's: seconds to a loss, and the loss when nanoGPT ends.
+"""Whole commands beside nanoGPT's: seconds to a loss, the loss when nanoGPT ends, and memory.
 
     JGPT_DATA_DIR=DIR python benchmarks/time_to_loss.py --nanogpt PATH
 
 PATH is a checkout of nanoGPT; it trains tiny Shakespeare with its CPU setting (its README), to a
-loss of about 1.886. `jgpt train` trains the default preset twice: for a few steps, to an exact loss
-at least as good, and for as many as end before nanoGPT does. Neither draws a sample at the end, as
-nanoGPT's doesn't. The commands alternate.
+loss of about 1.886 by its own estimate over 20 batches. `jgpt train nanogpt-cpu` trains the same.
+`jgpt train` trains the default preset twice: for a few steps, to an exact loss at least as good,
+and for as many as end before nanoGPT does. None draws a sample at the end. Each round has a seed.
 """
 
 import json
-import os
-import statistics
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import record
 import tyro
-from train_cpu import check_out, run_nanogpt
+from runner import Figures, Rounds, Variant, compare, jgpt
 
 LOSS = 1.886
+NANOGPT_CPU = [
+    *("--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=100"),
+    *("--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128"),
+    *("--max_iters=2000", "--lr_decay_iters=2000", "--dropout=0.0"),
+]
 
 
 @dataclass(frozen=True)
-class Options:
-    nanogpt: Path
+class Options(Rounds):
+    nanogpt: Path = Path("nanoGPT")
     """A checkout of nanoGPT."""
-    repeats: int = 2
-    """How often nanoGPT's command runs."""
-    seeds: int = 5
-    """How many seeds jgpt trains."""
     short_steps: int = 45
     """Steps to reach the loss in."""
-    steps: int = 1500
+    steps: int = 1000
     """Steps that end before nanoGPT."""
 
 
 def main(options: Options) -> None:
-    runs = {"nanoGPT": [], "to the loss": [], "to nanoGPT's end": []}
+    lengths = {"to the loss": options.short_steps, "to nanoGPT's end": options.steps}
     with tempfile.TemporaryDirectory() as directory:
         checkout = check_out(options.nanogpt, Path(directory))
-        for repeat in range(options.seeds):
-            seed = 1337 + repeat
-            if repeat < options.repeats:
-                runs["nanoGPT"].append(run_nanogpt(checkout, seed))
-            for name, steps in (
-                ("to the loss", options.short_steps),
-                ("to nanoGPT's end", options.steps),
-            ):
-                runs[name].append(run_jgpt(Path(directory) / f"{steps}-{seed}", seed, steps))
-            for name, its in runs.items():
-                print(f"seed {seed} {name:<17} {its[-1]}", flush=True)
-    seconds = {name: [run["seconds"] for run in its] for name, its in runs.items()}
-    print("\n| command | seconds | validation loss |\n|---|---|---|")
-    for name, its in runs.items():
-        losses = [run["validation_loss"] for run in its]
-        print(f"| {name} | {record.spread(seconds[name])} | {record.spread(losses)} |")
-    end = statistics.median(seconds["nanoGPT"])
-    short = [run["validation_loss"] for run in runs["to the loss"]]
-    losses = [run["validation_loss"] for run in runs["to nanoGPT's end"]]
-    results = {
-        "ratio": statistics.median(seconds["to the loss"]) / end,
-        "worst_loss_of_the_short_runs": max(short),
-        "reached": max(short) <= LOSS,
-        "mean_loss_at_nanogpts_end": statistics.mean(losses),
-        "standard_deviation": statistics.stdev(losses),
-        "ended_before_nanogpt": max(seconds["to nanoGPT's end"]) <= end,
-    }
-    print(json.dumps(results, indent=2))
-    note = "nanoGPT's loss is its own estimate over 20 random batches; jgpt's is exact"
-    print(record.write("time_to_loss", {"runs": runs, **results, "note": note}))
+        variants = [
+            trained_by_nanogpt("nanoGPT", checkout, *NANOGPT_CPU),
+            trained_by_jgpt("jgpt nanogpt-cpu", "nanogpt-cpu"),
+            *(trained_by_jgpt(name, "--steps", its) for name, its in lengths.items()),
+        ]
+        compare("time_to_loss", variants, options, lambda _: {"steps": lengths, "loss": LOSS})
 
 
-def run_jgpt(out: Path, seed: int, steps: int) -> dict[str, float]:
-    command = [
-        *(sys.executable, "-m", "jgpt.cli", "train", "--data", "shakespeare"),
-        *("--steps", str(steps), "--seed", str(seed), "--out", str(out), "--sample-tokens", "0"),
-    ]
-    began = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, env=os.environ)
-    seconds = time.perf_counter() - began
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    return {"seconds": seconds, "validation_loss": losses[-1]}
+def check_out(nanogpt: Path, directory: Path) -> Path:
+    """A copy of nanoGPT's checkout that has prepared tiny Shakespeare, and takes a seed."""
+    from jgpt.data.corpus import shakespeare_file
+
+    checkout = directory / "nanoGPT"
+    shutil.copytree(nanogpt, checkout, ignore=shutil.ignore_patterns(".git"))
+    folder = checkout / "data" / "shakespeare_char"
+    shutil.copy(shakespeare_file(), folder / "input.txt")  # so that it downloads nothing
+    (folder / "requests.py").write_text("")  # it imports what only its download needs
+    subprocess.run([sys.executable, "prepare.py"], cwd=folder, check=True, capture_output=True)
+    script = (checkout / "train.py").read_text()
+    seeded = script.replace("torch.manual_seed(1337", "torch.manual_seed(seed")
+    (checkout / "train.py").write_text("seed = 1337\n" + seeded)  # which is now an option
+    return checkout
+
+
+def losses_of(found: list[tuple[int, float]], target: float) -> Figures:
+    """The last loss and the best, and the share of the steps after which the target was reached."""
+    steps, losses = zip(*found, strict=True)
+    reached = [step for step, loss in found if loss <= target]
+    share = (reached or steps[-1:])[0] / max(steps[-1], 1)
+    return {"validation_loss": losses[-1], "best_loss": min(losses), "share_to_target": share}
+
+
+def trained_by_nanogpt(
+    name: str, checkout: Path, *options: str, target: float = LOSS, rounds: int | None = None
+) -> Variant:
+    def read(printed: str, out: Path) -> Figures:
+        found = re.findall(r"step (\d+):.*val loss ([\d.]+)", printed)
+        return losses_of([(int(step), float(loss)) for step, loss in found], target)
+
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *options]
+    return Variant(name, [*command, "--seed={seed}"], read, cwd=checkout, rounds=rounds)
+
+
+def trained_by_jgpt(name: str, *options: object, target: float = LOSS) -> Variant:
+    def read(printed: str, out: Path) -> Figures:
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        found = [(it["step"], it["validation_loss"]) for it in lines if "validation_loss" in it]
+        return losses_of(found, target)
+
+    command = jgpt("train", *options, "--data", "shakespeare", "--sample-tokens", 0)
+    return Variant(name, [*command, "--out", "{out}", "--seed", "{seed}"], read)
 
 
 if __name__ == "__main__":
