@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import time
 
-import record
+import runner
 
 from jgpt import preset
 from jgpt.cli.console import describe_ahead
@@ -46,7 +46,7 @@ def main() -> None:
     for each in records:
         print(row(each))
     if arguments.only is None:
-        record.write("ahead", {"steps": records})
+        runner.write("ahead", {"steps": records})
 
 
 def measure(name: str, on: str, batch_size: int, mesh: str) -> dict:

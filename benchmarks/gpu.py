@@ -31,7 +31,7 @@ from jgpt.presets import preset
 
 TARGET = 1.4655
 """What nanoGPT's Shakespeare setting reaches on a GPU: its best of a run, mean of five seeds."""
-TOY_TRAIN = "--steps 4 --eval-interval 2 --steps-per-call 2 --eval-tokens 100".split()
+TOY_TRAIN = ("--steps=4", "--eval-interval=2", "--steps-per-call=2", "--eval-tokens=100")
 TOY_NANOGPT = (
     *("--device=cpu", "--compile=False", "--eval_iters=1", "--max_iters=2", "--eval_interval=1"),
     *("--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8", "--batch_size=3"),

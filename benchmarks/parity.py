@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import record
+import runner
 import torch
 import tyro
 from flax import nnx
@@ -153,7 +153,7 @@ def main() -> None:
     print(f"tested below {TOLERANCE}; in float32 Adam turns a gradient that is all rounding into")
     print("a whole step, so the weights after ten steps are tested in float64 alone")
     name = "parity_open_models" if options.open_models else "parity"
-    print(record.write(name, {"tolerance": TOLERANCE, "rows": rows}))
+    print(runner.write(name, {"tolerance": TOLERANCE, "rows": rows}))
     worst = max(row["relative"] / TOLERANCE[row["dtype"]] for row in rows if row["tested"])
     sys.exit(f"the largest error is {worst:.1f} times the tolerance" if worst > 1 else 0)
 

@@ -107,7 +107,11 @@ def compare(
                     told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                     print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
             if not options.only:
-                path = write(options.results / f"{name}.json", {"figures": measured, **facts(measured)}, machine)
+                path = write(
+                    options.results / f"{name}.json",
+                    {"figures": measured, **facts(measured)},
+                    machine,
+                )
     show(measured)
     if not options.only:
         print(path)

@@ -223,9 +223,9 @@ def prepare(folder: Path) -> None:
         words = {f"t{index}": index for index in range(config.vocab_size)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
         special = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "t0")
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, **special
-        ).save_pretrained(folder / name)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
+            folder / name
+        )
         if not importlib.util.find_spec("ctranslate2"):
             continue
         import ctranslate2

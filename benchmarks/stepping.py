@@ -1,4 +1,4 @@
-"""What one train step takes, of jgpt or of nanoGPT: a process that measures it and prints figures."""
+"""Measure the train step of jgpt, or of nanoGPT, in this process."""
 
 import contextlib
 import io
