@@ -22,9 +22,9 @@ from typing import Literal
 
 import sampling
 import tyro
-from runner import Rounds, Variant, compare, python
+from nanogpt import check_out, trained_by_nanogpt
+from runner import Rounds, Variant, compare, python, trained_by_jgpt
 from stepping import variant
-from time_to_loss import check_out, trained_by_jgpt, trained_by_nanogpt
 
 from jgpt.config import TrainConfig
 from jgpt.presets import preset

@@ -151,6 +151,24 @@ def measure(variant: Variant, index: int, directory: Path) -> Figures:
     return {"seconds": seconds, "peak_mib": peak} | figures
 
 
+def trained_by_jgpt(name: str, *options: object, target: float = 0.0) -> Variant:
+    def read(printed: str, out: Path) -> Figures:
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        found = [(it["step"], it["validation_loss"]) for it in lines if "validation_loss" in it]
+        return losses_of(found, target)
+
+    command = jgpt("train", *options, "--data", "shakespeare", "--sample-tokens", 0)
+    return Variant(name, [*command, "--out", "{out}", "--seed", "{seed}"], read)
+
+
+def losses_of(found: list[tuple[int, float]], target: float) -> Figures:
+    """The last loss and the best, and the share of the steps after which the target was reached."""
+    steps, losses = zip(*found, strict=True)
+    reached = [step for step, loss in found if loss <= target]
+    share = (reached or steps[-1:])[0] / max(steps[-1], 1)
+    return {"validation_loss": losses[-1], "best_loss": min(losses), "share_to_target": share}
+
+
 def median(measured: Measured, variant: str, figure: str) -> float:
     return statistics.median(measured[variant][figure])
 

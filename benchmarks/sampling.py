@@ -132,7 +132,7 @@ def of_jgpt(options: Options, dtype: str) -> Draw:
 
 def of_nanogpt(options: Options) -> Draw:
     import torch
-    from stepping import nanogpt_model
+    from nanogpt import nanogpt_model
 
     assert options.nanogpt is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import tyro
+from nanogpt import nanogpt_model
 from runner import Variant, draws, python
 
 TakeSteps = Callable[[int], float]
@@ -64,25 +64,6 @@ def jgpt_steps(config: Any) -> TakeSteps:
         return float(losses[-1])
 
     return take
-
-
-def nanogpt_model(checkout: Path, shape: Any) -> Any:
-    """nanoGPT's own model, of a ModelConfig's sizes."""
-    sys.path.insert(0, str(checkout))
-    from model import GPT, GPTConfig  # type: ignore[import-not-found]
-
-    sizes = GPTConfig(
-        block_size=shape.block_size,
-        # its own padding of GPT-2's vocabulary
-        vocab_size=-(-shape.vocab_size // 64) * 64 if shape.vocab_size > 1024 else shape.vocab_size,
-        n_layer=shape.num_layers,
-        n_head=shape.num_heads,
-        n_embd=shape.embed_dim,
-        dropout=shape.dropout,
-        bias=shape.use_bias,
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        return GPT(sizes)
 
 
 def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md from the records, between the comments that name them.
+"""Write the documents' tables from the records, between the comments that name them.
 
     python benchmarks/tables.py
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from runner import PROCESSOR, RESULTS, ROOT, median, spread
 
-PAGES = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+PAGES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md", ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = tuple[str, str, str, str, str]
 """What, theirs, jgpt's, the ratio, the target."""
@@ -220,6 +220,27 @@ def breakdown_table() -> list[list[str]]:
     return [["kind of operation", *dtypes], *cells]
 
 
+def ahead_table() -> list[list[str]]:
+    """The best mesh is the one with the least time, and of equals the one that sends less."""
+
+    def size(count: int) -> str:
+        return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+    found: dict[tuple[str, str], list[tuple[float, int, list[str]]]] = {}
+    for step in record("ahead")["steps"]:
+        sent = sum(kind["sent"] for kind in step["collectives"])
+        memory = size(step["memory"]["state"] + step["memory"]["working"])
+        least = round(1e3 * step[f"{step['bound']}_seconds"], 1)
+        cells = [step["preset"], step["on"], f"{step['batch_size']:,}", f"`{step['mesh']}`"]
+        cells += [memory + (not step["fits"]) * ", too much", size(sent)]
+        cells += [step["bound"], f"{least} ms"]
+        found.setdefault((step["preset"], step["on"]), []).append((least, sent, cells))
+    for steps in found.values():
+        min(steps)[2][3] += " (best)"
+    header = "preset, chips, sequences, mesh, memory of a chip, a chip sends, bound by, at least"
+    return [header.split(", "), *(cells for steps in found.values() for *_, cells in steps)]
+
+
 def processors_table() -> list[list[str]]:
     table = [["record", "processor", "GFLOP/s", "GB/s"]]
     for path in sorted(RESULTS.glob("*.json")):
@@ -239,6 +260,7 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "candidates": candidates_table,
     "breakdown": breakdown_table,
     "processors": processors_table,
+    "ahead": ahead_table,
 }
 
 

@@ -164,26 +164,6 @@ def test_the_cost_of_checks_is_the_results():
     assert f"an eager forward pass {ratio['eager forward']:.2f} times" in text
 
 
-def test_steps_for_other_hardware_are_the_results():
-    def size(count: int) -> str:
-        return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-    found: dict[tuple[str, str], list[tuple[float, int, list[str]]]] = {}
-    for step in result("ahead")["steps"]:
-        assert step["fits"]
-        sent = sum(kind["sent"] for kind in step["collectives"])
-        memory = size(step["memory"]["state"] + step["memory"]["working"])
-        least = round(1e3 * step[f"{step['bound']}_seconds"], 1)
-        cells = [step["preset"], step["on"], f"{step['batch_size']:,}", f"`{step['mesh']}`"]
-        cells += [memory, size(sent), step["bound"], f"{least} ms"]
-        found.setdefault((step["preset"], step["on"]), []).append((least, sent, cells))
-    for steps in found.values():
-        min(steps)[2][3] += " (best)"
-    text = (ROOT / "docs" / "scale.md").read_text()
-    shown = [line.strip("| ").split(" | ") for line in text.splitlines() if " ms |" in line]
-    assert shown == [cells for steps in found.values() for _, _, cells in steps]
-
-
 def test_the_real_model_s_figures_are_the_results():
     found, text = result("smollm2"), " ".join((ROOT / "docs" / "weights.md").read_text().split())
     loss = found["loss"]

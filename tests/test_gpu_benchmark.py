@@ -1,4 +1,4 @@
-"""The GPU's benchmark runs to the end without one, at toy sizes, and its records hold everything."""
+"""The GPU benchmark runs to the end without one, at toy sizes; its records hold everything."""
 
 import json
 import os
