@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -49,10 +49,12 @@ AXES = {
 }
 
 
+Name = Literal["step_time", "time_to_loss", "memory", "startup", "scaling", "scan_layers"]
+
+
 @dataclass(frozen=True)
 class Options(Rounds):
-    comparison: Annotated[str, tyro.conf.Positional] = "step_time"
-    """Which."""
+    comparison: Annotated[Name, tyro.conf.Positional] = "step_time"
     nanogpt: Path = Path("nanoGPT")
     """A checkout of nanoGPT."""
     short_steps: int = 45
@@ -192,8 +194,13 @@ def scan_layers(options: Options, folder: Path) -> list[Variant]:
     ]
 
 
-COMPARISONS: dict[str, Callable[[Options, Path], list[Variant]]] = {
-    it.__name__: it for it in (step_time, time_to_loss, memory, startup, scaling, scan_layers)
+COMPARISONS: dict[Name, Callable[[Options, Path], list[Variant]]] = {
+    "step_time": step_time,
+    "time_to_loss": time_to_loss,
+    "memory": memory,
+    "startup": startup,
+    "scaling": scaling,
+    "scan_layers": scan_layers,
 }
 
 

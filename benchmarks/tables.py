@@ -166,7 +166,7 @@ def rows() -> list[Row]:
     return [*step_rows(), *command_rows(), *best_rows(), *sampling_rows(), *own_rows()]
 
 
-HEADER = ["what", "theirs", "jgpt", "ratio", "target"]
+HEADER: list[str] = ["what", "theirs", "jgpt", "ratio", "target"]
 README_ROWS = (
     *("train step, nanoGPT's CPU setting, float32", "whole command to loss 1.886"),
     "`shakespeare-best`, test loss in windows of 256, five seeds",
