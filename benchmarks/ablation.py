@@ -1,20 +1,27 @@
 """What each field of the default preset, and each choice of its optimizer, is worth.
 
-    JGPT_DATA_DIR=DIR python benchmarks/ablation.py --steps 200
+    JGPT_DATA_DIR=DIR python benchmarks/ablation.py --rounds 2
 
-Each variant changes one thing and trains tiny Shakespeare for as many steps from the same seeds;
-the schedule ends with them. The table goes to `benchmarks/ablation.md` too, above the others there.
+Each variant changes one thing and trains tiny Shakespeare for as many steps from the same seeds, of
+which each round has one; the schedule ends with them. The table goes to `benchmarks/ablation.md`
+too, above the others there.
+
+    JGPT_DATA_DIR=DIR python benchmarks/ablation.py --narrow --steps 1000
+
+trains nanoGPT's CPU setting in float32 and in bfloat16 instead. A seed decides parameters and
+batches, so that its two runs differ by rounding alone: `narrow_loss` has how far they come apart,
+and how far apart seeds are.
 """
 
-import dataclasses
+import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import record
 import tyro
+from runner import Measured, Rounds, Variant, compare, python
 
 TABLE = Path(__file__).parent / "ablation.md"
 MODEL = {
@@ -48,41 +55,69 @@ OPTIMIZER = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Rounds):
     steps: int = 400
     """Steps of each run."""
-    seeds: int = 2
-    """Seeds of each variant."""
-    only: tuple[str, ...] = ()
-    """These variants alone."""
+    narrow: bool = False
+    """Compare bfloat16 with float32 instead."""
+    config: str | None = None
+    """Only train this, a TrainConfig as JSON, and print its figures."""
+    seed: int = 0
+    """Its seed."""
 
 
 def main(options: Options) -> None:
+    from jgpt.config import TrainConfig, from_json
     from jgpt.presets import DEFAULT_PRESET, preset
 
-    config = dataclasses.replace(preset(DEFAULT_PRESET), steps=options.steps)
-    variants: dict[str, Any] = {"the preset": config}
-    for name, fields in MODEL.items():
-        model = dataclasses.replace(config.model, **fields)
-        variants[name] = dataclasses.replace(config, model=model)
-    for name, fields in OPTIMIZER.items():
-        optimizer = dataclasses.replace(config.optimizer, **fields)
-        variants[name] = dataclasses.replace(config, optimizer=optimizer)
-    results: dict[str, list[dict[str, float]]] = {}
-    for seed in range(1337, 1337 + options.seeds):
-        for name, variant in variants.items():
-            if not options.only or name in options.only:
-                results.setdefault(name, []).append(run(dataclasses.replace(variant, seed=seed)))
-                print(f"seed {seed} {name:<32} {results[name][-1]}", flush=True)
-    table = describe(results, options)
-    print(f"\n{table}")
-    if not options.only:
-        _, below, rest = TABLE.read_text().partition("\n## ")  # other tables
-        TABLE.write_text(table + below + rest)
-        print(record.write("ablation", {"steps": options.steps, "variants": results}))
+    if options.config:
+        config = from_json(TrainConfig, options.config)
+        print(json.dumps(train(replace(config, seed=options.seed))))
+    elif options.narrow:
+        base = replace(preset("nanogpt-cpu"), steps=options.steps)
+        configs = {
+            dtype: replace(base, model=replace(base.model, dtype=dtype))
+            for dtype in ("float32", "bfloat16")
+        }
+        compare("narrow_loss", variants(configs), options, differences)
+    else:
+        base = replace(preset(DEFAULT_PRESET), steps=options.steps)
+        configs = {"the preset": base}
+        for name, fields in MODEL.items():
+            configs[name] = replace(base, model=replace(base.model, **fields))
+        for name, fields in OPTIMIZER.items():
+            configs[name] = replace(base, optimizer=replace(base.optimizer, **fields))
+        facts = {"steps": options.steps}
+        measured = compare("ablation", variants(configs), options, lambda _: facts)
+        if not options.only:
+            _, below, rest = TABLE.read_text().partition("\n## ")  # other tables
+            TABLE.write_text(describe(measured, options) + below + rest)
 
 
-def run(config: Any) -> dict[str, float]:
+def variants(configs: dict[str, Any]) -> list[Variant]:
+    from jgpt.config import to_json
+
+    seed = "--seed", "{seed}"
+    return [
+        Variant(name, python("ablation.py", "--config", to_json(config), *seed))
+        for name, config in configs.items()
+    ]
+
+
+def differences(measured: Measured) -> dict[str, Any]:
+    """Of bfloat16's losses from float32's of the same seeds."""
+    wide, narrow = (measured.get(it, {}).get("validation_loss") for it in ("float32", "bfloat16"))
+    if not wide or not narrow:
+        return {}
+    apart = [after - before for before, after in zip(wide, narrow, strict=False)]
+    return {
+        "deviation_over_seeds": statistics.stdev(wide) if len(wide) > 1 else 0.0,
+        "mean_difference": statistics.mean(apart),
+        "largest_difference": max(map(abs, apart)),
+    }
+
+
+def train(config: Any) -> dict[str, float]:
     """The exact loss at the end, and what a step takes after the first call."""
     import jax
 
@@ -109,36 +144,37 @@ def run(config: Any) -> dict[str, float]:
     seconds = time.perf_counter() - began
     windows, counts = evaluation_windows(dataset.validation, size, config.batch_size)
     loss = make_eval_step(config.model)(state.weights, windows, counts)
-    return {
-        "validation_loss": float(loss) / int(counts.sum()),
-        "milliseconds": 1000 * seconds / timed,
-    }
+    step = {"milliseconds": 1000 * seconds / timed} if timed else {}  # the first call compiles
+    return {"validation_loss": float(loss) / int(counts.sum())} | step
 
 
-def describe(results: dict[str, list[dict[str, float]]], options: Options) -> str:
+def describe(measured: Measured, options: Options) -> str:
     """The table, the worst variant last."""
+    from runner import PROCESSOR
 
-    def mean(name: str, what: str) -> float:
-        return statistics.mean(run[what] for run in results[name])
-
+    results = {name: its for name, its in measured.items() if name != PROCESSOR}
+    mean = {
+        name: {figure: statistics.mean(values) for figure, values in its.items()}
+        for name, its in results.items()
+    }
+    base = mean["the preset"]
     lines = [
         "# What each choice of the default preset is worth",
         "",
-        f"Tiny Shakespeare, {options.steps} steps, {options.seeds} seeds; exact validation loss in "
-        "nats per character. A positive difference says that the preset does better. "
-        f"`python benchmarks/ablation.py --steps {options.steps}` writes this table.",
+        f"Tiny Shakespeare, {options.steps} steps, {options.rounds} seeds; exact validation loss "
+        "in nats per character. A positive difference says that the preset does better. `python "
+        f"benchmarks/ablation.py --steps {options.steps} --rounds {options.rounds}` writes this "
+        "table.",
         "",
         "| one change | loss | each seed | difference | a step's time, of the preset's |",
         "|---|---|---|---|---|",
     ]
-    known = "the preset" in results
-    base = mean("the preset", "validation_loss") if known else float("nan")
-    preset_step = mean("the preset", "milliseconds") if known else float("nan")
-    for name in sorted(results, key=lambda name: mean(name, "validation_loss")):
-        loss = mean(name, "validation_loss")
-        seeds = ", ".join(f"{run['validation_loss']:.3f}" for run in results[name])
-        step = mean(name, "milliseconds") / preset_step
-        lines.append(f"| {name} | {loss:.3f} | {seeds} | {loss - base:+.3f} | {step:.2f} |")
+    for name in sorted(results, key=lambda name: mean[name]["validation_loss"]):
+        loss = mean[name]["validation_loss"]
+        seeds = ", ".join(f"{each:.3f}" for each in results[name]["validation_loss"])
+        step = mean[name]["milliseconds"] / base["milliseconds"]
+        change = loss - base["validation_loss"]
+        lines.append(f"| {name} | {loss:.3f} | {seeds} | {change:+.3f} | {step:.2f} |")
     return "\n".join(lines) + "\n"
 
 

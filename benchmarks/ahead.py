@@ -11,12 +11,11 @@ import argparse
 import dataclasses
 import time
 
-import record
+import runner
 
 from jgpt import preset
 from jgpt.cli.console import describe_ahead
 from jgpt.training.ahead import compile_ahead
-from jgpt.training.plan import format_bytes
 
 CASES = (
     ("gpt2", "v5e:2x2", 16, ("data=4", "fsdp=4")),
@@ -30,23 +29,16 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="of this preset only")
-    arguments = parser.parse_args()
-    records = []
+    only = parser.parse_args().only
+    steps = []
     for name, on, batch_size, meshes in CASES:
-        if arguments.only in (None, name):
-            for mesh in meshes:
-                try:
-                    records.append(measure(name, on, batch_size, mesh))
-                except ValueError as error:  # it doesn't fit
-                    print(f"\n{name}, {mesh}: {error}")
-    print(
-        "\n| preset | chips | sequences | mesh | memory of a chip | sent by a chip | bound | ms |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for each in records:
-        print(row(each))
-    if arguments.only is None:
-        record.write("ahead", {"steps": records})
+        for mesh in meshes if only in (None, name) else ():
+            try:
+                steps.append(measure(name, on, batch_size, mesh))
+            except ValueError as error:  # it doesn't fit
+                print(f"\n{name}, {mesh}: {error}")
+    if only is None:
+        print(runner.write("ahead", {"steps": steps}))
 
 
 def measure(name: str, on: str, batch_size: int, mesh: str) -> dict:
@@ -68,23 +60,6 @@ def measure(name: str, on: str, batch_size: int, mesh: str) -> dict:
         "compile_cpu_seconds": took[1],
         **dataclasses.asdict(step),
     }
-
-
-def row(each: dict) -> str:
-    memory = each["memory"]["state"] + each["memory"]["working"]
-    sent = sum(kind["sent"] for kind in each["collectives"])
-    least = 1e3 * each[f"{each['bound']}_seconds"]
-    cells = (
-        each["preset"],
-        f"{each['chips']} ({each['on']})",
-        each["batch_size"],
-        each["mesh"],
-        format_bytes(memory) + (not each["fits"]) * ", too much",
-        format_bytes(sent),
-        each["bound"],
-        f"{least:.1f}",
-    )
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import record
+import runner
 import tyro
 
 SECONDS, MEBIBYTES = 20, 1024
@@ -76,7 +76,7 @@ def main(options: Options) -> None:
         results[name] = in_a_process(name, options)
         print(name, results[name], flush=True)
         if options.write:
-            record.write("fuzz", {"formats": results})
+            runner.write("fuzz", {"formats": results})
     sys.exit(1 if any(result["escapes"] for result in results.values()) else 0)
 
 

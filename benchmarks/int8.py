@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import record
+import runner
 import tyro
 from flax import nnx
 
@@ -46,7 +46,7 @@ def main(options: Options) -> None:
         results["runs"][directory.name] = {"loss": before, "int8": after, "agrees": agrees}
         change = after - before
         print(f"| {directory.name} | {before:.4f} | {after:.4f} | {change:+.4f} | {agrees:.1%} |")
-    print(record.write("int8", results))
+    print(runner.write("int8", results))
 
 
 def evaluated(model: Any, windows: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:

@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 import numpy as np
-import record
+import runner
 import tyro
 
 from jgpt.runs.checkpoints import Checkpoints
@@ -78,7 +78,7 @@ def main(options: Options) -> None:
         result = run(Path(directory), options.kills, options.seed)
     print(result)
     if options.write:
-        print(record.write("kill_resume" + "_changing_mesh" * options.changing_mesh, result))
+        print(runner.write("kill_resume" + "_changing_mesh" * options.changing_mesh, result))
     sys.exit(1 if any(result.get(bad) for bad in ("lost", "differing", "hanging")) else 0)
 
 

@@ -20,10 +20,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import record
+import runner
 import torch
 import tyro
 from flax import nnx
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ladder is the tests'
 
@@ -123,24 +125,6 @@ def row(family: str, dtype: str, rung: str, errors: tuple[float, float]) -> dict
     }
 
 
-def table(rows: list[dict]) -> str:
-    """One line for a family and precision, the relative errors of its rungs side by side."""
-    rungs = [*dict.fromkeys(row["rung"] for row in rows)]
-    lines = [
-        "largest error relative to its array's largest entry (not tested in brackets)",
-        f"{'family':<30} {'dtype':<8}" + "".join(f"{rung:>19}" for rung in rungs),
-    ]
-    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
-        its = {row["rung"]: row for row in rows if (row["family"], row["dtype"]) == (family, dtype)}
-        cells = ""
-        for rung in rungs:
-            cell = f"{its[rung]['relative']:.1e}" if rung in its else "-"
-            tested = rung not in its or its[rung]["tested"]
-            cells += f"{cell if tested else f'({cell})':>19}"
-        lines.append(f"{family:<30} {dtype:<8}{cells}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     options = tyro.cli(Options)
     rows = ladder(["qwen3"] if options.open_models else FAMILIES)
@@ -149,11 +133,15 @@ def main() -> None:
     if options.nanogpt is not None:
         sys.path.insert(0, options.nanogpt)
         rows += [row for file in options.checkpoints for row in nanogpt(file)]
-    print(table(rows))
-    print(f"tested below {TOLERANCE}; in float32 Adam turns a gradient that is all rounding into")
-    print("a whole step, so the weights after ten steps are tested in float64 alone")
+    table = Table("family", "dtype", "rung", "relative", "tested", title=f"below {TOLERANCE}")
+    for its in rows:
+        table.add_row(
+            *(its["family"], its["dtype"], its["rung"], f"{its['relative']:.1e}"),
+            "yes" if its["tested"] else "no",
+        )
+    Console().print(table)
     name = "parity_open_models" if options.open_models else "parity"
-    print(record.write(name, {"tolerance": TOLERANCE, "rows": rows}))
+    print(runner.write(name, {"tolerance": TOLERANCE, "rows": rows}))
     worst = max(row["relative"] / TOLERANCE[row["dtype"]] for row in rows if row["tested"])
     sys.exit(f"the largest error is {worst:.1f} times the tolerance" if worst > 1 else 0)
 

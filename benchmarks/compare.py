@@ -1,0 +1,218 @@
+"""Comparisons of whole commands and of train steps, each a table of variants.
+
+    JGPT_DATA_DIR=DIR python benchmarks/compare.py step_time --nanogpt PATH
+
+PATH is a checkout of nanoGPT, which step_time, time_to_loss and memory need. The record has the
+name of the comparison.
+
+- step_time: one train step beside nanoGPT's, eager and compiled, at its CPU setting (four layers of
+  128 features, block 64, batch 12); its batch, forward, backward, clipping and AdamW
+- time_to_loss: whole commands on tiny Shakespeare. nanoGPT trains its CPU setting (its README), to
+  about 1.886 by its own estimate over 20 batches, and `jgpt train nanogpt-cpu` the same; `jgpt
+  train` the default preset, for a few steps, to an exact loss at least as good, and for as many as
+  end before nanoGPT does. None draws a sample at the end. Each round has a seed
+- memory: peak memory of nanoGPT's CPU setting in both, of a first run of jgpt, which compiles, and
+  of preparing a large text, which is generated in a minute or two
+- startup: `jgpt --help`, and `jgpt train` to its first step, with and without a compilation cache
+- scaling: step time against layers, width, block and batch of that setting, one at a time. The
+  exponent of time over floating-point operations is 1 where growth is linear
+- scan_layers: what a step takes to compile, in seconds of processor time, and to run, with a loop
+  and with a scan over the blocks
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+from nanogpt import CPU_SETTING, check_out, trained_by_nanogpt
+from runner import Measured, Rounds, Variant, compare, jgpt, median, python, trained_by_jgpt
+from stepping import variant
+
+from jgpt.presets import preset
+
+SETTING = preset("nanogpt-cpu")
+AXES = {
+    "num_layers": (2, 4, 8),
+    "embed_dim": (64, 128, 256),
+    "block_size": (32, 64, 128, 256),
+    "batch_size": (6, 12, 24),
+}
+
+
+Name = Literal["step_time", "time_to_loss", "memory", "startup", "scaling", "scan_layers"]
+
+
+@dataclass(frozen=True)
+class Options(Rounds):
+    comparison: Annotated[Name, tyro.conf.Positional] = "step_time"
+    nanogpt: Path = Path("nanoGPT")
+    """A checkout of nanoGPT."""
+    short_steps: int = 45
+    """Steps to reach the loss in, for time_to_loss."""
+    steps: int = 1000
+    """Steps that end before nanoGPT, for time_to_loss."""
+    gigabytes: float = 1.0
+    """The size of the text to prepare, for memory."""
+    first_step: Path | None = None
+    """Only train into this directory until the first step, and print the seconds."""
+
+
+def changed(**fields: Any) -> Any:
+    """nanoGPT's CPU setting with changes of the model or of the run."""
+    run = {name: fields.pop(name) for name in ("batch_size", "steps_per_call") if name in fields}
+    return replace(SETTING, model=replace(SETTING.model, **fields), **run)
+
+
+def step_time(options: Options, folder: Path) -> list[Variant]:
+    theirs = "--nanogpt", options.nanogpt
+    return [
+        variant("nanoGPT eager", SETTING, *theirs),
+        variant("nanoGPT compiled", SETTING, *theirs, "--compile"),
+        variant("jgpt float32", SETTING),
+        variant("jgpt bfloat16", changed(dtype="bfloat16")),
+    ]
+
+
+def time_to_loss(options: Options, folder: Path) -> list[Variant]:
+    return [
+        trained_by_nanogpt("nanoGPT", check_out(options.nanogpt, folder), *CPU_SETTING),
+        trained_by_jgpt("jgpt nanogpt-cpu", "nanogpt-cpu"),
+        trained_by_jgpt("to the loss", "--steps", options.short_steps),
+        trained_by_jgpt("to nanoGPT's end", "--steps", options.steps),
+    ]
+
+
+def memory(options: Options, folder: Path) -> list[Variant]:
+    theirs = *CPU_SETTING, "--max_iters=200"
+    ours = jgpt("train", "nanogpt-cpu", "--data", "shakespeare", "--steps", 200, "--out", "{out}")
+    cache = {"JAX_COMPILATION_CACHE_DIR": f"{folder}/programs"}
+    text = folder / "text.txt"
+    write_text(text, round(options.gigabytes * 1e9))
+    prepare = jgpt("prepare", text, "--out", "{out}")
+    return [
+        trained_by_nanogpt("nanoGPT", check_out(options.nanogpt, folder), *theirs),
+        Variant("jgpt, first run", ours, nothing, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),
+        Variant("jgpt", ours, nothing, cache, warm=True),
+        Variant("jgpt prepare", prepare, nothing, rounds=1),
+    ]
+
+
+def nothing(printed: str, out: Path) -> dict[str, float]:
+    """No figures but those that every variant has."""
+    return {}
+
+
+def write_text(path: Path, size: int) -> None:
+    """Lines of random words out of a vocabulary of some thousands."""
+    generator = random.Random(0)
+    letters = "etaoinshrdlucmfwypvbgk"
+    words = ["".join(generator.choices(letters, k=generator.randint(1, 9))) for _ in range(5000)]
+    lines = [" ".join(generator.choices(words, k=12)) + "\n" for _ in range(20_000)]
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < size:
+            generator.shuffle(lines)
+            file.write("".join(lines))
+
+
+def startup(options: Options, folder: Path) -> list[Variant]:
+    train = python("compare.py", "startup", "--first-step", "{out}")
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # jgpt's own is below XDG_CACHE_HOME
+    first, later = {"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"XDG_CACHE_HOME": str(folder)}
+    return [
+        Variant("jgpt --help", jgpt("--help"), nothing, warm=True),
+        Variant("jgpt train, the first run", train, environment=first),
+        Variant("jgpt train, a later run", train, environment=later, warm=True),
+    ]
+
+
+def seconds_to_first_step(out: Path) -> float:
+    """From the start of the process until its metrics have a line; it is stopped then."""
+    # each step is a call of its own, so that the first is reported when it is taken
+    command = jgpt("train", "nanogpt-cpu", "--out", out, "--steps-per-call", 1)
+    metrics = out / "metrics.jsonl"
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while not (metrics.exists() and metrics.stat().st_size):
+            if process.poll() is not None:
+                sys.exit(f"{command} ended with {process.returncode}")
+            time.sleep(0.005)
+        return time.perf_counter() - began
+    finally:
+        process.terminate()  # it saves, in its own time
+        process.wait()
+
+
+def scaling(options: Options, folder: Path) -> list[Variant]:
+    return [
+        variant(f"{axis} {size}", changed(**{axis: size}), "--steps", 10)
+        for axis, sizes in AXES.items()
+        for size in sizes
+    ]
+
+
+def exponents(measured: Measured) -> dict[str, Any]:
+    """The slope of the line through the logarithms of work and time, for each axis."""
+    from jgpt.nn.models import flops_per_token
+
+    found: dict[str, Any] = {"exponents": {}, "flops": {}}
+    for axis, sizes in AXES.items():
+        configs = {f"{axis} {size}": changed(**{axis: size}) for size in sizes}
+        work = {
+            name: 3 * flops_per_token(it.model) * it.batch_size * it.model.block_size
+            for name, it in configs.items()
+            if name in measured
+        }
+        times = [median(measured, name, "milliseconds") for name in work]
+        if len(times) > 1:
+            slope = np.polyfit(np.log(list(work.values())), np.log(times), 1)[0]
+            found["exponents"][axis] = float(slope)
+        found["flops"] |= work
+    return found
+
+
+def scan_layers(options: Options, folder: Path) -> list[Variant]:
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    return [
+        variant(
+            f"{name}, {layers} layers",
+            changed(num_layers=layers, scan_layers=scan, steps_per_call=4),
+            *("--steps", 4),
+        )
+        for layers in (4, 12, 36)
+        for name, scan in (("loop", False), ("scan", True))
+    ]
+
+
+COMPARISONS: dict[Name, Callable[[Options, Path], list[Variant]]] = {
+    "step_time": step_time,
+    "time_to_loss": time_to_loss,
+    "memory": memory,
+    "startup": startup,
+    "scaling": scaling,
+    "scan_layers": scan_layers,
+}
+
+
+def main(options: Options) -> None:
+    if options.first_step:
+        print(json.dumps({"seconds": seconds_to_first_step(options.first_step)}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        variants = COMPARISONS[options.comparison](options, Path(folder))
+        facts = exponents if options.comparison == "scaling" else lambda measured: {}
+        compare(options.comparison, variants, options, facts)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

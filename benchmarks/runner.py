@@ -1,0 +1,268 @@
+"""Measure variants in turn, each in a process of its own; print a table, write a record.
+
+Engines that share a process slow each other: idle threads of one hold the cores of another. So
+each round starts every variant anew, one after the other, and what is compared is the median over
+the rounds, with its range. The processor is measured the same way, in every round.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
+PACKAGES += ("torch", "transformers", "ctranslate2")
+PROCESSOR = "the processor"
+FIRST_SEED = 1337
+Figures = dict[str, float]
+Measured = dict[str, dict[str, list[float]]]
+"""Of each variant, each figure in each round."""
+
+
+def last_line(printed: str) -> Figures:
+    """The figures that a variant prints: one JSON object, on its last line."""
+    return json.loads(printed.strip().splitlines()[-1])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A command, and how to read its figures.
+
+    In an argument, `{seed}` becomes a number that each round has for all variants, and `{out}` a
+    new path, which is deleted at the end.
+    """
+
+    name: str
+    command: Sequence[str]
+    read: Callable[[str, Path], Figures] = lambda printed, out: last_line(printed)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cwd: Path | None = None
+    rounds: int | None = None
+    """Only the first rounds; by default all."""
+    warm: bool = False
+    """Run it once before all others, which doesn't count: it fills a cache."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Options that every comparison has."""
+
+    rounds: int = 5
+    """How often each variant is measured."""
+    only: tuple[str, ...] = ()
+    """Only variants whose names contain one of these; no record is written."""
+    results: Path = RESULTS
+    """The folder of the record."""
+
+
+def python(script: str, *arguments: object) -> list[str]:
+    """The command that runs a script of this folder."""
+    return [sys.executable, str(ROOT / "benchmarks" / script), *map(str, arguments)]
+
+
+def jgpt(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "jgpt.cli", *map(str, arguments)]
+
+
+def compare(
+    name: str,
+    variants: Sequence[Variant],
+    options: Rounds,
+    facts: Callable[[Measured], dict[str, Any]] = lambda measured: {},
+) -> Measured:
+    """Measure variants in turn; print a table, and write the record NAME after every round.
+
+    `facts` are written too: what else was the same for all, or is computed from the figures.
+    """
+    if options.only:
+        variants = [it for it in variants if any(word in it.name for word in options.only)]
+    machine = provenance()
+    measured: Measured = {}
+    processor = Variant(PROCESSOR, python("runner.py"))
+    with tempfile.TemporaryDirectory() as directory:
+        for variant in variants:
+            if variant.warm:
+                measure(variant, -1, Path(directory))
+        for index in range(options.rounds):
+            for variant in (processor, *variants):
+                if variant.rounds is None or index < variant.rounds:
+                    figures = measure(variant, index, Path(directory))
+                    its = measured.setdefault(variant.name, {})
+                    for figure, value in figures.items():
+                        its.setdefault(figure, []).append(value)
+                    told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                    print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
+            if not options.only:
+                path = write(
+                    options.results / f"{name}.json",
+                    {"figures": measured, **facts(measured)},
+                    machine,
+                )
+    show(measured)
+    if not options.only:
+        print(path)
+    return measured
+
+
+def measure(variant: Variant, index: int, directory: Path) -> Figures:
+    """What a variant prints, the seconds it took and the most memory it had, in a new process."""
+    out = directory / f"{variant.name.replace('/', ' ')}-{index}"
+    blanks = {"{seed}": str(FIRST_SEED + index), "{out}": str(out)}
+    command = list(variant.command)
+    for blank, value in blanks.items():
+        command = [argument.replace(blank, value) for argument in command]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as complained:
+        began = time.perf_counter()
+        # Linux counts the memory of the process that starts it too: this one imports no jax
+        process = subprocess.Popen(
+            command,
+            cwd=variant.cwd,
+            env=environment | dict(variant.environment),
+            stdout=printed,
+            stderr=complained,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        printed.seek(0)
+        complained.seek(0)
+        if process.returncode:
+            sys.exit(
+                f"{variant.name} ended with {process.returncode}:\n{complained.read()[-3000:]}"
+            )
+        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**20
+        figures = variant.read(printed.read(), out)
+    return {"seconds": seconds, "peak_mib": peak} | figures
+
+
+def trained_by_jgpt(name: str, *options: object, target: float = 0.0) -> Variant:
+    def read(printed: str, out: Path) -> Figures:
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        found = [(it["step"], it["validation_loss"]) for it in lines if "validation_loss" in it]
+        return losses_of(found, target)
+
+    command = jgpt("train", *options, "--data", "shakespeare", "--sample-tokens", 0)
+    return Variant(name, [*command, "--out", "{out}", "--seed", "{seed}"], read)
+
+
+def losses_of(found: list[tuple[int, float]], target: float) -> Figures:
+    """The last loss and the best, and the share of the steps after which the target was reached."""
+    steps, losses = zip(*found, strict=True)
+    reached = [step for step, loss in found if loss <= target]
+    share = (reached or steps[-1:])[0] / max(steps[-1], 1)
+    return {"validation_loss": losses[-1], "best_loss": min(losses), "share_to_target": share}
+
+
+def median(measured: Measured, variant: str, figure: str) -> float:
+    return statistics.median(measured[variant][figure])
+
+
+def spread(values: Sequence[float], form: str = ".4g") -> str:
+    """The median, and the smallest and the largest."""
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:{form}} ({least:{form}} to {most:{form}})"
+
+
+def show(measured: Measured) -> None:
+    figures = list(dict.fromkeys(name for its in measured.values() for name in its))
+    table = Table("variant", *figures, title="median (least to most)")
+    for name, its in measured.items():
+        table.add_row(name, *(spread(its[key]) if key in its else "" for key in figures))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def draws(action: Callable[[int], object], count: int) -> list[float]:
+    """The seconds of each call after the first, which compiles or warms up."""
+    action(0)
+    taken = []
+    for index in range(1, count + 1):
+        began = time.perf_counter()
+        action(index)
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def provenance() -> dict[str, Any]:
+    """The machine, the versions, the command and the commit."""
+    device = "import jax; print(jax.devices()[0].device_kind)"
+    asked = subprocess.run([sys.executable, "-c", device], capture_output=True, text=True)
+    script = os.path.relpath(sys.argv[0], ROOT)
+    return {
+        "command": " ".join(["python", script, *map(_portable, sys.argv[1:])]),
+        "commit": _commit(),
+        "device": f"{asked.stdout.strip() or 'unknown'}, {os.cpu_count()} cores",
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def write(
+    name: str | Path, results: Mapping[str, Any], machine: dict[str, Any] | None = None
+) -> Path:
+    """Write the record NAME, or to a path, with where and how it was measured."""
+    path = name if isinstance(name, Path) else RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps((machine or provenance()) | dict(results), indent=2) + "\n")
+    return path
+
+
+def _portable(argument: str) -> str:
+    """A path of this machine says nothing elsewhere."""
+    return "PATH" if os.path.isabs(argument) else argument
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+
+
+def processor_speed() -> Figures:
+    """A product of matrices of 2,048, and sums of 256 MiB in two threads; the best of five."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    matrix, numbers = np.ones((2048, 2048), np.float32), np.ones((2, 1 << 25), np.float32)
+    with ThreadPoolExecutor(2) as pool:
+        products = draws(lambda _: matrix @ matrix, 5)
+        sums = draws(lambda _: list(pool.map(np.sum, numbers)), 5)
+    return {
+        "gflops": 2e-9 * 2048**3 / min(products),
+        "gbytes_per_second": 1e-9 * numbers.nbytes / min(sums),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(processor_speed()))

@@ -1,0 +1,287 @@
+"""Write the documents' tables from the records, between the comments that name them.
+
+    python benchmarks/tables.py
+
+A row whose record is missing is left out.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from runner import PROCESSOR, RESULTS, ROOT, median, spread
+
+PAGES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md", ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Row = tuple[str, str, str, str, str]
+"""What, theirs, jgpt's, the ratio, the target."""
+
+
+def record(name: str) -> dict[str, Any]:
+    """What was measured; an empty record if it wasn't."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"figures": {}}
+
+
+def ratio(value: float, target: float, *, more: bool = False) -> tuple[str, str]:
+    """The cells of a ratio and of what was aimed at."""
+    missed = value < target if more else value > target
+    return f"{value:.2f}", f"{target:g}{' (missed)' if missed else ''}"
+
+
+def step_rows() -> Iterator[Row]:
+    measured = record("step_time")["figures"]
+    theirs = [name for name in ("nanoGPT eager", "nanoGPT compiled") if name in measured]
+    if theirs:
+        best = min(theirs, key=lambda name: median(measured, name, "milliseconds"))
+        base = median(measured, best, "milliseconds")
+        its = f"{spread(measured[best]['milliseconds'], '.1f')} ms, {best.split()[1]}"
+        for dtype, target in (("float32", 0.9), ("bfloat16", 0.65)):
+            times = measured[f"jgpt {dtype}"]["milliseconds"]
+            cells = ratio(statistics.median(times) / base, target)
+            what = f"train step, nanoGPT's CPU setting, {dtype}"
+            yield what, its, f"{spread(times, '.1f')} ms", *cells
+
+
+def command_rows() -> Iterator[Row]:
+    found = record("time_to_loss")
+    measured = found["figures"]
+    if not measured:
+        return
+    seconds = {name: its["seconds"] for name, its in measured.items()}
+    theirs, losses = seconds["nanoGPT"], measured["nanoGPT"]["validation_loss"]
+    short, end = measured["to the loss"], measured["to nanoGPT's end"]
+    worst = f"to {max(short['validation_loss']):.3f} at worst"
+    yield (
+        "whole command to loss 1.886",
+        f"{spread(theirs, '.0f')} s",
+        f"{spread(short['seconds'], '.1f')} s, {worst}",
+        *ratio(statistics.median(short["seconds"]) / statistics.median(theirs), 0.083),
+    )
+    mean = statistics.mean(end["validation_loss"])
+    yield (
+        "loss when nanoGPT's command ends, five seeds",
+        f"{', '.join(f'{loss:.3f}' for loss in losses)} (its estimate)",
+        f"{mean:.3f} (sd {statistics.stdev(end['validation_loss']):.3f}) after "
+        f"{statistics.median(end['seconds']):.0f} s",
+        "",
+        f"1.47{' (missed)' if mean > 1.47 else ''}",
+    )
+    if same := measured.get("jgpt nanogpt-cpu"):
+        yield (
+            "whole command, nanoGPT's CPU setting in both",
+            f"{spread(theirs, '.0f')} s",
+            f"{spread(same['seconds'], '.0f')} s, to {spread(same['validation_loss'], '.3f')}",
+            f"{statistics.median(same['seconds']) / statistics.median(theirs):.2f}",
+            "",
+        )
+
+
+def decoding() -> Iterator[tuple[str, str, dict[str, list[float]]]]:
+    """Of each size and batch, or prompt: its label, its figure, and the engines' measurements."""
+    measured = record("sampling")["figures"]
+    for model in ("10.7M", "124M"):
+        engines = {
+            name.removeprefix(f"{model} "): its
+            for name, its in measured.items()
+            if name.startswith(f"{model} ")
+        }
+        for figure in ("batch 1", "batch 16", "prompt_seconds"):
+            if found := {name: its[figure] for name, its in engines.items() if figure in its}:
+                label = "a prompt of 1,000 tokens" if figure == "prompt_seconds" else figure
+                yield f"{model}, {label}", figure, found
+
+
+def ctranslate2(found: dict[str, list[float]], dtype: str, figure: str) -> list[float]:
+    """With one thread or with two: the faster."""
+    its = [found[f"CTranslate2 {dtype} {threads}"] for threads in (1, 2)]
+    return (min if figure == "prompt_seconds" else max)(its, key=statistics.median)
+
+
+def sampling_rows() -> Iterator[Row]:
+    for label, figure, found in decoding():
+        if figure != "prompt_seconds":
+            ours, theirs = found["jgpt float32"], ctranslate2(found, "float32", figure)
+            cells = ratio(statistics.median(ours) / statistics.median(theirs), 1, more=True)
+            what = f"tokens/s sampled in float32, {label}, beside CTranslate2"
+            yield what, spread(theirs, ",.0f"), spread(ours, ",.0f"), *cells
+
+
+def best_rows() -> Iterator[Row]:
+    """In windows of each length; theirs are nanoGPT's settings that have it."""
+    models = record("shakespeare_best").get("models", {})
+    ours = models.get("shakespeare-best", {"test": {}})["test"]
+    for size, mine in ours.items():
+        references = {name: its["test"] for name, its in models.items() if "nanogpt" in name}
+        theirs = [
+            f"{mean_of(its[size])} ({name})" for name, its in references.items() if size in its
+        ]
+        what = f"`shakespeare-best`, test loss in windows of {size}, five seeds"
+        yield what, "; ".join(theirs), mean_of(mine), "", ""
+
+
+def mean_of(found: dict[str, float]) -> str:
+    return f"{found['mean']:.4f} (sd {found['deviation']:.4f})"
+
+
+def own_rows() -> Iterator[Row]:
+    """Start, memory, growth, rounding, and what shape checks cost."""
+    started, memory = record("startup")["figures"], record("memory")["figures"]
+    if started:
+        seconds = median(started, "jgpt --help", "seconds")
+        yield "`jgpt --help`", "", f"{seconds:.2f} s", "", "0.3 s"
+        later, first = (f"jgpt train, {which}" for which in ("a later run", "the first run"))
+        seconds = f"{median(started, later, 'seconds'):.1f} s"
+        seconds += f" (the first run {median(started, first, 'seconds'):.1f})"
+        yield "`jgpt train` to its first step, a later run", "", seconds, "", "4 s"
+    if memory:
+        theirs, ours = (median(memory, name, "peak_mib") for name in ("nanoGPT", "jgpt"))
+        what = "peak memory of training, nanoGPT's CPU setting"
+        yield what, f"{theirs:.0f} MiB", f"{ours:.0f} MiB", *ratio(ours / theirs, 1.2)
+        peak = f"{median(memory, 'jgpt prepare', 'peak_mib'):.0f} MiB"
+        yield "peak memory of preparing 1 GB of text", "", peak, "", "500 MB"
+    if powers := record("scaling").get("exponents"):
+        names = {"num_layers": "layers", "embed_dim": "width", "block_size": "block"}
+        its = [f"{power:.2f} ({names.get(axis, 'batch')})" for axis, power in powers.items()]
+        yield "step time grows with FLOPs to the power of", "", ", ".join(its), "", "1"
+    if (narrow := record("narrow_loss"))["figures"]:
+        its = f"{narrow['mean_difference']:.4f}, at most {narrow['largest_difference']:.4f} apart"
+        its += f" (seeds: sd {narrow['deviation_over_seeds']:.4f})"
+        what = "bfloat16 minus float32, loss after 1,000 steps, five seeds"
+        yield what, "", its, "", "within noise"
+    if (checks := record("contract_overhead"))["figures"]:
+        added = {name: its / 1e3 for name, its in checks["added"].items()}
+        slowest = max(added, key=added.__getitem__)
+        most = added.pop(slowest)
+        its = f"{min(added.values()):.2f} to {max(added.values()):.2f} s; {slowest} {most:.2f} s"
+        target = f"0.15 s{' (missed)' if most > 0.15 else ''}"
+        yield "shape checks: what they add to a preset's compilation", "", its, "", target
+        cells = ratio(checks["ratio"]["eager forward"], 1.6)
+        yield "shape checks: an eager forward pass, beside without", "", "", *cells
+
+
+def rows() -> list[Row]:
+    return [*step_rows(), *command_rows(), *best_rows(), *sampling_rows(), *own_rows()]
+
+
+HEADER: list[str] = ["what", "theirs", "jgpt", "ratio", "target"]
+README_ROWS = (
+    *("train step, nanoGPT's CPU setting, float32", "whole command to loss 1.886"),
+    "`shakespeare-best`, test loss in windows of 256, five seeds",
+    "tokens/s sampled in float32, 124M, batch 1, beside CTranslate2",
+    "peak memory of training, nanoGPT's CPU setting",
+)
+
+
+def summary() -> list[list[str]]:
+    return [HEADER, *map(list, rows())]
+
+
+def readme() -> list[list[str]]:
+    return [HEADER, *(list(row) for row in rows() if row[0] in README_ROWS)]
+
+
+def decoding_table() -> list[list[str]]:
+    engines = "jgpt float32", "jgpt bfloat16", "jgpt int8", "transformers", "nanoGPT"
+    names = [*engines[:1], "CTranslate2 float32", *engines[1:3], "CTranslate2 int8", *engines[3:]]
+    table = [["tokens/s", *names]]
+    for label, figure, found in decoding():
+        form, unit = (".2f", " s") if figure == "prompt_seconds" else (",.0f", "")
+        for dtype in ("float32", "int8"):
+            found[f"CTranslate2 {dtype}"] = ctranslate2(found, dtype, figure)
+        cells = [spread(found[name], form) + unit if name in found else "" for name in names]
+        table.append([label, *cells])
+    return table
+
+
+def best_table() -> list[list[str]]:
+    table = [["model", "windows", "mean", "standard deviation", "each seed"]]
+    for name, its in record("shakespeare_best").get("models", {}).items():
+        for size, found in its["test"].items():
+            seeds = ", ".join(f"{run['test'][size]:.4f}" for run in its["runs"])
+            label = name if its["change"] == "the preset" else f"{name}, {its['change']}"
+            table.append([label, size, f"{found['mean']:.4f}", f"{found['deviation']:.4f}", seeds])
+    return table
+
+
+def candidates_table() -> list[list[str]]:
+    table = [["change of `shakespeare-best`", "loss on the validation half"]]
+    losses = record("shakespeare_best").get("candidates", {})
+    return table + [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.get)]
+
+
+def breakdown_table() -> list[list[str]]:
+    dtypes = "float32", "bfloat16"
+    shares = [record(f"step_breakdown_{dtype}")["share"] for dtype in dtypes]
+    kinds = [kind for kind in shares[0] if "not in the program" not in kind]
+    cells = [[kind, *(f"{share[kind]:.0%}" for share in shares)] for kind in kinds]
+    return [["kind of operation", *dtypes], *cells]
+
+
+def ahead_table() -> list[list[str]]:
+    """The best mesh is the one with the least time, and of equals the one that sends less."""
+
+    def size(count: int) -> str:
+        return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+    found: dict[tuple[str, str], list[tuple[float, int, list[str]]]] = {}
+    for step in record("ahead")["steps"]:
+        sent = sum(kind["sent"] for kind in step["collectives"])
+        memory = size(step["memory"]["state"] + step["memory"]["working"])
+        least = round(1e3 * step[f"{step['bound']}_seconds"], 1)
+        cells = [step["preset"], step["on"], f"{step['batch_size']:,}", f"`{step['mesh']}`"]
+        cells += [memory + (not step["fits"]) * ", too much", size(sent)]
+        cells += [step["bound"], f"{least} ms"]
+        found.setdefault((step["preset"], step["on"]), []).append((least, sent, cells))
+    for steps in found.values():
+        min(steps)[2][3] += " (best)"
+    header = "preset, chips, sequences, mesh, memory of a chip, a chip sends, bound by, at least"
+    return [header.split(", "), *(cells for steps in found.values() for *_, cells in steps)]
+
+
+def processors_table() -> list[list[str]]:
+    table = [["record", "processor", "GFLOP/s", "GB/s"]]
+    for path in sorted(RESULTS.glob("*.json")):
+        found = record(path.stem)
+        if speed := found.get("figures", {}).get(PROCESSOR):
+            figures = (spread(speed[name], ".0f") for name in ("gflops", "gbytes_per_second"))
+            name = f"[{path.stem}](../benchmarks/results/{path.name})"
+            table.append([name, found["processor"], *figures])
+    return table
+
+
+TABLES: dict[str, Callable[[], list[list[str]]]] = {
+    "summary": summary,
+    "readme": readme,
+    "decoding": decoding_table,
+    "best": best_table,
+    "candidates": candidates_table,
+    "breakdown": breakdown_table,
+    "processors": processors_table,
+    "ahead": ahead_table,
+}
+
+
+def written(page: str) -> str:
+    """A page with its tables as the records have them."""
+
+    def fill(block: re.Match[str]) -> str:
+        header, *cells = TABLES[block[2]]()
+        lines = [
+            "".join(f"| {cell} " if cell else "| " for cell in row) for row in [header, *cells]
+        ]
+        lines.insert(1, "|---" * len(header))
+        return block[1] + "".join(f"{line}|\n" for line in lines if cells) + block[3]
+
+    return BLOCK.sub(fill, page)
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(written(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
