@@ -43,8 +43,8 @@ def joined(
 ) -> Iterator[None]:
     """Join the processes of a run, before anything else has used JAX.
 
-    None is for what JAX finds by itself: on a TPU pod, under SLURM and Open MPI. An error ends this
-    process with `leave`, and then the others, if they don't have it too.
+    JAX finds what is None: on a TPU pod, under SLURM and Open MPI. An error ends this process with
+    `leave`, and with it the others.
     """
     _silence_gloo()
     refusal = (
@@ -53,7 +53,7 @@ def joined(
         "coordinator=HOST:PORT, processes=N and process=0 to N-1"
     )
     # JAX would abort, and wait for far longer
-    timer = threading.Timer(START_SECONDS + 5, leave, [refusal.format("some were not started")])
+    timer = threading.Timer(START_SECONDS, leave, [refusal.format("some were not started")])
     timer.daemon = True
     bind = None
     try:
@@ -96,10 +96,10 @@ def joined(
 
 
 def _meet(coordinator: str, processes: int, process: int) -> str:
-    """Wait for all processes at the coordinator's address; return what process 0 is to bind.
+    """Wait for all processes at the coordinator's address. Returns the address to bind.
 
-    JAX's service aborts a run when a second process comes with a number, even one of another run,
-    and a process that it doesn't expect. So processes come to it only when all of them are there.
+    JAX's service aborts a run if a second process registers with the same number, even by mistake
+    for another run. So they only register when all of them are there.
     """
     if process == 0:
         coordinator = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
@@ -115,7 +115,7 @@ def _meet(coordinator: str, processes: int, process: int) -> str:
             with socket.create_server(address[:2], family=family) as server:
                 asyncio.run(_wait_for_others(server, processes))
         else:
-            asyncio.run(_ask(found[1], port, f"jgpt {process} of {processes}\n"))
+            _ask(found[1], port, f"jgpt {process} of {processes}\n")
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise ValueError(f"{coordinator}: {reason}") from None
@@ -128,7 +128,7 @@ async def _wait_for_others(server: socket.socket, processes: int) -> None:
     there: dict[int, asyncio.StreamWriter] = {}
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # a connection of another program may say anything, or nothing until the end
+        # another program may say anything, or nothing until the end
         ignored = contextlib.suppress(OSError, ValueError, asyncio.CancelledError)
         with contextlib.closing(writer), ignored:
             _, process, _, count = (await reader.readline()).split()
@@ -153,20 +153,16 @@ async def _wait_for_others(server: socket.socket, processes: int) -> None:
         writer.write(b"jgpt: go")
 
 
-async def _ask(host: str, port: int, who: str) -> None:
+def _ask(host: str, port: int, who: str) -> None:
     """Wait until process 0 says that all are there."""
-    answer = b""
-    try:
-        async with asyncio.timeout(START_SECONDS):
-            while not answer:
-                with contextlib.suppress(OSError):
-                    reader, writer = await asyncio.open_connection(host, port)
-                    with contextlib.closing(writer):
-                        writer.write(who.encode())
-                        answer = await reader.read(100)
-                await asyncio.sleep(0.1)
-    except TimeoutError:
-        raise ValueError(f"process 0 doesn't answer at {host}:{port}") from None
+    answer, until = b"", time.monotonic() + START_SECONDS
+    while not answer:
+        if (left := until - time.monotonic()) < 0:
+            raise ValueError(f"process 0 doesn't answer at {host}:{port}")
+        with contextlib.suppress(OSError), socket.create_connection((host, port), left) as asked:
+            asked.sendall(who.encode())
+            answer = asked.recv(100)
+        time.sleep(0.1)
     program, _, said = answer.decode(errors="replace").partition(": ")
     if program != "jgpt":
         raise ValueError(f"another program answers at {host}:{port}")
@@ -175,7 +171,7 @@ async def _ask(host: str, port: int, who: str) -> None:
 
 
 def _silence_gloo() -> None:
-    """Python keeps the standard output; gloo, which writes a line per connection, loses it."""
+    """Discard the line per connection that gloo, not Python, writes to standard output."""
     sys.stdout.flush()
     kept, how = os.dup(1), {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
     sys.stdout = open(kept, "w", buffering=1 if os.isatty(kept) else -1, **how)  # noqa: SIM115
@@ -183,7 +179,7 @@ def _silence_gloo() -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all processes, which call this at the same point, in their order."""
+    """All processes' values, in order. All call this at the same point."""
     if process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -195,7 +191,7 @@ def gather(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A block that ends for all processes at once: well, or with the error of one of them."""
+    """Run a block in all processes; an error of one is raised in all."""
     failure = None
     try:
         yield
@@ -210,7 +206,7 @@ def together() -> Iterator[None]:
 
 
 def require_same(facts: dict[str, Any]) -> None:
-    """Raise ValueError, in all processes, naming the facts that differ between them."""
+    """Raise ValueError in all processes if facts differ, with their names."""
     first, *others = gather(facts)
     for index, other in enumerate(others, 1):
         differ = [name for name, value in first.items() if other[name] != value]
@@ -222,14 +218,14 @@ def require_same(facts: dict[str, Any]) -> None:
 class Vote:
     """Whether any process wants something. All ask at the same points.
 
-    They hear it when they ask the next time: so none waits for the device.
+    The result is one call late, so no process waits for the device.
     """
 
     def __init__(self) -> None:
         self._asked: jax.Array | None = None
 
     def __call__(self, wanted: bool) -> bool:
-        """Whether this process wants it, or any did when it was asked before."""
+        """Whether any process wanted it at the call before; a lone process hears at once."""
         if process_count() == 1:
             return wanted
         mesh = jax.sharding.get_mesh()
