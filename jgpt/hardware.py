@@ -1,4 +1,4 @@
-"""The machine: platform, peak FLOP/s, memory. No other file asks for them."""
+"""The machine: platform, peak FLOP/s, memory. No other file queries them."""
 
 import ctypes
 import gc
@@ -85,13 +85,13 @@ _COMPILE_ONLY = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-"""What libtpu reads from the environment of a machine without a TPU, and fewer log messages."""
+"""What libtpu needs on a machine without a TPU, and fewer log messages."""
 
 
 def topology(on: str) -> tuple[Chip, list[Any]]:
-    """The chips of a text such as `v5e:4x4` or `h100:8`, as devices that can only be compiled for.
+    """Parse chips such as `v5e:4x4` or `h100:8` into compile-only devices.
 
-    Raises ModuleNotFoundError without their compiler, and ValueError for other texts.
+    Raises ModuleNotFoundError if their compiler is not installed.
     """
     name, _, shape = on.partition(":")
     if name not in CHIPS or not re.fullmatch(r"\d{1,4}(x\d{1,4})*", shape):
@@ -116,7 +116,7 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
 
 
 def peak_flops() -> float | None:
-    """A device's dense 16-bit peak in FLOP/s, or None if it is not in the table."""
+    """Dense 16-bit FLOP/s of one device, or None if unknown."""
     kind = device_kinds()[0]
     # a GPU's kind ends with its form factor and memory, a TPU's is exact
     known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
@@ -126,7 +126,7 @@ def peak_flops() -> float | None:
 
 @typed
 def current_platform() -> Platform:
-    """The platform that JAX computes on. Raises OSError if it can't use the one it is told to."""
+    """JAX's platform. Raises OSError if JAX_PLATFORMS names one that is not there."""
     try:
         device = jax.devices()[0]
     except (RuntimeError, AssertionError) as error:  # an assertion: CUDA without its plugin
@@ -145,15 +145,15 @@ def device_kinds() -> list[str]:
 
 
 def accelerators() -> int:
-    """The number of devices to train on if none are named.
+    """The number of devices to train on by default: all, but only one in a lone CPU process.
 
-    Of a CPU, whose cores they share, it is one, but for many processes all of them.
+    Its CPU devices would share the same cores.
     """
     return 1 if jax.default_backend() == "cpu" and process_count() == 1 else len(jax.devices())
 
 
 process_count, process_index = jax.process_count, jax.process_index
-"""How many processes there are, and which this is: 0 owns the run directory and the console."""
+"""Process 0 owns the run directory and the console."""
 
 
 def devices_of_processes() -> list[int]:
@@ -163,7 +163,7 @@ def devices_of_processes() -> list[int]:
 
 
 def memory_in_use() -> int | None:
-    """Peak memory in bytes: of the device, or on a CPU of this process."""
+    """Peak memory in bytes of the device, or of this process if it runs on a CPU."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics:
         return statistics.get("peak_bytes_in_use")
@@ -176,12 +176,12 @@ def memory_in_use() -> int | None:
 
 
 def memory_limit() -> int | None:
-    """A device's memory in bytes, or None if it doesn't report it."""
+    """A device's memory in bytes, or None if unknown."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def release_memory() -> None:
-    """Give back to the system what was freed: compiling leaves 50 MiB, which glibc would keep."""
+    """Return freed memory to the system: after compiling, glibc would keep 50 MiB."""
     gc.collect()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

@@ -5,7 +5,15 @@ import types
 
 import pytest
 
-from jgpt.hardware import accelerators, memory_in_use, memory_limit, peak_flops, release_memory
+from jgpt.hardware import (
+    Platform,
+    accelerators,
+    current_platform,
+    memory_in_use,
+    memory_limit,
+    peak_flops,
+    release_memory,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +32,26 @@ def test_a_peak_is_the_maker_s_or_unknown(monkeypatch, kind, peak):
     monkeypatch.setattr("jax.devices", lambda: [types.SimpleNamespace(device_kind=kind)])
     monkeypatch.setattr("jax.device_count", lambda: 8)
     assert peak_flops() == peak  # of one device, however many the host has
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "capability", "expected"),
+    [
+        ("gpu", "PJRT C API\ncuda 12090", "9.0", Platform("gpu", 9.0)),
+        ("gpu", "PJRT C API\nrocm 60300", "gfx90a", Platform("gpu", None)),
+        ("gpu", "PJRT C API\nrocm 60300", "9.0", Platform("gpu", None)),
+        ("tpu", "PJRT C API\nTFRT TPU v5 lite", None, Platform("tpu", None)),
+    ],
+    ids=["NVIDIA", "AMD", "AMD, numbered", "TPU"],
+)
+def test_only_cuda_gpus_have_a_cuda_capability(
+    monkeypatch, platform, version, capability, expected
+):
+    client = types.SimpleNamespace(platform_version=version)
+    device = types.SimpleNamespace(platform=platform, client=client, compute_capability=capability)
+    monkeypatch.setattr("jax.devices", lambda: [device])
+    monkeypatch.setattr("jax.default_backend", lambda: platform)
+    assert current_platform() == expected
 
 
 def test_only_accelerators_are_all_trained_on(monkeypatch):

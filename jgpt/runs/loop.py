@@ -310,7 +310,8 @@ def _train(
                         progress.estimated(step, loss)
                     if step > first_step:
                         logger.start_clock()
-                if vote(should_stop() or checkpoints.have_failed()):
+                failed = checkpoints.have_failed() or logger.failure is not None
+                if vote(should_stop() or failed):
                     checkpoints.wait()
                     logger.finish()
                     checkpoints.save(state, None)

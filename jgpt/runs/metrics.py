@@ -12,6 +12,7 @@ from jgpt.data.batches import window_starts
 from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.models import flops_per_token
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.processes import together
 from jgpt.runs.trackers import Tracker
 from jgpt.training.step import Metrics
 
@@ -41,6 +42,8 @@ class MetricsLogger:
         self._started = time.perf_counter() - (seconds[-1] if seconds else 0.0)
         self._clock: float | None = None
         self._tokens = 0
+        self.failure: OSError | None = None
+        """What process 0 could not write, which `finish` raises in all processes."""
 
     def start_clock(self) -> None:
         """Measure throughput from now on: compilation and evaluation don't count."""
@@ -84,6 +87,9 @@ class MetricsLogger:
         """Record all calls durably."""
         self.wait()
         self._write(self._held, durable=True)
+        with together():
+            if self.failure is not None:
+                raise self.failure
 
     def _measurements(self, step: int) -> dict[str, Any]:
         now = time.perf_counter()
@@ -100,8 +106,11 @@ class MetricsLogger:
 
     def _write(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
         self._held = []
-        if process_index() == 0:
-            self._run.append_metrics(lines, durable=durable)
+        try:
+            if process_index() == 0:
+                self._run.append_metrics(lines, durable=durable)
+        except OSError as error:
+            self.failure = self.failure or error
         for line in lines:
             values = {name: value for name, value in line.items() if name != "step"}
             for tracker in self._trackers:

@@ -1,12 +1,13 @@
-"""The processes of a run: how they find each other, agree, and end together.
+"""The processes of a run: how they join, agree and end.
 
 A process that is alone agrees with itself, at no cost.
 """
 
+import asyncio
 import contextlib
 import json
 import os
-import secrets
+import re
 import socket
 import sys
 import threading
@@ -24,12 +25,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jgpt.hardware import devices_of_processes, process_count, process_index
 
-HEARTBEAT_SECONDS = 40
-"""JAX ends all processes when one gives no sign of life for so long, as when a machine is gone."""
+HEARTBEAT_SECONDS = 10
+"""JAX ends all processes when one has given no sign of life for so long."""
 START_SECONDS = 50
-"""How long the processes wait for each other to be started."""
-GRACE_SECONDS = 5
-"""How long a process may take to end by itself when another one has failed."""
+"""How long the processes wait for each other at the start."""
+GRACE_SECONDS = 3
+"""Process 0 outlives an error for so long: without its service, JAX aborts the others."""
 _BLOCK = 4096
 _EXPECTED = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, JaxRuntimeError)
 Leave = Callable[[str], NoReturn]
@@ -40,13 +41,12 @@ Leave = Callable[[str], NoReturn]
 def joined(
     coordinator: str | None, processes: int | None, process: int | None, leave: Leave
 ) -> Iterator[None]:
-    """The processes of a run joined, before anything else has used JAX.
+    """Join the processes of a run, before anything else has used JAX.
 
-    None is for what JAX finds by itself: on a TPU pod, under SLURM and Open MPI. When one process
-    fails or dies, `leave` is called in all, with its message.
+    JAX finds what is None: on a TPU pod, under SLURM and Open MPI. An error ends this process with
+    `leave`, and with it the others.
     """
     _silence_gloo()
-    where = (coordinator or "").rpartition(":")[0].strip("[]") or socket.gethostname()
     refusal = (
         f"the processes can't be joined ({{}}): start all of them within {START_SECONDS} seconds, "
         "with distributed=True under a launcher that JAX knows, elsewhere with "
@@ -55,17 +55,23 @@ def joined(
     # JAX would abort, and wait for far longer
     timer = threading.Timer(START_SECONDS, leave, [refusal.format("some were not started")])
     timer.daemon = True
-    timer.start()
+    bind = None
     try:
+        if coordinator is not None and processes is not None and process is not None:
+            bind = _meet(coordinator, processes, process)
+        timer.start()
         jax.config.update("jax_enable_preemption_service", False)  # or it takes SIGTERM
         jax.distributed.initialize(
-            coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+            coordinator,
+            processes,
+            process,
+            coordinator_bind_address=bind,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
         for index, count in enumerate(counts := devices_of_processes()):
             if count != counts[0]:
                 raise ValueError(f"process {index} has {count} devices, process 0 has {counts[0]}")
-        others = _Others(where, leave)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ValueError(refusal.format(error)) from None
     except RuntimeError as error:
         leave(refusal.format(str(error).splitlines()[0]))
@@ -73,24 +79,99 @@ def joined(
         timer.cancel()
     try:
         yield
-    except BaseException as error:
-        if not isinstance(error, SystemExit):
-            if isinstance(error, JaxRuntimeError):  # of one that has died the message comes first
-                time.sleep(2 * GRACE_SECONDS)
-            if not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
-                traceback.print_exc()
-            message = " ".join(str(error).split())[:1000] or repr(error)
-            others.end(f"process {process_index()}: {message}")
-            leave(message)
-        raise
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
+            traceback.print_exc()
+        message = " ".join(str(error).split())[:1000] or repr(error)
+        if "Gloo" in message:
+            message = (
+                "another process has ended: see its messages; resume=True goes on from the last "
+                f"checkpoint ({message})"
+            )
+        if process_index() == 0:
+            time.sleep(GRACE_SECONDS)
+        leave(message)
     finally:
-        gather(None)
-        others.tell("")
         jax.distributed.shutdown()
 
 
+def _meet(coordinator: str, processes: int, process: int) -> str:
+    """Wait for all processes at the coordinator's address. Returns the address to bind.
+
+    JAX's service aborts a run if a second process registers with the same number, even by mistake
+    for another run. So they only register when all of them are there.
+    """
+    if process == 0:
+        coordinator = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
+    found = re.fullmatch(r"\[?([^]]+)]?:([0-9]+)", coordinator)
+    if not found or not 0 < (port := int(found[2])) < 2**16:
+        raise ValueError(f"{coordinator} is not HOST:PORT, such as localhost:1234")
+    if not 0 <= process < processes:
+        raise ValueError(f"there is no process {process} of {processes}, which count from 0")
+    try:
+        flags = socket.AI_ADDRCONFIG
+        family, *_, address = socket.getaddrinfo(found[1], port, flags=flags)[0]
+        if process == 0:
+            with socket.create_server(address[:2], family=family) as server:
+                asyncio.run(_wait_for_others(server, processes))
+        else:
+            _ask(found[1], port, f"jgpt {process} of {processes}\n")
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise ValueError(f"{coordinator}: {reason}") from None
+    host = str(address[0])
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _wait_for_others(server: socket.socket, processes: int) -> None:
+    """Process 0: tell the others to go on when all are there, and why one can't."""
+    there: dict[int, asyncio.StreamWriter] = {}
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # another program may say anything, or nothing until the end
+        ignored = contextlib.suppress(OSError, ValueError, asyncio.CancelledError)
+        with contextlib.closing(writer), ignored:
+            _, process, _, count = (await reader.readline()).split()
+            if int(count) != processes:
+                writer.write(b"jgpt: process 0 was started with processes=%d" % processes)
+            elif int(process) in there:
+                writer.write(b"jgpt: another one was started with process=%d" % int(process))
+            elif 0 < int(process) < processes:
+                there[int(process)] = writer
+                await reader.read()  # until it has gone
+                del there[int(process)]
+
+    await asyncio.start_server(greet, sock=server)
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while len(there) < processes - 1:
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        absent = sorted({*range(1, processes)} - {*there})
+        raise ValueError(f"not started: process {', '.join(map(str, absent[:8]))}") from None
+    for writer in there.values():
+        writer.write(b"jgpt: go")
+
+
+def _ask(host: str, port: int, who: str) -> None:
+    """Wait until process 0 says that all are there."""
+    answer, until = b"", time.monotonic() + START_SECONDS
+    while not answer:
+        if (left := until - time.monotonic()) < 0:
+            raise ValueError(f"process 0 doesn't answer at {host}:{port}")
+        with contextlib.suppress(OSError), socket.create_connection((host, port), left) as asked:
+            asked.sendall(who.encode())
+            answer = asked.recv(100)
+        time.sleep(0.1)
+    program, _, said = answer.decode(errors="replace").partition(": ")
+    if program != "jgpt":
+        raise ValueError(f"another program answers at {host}:{port}")
+    if said != "go":
+        raise ValueError(said)
+
+
 def _silence_gloo() -> None:
-    """Python keeps the standard output; gloo, which writes a line per connection, loses it."""
+    """Discard the line per connection that gloo, not Python, writes to standard output."""
     sys.stdout.flush()
     kept, how = os.dup(1), {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
     sys.stdout = open(kept, "w", buffering=1 if os.isatty(kept) else -1, **how)  # noqa: SIM115
@@ -98,7 +179,7 @@ def _silence_gloo() -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all processes, which call this at the same point, in their order."""
+    """All processes' values, in order. All call this at the same point."""
     if process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -110,7 +191,7 @@ def gather(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A block that ends for all processes at once: well, or with the error of one of them."""
+    """Run a block in all processes; an error of one is raised in all."""
     failure = None
     try:
         yield
@@ -125,7 +206,7 @@ def together() -> Iterator[None]:
 
 
 def require_same(facts: dict[str, Any]) -> None:
-    """Raise ValueError, in all processes, naming the facts that differ between them."""
+    """Raise ValueError in all processes if facts differ, with their names."""
     first, *others = gather(facts)
     for index, other in enumerate(others, 1):
         differ = [name for name, value in first.items() if other[name] != value]
@@ -137,14 +218,14 @@ def require_same(facts: dict[str, Any]) -> None:
 class Vote:
     """Whether any process wants something. All ask at the same points.
 
-    They hear it when they ask the next time: so none waits for the device.
+    The result is one call late, so no process waits for the device.
     """
 
     def __init__(self) -> None:
         self._asked: jax.Array | None = None
 
     def __call__(self, wanted: bool) -> bool:
-        """Whether this process wants it, or any did when it was asked before."""
+        """Whether any process wanted it at the call before; a lone process hears at once."""
         if process_count() == 1:
             return wanted
         mesh = jax.sharding.get_mesh()
@@ -153,63 +234,3 @@ class Vote:
         cast, asked = jax.make_array_from_process_local_data(where, votes), self._asked
         self._asked = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(cast)
         return asked is not None and bool(asked)
-
-
-class _Others:
-    """Connections between process 0 and the others, to hear at once of one that fails or dies.
-
-    A message is a line; an empty one is from a process that ends well.
-    """
-
-    def __init__(self, host: str, leave: Leave) -> None:
-        self._leave, self._ending = leave, False
-        self._connections: dict[int, socket.socket] = {}
-        if process_index() == 0:
-            with socket.create_server(("", 0)) as server:
-                token = secrets.token_hex(8)
-                gather([host, server.getsockname()[1], token])
-                awaited = [index for index, connected in enumerate(gather(False)) if connected]
-                while len(self._connections) < len(awaited):
-                    connection = server.accept()[0]
-                    said, _, index = connection.recv(64, socket.MSG_WAITALL).decode().partition(" ")
-                    if said == token:
-                        self._connections[int(index)] = connection
-        else:
-            host, port, token = gather(None)[0]
-            with contextlib.suppress(OSError):  # if it is out of reach, JAX's heartbeats have to do
-                self._connections[0] = socket.create_connection((host, port), 10)
-                self._connections[0].settimeout(None)
-                self._connections[0].sendall(f"{token} {process_index()}".ljust(64).encode())
-            gather(bool(self._connections))
-        for index in self._connections:
-            threading.Thread(target=self._listen, args=(index,), daemon=True).start()
-
-    def tell(self, message: str) -> None:
-        """Send a message to those that are connected."""
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):
-                connection.sendall(f"{message}\n".encode())
-
-    def end(self, message: str) -> None:
-        """Tell of a failure. Process 0 waits for the others to end: its end would end them."""
-        self._ending = True
-        self.tell(message)
-        for connection in self._connections.values() if process_index() == 0 else ():
-            connection.settimeout(2 * GRACE_SECONDS)
-            with contextlib.suppress(OSError):
-                while connection.recv(4096):
-                    pass
-
-    def _listen(self, index: int) -> None:
-        heard = b""
-        with contextlib.suppress(OSError):
-            heard = self._connections[index].makefile("rb").readline()
-        if heard.strip():
-            time.sleep(GRACE_SECONDS)  # an error that all have ends each of them by itself
-        if heard != b"\n" and not self._ending:
-            message = heard.decode().strip() or (
-                f"process {index} has ended: see its messages; resume=True goes on from the last "
-                "checkpoint"
-            )
-            self.end(message)
-            self._leave(message)

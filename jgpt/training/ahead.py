@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: the train step for chips that this machine lacks, and its costs."""
+"""Ahead-of-time compilation of the train step for other hardware, and its costs."""
 
 import contextlib
 import dataclasses
@@ -27,17 +27,17 @@ _COLLECTIVE = re.compile(
 
 @dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind in a step."""
+    """A step's collectives of one kind."""
 
     kind: str
     count: int
     sent: int
-    """Bytes that each chip sends, by ring algorithms."""
+    """Bytes per chip, by ring algorithms."""
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A train step as compiled for `chips` chips, and the least time that each resource takes."""
+    """A compiled train step, and the least time for each resource."""
 
     on: str
     chip: Chip
@@ -46,26 +46,24 @@ class CompiledStep:
     memory: TrainingMemory
     fits: bool
     flops: int
-    """For each chip, from the config."""
+    """Per chip, from the config."""
     collectives: tuple[Collective, ...]
     kernels: tuple[str, ...]
     """Custom calls in the program, such as cuDNN's attention."""
     compute_seconds: float
     """At the chip's peak."""
     memory_seconds: float
-    """To read and write the state once, and what a step keeps in memory once each."""
+    """To read and write state and working memory once."""
     interconnect_seconds: float
-    """For the collectives, if nothing overlaps."""
-
+    """For the collectives, without overlap."""
     bound: str
-    """What takes the longest: compute, memory or interconnect."""
+    """The slowest: compute, memory or interconnect."""
 
 
 def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
-    """Compile a config's train step for chips such as `v5e:4x4`, on its mesh or the default one.
+    """Compile a train step for chips such as `v5e:4x4`, on the config's mesh or the default one.
 
-    Raises as `hardware.topology`, and ValueError for a mesh of another number of chips, and where
-    the compiler says that a chip's memory doesn't hold the step.
+    Raises ValueError if the step doesn't fit into a chip's memory.
     """
     chip, devices = topology(on)
     mesh = config.mesh or default_mesh(config, len(devices), chip.memory) or "data=1"
@@ -108,7 +106,7 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
 
 @contextlib.contextmanager
 def _without_compilation_cache() -> Iterator[None]:
-    """A program for TPUs that are not here could be written to the cache, but not read again."""
+    """The cache could be written, but not be read without the hardware."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it is used
@@ -120,9 +118,9 @@ def _without_compilation_cache() -> Iterator[None]:
 
 
 def collectives(text: str) -> Iterator[tuple[str, int]]:
-    """The collectives of a compiled step, and the bytes that each device sends, by ring algorithms.
+    """The kind of each collective in a step, and the bytes that each device sends.
 
-    Those in a loop come as often as it runs; the loop over the steps of a call counts once.
+    A collective in a loop is repeated for each trip; the loop over steps counts once.
     """
     starts = [*_COMPUTATION.finditer(text)]
     ends = [*(start.start() for start in starts[1:]), len(text)]
@@ -147,7 +145,7 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
                     yield from [*inside(called)] * times
 
     def trips(line: str) -> int:
-        """How often a loop runs: as its line says, or its condition compares; else 1."""
+        """Trips of a loop, from its line or its condition, else 1."""
         if found := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
             return int(found[1])
         condition = re.search(r"condition=%?([\w.-]+)", line)
@@ -160,7 +158,7 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _sent(found: re.Match[str], line: str) -> int:
-    """The bytes that each device of a group sends for a collective."""
+    """The bytes that each device of a group sends, by ring algorithms."""
     size, kind, devices = 0, found[2], _group(line)
     for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", found[1]):  # pred has no bits
         size += -(-int(bits or 8) // 8) * math.prod(map(int, filter(None, shape.split(","))))

@@ -131,6 +131,16 @@ def test_every_number_by_hand(clock, tmp_path):
     assert RunDirectory(tmp_path).metrics() == [*lines, step(8, 2.0, **measured(280, 31.0))]
 
 
+def test_what_can_t_be_written_is_raised_where_all_processes_are(clock, tmp_path):
+    """Not where process 0 writes alone, for which the others would wait."""
+    logger = MetricsLogger(TrainConfig(model=MODEL), RunDirectory(tmp_path), [], 1000)
+    (tmp_path / "metrics.jsonl").mkdir()
+    logger.add(0, 2, metrics_of(4.0, 3.5))
+    assert isinstance(logger.failure, IsADirectoryError)
+    with pytest.raises(IsADirectoryError):
+        logger.finish()
+
+
 def test_utilisation_is_of_all_devices(clock, tmp_path):
     logger = MetricsLogger(
         TrainConfig(model=MODEL, batch_size=5), RunDirectory(tmp_path), [], 1000, devices=4

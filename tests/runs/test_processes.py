@@ -11,13 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
+from jgpt.cli import main
 from jgpt.runs import processes as module
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.processes import Vote, gather, require_same, together
@@ -29,6 +32,14 @@ TRAIN = (
     *("--eval-tokens", "200", "--sample-tokens", "5", "--learning-rate", "0.01"),
 )
 FOREVER = ("--steps", "100000", "--keep-last", "3")
+GARBAGE = (
+    b"",
+    b"\n",
+    b"1 2 3 4\n",
+    b"jgpt x of y\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    bytes(range(256)) * 400,
+)
 
 
 def command(*arguments: object) -> list[str]:
@@ -48,6 +59,15 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+def wait_for_listener(port: int) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("localhost", port)).close()
+        time.sleep(0.02)
+    raise TimeoutError(port)
+
+
 class Processes:
     """Started processes of one run."""
 
@@ -57,7 +77,8 @@ class Processes:
         devices: tuple[int, ...] = (4, 4),
         own: dict[int, tuple[object, ...]] | None = None,
     ):
-        where = ("--coordinator", f"localhost:{free_port()}", "--processes", len(devices))
+        self.port = free_port()
+        where = ("--coordinator", f"localhost:{self.port}", "--processes", len(devices))
         self.started = [
             subprocess.Popen(
                 command(*options, *where, "--process", index, *(own or {}).get(index, ())),
@@ -86,8 +107,8 @@ def processes(*options: object, **how) -> Iterator[Processes]:
         yield started
     finally:
         for process in started.started:
-            process.kill()
-            process.wait()
+            with process:  # which closes its pipes
+                process.kill()
 
 
 def train(*options: object, **how) -> list[tuple[int, str, str]]:
@@ -136,39 +157,163 @@ def test_without_gloo_s_lines_a_terminal_still_sees_each_line_at_once(terminal):
     assert ran.stderr.split()[-1] == str(terminal).encode()
 
 
+def throw_garbage(port: int) -> list[socket.socket]:
+    """Connections that stay open, each of which has sent something."""
+    thrown = [socket.create_connection(("localhost", port)) for _ in GARBAGE]
+    for connection, garbage in zip(thrown, GARBAGE, strict=True):
+        with contextlib.suppress(OSError):
+            connection.sendall(garbage)
+    return thrown
+
+
+def require_that_only_localhost_listens(port: int) -> None:
+    others = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+    for host in {"127.0.0.2", *others} - {"127.0.0.1", "::1"}:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, port))
+
+
+def leave(message: str) -> NoReturn:
+    raise SystemExit(message)
+
+
+@pytest.fixture
+def unjoined(monkeypatch):
+    """`joined` without JAX's part: what JAX would be given."""
+    seen = {}
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **given: seen.update(given))
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: seen.update(shut_down=True))
+    monkeypatch.setattr(module, "_silence_gloo", lambda: None)
+    return seen
+
+
 @pytest.mark.parametrize(
-    ("error", "before"),
-    [(JaxRuntimeError("Gloo: closed"), [("sleep", 10)]), (ValueError("Gloo: closed"), [])],
+    ("index", "error", "said"),
+    [
+        (0, OSError("disk full"), r"disk full"),
+        (1, OSError("disk full"), r"disk full"),
+        (0, JaxRuntimeError("no memory"), r"no memory"),
+        (
+            1,
+            ValueError("Gloo AllGather\nfailed"),
+            r"another .* resume=.* \(Gloo AllGather failed\)",
+        ),
+        (1, KeyboardInterrupt(), r"KeyboardInterrupt\(\)"),
+    ],
 )
-def test_one_that_hears_of_a_death_from_jax_lets_the_message_come_first(monkeypatch, error, before):
-    """For twice as long as an error that all have may take to end each of them."""
-    events = []
-
-    class Others:
-        def __init__(self, *_):
-            pass
-
-        def end(self, message):
-            events.append(("end", message))
-
-        def tell(self, message):
-            pass
-
-    def leave(message):
-        events.append(("leave", message))
-        raise SystemExit(2)
-
-    nothing = lambda *_, **__: None  # noqa: E731
-    monkeypatch.setattr(jax.config, "update", nothing)
-    monkeypatch.setattr(jax.distributed, "initialize", nothing)
-    monkeypatch.setattr(jax.distributed, "shutdown", nothing)
-    monkeypatch.setattr(module, "_silence_gloo", nothing)
-    monkeypatch.setattr(module, "_Others", Others)
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: events.append(("sleep", seconds)))
-    with pytest.raises(SystemExit), module.joined(None, None, None, leave):
+def test_an_error_leaves_with_one_line_and_process_0_last(
+    unjoined, monkeypatch, index, error, said
+):
+    slept = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(module, "process_index", lambda: index)
+    with pytest.raises(SystemExit) as left, module.joined(None, None, None, leave):
         raise error
-    after = [("end", "process 0: Gloo: closed"), ("leave", "Gloo: closed")]
-    assert events == before + after
+    assert re.fullmatch(said, str(left.value))
+    assert slept == ([3] if index == 0 else [])
+    assert unjoined["coordinator_bind_address"] is None  # of a launcher's coordinator
+
+
+def test_the_coordinator_listens_at_its_address_alone(unjoined, monkeypatch):
+    given = f"localhost:{free_port()}", 1, 0
+    with module.joined(*given, leave):
+        assert unjoined["coordinator_bind_address"] == given[0].replace("localhost", "127.0.0.1")
+        assert unjoined["heartbeat_timeout_seconds"] == 10
+    assert unjoined["shut_down"]
+    own = f"127.0.0.2:{free_port()}"
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", own)
+    with module.joined(*given, leave):
+        assert unjoined["coordinator_bind_address"] == own
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "processes", "process", "said"),
+    [
+        ("localhost", 2, 0, "localhost is not HOST:PORT, such as localhost:1234"),
+        (":1234", 2, 1, ":1234 is not HOST:PORT"),
+        ("localhost:", 2, 1, "localhost: is not HOST:PORT"),
+        ("localhost:0", 2, 0, "localhost:0 is not HOST:PORT"),
+        ("localhost:65536", 2, 1, "localhost:65536 is not HOST:PORT"),
+        ("localhost:http", 2, 0, "localhost:http is not HOST:PORT"),
+        ("", 2, 0, " is not HOST:PORT"),
+        ("localhost:FREE", 2, 2, "there is no process 2 of 2, which count from 0"),
+        ("localhost:FREE", 2, -1, "there is no process -1 of 2"),
+        ("localhost:FREE", 0, 0, "there is no process 0 of 0"),
+        ("not.a.host.invalid:FREE", 2, 1, r"not.a.host.invalid:\d+: .*(known|resolution)"),
+        ("203.0.113.1:FREE", 2, 0, r"203.0.113.1:\d+: Cannot assign requested address"),
+        ("localhost:BUSY", 2, 0, r"localhost:\d+: Address already in use"),
+        ("localhost:BUSY", 2, 1, r"another program answers at localhost:\d+"),
+        ("localhost:FREE", 4, 0, "not started: process 1, 2, 3"),
+        ("localhost:FREE", 2, 1, r"process 0 doesn't answer at localhost:\d+"),
+    ],
+)
+def test_a_wrong_start_is_one_line(unjoined, monkeypatch, coordinator, processes, process, said):
+    monkeypatch.setattr(module, "START_SECONDS", 1)
+
+    def greet() -> None:
+        with server.accept()[0] as connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            connection.recv(100)
+
+    said = rf"can't be joined \({said}.*\): start all of them"
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
+        if "BUSY" in coordinator and process:
+            threads.submit(greet)
+        coordinator = coordinator.replace("BUSY", str(server.getsockname()[1]))
+        coordinator = coordinator.replace("FREE", str(free_port()))
+        with (
+            pytest.raises(ValueError, match=said),
+            module.joined(coordinator, processes, process, leave),
+        ):
+            pass
+    assert unjoined == {}  # JAX would have aborted
+
+
+def test_at_the_start_a_number_comes_once_and_garbage_is_nobody():
+    where = f"localhost:{(port := free_port())}"
+    with ThreadPoolExecutor() as threads:
+        first = [threads.submit(module._meet, where, 3, index) for index in (0, 1)]
+        wait_for_listener(port)
+        thrown = throw_garbage(port)
+        require_that_only_localhost_listens(port)
+        left = socket.create_connection(("localhost", port))
+        left.sendall(b"jgpt 2 of 3\n")  # which has come, and gone again
+        left.close()
+        time.sleep(0.5)
+        with pytest.raises(ValueError, match="another one was started with process=1"):
+            module._meet(where, 3, 1)
+        with pytest.raises(ValueError, match="process 0 was started with processes=3"):
+            module._meet(where, 2, 1)
+        with pytest.raises(ValueError, match="Address already in use"):
+            module._meet(where, 3, 0)
+        assert not any(each.done() for each in first)
+        for each in [*first, threads.submit(module._meet, where, 3, 2)]:
+            assert each.result(20) == f"127.0.0.1:{port}"
+    for connection in thrown:
+        connection.close()
+    socket.create_server(("127.0.0.1", port)).close()  # it is free for JAX
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--distributed", "--dry-run"), "a plan is one process's: leave out --distributed and"),
+        (("--processes", "2"), "give --coordinator HOST:PORT, --processes N and --process I, all"),
+        (("--coordinator", "a:1", "--process", "0"), "give --coordinator HOST:PORT, --processes N"),
+        (("--coordinator", "a", "--processes", "2", "--process", "0"), "the processes can't be"),
+        (("--processes", "two"), "--processes"),
+    ],
+)
+def test_wrong_options_are_one_line(unjoined, capsys, given, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *given])
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.startswith("jgpt: ")
+    assert err.count("\n") == 1
 
 
 def test_a_process_alone_agrees_with_itself():
@@ -183,8 +328,10 @@ def test_a_process_alone_agrees_with_itself():
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(options, tmp_path):
-    (code, said, warned), other = train(*options, "--steps", 6)
+def test_two_processes_train_as_one_and_go_on_as_one_and_back(options, tmp_path):
+    train_alone(*options[:-1], tmp_path / "one", "--steps", 18, devices=1)
+    options = *options, "--resume", "--schedule-steps", 18, "--steps"
+    (code, said, warned), other = train(*options, 6)
     assert (code, warned) == (0, "")
     assert other == (0, "", "")
     assert re.search(r"^validation loss \d", said, re.MULTILINE)
@@ -194,31 +341,26 @@ def test_two_processes_train_as_one(options, tmp_path):
     assert len(run.provenance()) == 1
     assert {"loss.png", "samples.txt"} < {path.name for path in run.path.iterdir()}
 
-    train_alone(*options[:-1], tmp_path / "one", "--steps", 6, "--mesh", "data=8")
-    one, two = losses(tmp_path / "one"), losses(run.path)
-    assert one.shape == two.shape == (6, 2)
-    assert np.abs(one - two).max() < 1e-12
+    train_alone(*options, 12, "--mesh", "data=4,fsdp=2")
+    for code, _, _ in train(*options, 18, "--mesh", "fsdp=4,tensor=2"):
+        assert code == 0
+    one, moved = losses(tmp_path / "one"), losses(run.path)
+    assert one.shape == moved.shape == (18, 2)
+    assert np.abs(one - moved).max() < 1e-12
     assert np.ptp(one[:, 0]) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_two_processes_and_back(options, tmp_path):
-    train_alone(*options[:-1], tmp_path / "one", "--steps", 18, devices=1)
-    schedule = "--resume", "--schedule-steps", 18
-    train_alone(*options, *schedule, "--steps", 6, devices=1)
-    for code, _, _ in train(*options, *schedule, "--steps", 12, "--mesh", "fsdp=4,tensor=2"):
-        assert code == 0
-    train_alone(*options, *schedule, "--steps", 18, "--mesh", "data=4,fsdp=2")
-    one, moved = losses(tmp_path / "one"), losses(tmp_path / "run")
-    assert one.shape == moved.shape == (18, 2)
-    assert np.abs(one - moved).max() < 1e-12
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "index"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
-def test_a_signal_to_one_stops_all_at_the_same_step(options, tmp_path, number, index):
+def test_garbage_changes_nothing_and_a_signal_to_one_stops_all_at_the_same_step(
+    options, tmp_path, number, index
+):
     with processes(*options, *FOREVER) as started:
+        wait_for_listener(started.port)
+        thrown = throw_garbage(started.port)  # while they meet
         wait_for(started, tmp_path / "run" / "checkpoints" / "6")
+        thrown += throw_garbage(started.port)  # while they train
+        require_that_only_localhost_listens(started.port)
         started.started[index].send_signal(number)
         ended = started.ended(60)
     assert [code for code, _, _ in ended] == [128 + number] * 2
@@ -229,23 +371,28 @@ def test_a_signal_to_one_stops_all_at_the_same_step(options, tmp_path, number, i
     run = RunDirectory(tmp_path / "run")
     assert run.checkpoint_steps()[-1] == int(stopped[1])
     assert len(losses(run.path)) == int(stopped[1])
+    for connection in thrown:
+        connection.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 1])
-def test_one_that_dies_ends_the_other(options, tmp_path, index):
+@pytest.mark.parametrize(
+    ("number", "index"), [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)]
+)
+def test_one_that_dies_ends_the_other(options, tmp_path, number, index):
     with processes(*options, *FOREVER) as started:
         wait_for(started, tmp_path / "run" / "checkpoints" / "6")
-        started.started[index].kill()
-        code, _, err = started.ended(60)[1 - index]
-    if index == 1 and code == 2:
-        line = "process 1 has ended: see its messages; --resume goes on from the last checkpoint"
-        assert err == f"jgpt: {line}\n"
-    else:  # who is first to say so is a race, which gloo is in, and of process 0 JAX's own service
-        assert code in (2, -signal.SIGABRT)
-        of_jax = ("process 0 has ended", "another task died") if index == 0 else ()
-        assert any(words in err for words in ("gloo::EnforceNotMet", *of_jax))
-        assert len(err.splitlines()) < 40
+        started.started[index].send_signal(number)
+        other = started.started[1 - index]
+        _, err = other.communicate(timeout=20)  # JAX has heartbeats, of 10 s
+    ours = "another process has ended: see its messages; --resume goes on from the last checkpoint"
+    if number == signal.SIGKILL and other.returncode == 2:
+        assert re.search(rf"^jgpt: {ours} \(.*Gloo.*\)$", err, re.MULTILINE)
+        assert err.count("jgpt: ") == 1
+    else:  # a race between gloo, which has a thread of its own, and JAX's service in process 0
+        assert other.returncode == -signal.SIGABRT
+        assert "another task died" in err or "gloo::EnforceNotMet" in err
+    assert len(err.splitlines()) < 40
 
 
 @pytest.mark.slow
@@ -263,27 +410,25 @@ def test_an_error_of_one_ends_the_other_with_its_message(options, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("option", "first", "second", "message"),
+    ("own", "message"),
     [
-        ("--batch-size", 8, 16, r"process 1 differs: --batch-size is 16, in process 0 8; .*"),
-        ("--seed", 1, 7, r"process 1 differs: seed is 7, in process 0 1; they must agree"),
-        ("--mesh", "tensor=9", "tensor=9", "--mesh tensor=9 is of 9 devices, and there are 8"),
-        ("--data", "poem.txt", "missing.txt", r"(process 1: )?.*missing\.txt.*"),
-        ("--data", "poem.txt", "other.txt", r"process 1 differs: .*corpus_sha256 is .*"),
+        (
+            ("--data", "other.txt", "--batch-size", 16, "--seed", 7),
+            r"process 1 differs: .*seed is 7, in process 0 1337; .*corpus_sha256 is .*must agree",
+        ),
+        (("--data", "missing.txt"), r"(process 1: )?.*missing\.txt.*"),
     ],
 )
-def test_what_differs_is_refused_by_name(
-    poem, tmp_path, monkeypatch, option, first, second, message
-):
+def test_what_differs_is_refused_by_name(poem, tmp_path, monkeypatch, own, message):
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.chdir(tmp_path)
     shutil.copy(poem, "poem.txt")
     Path("other.txt").write_text(poem.read_text().replace("eyes", "yees"))
-    data = () if option == "--data" else ("--data", "poem.txt")
-    own = {0: (option, first), 1: (option, second)}
-    for code, out, err in train(*data, "--out", "run", own=own):
+    own = {0: ("--data", "poem.txt"), 1: own}
+    for code, out, err in train("--out", "run", own=own):
         assert (code, out) == (2, "")
         assert re.fullmatch(rf"jgpt: {message}\n", err)
+        assert "missing" in err or "--batch-size is 16, in process 0 8; " in err
     assert not Path("run").exists()
 
 
@@ -315,38 +460,15 @@ def test_open_mpi_is_found(options, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--distributed", "--dry-run"), r"a plan is one process's: leave out --distributed .*"),
-        (("--processes", 2), r"give --coordinator HOST:PORT, --processes N and --process I, .*"),
-        (("--distributed",), r"the processes can't be joined \(coordinator_address .*"),
-    ],
-)
-def test_a_wrong_launch_is_an_error(options, given, message):
+def test_without_a_launcher_the_processes_are_not_found(options):
     done = subprocess.run(
-        command(*options, *given), env=environment(1), capture_output=True, text=True, check=False
+        command(*options, "--distributed"),
+        env=environment(1),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(rf"jgpt: {message}\n", done.stderr)
-
-
-@pytest.mark.slow
-def test_processes_that_are_not_all_started_are_an_error(options):
-    alone = [
-        subprocess.Popen(
-            command(*options, "--coordinator", where, "--processes", 2, "--process", index),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(1),
-        )
-        for index in (0, 1)
-        for where in [f"localhost:{free_port()}"]
-    ]
-    for process in alone:
-        out, err = process.communicate(timeout=120)
-        assert (process.returncode, out) == (2, "")
-        cause = "some were not started"
-        assert err.startswith(f"jgpt: the processes can't be joined ({cause}): start all of them ")
-        assert err.count("\n") == 1
+    assert re.fullmatch(
+        r"jgpt: the processes can't be joined \(coordinator_address .*\n", done.stderr
+    )
