@@ -403,6 +403,8 @@ class TrainConfig(_Fields):
                 f"batch_size={self.batch_size} / micro_batches={self.micro_batches} is {batch}, "
                 f"which {parts} doesn't divide"
             )
+        if self.out == "":
+            raise ValueError("out='' must name a directory")
         if self.name in ("", ".", "..") or set(self.name) & set("/\\\0"):
             raise ValueError(f"name={self.name!r} must be a plain folder name")
 

@@ -66,6 +66,8 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
         return plan(config, options, where)
     if options.on is not None:
         raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
+    if options.json:
+        raise ValueError("json=True is for a plan: it needs dry_run=True")
     if where == ProcessOptions():
         return _train(config, options, began)
     given = where.coordinator, where.processes, where.process

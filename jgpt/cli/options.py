@@ -30,6 +30,7 @@ METAVARS = {"data": "TEXT", "out": "RUN", "name": "NAME", "tokenizer_files": "DI
 INSTEAD = {
     "--vocab-size": "can't be set: the tokenizer determines it",
     "--device": "is no option: JAX_PLATFORMS=cpu, cuda or tpu chooses the device",
+    "--preset": "is no option: write the preset alone, as in jgpt train tiny",
     "--epochs": "is no option: --steps says how long to train, jgpt plan how many epochs that is",
 }
 """What to say of an option that there isn't."""
@@ -148,8 +149,9 @@ class _Parser(argparse.ArgumentParser):
         try:
             given, others = self.parse_known_intermixed_args(args)
         except argparse.ArgumentError as error:
-            flag, dash = error.argument_name, error.message.startswith("expected")
-            hint = f" (one that begins with - is written {flag}=-...)" * dash
+            flag = str(error.argument_name).split("/")[0]
+            dash = flag in args[:-1] and re.match("-[^-]", args[args.index(flag) + 1])
+            hint = f" (one that begins with - is written {flag}=-...)" if dash else ""
             raise OptionError(f"{flag} {error.message}{hint}") from None
         for word in others:
             flag = word.partition("=")[0]

@@ -531,7 +531,11 @@ def test_overwrite_starts_again(run, text_file):
         (["train", "--epochs", "9"], "--epochs is no option: --steps says how long to train"),
         (["train", "--device", "cpu"], "--device is no option: JAX_PLATFORMS=cpu, cuda or tpu"),
         (["train", "tiny", "--optimizer", "lion"], "--optimizer must be adamw or muon, not 'lion'"),
-        (["train", "tiny", "--steps"], "--steps expected one argument"),
+        (["train", "tiny", "--steps", "--resume"], "jgpt: --steps expected one argument\n"),
+        (["train", "tiny", "--no-qkv-bias=1"], "--qkv-bias ignored explicit argument '1'"),
+        (["train", "--preset", "tiny"], "write the preset alone, as in jgpt train tiny"),
+        (["train", "tiny", "--json"], "--json is for a plan: it needs --dry-run"),
+        (["train", "tiny", "--out="], "--out '' must name a directory"),
         (["train", "tiny", "modern-cpu"], "'modern-cpu' was not expected; see jgpt help train"),
         (["eval", "run", "--data", "x"], "unknown option --data; see jgpt help eval"),
         (["eval", "run", "--steps", "3"], "unknown option --steps; see jgpt help eval"),
@@ -572,7 +576,7 @@ def test_overwrite_starts_again(run, text_file):
 )
 @pytest.mark.parametrize("columns", [80, 120])
 def test_bad_options_get_one_line(options, because, columns, tmp_path):
-    assert because in refused(*options, cwd=tmp_path, columns=columns)
+    assert because in refused(*options, cwd=tmp_path, columns=columns) + "\n"
     assert not list(tmp_path.iterdir())  # and nothing is left behind
 
 
