@@ -13,7 +13,7 @@ from typing import Any
 
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, OptionError, help_of, in_flags, parse
-from jgpt.cli.terminal import CONTROLS, open_console, say, terminal
+from jgpt.cli.terminal import open_console, say, terminal
 from jgpt.config import did_you_mean
 
 
@@ -52,7 +52,7 @@ def _run_or_exit(args: list[str]) -> None:
         if not isinstance(error, OptionError) and args and args[0] in COMMANDS:
             named = inspect.signature(COMMANDS[args[0]]).parameters
             line = in_flags(line, TRAIN if "config" in named else named)
-        print(f"jgpt: {line.translate(CONTROLS)}", file=sys.stderr)
+        print(f"jgpt: {line}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -11,14 +11,15 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
+NUMBERS = {int: ("N", "a whole number"), float: ("X", "a number")}
 GROUPS = ("model", "optimizer", "dataset")
 """The parts of a training config, whose fields are options beside its own."""
 EVERYDAY = (
@@ -175,36 +176,28 @@ def _help(prog: str) -> argparse.HelpFormatter:
 
 
 def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:
-    """A function from text to a value of a type, and how such a value is called.
+    """A function from text to a value of a type, and how the help calls such a value.
 
     The types are words, an int, a float or a string, and unions of those with None.
     """
-    kinds = [kind] if get_origin(kind) in (None, Literal) else get_args(kind)
-    words: dict[str, Any] = {}
-    for each in kinds:
-        words |= {str(word): word for word in get_args(each)} if get_origin(each) is Literal else {}
-    others = [each for each in kinds if each in (int, float, str)]
-    metavars = [*words, *({int: "N", float: "X"}[each] for each in others if each is not str)]
-    names = [
-        *words,
-        *({int: "a whole number", float: "a number", str: "text"}[it] for it in others),
-    ]
-    if NoneType in kinds:
-        words["None"] = None
-        metavars.append("None")
-        names.append("None")
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    words = {word: word for each in kinds for word in get_args(each)}
+    none = {"None": None} if NoneType in kinds else {}
+    numbers = [NUMBERS[each] for each in kinds if each in NUMBERS]
 
     def read(text: str) -> Any:
-        if text in words:
-            return words[text]
-        for convert in others:
-            with contextlib.suppress(ValueError):
-                return convert(text)
+        if text in words | none:
+            return (words | none)[text]
+        for convert in (int, float, str):
+            if convert in kinds:
+                with contextlib.suppress(ValueError):
+                    return convert(text)
+        names = [*words, *(name for _, name in numbers), *none]
         expected = " or ".join(", ".join(names).rsplit(", ", 1))
-        meant = did_you_mean(text, words)
+        meant = did_you_mean(text, [*words, *none])
         raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}{meant}")
 
-    return read, "|".join(metavars) or None
+    return read, "|".join([*words, *(letter for letter, _ in numbers), *none]) or None
 
 
 def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, Any]:
