@@ -105,8 +105,8 @@ class ConsoleProgress(TrainingProgress):
             steps = SECONDS_PER_MOVE * tokens_per_second / self.tokens_per_step
             self.most_steps = max(1, int(steps))
         self.spinner.stop()  # a console shows either the spinner or the bar
-        self.bar.start()
         self._move_bar(step)
+        self.bar.start()
         waited = self.console.get_time() - self.last_line
         if not self.console.is_terminal and waited > SECONDS_PER_LINE:
             self.say(f"step {step}: {self.details}")

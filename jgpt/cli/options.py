@@ -150,7 +150,9 @@ class _Parser(argparse.ArgumentParser):
         try:
             given, others = self.parse_known_intermixed_args(args)
         except argparse.ArgumentError as error:
-            flag = str(error.argument_name).split("/")[0]
+            if error.argument_name is None:  # of required ones, since Python 3.12
+                self.error(error.message)
+            flag = error.argument_name.split("/")[0]
             dash = flag in args[:-1] and re.match("-[^-]", args[args.index(flag) + 1])
             hint = f" (one that begins with - is written {flag}=-...)" if dash else ""
             raise OptionError(f"{flag} {error.message}{hint}") from None
