@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
@@ -39,6 +39,18 @@ MAX_INTEGERS = {
     "eval_tokens": 2**32,
     "seed": 2**32 - 1,
 }
+OTHER_NAMES = {
+    **{"lr": "learning_rate", "min_lr": "min_learning_rate", "wd": "weight_decay"},
+    **dict.fromkeys(("max_iters", "max_steps", "num_steps", "iters", "n_steps"), "steps"),
+    **dict.fromkeys(("n_layer", "n_layers", "layers", "depth"), "num_layers"),
+    **dict.fromkeys(("n_head", "n_heads", "heads"), "num_heads"),
+    **dict.fromkeys(("n_embd", "n_embed", "d_model", "hidden_size", "width"), "embed_dim"),
+    **dict.fromkeys(("context_length", "seq_len", "max_seq_len", "context"), "block_size"),
+    **{"grad_clip": "gradient_clip", "bs": "batch_size", "eval_iters": "eval_tokens"},
+    **{"dataset": "data", "output": "out", "out_dir": "out", "bias": "use_bias"},
+    **{"max_tokens": "max_new_tokens", "temp": "temperature", "n": "num_samples"},
+}
+"""What other programs call a field or an option."""
 MAX_NGRAM = 63  # each size up to it is traced
 _IN_WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
@@ -102,8 +114,23 @@ def _require_multiple(config: Any, name: str, of: str) -> None:
         raise ValueError(f"{name}={value} must be divisible by {of}={divisor}")
 
 
+class UnknownField(ValueError):
+    """A field that this version of jgpt doesn't know, as from a newer one."""
+
+
+class _Fields:
+    """Tells of a keyword that is no field, which a dataclass's own message doesn't explain."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Fields):
     """The model. Families of GPT differ only by values of these fields."""
 
     architecture: Literal["gpt", "bigram"] = "gpt"
@@ -218,7 +245,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(_Fields):
     """The optimizer: AdamW, or Muon for matrices, with a schedule and clipping."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -272,7 +299,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_Fields):
     """The data and its tokenizer."""
 
     data: tuple[str, ...] = ("pydocs",)
@@ -307,7 +334,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(_Fields):
     """A training run. The same config on the same machine gives the same run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -376,6 +403,8 @@ class TrainConfig:
                 f"batch_size={self.batch_size} / micro_batches={self.micro_batches} is {batch}, "
                 f"which {parts} doesn't divide"
             )
+        if self.out == "":
+            raise ValueError("out='' must name a directory")
         if self.name in ("", ".", "..") or set(self.name) & set("/\\\0"):
             raise ValueError(f"name={self.name!r} must be a plain folder name")
 
@@ -419,7 +448,7 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     for name, value in values.items():
         if name not in hints:
-            raise ValueError(f"{kind.__name__} has no field {name!r}{did_you_mean(name, hints)}")
+            raise UnknownField(f"{kind.__name__} has no field {name!r}{did_you_mean(name, hints)}")
         if dataclasses.is_dataclass(hints[name]):
             value = _from_dict(hints[name], value)
         elif isinstance(value, list):
@@ -430,5 +459,7 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A suggestion for an unknown word, to append to a message, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    named = {name.lstrip("-").replace("-", "_"): name for name in known}
+    plain = word.lstrip("-").replace("-", "_")
+    close = difflib.get_close_matches(OTHER_NAMES.get(plain, plain), named, n=1)
+    return f" (did you mean {named[close[0]]!r}?)" if close else ""

@@ -152,6 +152,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
     ]
     accepts_result = _acceptor(hints.get("return", Any))
     subject = f"{function.__module__}.{function.__qualname__}()"
+    wrong = f"{subject} got a wrong argument"
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
         __tracebackhide__ = True
@@ -165,7 +166,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
                 values = (values,)
             for value in values:
                 if not accepts(value):
-                    return None, _error(f"{subject} was given a wrong {name}", hints[name], value)
+                    return None, _error(f"{wrong} `{name}`", hints[name], value)
         try:
             result = function(*args, **kwargs)
         except Exception as error:
@@ -361,12 +362,17 @@ def _reason_in_arrays(hint: Any, value: Any) -> str:
     return ""
 
 
+def _is_shaped(value: Any) -> bool:
+    """Whether a value is like an array: `nnx.Rngs` has every attribute."""
+    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
+
+
 def _in_plain_words(reason: str, hint: Any, value: Any) -> str:
     """jaxtyping's reason without its list of dtypes and its class names."""
     kind = hint.__name__.partition("[")[0]
     convert = "np.asarray" if hint.array_type is np.ndarray else "jnp.asarray"
     advice = ": jax.random.key makes one" if kind == "Key" else ""
-    if not hasattr(value, "dtype"):
+    if not _is_shaped(value):
         if isinstance(value, (list, tuple, int, float)):
             advice = advice or f": {convert} makes one"
         return f"{type(value).__name__} is not an array{advice}" if reason else ""
@@ -392,7 +398,7 @@ class _Shapes(reprlib.Repr):
     """Formats arrays as dtype and shape, in containers too, and other objects as their class."""
 
     def repr1(self, x: Any, level: int) -> str:
-        if hasattr(x, "shape") and hasattr(x, "dtype"):
+        if _is_shaped(x):
             axes = [f"@{'+'.join(each)}" if each else "" for each in _axes(x)]
             sizes = map("{}{}".format, x.shape, axes or [""] * len(x.shape))
             return f"{x.dtype}[{','.join(sizes)}]"

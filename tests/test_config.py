@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
-from jgpt.config import did_you_mean, from_json, to_json
+from jgpt.config import UnknownField, did_you_mean, from_json, to_json
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
 from tests.quick import only
@@ -208,6 +208,24 @@ def test_large_and_not_beyond_use():
 
 def test_the_largest_number_is_a_number():
     assert OptimizerConfig(learning_rate=sys.float_info.max).learning_rate == sys.float_info.max
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (ModelConfig, "n_layer", "num_layers"),
+        (ModelConfig, "n_embd", "embed_dim"),
+        (ModelConfig, "blok_size", "block_size"),
+        (TrainConfig, "max_iters", "steps"),
+        (OptimizerConfig, "lr", "learning_rate"),
+    ],
+)
+def test_an_unknown_field_gets_a_suggestion(kind, name, meant):
+    message = f"{kind.__name__} has no field {name!r} (did you mean {meant!r}?)"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        kind(**{name: 3})
+    with pytest.raises(UnknownField, match=f"^{re.escape(message)}$"):
+        from_json(kind, json.dumps({name: 3}))
 
 
 def test_a_config_cannot_change():

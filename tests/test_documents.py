@@ -22,7 +22,6 @@ from markdown_it import MarkdownIt
 
 import jgpt
 from jgpt.cli.commands import COMMANDS
-from jgpt.cli.options import parse_train
 from tests.commands import jgpt as command
 from tests.commands import worked
 from tests.models import random_gpt
@@ -165,8 +164,6 @@ def parse_only(monkeypatch):
 
     for each, it in COMMANDS.items():
         monkeypatch.setitem(COMMANDS, each, parsed(it))
-    for each in ("train", "plan"):
-        monkeypatch.setitem(COMMANDS, each, functools.partial(parse_train, command=each))
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from jgpt.cli.commands import COMMANDS
-from jgpt.cli.options import TRAIN, in_flags, parse
+from jgpt.cli.options import TRAIN, OptionError, help_of, in_flags, parse
+from jgpt.cli.terminal import open_console, say, terminal
 from jgpt.config import did_you_mean
 
 
@@ -24,10 +25,18 @@ def main(args: Sequence[str] | None = None) -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    with (
+        contextlib.redirect_stdout(terminal(sys.stdout)),
+        contextlib.redirect_stderr(terminal(sys.stderr)),
+    ):
+        _run_or_exit(args)
+
+
+def _run_or_exit(args: list[str]) -> None:
     try:
         try:
             with _without_echoes():
-                _run(args)
+                say(open_console(), *_run(args))
         finally:
             sys.stdout.flush()  # Python would report a failure at exit, which is too late
     except KeyboardInterrupt:
@@ -39,35 +48,33 @@ def main(args: Sequence[str] | None = None) -> None:
         if os.environ.get("JGPT_TRACEBACK") == "1":
             raise
         _discard_output()
-        name, line = args[0] if args else "", _one_line(error)
-        if name in ("train", "plan"):
-            line = in_flags(line, TRAIN)
-        elif name in COMMANDS:
-            line = in_flags(line, inspect.signature(COMMANDS[name]).parameters)
+        line = _one_line(error)
+        if not isinstance(error, OptionError) and args and args[0] in COMMANDS:
+            named = inspect.signature(COMMANDS[args[0]]).parameters
+            line = in_flags(line, TRAIN if "config" in named else named)
         print(f"jgpt: {line}", file=sys.stderr)
         sys.exit(2)
 
 
-def _run(args: list[str]) -> None:
+def _run(args: list[str]) -> Iterable[str]:
+    """Run a command, or say what commands there are."""
     name, *words = args or ["help"]
     if name == "help" and words:
         name, *words = [*words, "--help"]
     if name in ("help", "-h", "--help"):
-        print("usage: jgpt COMMAND ...\n")
-        for name, command in COMMANDS.items():
-            print(f"  {name:<10} {str(command.__doc__).splitlines()[0]}")
-        print("\njgpt help COMMAND shows a command's options; start with: jgpt train")
-    elif name in ("-V", "--version"):
-        print(f"jgpt {version('jgpt')}")
-    elif name in ("train", "plan"):  # their options depend on the config
-        COMMANDS[name](words)
-    elif name in COMMANDS:
-        parse(COMMANDS[name], name, words)
-    else:
+        lines = [f"  {its:<10} {str(COMMANDS[its].__doc__).splitlines()[0]}" for its in COMMANDS]
+        ending = "jgpt help COMMAND shows a command's options; start with: jgpt train"
+        return ["usage: jgpt COMMAND ...", "", *lines, "", ending]
+    if name in ("-V", "--version"):
+        return [f"jgpt {version('jgpt')}"]
+    if name not in COMMANDS:
         raise ValueError(
             f"unknown command {name!r}{did_you_mean(name, COMMANDS)}; "
             f"the commands are {', '.join(COMMANDS)}"
         )
+    if {"-h", "--help", "--help-all"} & {*words}:
+        return help_of(COMMANDS[name], name, words).splitlines()
+    return COMMANDS[name](**parse(COMMANDS[name], name, words)) or ()
 
 
 @contextlib.contextmanager

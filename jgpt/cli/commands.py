@@ -1,4 +1,4 @@
-"""The commands: functions whose parameters are the options; each prints.
+"""The commands: functions whose parameters are the options, which return what to print.
 
 They import what they need when they run: `jgpt --help` must not wait for jax.
 """
@@ -9,17 +9,23 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from tyro.conf import Positional, UseAppendAction, arg
-
-from jgpt.cli import options as parsing
-from jgpt.cli.options import File, Number, ProcessOptions, RunOptions, Switch, described
+from jgpt.cli.options import (
+    TRAIN,
+    File,
+    ProcessOptions,
+    RunOptions,
+    Shown,
+    describe_presets,
+    in_flags,
+)
 from jgpt.cli.terminal import importing, open_console, say, spinner
 from jgpt.config import (
     ComputeDtype,
@@ -31,40 +37,39 @@ from jgpt.config import (
 )
 from jgpt.presets import PRESETS
 
-Run = Positional[Annotated[str, described("RUN", help="The run directory.")]]
-Image = Annotated[str, described("FILE", help="The image to write: .png or .svg.")]
-Probability = Annotated[float | None, described("P")]
-Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
+Run = Annotated[str, Shown("RUN", "The run directory.", positional=True)]
+Image = Annotated[str, Shown("FILE", "The image to write: .png or .svg.")]
+Probability = Annotated[float | None, Shown("P")]
+Texts = Annotated[tuple[str, ...], Shown("TEXT", once=True)]
 Checkpoint = Annotated[
     Literal["best", "last"] | int,
-    described("best|last|N", help="The best by validation loss, the last, or a step."),
+    Shown(help="The best by validation loss, the last, or a step."),
 ]
-Newlines = Annotated[bool, arg(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
+Newlines = Annotated[bool, Shown(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
 MeshOption = Annotated[
-    str | None, described("MESH", help="A mesh of devices, such as data=2,fsdp=2,tensor=2.")
+    str | None, Shown("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")
 ]
-PYDOCS = f"(default: {' '.join(DataConfig().data)})"
+Lines = list[str]
+"""What a command prints at its end."""
 BATCH_SIZE = 16
+PARTIAL = ".jgpt-"
+"""The folder of a file that is being written."""
 SEPARATOR = "---------------"
 
 
-def train(args: list[str]) -> None:
+def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Train a GPT."""
     began = time.perf_counter()
-    if any(word.partition("=")[0] == "--vocab-size" for word in args):
-        raise ValueError("--vocab-size can't be set: the tokenizer determines it")
-    config, options, where = parsing.parse_train(args)
     if options.profile < 0:
         raise ValueError(f"profile={options.profile} must not be negative")
     if options.dry_run:
-        _plan(config, options, where)
-        return
+        return plan(config, options, where)
     if options.on is not None:
         raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
-
+    if options.json:
+        raise ValueError("json=True is for a plan: it needs dry_run=True")
     if where == ProcessOptions():
-        _train(config, options, began)
-        return
+        return _train(config, options, began)
     given = where.coordinator, where.processes, where.process
     if not where.distributed and None in given:
         raise ValueError("give coordinator=HOST:PORT, processes=N and process=I, all three")
@@ -72,17 +77,17 @@ def train(args: list[str]) -> None:
     from jgpt.runs.processes import joined
 
     with joined(*given, _leave):
-        _train(config, options, began)
+        return _train(config, options, began)
 
 
 def _leave(message: str) -> NoReturn:
     sys.stdout.flush()
     open_console().show_cursor()
-    print(f"jgpt: {parsing.in_flags(message, parsing.TRAIN)}", file=sys.stderr, flush=True)
+    print(f"jgpt: {in_flags(message, TRAIN)}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
-def _train(config: TrainConfig, options: RunOptions, began: float) -> None:
+def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with importing():
         from jgpt.cli.console import ConsoleProgress
         from jgpt.cli.signals import stop_requested
@@ -92,37 +97,36 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> None:
 
     console = open_console()
     console.quiet = process_index() != 0
-    with ConsoleProgress(console, "reading the data") as progress:
-        with stop_requested(progress.stopping, progress.leaving) as stop:
-            try:
-                run = fit(
-                    config,
-                    resume=options.resume,
-                    overwrite=options.overwrite,
-                    progress=progress,
-                    should_stop=stop,
-                    profile_steps=options.profile,
-                )
-            except TrainingStopped as stopped:
-                resume = _command("train", "--out", stopped.directory, "--resume")
-                progress.say(str(stopped), f"resume with: {resume}")
-                sys.exit(max(gather(stop.exit_code or 0)))
-        if run.sample:
-            progress.say("", run.sample, "")
-        progress.say(
-            f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
-            f"total time {time.perf_counter() - began:.0f} s",
-            f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
-            f"next: {_command('sample', run.directory)}   or   {_command('eval', run.directory)}",
-        )
+    with (
+        ConsoleProgress(console, "reading the data") as progress,
+        stop_requested(progress.stopping, progress.leaving) as stop,
+    ):
+        try:
+            run = fit(
+                config,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                progress=progress,
+                should_stop=stop,
+                profile_steps=options.profile,
+            )
+        except TrainingStopped as stopped:
+            resume = _command("train", "--out", stopped.directory, "--resume")
+            progress.say(str(stopped), f"resume with: {resume}")
+            sys.exit(max(gather(stop.exit_code or 0)))
+    if process_index() != 0:
+        return []
+    return [
+        *(["", run.sample, ""] if run.sample else []),
+        f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
+        f"total time {time.perf_counter() - began:.0f} s",
+        f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
+        f"next: {_command('sample', run.directory)}   or   {_command('eval', run.directory)}",
+    ]
 
 
-def plan(args: list[str]) -> None:
+def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Show the memory and compute of a training run, here or on other hardware."""
-    _plan(*parsing.parse_train(args, "plan"))
-
-
-def _plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> None:
     if where != ProcessOptions():
         raise ValueError("a plan is one process's: leave out distributed=True and coordinator")
     if options.on is not None:
@@ -142,24 +146,21 @@ def _plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> No
         with spinner(open_console(stderr=True), doing):
             planned = compile_ahead(config, options.on)
         lines = describe_ahead(planned)
-    if options.json:
-        print(dumps(dataclasses.asdict(planned), default=str))
-    else:
-        say(open_console(), *lines)
+    return [dumps(dataclasses.asdict(planned), default=str)] if options.json else lines
 
 
 def sample(
     run: Run,
     prompt: Texts = (),
     prompt_file: File = None,
-    max_new_tokens: Number = 500,
-    temperature: Annotated[float, described("X")] = 0.8,
-    top_k: Annotated[int | None, described("K")] = None,
+    max_new_tokens: int = 500,
+    temperature: float = 0.8,
+    top_k: Annotated[int | None, Shown("K")] = None,
     top_p: Probability = None,
     min_p: Probability = None,
     stop: Texts = (),
-    num_samples: Number = 1,
-    seed: Number = 1337,
+    num_samples: int = 1,
+    seed: int = 1337,
     weights: Literal["saved", "int8"] = "saved",
     checkpoint: Checkpoint = "best",
     mesh: MeshOption = None,
@@ -229,8 +230,8 @@ def _prompts(
 
 
 def eval_(
-    run: Run, json: Switch = False, checkpoint: Checkpoint = "best", mesh: MeshOption = None
-) -> None:
+    run: Run, json: bool = False, checkpoint: Checkpoint = "best", mesh: MeshOption = None
+) -> Lines:
     """Compute a run's exact loss on its validation split: every target once.
 
     Args:
@@ -244,16 +245,17 @@ def eval_(
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
         result = loop.evaluate(run, which=checkpoint, progress=progress)
     if json:
-        print(dumps(dataclasses.asdict(result)))
-        return
-    print(f"validation loss     {result.loss:.4f} nats per token, over {result.tokens:,} targets")
-    print(f"perplexity          {result.perplexity:.3f}")
-    print(f"bits per character  {result.bits_per_character:.4f}")
+        return [dumps(dataclasses.asdict(result))]
+    return [
+        f"validation loss     {result.loss:.4f} nats per token, over {result.tokens:,} targets",
+        f"perplexity          {result.perplexity:.3f}",
+        f"bits per character  {result.bits_per_character:.4f}",
+    ]
 
 
 def info(
-    what: Positional[Annotated[str, described("PRESET|RUN")]], mesh: MeshOption = None
-) -> None:
+    what: Annotated[str, Shown("PRESET|RUN", positional=True)], mesh: MeshOption = None
+) -> Lines:
     """Show the parameters, bytes, FLOPs and training memory of a model.
 
     Args:
@@ -276,8 +278,7 @@ def info(
                 f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
             )
         if mesh is not None:
-            say(open_console(), *describe_placements(dataclasses.replace(config, mesh=mesh)))
-            return
+            return describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
         memory = plan.training_memory(run_for_platform(config, current_platform()))
     parts = parts_of(config.model)
@@ -291,35 +292,35 @@ def info(
     lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if memory is not None:
         lines.append(f"training memory at batch_size={config.batch_size}: {memory}")
-    say(open_console(), *lines)
+    return lines
 
 
 def plot(
-    runs: Positional[Annotated[tuple[str, ...], described("RUN ...")]], out: Image = "losses.png"
-) -> None:
+    runs: Annotated[tuple[str, ...], Shown("RUN", positional=True)], out: Image = "losses.png"
+) -> Lines:
     """Plot the losses of runs against steps, tokens and seconds.
 
     Args:
         runs: Run directories.
     """
-    if not runs:
-        raise ValueError("there is nothing to plot: name at least one run directory")
     path = _out(out, ".png", ".svg")
 
     with importing():
         from jgpt.runs.directory import RunDirectory
         from jgpt.runs.plots import plot_runs
 
-    plot_runs([RunDirectory.open(run) for run in runs], path)
-    print(f"wrote {out}")
+    directories = [RunDirectory.open(run) for run in runs]
+    with _replacing(path) as partial:
+        plot_runs(directories, partial)
+    return [f"wrote {out}"]
 
 
 def attention(
     run: Run,
-    prompt: Annotated[str, described("TEXT")],
+    prompt: Annotated[str, Shown("TEXT")],
     out: Image = "attention.png",
     checkpoint: Checkpoint = "best",
-) -> None:
+) -> Lines:
     """Plot the attention weights of each layer and head over a text.
 
     Args:
@@ -329,17 +330,18 @@ def attention(
     with _loaded(run, checkpoint) as (model, tokenizer, _):
         from jgpt.runs.plots import plot_attention
 
-        plot_attention(model, tokenizer, prompt, path)
-    print(f"wrote {out}")
+        with _replacing(path) as partial:
+            plot_attention(model, tokenizer, prompt, partial)
+    return [f"wrote {out}"]
 
 
 def look(
     run: Run,
-    prompt: Annotated[str, described("TEXT")],
-    out: Annotated[str, described("FILE", help="The page to write: .html.")] = "look.html",
-    max_new_tokens: Number = 48,
+    prompt: Annotated[str, Shown("TEXT")],
+    out: Annotated[str, Shown("FILE", "The page to write: .html.")] = "look.html",
+    max_new_tokens: int = 48,
     checkpoint: Checkpoint = "best",
-) -> None:
+) -> Lines:
     """Write an HTML page to look into a model: attention, logit lens, surprisal.
 
     Args:
@@ -351,18 +353,19 @@ def look(
         from jgpt.runs.look import look_page
 
         page = look_page(model, tokenizer, prompt, max_new_tokens, name)
-    path.write_text(page, encoding="utf-8")
-    print(f"wrote {out}")
+    with _replacing(path) as partial:
+        partial.write_text(page, encoding="utf-8")
+    return [f"wrote {out}"]
 
 
 def prepare(
-    files: Positional[Annotated[tuple[str, ...], described("TEXT ...")]],
-    out: Annotated[str, described("DIR", help="The folder to write.")],
+    files: Annotated[tuple[str, ...], Shown("TEXT", positional=True)],
+    out: Annotated[str, Shown("DIR", "The folder to write.")],
     universal_newlines: Newlines = DataConfig.universal_newlines,
     tokenizer: TokenizerName = "char",
-    bpe_vocab_size: Number = 1024,
-    tokenizer_files: Annotated[str | None, described("DIR")] = None,
-) -> None:
+    bpe_vocab_size: int = 1024,
+    tokenizer_files: Annotated[str | None, Shown("DIR")] = None,
+) -> Lines:
     """Tokenize text of any size, for `jgpt train --data`.
 
     Args:
@@ -375,23 +378,21 @@ def prepare(
 
     from jgpt.data import dataset
 
-    warn = lambda line: print(parsing.in_flags(line, parsing.TRAIN))  # noqa: E731
+    warn = lambda line: say(open_console(), in_flags(line, TRAIN))  # noqa: E731
     tokens = dataset.prepare(config, Path(out), warn=warn)
-    print(f"{tokens:,} tokens in {out}; next: {_command('train', '--data', out)}")
+    return [f"{tokens:,} tokens in {out}; next: {_command('train', '--data', out)}"]
 
 
 def import_(
-    source: Positional[Annotated[str, described("DIR|FILE")]],
-    out: Annotated[str, described("RUN", help="The run directory to write.")],
-    format: Annotated[Literal["hf", "gpt2", "nanogpt"], arg(name="from")] = "hf",
-    block_size: Annotated[int | None, described("N")] = None,
+    source: Annotated[str, Shown("DIR|FILE", positional=True)],
+    out: Annotated[str, Shown("RUN", "The run directory to write.")],
+    format: Annotated[Literal["hf", "gpt2", "nanogpt"], Shown(name="from")] = "hf",
+    block_size: Annotated[int | None, Shown("N")] = None,
     dtype: ComputeDtype = "float32",
-    tokenizer: Annotated[str | None, described("DIR|FILE")] = None,
-    data: Annotated[
-        UseAppendAction[tuple[tuple[str, ...], ...]], described("TEXT ...", PYDOCS)
-    ] = (),
+    tokenizer: Annotated[str | None, Shown("DIR|FILE")] = None,
+    data: Annotated[tuple[str, ...], Shown("TEXT")] = DataConfig().data,
     universal_newlines: Newlines = DataConfig.universal_newlines,
-) -> None:
+) -> Lines:
     """Import the weights of GPT-2, Llama, SmolLM2, Qwen3 or nanoGPT as a run.
 
     Args:
@@ -425,15 +426,14 @@ def import_(
     optimizer = OptimizerConfig(
         learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
     )
-    texts = tuple(chain(*data)) if data else DataConfig().data
-    dataset = DataConfig(texts, universal_newlines)
+    dataset = DataConfig(data, universal_newlines)
     its_config = dataclasses.replace(model.config, dtype=dtype)
     config = TrainConfig(its_config, optimizer, dataset, name=path.name, out=out)
     write_run(path, model, own_tokenizer, config)
-    print(
+    return [
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {_command('sample', path)}"
-    )
+    ]
 
 
 def _tokenizer(source: str, given: str | None, universal_newlines: bool) -> Any:
@@ -454,10 +454,10 @@ def _tokenizer(source: str, given: str | None, universal_newlines: bool) -> Any:
 
 def export(
     run: Run,
-    out: Annotated[str, described("DIR", help="The directory to write.")],
-    zero_biases: Switch = False,
+    out: Annotated[str, Shown("DIR", "The directory to write.")],
+    zero_biases: bool = False,
     checkpoint: Checkpoint = "best",
-) -> None:
+) -> Lines:
     """Export a run's model as a Hugging Face directory of GPT-2, Llama or Qwen3.
 
     Args:
@@ -468,22 +468,23 @@ def export(
         from jgpt.interop.huggingface import save_hf
 
         save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases)
-    print(f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained")
+    lines = [f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained"]
     if not isinstance(tokenizer, BPETokenizer):
-        print(
+        lines.append(
             "the tokenizer was not exported: the format needs byte-pairs, and this run has a "
             f"{type(tokenizer).__name__}"
         )
+    return lines
 
 
-def presets() -> None:
+def presets() -> Lines:
     """List the presets of `jgpt train`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
-    print("\n".join(parsing.describe_presets(width)))
+    return describe_presets(width)
 
 
 _all = train, plan, sample, eval_, info, plot, attention, look, prepare, import_, export, presets
-COMMANDS: dict[str, Callable[..., None]] = {its.__name__.rstrip("_"): its for its in _all}
+COMMANDS: dict[str, Callable[..., Lines | None]] = {its.__name__.rstrip("_"): its for its in _all}
 
 
 @contextlib.contextmanager
@@ -503,6 +504,23 @@ def _out(path: str, *suffixes: str) -> Path:
     if Path(path).suffix.lower() not in suffixes:
         raise ValueError(f"{path} must end in {' or '.join(suffixes)}")
     return Path(path)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which replaces the one of this path when all of it is on disk."""
+    from jgpt.runs.manifest import sync_below, sync_directory
+
+    try:
+        with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=path.parent) as folder:
+            yield Path(folder) / path.name
+            sync_below(Path(folder))
+            os.replace(Path(folder) / path.name, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        if error.errno is None or PARTIAL not in str(error.filename or PARTIAL):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _command(*words: object) -> str:

@@ -20,8 +20,9 @@ from jgpt.cli.terminal import say, spinner
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
-from jgpt.hardware import device_kinds
+from jgpt.hardware import device_kinds, process_count
 from jgpt.nn.models import Weights
+from jgpt.runs.directory import RunDirectory
 from jgpt.runs.progress import Progress as TrainingProgress
 from jgpt.sharding import abstract_mesh
 from jgpt.training.ahead import CompiledStep
@@ -30,6 +31,8 @@ from jgpt.training.plan import Plan, bytes_on_each, format_bytes, placements, re
 from jgpt.training.step import TrainState, abstract_state, state_specs
 
 SECONDS_PER_LINE = 20
+SECONDS_PER_MOVE = 0.5
+"""How often a bar moves, if a step takes less."""
 BAR_WIDTH = 40
 
 
@@ -40,8 +43,10 @@ class _Bar(Progress):
         """The bar, as wide as the numbers leave it."""
         for task in self.tasks:
             width = self.console.width - len("^C") - 1
-            left = "-:--:--" if task.time_remaining is None else timedelta(0, task.time_remaining)
-            numbers = f"{task.completed:.0f}/{task.total} {left}{task.fields['details']}"
+            seconds, left = task.time_remaining, "--:--"
+            if seconds is not None:
+                left = str(timedelta(0, seconds)).removeprefix("0:")
+            numbers = f"{task.completed:.0f}/{task.total} {left} left{task.fields['details']}"
             room = width - len(f"{task.description}  {numbers}")
             bar = ProgressBar(task.total, task.completed, width=max(1, min(BAR_WIDTH, room)))
             line = Table.grid(padding=(0, 1))
@@ -59,7 +64,9 @@ class ConsoleProgress(TrainingProgress):
         self.console = console
         self.spinner = spinner(console, doing)
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
-        self.steps = None
+        self.steps = self.out = None
+        self.most_steps = 1 if console.is_terminal and process_count() == 1 else None
+        self.tokens_per_step = 1
         self.validation = self.details = ""
         self.last_line = console.get_time()
 
@@ -74,12 +81,10 @@ class ConsoleProgress(TrainingProgress):
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print model and data, and start the bar."""
         total = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-        step = int(state.step)
+        self.out, step = out, int(state.step)
+        self.tokens_per_step = config.batch_size * config.model.block_size
         self.say(
-            f"{config.name}: {total:,} parameters, vocabulary {dataset.tokenizer.vocab_size}, on "
-            f"{device_kinds()[0]}",
-            f"data: {' '.join(config.dataset.data)}: {len(dataset.train):,} training "
-            f"and {len(dataset.validation):,} validation tokens",
+            *_describe_run(config, total, len(dataset.train), len(dataset.validation)),
             *describe_optimizer_groups(config.optimizer, state.weights),
             f"finished at step {step} of {config.steps} already: {out}; --steps trains it further"
             if step == config.steps
@@ -96,16 +101,19 @@ class ConsoleProgress(TrainingProgress):
         """Move the bar; without one, print a line now and then."""
         speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
         self.details = f"loss {loss:.3f}{speed}"
+        if self.most_steps is not None and tokens_per_second is not None:
+            steps = SECONDS_PER_MOVE * tokens_per_second / self.tokens_per_step
+            self.most_steps = max(1, int(steps))
         self.spinner.stop()  # a console shows either the spinner or the bar
-        self.bar.start()
         self._move_bar(step)
+        self.bar.start()
         waited = self.console.get_time() - self.last_line
         if not self.console.is_terminal and waited > SECONDS_PER_LINE:
             self.say(f"step {step}: {self.details}")
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
-        self.validation = f"  validation {validation_loss:.3f}"
+        self.validation = f"  val {validation_loss:.3f}"
         self._move_bar(step)
         self.say(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
@@ -115,13 +123,17 @@ class ConsoleProgress(TrainingProgress):
 
     def stopping(self) -> None:
         """After the first signal."""
-        self.say("finishing this call and saving a checkpoint; a second signal exits at once")
+        self.say("finishing this call and saving a checkpoint; a second signal exits without it")
 
     def leaving(self) -> None:
-        """After the second signal: restore the terminal."""
+        """After the second signal: restore the terminal, and tell what is lost."""
         erase = (ControlType.ERASE_IN_LINE, 2)
         self.console.control(Control(ControlType.CARRIAGE_RETURN, erase, ControlType.SHOW_CURSOR))
         self.console.quiet = True  # nothing is drawn again until the exit
+        if self.out is not None:
+            saved = max(RunDirectory(self.out).checkpoint_steps(), default=0)
+            lost = f"the steps after checkpoint {saved}" if saved else "all steps"
+            print(f"left without saving: {lost} are lost", file=self.console.file, flush=True)
 
     def warned(self, message: str) -> None:
         """Print a line."""
@@ -154,18 +166,26 @@ def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list
     return [f"{group}: {', '.join(its)}" for group, its in parts.items()]
 
 
+def _describe_run(
+    config: TrainConfig, parameters: int, training_tokens: int, validation_tokens: int
+) -> list[str]:
+    return [
+        f"{config.name}: {parameters:,} parameters, vocabulary {config.model.vocab_size}, on "
+        f"{device_kinds()[0]}",
+        f"data: {' '.join(config.dataset.data)}: {training_tokens:,} training and "
+        f"{validation_tokens:,} validation tokens",
+    ]
+
+
 def describe(plan: Plan) -> list[str]:
     """A plan as lines of text."""
     config = plan.config
     tokens = config.batch_size * config.model.block_size
     epochs = config.steps * tokens / plan.training_tokens
     lines = [
-        f"{config.name}: {plan.parameters:,} parameters, vocabulary {config.model.vocab_size}, on "
-        f"{device_kinds()[0]}, into {plan.out}",
-        f"data: {' '.join(config.dataset.data)}: {plan.training_tokens:,} training "
-        f"and {plan.validation_tokens:,} validation tokens",
-        f"{config.steps:,} steps of {config.batch_size} x {config.model.block_size} tokens: "
-        f"{epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
+        *_describe_run(config, plan.parameters, plan.training_tokens, plan.validation_tokens),
+        f"{config.steps:,} steps of {config.batch_size} x {config.model.block_size} tokens into "
+        f"{plan.out}: {epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
         f"an evaluation and a checkpoint every {config.eval_interval} steps",
     ]
     if plan.mesh is not None:

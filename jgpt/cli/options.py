@@ -1,90 +1,88 @@
-"""Parsing options with tyro; attribute docstrings are the help."""
+"""Options made from dataclasses and signatures, parsed by argparse; docstrings are the help."""
 
+import argparse
 import contextlib
 import dataclasses
-import functools
-import io
-import os
+import inspect
 import re
 import shlex
 import shutil
 import textwrap
-from collections import ChainMap
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, make_dataclass
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import tyro
-from docstring_parser import parse_from_object
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
+import docstring_parser
 
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
-Result = TypeVar("Result")
+NUMBERS = {int: ("N", "a whole number"), float: ("X", "a number")}
+GROUPS = ("model", "optimizer", "dataset")
+"""The parts of a training config, whose fields are options beside its own."""
 EVERYDAY = (
     *("data", "out", "steps", "batch_size", "learning_rate", "eval_interval", "seed"),
     *("block_size", "num_layers", "num_heads", "embed_dim", "dropout"),
 )
 """The fields of a config that people change; `jgpt train --help` shows these alone."""
-GROUPS = ("training", "model", "optimizer", "dataset")
-"""The groups of the other fields: those of the config itself and of its parts."""
-METAVARS = {"data": "TEXT ...", "out": "RUN", "name": "NAME", "tokenizer_files": "DIR"}
-PLAIN = {
-    r"no type matching (\S+) could be instantiated from \[(.*?)\]": r"\1 must be \2, not \3",
-    r"invalid literal for int\(\) with base 10: (.*)": r"\1 must be a whole number, not \2",
-    r"could not convert string to float: (.*)": r"\1 must be a number, not \2",
+METAVARS = {"data": "TEXT", "out": "RUN", "name": "NAME", "tokenizer_files": "DIR", "mesh": "MESH"}
+INSTEAD = {
+    "--vocab-size": "can't be set: the tokenizer determines it",
+    "--device": "is no option: JAX_PLATFORMS=cpu, cuda or tpu chooses the device",
+    "--preset": "is no option: write the preset alone, as in jgpt train tiny",
+    "--epochs": "is no option: --steps says how long to train, jgpt plan how many epochs that is",
 }
-"""What tyro and Python say of a value, and the same in plain words."""
+"""What to say of an option that there isn't."""
 
 
-def described(metavar: str | None, hint: str = "", **others: Any) -> Any:
-    """What the help shows of a value: its metavar, and its default unless that is none."""
+@dataclass(frozen=True)
+class Shown:
+    """How an annotated parameter or field is shown and given."""
 
-    def shown(default: str) -> str:
-        return hint if default in ("", "None") else f"(default: {default})"
+    metavar: str | None = None
+    help: str = ""
+    positional: bool = False
+    once: bool = False
+    """Each time one value of a list, not several."""
+    name: str | None = None
 
-    return arg(metavar=metavar, help_behavior_hint=shown, **others)
 
-
-File = Annotated[str | None, described("FILE")]
-Number = Annotated[int, described("N")]
-Switch = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
+File = Annotated[str | None, Shown("FILE")]
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What to do with the run."""
+    """Start, resume or repeat a run."""
 
-    resume: Switch = False
+    resume: bool = False
     """Resume the run in --out, which must exist; with a preset or --config it is started if not."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Delete the run in --out and start again."""
     config: File = None
     """A run's config.json, used instead of a preset to repeat that run in another directory."""
-    dry_run: Switch = False
+    dry_run: bool = False
     """Show what the run takes, without training or writing."""
-    profile: Number = 0
+    profile: int = 0
     """Trace this many steps into RUN/profile."""
-    on: Annotated[str | None, described("CHIPS")] = None
+    on: Annotated[str | None, Shown("CHIPS")] = None
     """With --dry-run, compile for chips like v5e:4x4, h100:8."""
-    json: Switch = False
+    json: bool = False
     """With --dry-run, print one JSON object."""
 
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How this process joins others."""
+    """Train in many processes."""
 
-    distributed: Switch = False
+    distributed: bool = False
     """Join the processes of a TPU pod, SLURM or Open MPI."""
-    coordinator: Annotated[str | None, described("HOST:PORT")] = None
+    coordinator: Annotated[str | None, Shown("HOST:PORT")] = None
     """Join processes elsewhere: where process 0 listens."""
-    processes: Annotated[int | None, described("N")] = None
+    processes: Annotated[int | None, Shown("N")] = None
     """How many there are."""
-    process: Annotated[int | None, described("I")] = None
+    process: Annotated[int | None, Shown("I")] = None
     """Which of them this one is, from 0."""
 
 
@@ -93,112 +91,221 @@ TRAIN = {
     for kind in (RunOptions, ProcessOptions, TrainConfig, ModelConfig, OptimizerConfig, DataConfig)
     for each in dataclasses.fields(kind)
 }
-"""The names of the options of `jgpt train`."""
+"""The names of the options of `jgpt train` and `plan`."""
+
+
+class OptionError(ValueError):
+    """An option that can't be taken, said in the command's words."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser of a command's options, whose errors are OptionErrors."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(
+            prog=f"jgpt {command}",
+            usage=f"jgpt {command} [OPTIONS]",
+            description=description,
+            formatter_class=_help,
+            argument_default=argparse.SUPPRESS,  # so that what was not given is not there
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        self.flags: list[str] = []
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls where it would exit."""
+        raise OptionError(f"{message}; see {self.prog.replace('jgpt', 'jgpt help')}")
+
+    def add(self, group: Any, name: str, kind: Any, default: Any, help: str) -> None:
+        """Add the option for a parameter or field; a switch that is None can be given as either."""
+        shown = Shown()
+        if get_origin(kind) is Annotated:
+            kind, shown = get_args(kind)
+        required, many = default is inspect.Parameter.empty, get_origin(kind) is tuple
+        if not required and default not in (None, "", ()) and not isinstance(default, bool):
+            help += f" (default: {' '.join(map(str, default)) if many else default})"
+        how: dict[str, Any] = {"help": (help or shown.help).replace("%", "%%")}
+        if kind is bool:
+            how["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
+        else:
+            how["type"], metavar = _reader(get_args(kind)[0] if many else kind)
+            how["metavar"] = shown.metavar or METAVARS.get(name, metavar)
+        if shown.positional:
+            how |= {"nargs": "+"} if many else {} if required else {"nargs": "?"}
+            self.usage = f"{self.usage} {how['metavar']}"
+            self.add_argument(name, **how)
+            return
+        if many:
+            how |= {"action": "append"} if shown.once else {"action": "extend", "nargs": "*"}
+        flag = f"--{shown.name or name.replace('_', '-')}"
+        self.flags.append(flag)
+        group.add_argument(flag, dest=name, **how | ({"required": True} if required else {}))
+
+    def parse(self, args: list[str]) -> dict[str, Any]:
+        """The options that were given, lists as tuples."""
+        args = [
+            re.sub("^--[a-z][a-z0-9_-]*", lambda it: it[0].replace("_", "-"), it) for it in args
+        ]
+        try:
+            given, others = self.parse_known_intermixed_args(args)
+        except argparse.ArgumentError as error:
+            if error.argument_name is None:  # of required ones, since Python 3.12
+                self.error(error.message)
+            flag = error.argument_name.split("/")[0]
+            dash = flag in args[:-1] and re.match("-[^-]", args[args.index(flag) + 1])
+            hint = f" (one that begins with - is written {flag}=-...)" if dash else ""
+            raise OptionError(f"{flag} {error.message}{hint}") from None
+        for word in others:
+            flag = word.partition("=")[0]
+            if (instead := INSTEAD.get(flag)) and "--steps" in self.flags:
+                raise OptionError(f"{flag} {instead}")
+            if word.startswith("-") and word != "--":
+                meant = did_you_mean(flag, self.flags).replace("'", "")
+                self.error(f"unknown option {flag}{meant}")
+        if others:
+            name, equals, value = others[0].partition("=")
+            meant = f"--{name.replace('_', '-')}"
+            hint = f" (did you mean {meant} {value}?)" if equals and meant in self.flags else ""
+            self.error(f"{others[0]!r} was not expected{hint}")
+        lists = {name: tuple(value) for name, value in vars(given).items() if type(value) is list}
+        return vars(given) | lists
+
+
+def _help(prog: str) -> argparse.HelpFormatter:
+    width = shutil.get_terminal_size().columns
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=width)
+
+
+def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:
+    """A function from text to a value of a type, and how the help calls such a value.
+
+    The types are words, an int, a float or a string, and unions of those with None.
+    """
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    words = {word: word for each in kinds for word in get_args(each)}
+    none = {"None": None} if NoneType in kinds else {}
+    numbers = [NUMBERS[each] for each in kinds if each in NUMBERS]
+
+    def read(text: str) -> Any:
+        if text in words | none:
+            return (words | none)[text]
+        for convert in (int, float, str):
+            if convert in kinds:
+                with contextlib.suppress(ValueError):
+                    return convert(text)
+        names = [*words, *(name for _, name in numbers), *none]
+        expected = " or ".join(", ".join(names).rsplit(", ", 1))
+        meant = did_you_mean(text, [*words, *none])
+        raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}{meant}")
+
+    return read, "|".join([*words, *(letter for letter, _ in numbers), *none]) or None
+
+
+def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, Any]:
+    """The arguments of a command, from its options."""
+    if name in ("train", "plan"):
+        return dict(zip(("config", "options", "where"), parse_train(args, name), strict=True))
+    return _parser(command, name).parse(args)
 
 
 def parse_train(
     args: list[str], command: str = "train"
 ) -> tuple[TrainConfig, RunOptions, ProcessOptions]:
-    """Parse the options of `jgpt train`: the config, what to do with the run, and where."""
-    shown = next((PRESETS[word] for word in args if word in PRESETS), PRESETS[DEFAULT_PRESET])[1]
-    if {"-h", "--help", "--help-all"} & {*args}:
-        options = _train_options(shown, help=True, everything="--help-all" in args)
-        presets = "\n".join(describe_presets(shutil.get_terminal_size().columns - 2))
-        description = (
-            "Train a GPT: a preset, with the options that you override:\n"
-            f"{textwrap.indent(presets, '  ')}\n\n"
-            f"jgpt {command} --help-all shows the options for all fields of the config."
-        )
-        parse(options, command, ["--help"], description=description)
-    given = parse(_train_options(shown), command, args)
-    config = _base_config(given)
-    if config is not shown:
-        given = parse(_train_options(config), command, args)
-    values = dict(chain(*(vars(its).items() for its in (given, *map(vars(given).get, GROUPS)))))
-    # an empty list was not given; of another, what was given each time
-    values = {
-        name: tuple(chain(*value)) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if value != ()
-    }
-    parts = {name: _override(getattr(config, name), values) for name in GROUPS[1:]}
-    return _override(config, values | parts), given.run, given.processes
+    """The options of `jgpt train`: the config, what to do with the run, and where."""
+    given = _train_parser(command).parse(args)
+    run, where = _made(RunOptions(), given), _made(ProcessOptions(), given)
+    config = _base_config(given, run)
+    parts = {name: _made(getattr(config, name), given) for name in GROUPS}
+    return _made(config, given | parts), run, where
 
 
-def _base_config(given: Any) -> TrainConfig:
+def help_of(command: Callable[..., Any], name: str, args: list[str]) -> str:
+    """The help of a command; of `jgpt train`, with the defaults of the preset among `args`."""
+    if name not in ("train", "plan"):
+        return _parser(command, name).format_help()
+    shown = next((PRESETS[word] for word in args if word in PRESETS), PRESETS[DEFAULT_PRESET])
+    return _train_parser(name, shown[1], everything="--help-all" in args).format_help()
+
+
+def _parser(command: Callable[..., Any], name: str) -> _Parser:
+    documented = docstring_parser.parse(str(command.__doc__))
+    texts = {each.arg_name: each.description or "" for each in documented.params}
+    parser = _Parser(name, documented.short_description or "")
+    hints = get_type_hints(command, include_extras=True)
+    for each in inspect.signature(command).parameters.values():
+        text = " ".join(texts.get(each.name, "").split())
+        parser.add(parser, each.name, hints[each.name], each.default, text)
+    return parser
+
+
+def _train_parser(
+    command: str, shown: TrainConfig | None = None, *, everything: bool = True
+) -> _Parser:
+    """Options for a preset, the fields that people change, the run, and all other fields.
+
+    Reading the help from source takes time, so they have one only if a config is `shown`.
+    """
+    presets = describe_presets(shutil.get_terminal_size().columns - 2)
+    description = (
+        "Train a GPT: a preset, with the options that you override:\n"
+        f"{textwrap.indent(chr(10).join(presets), '  ')}\n\n"
+        f"jgpt {command} --help-all shows the options for all fields of the config."
+    )
+    parser = _Parser(command, description)
+    preset = Annotated[str | None, Shown("[PRESET]", "One of those above.", positional=True)]
+    parser.add(parser, "preset", preset, None, "")
+    config = shown or PRESETS[DEFAULT_PRESET][1]
+    groups = {"training": [*_options(config, shown)]}
+    groups |= {name: [*_options(getattr(config, name), shown)] for name in GROUPS}
+    every = {option[0]: option for options in groups.values() for option in options}
+    for name in EVERYDAY:
+        parser.add(parser, *every[name])
+    groups = {"run": [*_options(RunOptions(), shown)]} | (groups if everything else {})
+    groups |= {"processes": [*_options(ProcessOptions(), shown)]} if everything else {}
+    for name, options in groups.items():
+        group = parser.add_argument_group(name)
+        for option in options:
+            if option[0] not in EVERYDAY:
+                parser.add(group, *option)
+    return parser
+
+
+def _options(values: Any, help: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """The name, type, default and help of each option for the fields of a dataclass."""
+    documented = docstring_parser.parse_from_object(type(values)).params if help else ()
+    texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented}
+    for name, kind in get_type_hints(type(values), include_extras=True).items():
+        default = getattr(values, name)
+        if dataclasses.is_dataclass(default) or name == "vocab_size":
+            continue  # a group of its own; the tokenizer determines it
+        both = kind is bool and not isinstance(values, (RunOptions, ProcessOptions))
+        yield name, kind, None if both else default, texts.get(name, "")
+
+
+def _base_config(given: dict[str, Any], run: RunOptions) -> TrainConfig:
     """The config that options override: of a preset, a file, or the run to resume."""
-    if given.run.config is not None:
-        if given.preset is not None:
-            raise ValueError(f"give the preset {given.preset} or --config, not both")
+    name = given.get("preset")
+    if run.config is not None:
+        if name is not None:
+            raise ValueError(f"give the preset {name} or --config, not both")
 
         from jgpt.runs.directory import read_config
 
-        return dataclasses.replace(read_config(Path(given.run.config)), out=None)
-    if given.preset is None and given.out is not None and given.run.resume:
+        return dataclasses.replace(read_config(Path(run.config)), out=None)
+    if name is None and run.resume and given.get("out") is not None:
         from jgpt.runs.directory import RunDirectory
 
-        return RunDirectory.open(given.out).config()
-    for word in chain(*given.data):
-        if given.preset is None and word in PRESETS and not Path(word).exists():
+        return RunDirectory.open(given["out"]).config()
+    for word in given.get("data", ()):
+        if name is None and word in PRESETS and not Path(word).exists():
             raise ValueError(f"{word} is a preset: put it before --data")
-    return preset(given.preset or DEFAULT_PRESET)
+    return preset(name or DEFAULT_PRESET)
 
 
-def _override(config: Any, values: dict[str, Any]) -> Any:
-    names = {its.name for its in dataclasses.fields(config)} & {*values}
-    return dataclasses.replace(config, **{name: values[name] for name in names})
-
-
-@functools.lru_cache(maxsize=8)
-def _train_options(config: TrainConfig, *, help: bool = False, everything: bool = True) -> Any:
-    """Options for a preset, the fields that people change, the run, and all other fields.
-
-    Only with `help` they have one, for which source is read.
-    """
-    parts = [_options(getattr(config, group, config), help) for group in GROUPS]
-    known = ChainMap(*parts)
-    preset = Positional[Annotated[str | None, described("[PRESET]", help="One of those above.")]]
-    run = Annotated[RunOptions, arg(help="Start, resume or repeat a run.")]
-    where = Annotated[ProcessOptions, arg(help="Train in many processes.")]
-    fields: list[Any] = [("preset", preset, field(default=None))]
-    fields += [*map(known.get, EVERYDAY), ("run", run, field(default=RunOptions()))]
-    if everything:
-        fields.append(("processes", where, field(default=ProcessOptions())))
-    for group, part in zip(GROUPS, parts, strict=True) if everything else ():
-        others = [option for name, option in part.items() if name not in EVERYDAY]
-        kind = make_dataclass(group, others, frozen=True)
-        fields.append((group, Annotated[kind, arg(help="")], field(default=kind())))
-    return make_dataclass("Train", fields, frozen=True)
-
-
-def _options(config: Any, help: bool) -> dict[str, tuple[str, Any, Any]]:
-    documented = parse_from_object(type(config)).params if help else ()
-    texts = {text.arg_name: " ".join((text.description or "").split()) for text in documented}
-    options = {}
-    for name, kind in get_type_hints(type(config)).items():
-        value, text = getattr(config, name), texts.get(name, "")
-        if dataclasses.is_dataclass(value) or name == "vocab_size":
-            continue  # a group of its own; the tokenizer determines it
-        metavar, hint = METAVARS.get(name) or _metavar(kind), ""
-        if get_origin(kind) is tuple:
-            # an option takes several values, and repeating it appends more
-            hint = f"(default: {' '.join(map(str, value))})" * bool(value)
-            kind, value = UseAppendAction[tuple[kind, ...]], ()
-        kind = Annotated[kind, described(metavar, hint, help=text)]
-        options[name] = name, kind, field(default=value)
-    return options
-
-
-def _metavar(kind: Any) -> str | None:
-    """What a value is called: N, X, one of a few words, several of these, or one or None."""
-    arguments = get_args(kind)
-    if get_origin(kind) is Literal:
-        return "|".join(arguments)
-    if get_origin(kind) is tuple:
-        return f"{_metavar(arguments[0])} ..."
-    if arguments:
-        return f"{_metavar(arguments[0])}|None"
-    return {int: "N", float: "X"}.get(kind)
+def _made(config: Any, given: dict[str, Any]) -> Any:
+    names = {field.name for field in dataclasses.fields(config)} & {*given}
+    return dataclasses.replace(config, **{name: given[name] for name in names})
 
 
 def describe_presets(width: int) -> list[str]:
@@ -209,28 +316,6 @@ def describe_presets(width: int) -> list[str]:
         for name, (summary, config) in PRESETS.items()
     ]
     return [textwrap.fill(line, width, subsequent_indent=" " * column) for line in lines]
-
-
-def parse(command: Callable[..., Result], name: str, args: list[str], **how: Any) -> Result:
-    """Call a command with the options that tyro parses; its errors become one-line ValueErrors."""
-
-    @functools.wraps(command, updated=())
-    def parsed(*given: Any, **options: Any) -> Callable[[], Result]:
-        return functools.partial(command, *given, **options)
-
-    said = io.StringIO()
-    if shutil.get_terminal_size().columns < 40:  # in very few, tyro never ends
-        os.environ["COLUMNS"] = "40"
-    try:
-        with contextlib.redirect_stderr(said):
-            call = tyro.cli(
-                parsed, prog=f"jgpt {name}", args=args, config=(OmitArgPrefixes,), **how
-            )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ValueError(_unboxed(said.getvalue())) from None
-    return call()
 
 
 def in_flags(message: str, options: Collection[str]) -> str:
@@ -250,22 +335,7 @@ def in_flags(message: str, options: Collection[str]) -> str:
         words = {"(": re.sub("[',]", "", inner), "'": shlex.quote(inner)}
         return f"--{name} {words.get(value[0], value)}"
 
-    ours, *quoted = re.split("( is damaged: |Unrecognized options: )", message, maxsplit=1)
+    ours, *quoted = re.split("( is damaged: )", message, maxsplit=1)
     keyword = rf"(?<!\S)(?P<part>(?:{'|'.join(GROUPS)})\.)?(?P<name>[a-z]\w*)(?!\w|\.\w)"
     value = r"(?:=(?P<value>'[^']*'|\([^()]*\)|[^\s,;:()]+))?"
     return re.sub(keyword + value, flag, ours) + "".join(quoted)
-
-
-def _unboxed(box: str) -> str:
-    """The first paragraph of tyro's boxed message, and its suggestion."""
-    lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    if {*"".join(lines[1:2])} == {"-"}:  # where output is ASCII, a line that is the title
-        lines = lines[2:]
-    end = next((i for i, line in enumerate(lines) if {*line} in ({"─"}, {"-"})), len(lines))
-    message = " ".join(lines[:end])
-    meant = next((line.split()[0] for line in lines[end:] if re.match(r"--\w", line)), None)
-    if meant and "nrecognized" in message and meant not in message.split():
-        message += f" (did you mean {meant}?)"
-    for pattern, plain in PLAIN.items():
-        message = re.sub(rf"Error parsing (\S+): {pattern}.*", plain, message)
-    return message

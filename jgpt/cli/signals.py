@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first requests a stop, the second exits at once."""
+"""SIGINT, SIGTERM and SIGHUP: the first requests a stop, the second exits at once."""
 
 import contextlib
 import os
@@ -7,7 +7,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANG_UP = getattr(signal, "SIGHUP", None)
+"""The terminal was closed. Windows has no such signal."""
+SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None]
 
 
 class StopRequest:
@@ -23,8 +25,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Iterator[StopRequest]:
-    """Handle both signals: call `first` at the first one, `second` before exiting at the next.
+    """Handle the signals: call `first` at the first one, `second` before exiting at the next.
 
+    The system and the shell may both tell of a closed terminal, which is no second request. Under
+    `nohup` it is none at all.
     A thread receives them through a wakeup socket: Python's handlers would run only when the main
     thread returns from a call of many steps, and merge two signals into one.
     """
@@ -36,13 +40,16 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
             if data[0] in SIGNALS and not request():
                 request.exit_code = 128 + data[0]
                 first()
-            elif data[0] in SIGNALS:
+            elif data[0] in SIGNALS and data[0] != HANG_UP:
                 second()
                 os._exit(128 + data[0])
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
-    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    numbers = set(SIGNALS)
+    if HANG_UP is not None and signal.getsignal(HANG_UP) == signal.SIG_IGN:
+        numbers.remove(HANG_UP)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
     try:
         yield request

@@ -1,10 +1,58 @@
-"""The terminal: wrapped text and spinners. Rich and JAX are imported when they are used."""
+"""The terminal: streams, wrapped text, spinners. Rich and JAX are imported when they are used."""
 
 import contextlib
+import errno
 import gc
+import io
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
+CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+"""Control characters and what is shown instead: ESC could change a terminal, or answer for it."""
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream to a terminal, which control characters don't reach, and which may be closed."""
+
+    draws = False
+    """Whether the writer may use control characters, as rich does for bars."""
+
+    def close(self) -> None:
+        """Flush only: the stream below belongs to another."""
+        self.flush()
+
+    def write(self, text: str) -> int:
+        """Write to the terminal. A closed one takes nothing more, and that is no error."""
+        with self._open():
+            super().write(text if self.draws else text.translate(CONTROLS))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush to the terminal."""
+        with self._open():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+def terminal(stream: Any, *, draws: bool = False) -> Any:
+    """A `Terminal` for a stream that goes to one; any other stream as it is."""
+    if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
+        return stream
+    encoding = stream.encoding
+    its = Terminal(stream.buffer, encoding, "replace", line_buffering=True, write_through=True)
+    its.draws = draws
+    return its
 
 
 def say(console: Any, *lines: str) -> None:
@@ -12,7 +60,10 @@ def say(console: Any, *lines: str) -> None:
     from rich.text import Text
 
     for line in lines:
-        console.print(Text(line), soft_wrap=not console.is_terminal)
+        if console.is_terminal:
+            console.print(Text(line.translate(CONTROLS)))
+        elif not console.quiet:
+            print(line, file=console.file, flush=True)
 
 
 def spinner(console: Any, doing: str) -> Any:
@@ -24,8 +75,10 @@ def open_console(*, stderr: bool = False) -> Any:
     """Standard output, or standard error, a terminal only if standard output is one too."""
     from rich.console import Console
 
+    stream = sys.stderr if stderr else sys.stdout
     return Console(
-        stderr=stderr, force_terminal=False if stderr and not sys.stdout.isatty() else None
+        file=terminal(stream, draws=True),
+        force_terminal=False if stderr and not sys.stdout.isatty() else None,
     )
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from jgpt.contracts import typed
@@ -66,6 +67,12 @@ def stream(
     min_p: float | None = None,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     """The tokens that `generate` appends, in pieces, as they are sampled."""
+    graph, weights = nnx.split(model)
+    arrays = jax.tree.leaves((weights, prompt, key, jax.device_put(0)))  # under jit all are traced
+    if any(isinstance(array, Tracer) for array in arrays):
+        raise ValueError(
+            "generate can't be called under jit, vmap or grad: its loop is compiled already"
+        )
     for name, value, valid, requirement in (
         ("temperature", temperature, 0 <= temperature < float("inf"), "0 or more"),
         ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
@@ -83,7 +90,6 @@ def stream(
     require_in_vocabulary(prompt, model.vocab_size, "the prompt's token")
     nucleus, least = (None if p is None else jnp.float32(p) for p in (top_p, min_p))
     sampling, size = Sampling(jnp.float32(temperature), nucleus, least), model.block_size
-    graph, weights = nnx.split(model)
     length = np.minimum(ends, size).astype(np.int32)
     rows = [row[:end][-size:] for row, end in zip(np.asarray(prompt, np.int32), ends, strict=True)]
     window = np.stack([np.pad(row, (size - len(row), 0)) for row in rows])

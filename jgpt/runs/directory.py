@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from jgpt.config import TrainConfig, from_json, to_json
+from jgpt.config import TrainConfig, UnknownField, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 from jgpt.runs.manifest import make_directory, sync_directory, write_new
 
@@ -53,6 +53,11 @@ class RunDirectory:
         """Open an existing run. Raises FileNotFoundError if there is none."""
         path = Path(path)
         if not (path / CONFIG).is_file():
+            run, step = path.parent.parent, path.name
+            if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
+                raise FileNotFoundError(
+                    f"{path} is a checkpoint, not a run directory: give {run} and which={step}"
+                )
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         for entry in path.iterdir():
             if entry.is_symlink():
@@ -217,5 +222,9 @@ def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
         raise ValueError(f"{path} is not a file{hint}")
     try:
         return parse(path.read_text(encoding="utf-8-sig"))  # an editor may have added a mark
+    except UnknownField as error:
+        raise ValueError(
+            f"{path} was written by a newer version of jgpt, or by another program: {error}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error

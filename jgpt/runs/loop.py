@@ -319,7 +319,8 @@ def _train(
                     raise TrainingStopped(step, checkpoints.run.path)
                 boundary = min((step // interval + 1) * interval, config.steps)
                 pause = min({boundary} | {at for at in early if at > step})
-                count = profiler.limit(min(config.steps_per_call, pause - step))
+                most = progress.most_steps or config.steps_per_call
+                count = profiler.limit(min(config.steps_per_call, most, pause - step))
                 windows = batches(tokens, config.seed, step, *sizes)
                 if step == first_step:  # a call of no steps compiles, which isn't training's time
                     state, _ = train_steps(state, windows, key, 0, step)

@@ -10,6 +10,9 @@ from jgpt.training.step import TrainState
 class Progress:
     """Training callbacks; the default does nothing."""
 
+    most_steps: int | None = None
+    """How many steps to take before `stepped` is called, if not `steps_per_call`."""
+
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Training starts, or is resumed, at the state's step."""
 

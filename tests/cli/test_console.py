@@ -70,11 +70,13 @@ def story(width: int) -> str:
         console.print(end="")  # draws the spinner again
         shown.extend(["", f"--- {moment}", *screen.show()])
 
-    config = dataclasses.replace(preset("tiny"), steps=3000)
+    config = preset("tiny")
+    config = dataclasses.replace(
+        config, steps=3000, model=dataclasses.replace(config.model, vocab_size=103)
+    )
     text = types.SimpleNamespace(
         train=range(418_543),
         validation=range(46_505),
-        tokenizer=types.SimpleNamespace(vocab_size=103),
     )
     weights: dict = {f"matrix {i}": jnp.zeros((37, 64)) for i in range(12)}
     weights |= {f"vector {i}": jnp.zeros(32) for i in range(3)}
@@ -104,16 +106,43 @@ def test_a_terminal_shows_whole_words_and_one_bar(width):
     assert story(width) == (Path(__file__).parent / f"terminal_{width}.txt").read_text()
 
 
-def test_a_second_signal_leaves_neither_a_bar_nor_a_hidden_cursor():
+@pytest.mark.parametrize(
+    ("checkpoints", "lost"),
+    [
+        (None, []),
+        ((), ["left without saving: all steps are lost"]),
+        ((50, 425), ["left without saving: the steps after checkpoint 425 are lost"]),
+    ],
+)
+def test_a_second_signal_says_what_is_lost_and_leaves_no_bar_and_no_hidden_cursor(
+    checkpoints, lost, tmp_path
+):
     screen = Screen(80)
     console = Console(file=screen, width=80, force_terminal=True, _environ={})  # type: ignore[arg-type]
     with ConsoleProgress(console, "reading the data") as progress:
         console.print(end="")
         assert screen.show() == ["⠋ reading the data"]
         assert not screen.cursor
+        if checkpoints is not None:
+            progress.out = tmp_path
+            for step in checkpoints:
+                (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
         progress.leaving()
-        assert screen.show() == []
+        assert screen.show() == lost
         assert screen.cursor
+
+
+def test_a_bar_moves_twice_a_second_however_slow_a_step_is():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={})
+    progress = ConsoleProgress(console, "reading the data")
+    progress.tokens_per_step = 100
+    moves = [progress.most_steps]  # the speed is not known yet
+    for tokens_per_second in (None, 30.0, 1000.0, 4400.0):
+        progress.stepped(1, 2.5, tokens_per_second)
+        moves.append(progress.most_steps)
+    progress.bar.stop()
+    assert moves == [1, 1, 1, 5, 22]
+    assert ConsoleProgress(Console(file=io.StringIO()), "").most_steps is None
 
 
 def test_without_a_terminal_there_is_a_line_every_twenty_seconds():

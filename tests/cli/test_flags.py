@@ -34,7 +34,6 @@ IN_FLAGS = [
     (TRAIN, "resume and overwrite the data of steps", "..."),
     (TRAIN, "runs/steps=3 has no lr=0,steps=3/batch_size", "..."),
     (TRAIN, "config.json is damaged: steps=-4 must be positive", "..."),
-    (TRAIN, "Unrecognized options: batch_size=64", "..."),
     (TRAIN, "unknown preset 'steps=3'; set FLAGS=--x", "..."),
     (PLOT, "steps=3 and keep_best", "..."),
 ]

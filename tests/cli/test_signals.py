@@ -1,9 +1,14 @@
 """The first signal asks for a stop, the second leaves, and afterwards all is as it was."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -53,8 +58,8 @@ def test_nothing_of_the_signals_is_left_when_it_ends():
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_asks_and_the_second_leaves(heard, number, code):
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_asks_and_the_second_leaves(heard, number):
     first = threading.Event()
 
     def asked():
@@ -66,8 +71,63 @@ def test_the_first_asks_and_the_second_leaves(heard, number, code):
         send(number)
         assert first.wait(10)
         assert stop()
-        assert stop.exit_code == code
+        assert stop.exit_code == 128 + number
         assert heard.calls == ["first"]
         send(signal.SIGTERM)
         assert heard.left.wait(10)
     assert heard.calls == ["first", "second", 143]
+
+
+needs_hang_up = pytest.mark.skipif(sys.platform == "win32", reason="no SIGHUP there")
+
+
+@needs_hang_up
+def test_a_closed_terminal_is_one_request_however_often_it_is_told_of(heard):
+    first = threading.Event()
+    with stop_requested(first.set, lambda: heard.calls.append("second")) as stop:
+        send(signal.SIGHUP)
+        assert first.wait(10)
+        send(signal.SIGHUP)
+        assert not heard.left.wait(0.3)
+        assert stop.exit_code == 129
+        send(signal.SIGINT)
+        assert heard.left.wait(10)
+    assert heard.calls == ["second", 130]
+
+
+@needs_hang_up
+def test_under_nohup_a_closed_terminal_is_no_request(heard):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_requested(lambda: heard.calls.append("first"), heard.left.set) as stop:
+            send(signal.SIGHUP)
+            time.sleep(0.3)
+            assert not stop()
+        assert heard.calls == []
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@needs_hang_up
+def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
+    """The system tells the process, as a shell would, and what it still says goes nowhere."""
+    code = "import fcntl, termios, jgpt.cli; fcntl.ioctl(1, termios.TIOCSCTTY); jgpt.cli.main()"
+    train = ["train", "bigram", "--data", str(poem), "--out", str(tmp_path / "run")]
+    endless = ["--steps", "1000000", "--eval-interval", "1000000"]
+    screen, tty = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *train, *endless],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm"},
+    )
+    os.close(tty)
+    shown = b""
+    while b" left" not in shown:  # the bar, after the first steps
+        shown += os.read(screen, 4096)
+    os.close(screen)
+    assert process.wait(60) == 129
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert int(checkpoint.name) == json.loads(lines[-1])["step"] > 0

@@ -383,6 +383,21 @@ def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, messa
         stream(model, **arguments)
 
 
+@pytest.mark.parametrize(
+    "traced",
+    [
+        lambda model: jax.jit(lambda prompt: generate(model, prompt, 3, key=KEY))(PROMPT),
+        lambda model: jax.jit(lambda key: generate(model, PROMPT, 3, key=key))(KEY),
+        lambda model: jax.jit(lambda: generate(model, PROMPT, 3, key=KEY))(),
+        lambda model: nnx.jit(lambda model: generate(model, PROMPT, 3, key=KEY))(model),
+    ],
+    ids=["prompt", "key", "nothing", "model"],
+)
+def test_it_is_not_for_a_function_that_is_traced(model, traced):
+    with pytest.raises(ValueError, match="can't be called under jit, vmap or grad"):
+        traced(model)
+
+
 def test_broken_weights_are_reported(model):
     broken = nnx.clone(model)
     broken.final_norm.scale[...] = jnp.full_like(broken.final_norm.scale[...], jnp.nan)

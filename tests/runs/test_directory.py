@@ -1,9 +1,11 @@
 """The run directory's files: who holds it, and what is appended to it."""
 
+import json
 import os
 
 import pytest
 
+from jgpt.config import TrainConfig, to_json
 from jgpt.runs.directory import RunDirectory, read_config
 
 
@@ -65,3 +67,25 @@ def test_a_folder_in_place_of_a_file_is_refused_and_a_run_s_file_is_named(tmp_pa
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=f"^{tmp_path} is not a file: give {tmp_path}/config.json"):
         read_config(tmp_path)
+
+
+def test_a_field_of_a_newer_version_is_no_damage(tmp_path):
+    config = json.loads(to_json(TrainConfig()))
+    config["model"]["mixture"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="by a newer version") as refused:
+        RunDirectory.open(tmp_path).config()
+    assert str(refused.value) == (
+        f"{tmp_path / 'config.json'} was written by a newer version of jgpt, or by another "
+        "program: ModelConfig has no field 'mixture'"
+    )
+
+
+def test_a_checkpoint_is_no_run_directory_and_its_run_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(to_json(TrainConfig()))
+    inside = tmp_path / "checkpoints" / "300"
+    inside.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=f"give {tmp_path} and which=300$"):
+        RunDirectory.open(inside)
+    with pytest.raises(FileNotFoundError, match="it has no config"):
+        RunDirectory.open(tmp_path / "checkpoints" / "newest")

@@ -111,6 +111,25 @@ class Killed(Exception):
     """What ends a run from outside."""
 
 
+def test_progress_that_wants_to_hear_sooner_changes_no_number(small_run, trained, tmp_path):
+    class Heard(Progress):
+        most_steps = 1
+
+        def __init__(self):
+            self.steps = []
+
+        def stepped(self, step, loss, tokens_per_second):
+            self.steps.append(step)
+            self.most_steps = 2 if step >= 5 else 1
+
+    heard = Heard()
+    fit(dataclasses.replace(small_run, out=str(tmp_path / "run")), progress=heard)
+    assert measured(tmp_path / "run") == measured(trained.directory)
+    assert heard.steps[:6] == [1, 2, 3, 4, 5, 6]  # steps_per_call is 3
+    assert heard.steps[-1] == 11
+    assert len(heard.steps) < 11
+
+
 class KillAt(Progress):
     def __init__(self, step):
         self.step = step
