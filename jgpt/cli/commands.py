@@ -229,11 +229,16 @@ def _prompts(
 
 
 def eval_(
-    run: Run, json: Switch = False, checkpoint: Checkpoint = "best", mesh: MeshOption = None
+    run: Run,
+    json: Switch = False,
+    checkpoint: Checkpoint = "best",
+    split: Literal["validation", "test"] = "validation",
+    mesh: MeshOption = None,
 ) -> None:
-    """Compute a run's exact loss on its validation split: every target once.
+    """Compute a run's exact loss on its validation or test split: every target once.
 
     Args:
+        split: test is what training never read, where the run has a test_fraction.
         json: Print one JSON object.
     """
     with importing():
@@ -242,11 +247,12 @@ def eval_(
         from jgpt.sharding import use_mesh
 
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
-        result = loop.evaluate(run, which=checkpoint, progress=progress)
+        result = loop.evaluate(run, which=checkpoint, split=split, progress=progress)
     if json:
         print(dumps(dataclasses.asdict(result)))
         return
-    print(f"validation loss     {result.loss:.4f} nats per token, over {result.tokens:,} targets")
+    name = f"{split} loss"
+    print(f"{name:<18}  {result.loss:.4f} nats per token, over {result.tokens:,} targets")
     print(f"perplexity          {result.perplexity:.3f}")
     print(f"bits per character  {result.bits_per_character:.4f}")
 
