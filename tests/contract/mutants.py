@@ -60,6 +60,7 @@ ABOUT = {
         "training/test_explicit",
     ),
     "config.py": ("test_presets", "runs/test_directory"),
+    "durable.py": ("runs/test_durability", "runs/test_directory", "runs/test_damage"),
     "hardware.py": ("nn/test_precision", "training/test_plan", "training/test_ahead"),
     "nn/attention.py": ("nn/test_windows", "nn/test_dropout"),
     "nn/bigram.py": ("nn/test_transformer", "generation/test_decoding"),
