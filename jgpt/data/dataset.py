@@ -3,8 +3,6 @@
 import functools
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from jgpt.contracts import record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
+from jgpt.durable import new_directory
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
 DECODED_AT_ONCE = 1 << 20
@@ -133,21 +132,13 @@ def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message:
     The folder holds the tokens as uint16 or uint32, the tokenizer, and an index. It is written
     atomically.
     """
-    if directory.exists():
-        raise FileExistsError(f"{directory} already exists: choose another folder")
     read = functools.partial(text_chunks, config.data, universal_newlines=config.universal_newlines)
     for source in config.data:
         if Path(source).is_fifo():
             raise ValueError(f"{source} can be read only once: save its text to a file first")
-    tokenizer = _make_tokenizer(config, read)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    partial = directory.with_name(directory.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    for entry in partial.iterdir():
-        if entry.name not in (TOKENS_FILE, TOKENIZER_FILE, INDEX_FILE):  # which a killed one leaves
-            raise FileExistsError(f"{entry} is in the way: choose another folder than {directory}")
-    count = 0
-    try:
+    with new_directory(directory) as partial:
+        tokenizer, count = _make_tokenizer(config, read), 0
+        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         with (partial / TOKENS_FILE).open("wb") as file:
             for chunk in read(warn=warn):
                 tokens = tokenizer.encode(chunk).astype(dtype)
@@ -156,9 +147,6 @@ def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message:
         index = {"dtype": dtype.name, "tokens": count}
         (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
         (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
-        os.replace(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return count
 
 

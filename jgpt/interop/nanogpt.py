@@ -2,21 +2,10 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
-from jgpt.config import ModelConfig
-from jgpt.interop.names import GPT2, our_fields, plain_names, prefix_errors, read_tensors
+from jgpt.interop.formats import NANOGPT, read_config
+from jgpt.interop.names import plain_names, prefix_errors, read_tensors
 from jgpt.nn.transformer import GPT
-
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "n_layer": "num_layers",
-    "n_head": "num_heads",
-    "n_embd": "embed_dim",
-    "block_size": "block_size",
-    "bias": "use_bias",
-    "dropout": "dropout",
-}
 
 
 def load_nanogpt(file: str | Path) -> GPT:
@@ -48,10 +37,5 @@ def load_nanogpt(file: str | Path) -> GPT:
             raise ValueError(
                 f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None
-        return read_tensors(_config_from_nanogpt(arguments), tensors, GPT2, linear=True)
-
-
-def _config_from_nanogpt(arguments: dict[str, Any]) -> ModelConfig:
-    # checkpoints older than the option have biases
-    fields = our_fields(arguments, _FIELDS, {"bias": True, "dropout": 0.0})
-    return ModelConfig(**fields, activation="gelu", qkv_bias=fields["use_bias"])
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return read_tensors(read_config(arguments, NANOGPT), NANOGPT, shapes, tensors.__getitem__)

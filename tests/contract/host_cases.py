@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from jgpt.data import dataset
 from jgpt.data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.interop import names
+from jgpt.interop import formats, names
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.profiling import Profiler
 from tests.contract.contract import SIZES, Case
@@ -157,7 +157,7 @@ LAYOUT = [
         "jgpt.interop.names.write_tensors",
         {},
         takes="numpy",
-        static={"model": GPT, "modules": names.GPT2, "linear": False},
+        static={"model": GPT, "format": formats.GPT2},
     ),
     Case(
         "jgpt.interop.huggingface._write_weights",

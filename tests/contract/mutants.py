@@ -101,6 +101,7 @@ ABOUT = {
     ),
     "generation/decoding.py": ("generation/test_decoding_modern",),
     "generation/sampling.py": ("generation/test_decoding",),
+    "interop/formats.py": ("interop/test_huggingface", "parity/test_gpt2", "parity/test_llama"),
     "interop/huggingface.py": ("interop/test_exchange", "parity/test_gpt2", "parity/test_llama"),
     "interop/names.py": (
         "interop/test_huggingface",

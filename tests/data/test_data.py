@@ -338,17 +338,23 @@ def test_preparing_never_overwrites(prepared, tmp_path):
     assert (prepared / "tokens.bin").read_bytes() == before
 
 
-def test_preparing_goes_on_from_what_a_killed_one_left_and_deletes_nothing_else(tmp_path):
-    config, partial = write(tmp_path, "fine"), tmp_path / "out.partial"
-    partial.mkdir()
-    (partial / "tokens.bin").write_bytes(b"half")
-    (partial / "thesis.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"out\.partial/thesis\.txt is in the way"):
-        prepare(config, tmp_path / "out")
-    assert (partial / "thesis.txt").read_text() == "mine"
-    (partial / "thesis.txt").unlink()
-    assert prepare(config, tmp_path / "out") == 4
-    assert not partial.exists()
+def test_of_two_that_prepare_one_folder_the_second_is_refused(tmp_path, monkeypatch):
+    """Each writes for itself: the tokens and the tokenizer that are there belong together."""
+    slow, fast, out = write(tmp_path, "slow", "s"), write(tmp_path, "fast!", "f"), tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()  # nobody's, perhaps the user's
+    chunks = dataset_module.text_chunks
+
+    def meanwhile(sources, **options):
+        monkeypatch.setattr(dataset_module, "text_chunks", chunks)
+        assert prepare(fast, out) == 5
+        return chunks(sources, **options)
+
+    monkeypatch.setattr(dataset_module, "text_chunks", meanwhile)
+    with pytest.raises(FileExistsError, match="out already exists: choose another directory"):
+        prepare(slow, out)
+    tokens, tokenizer = dataset_module._open_prepared(out)
+    assert tokenizer.decode(np.asarray(tokens)) == "fast!"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "out", "out.partial", "s"]
 
 
 def test_what_can_be_read_once_is_not_prepared(tmp_path):

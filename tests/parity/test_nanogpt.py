@@ -141,12 +141,12 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
     ("more", "complaint"),
     [
         ({"model": 3}, "not a nanoGPT checkpoint"),
-        ({"model_args": {}}, "it has no vocab_size, n_layer, n_head, n_embd, block_size"),
+        ({"model_args": {}}, "it has no vocab_size, block_size, n_layer, n_head, n_embd"),
         ({"model_args": {**SIZES, "n_layer": 10**9}}, "num_layers=1000000000 must be at most 1024"),
         ({"model_args": {**SIZES, "n_head": 4}}, "embed_dim=21 must be divisible by num_heads=4"),
         (
             {"model_args": {**SIZES, "vocab_size": 19, "bias": False}},
-            r"token_embedding.weight has shape \[17, 21",
+            r"wte.weight has shape \[17, 21\], not \[19, 21\]",
         ),
         (
             {"model_args": {**SIZES, "bias": True}},
