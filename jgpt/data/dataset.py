@@ -152,13 +152,19 @@ def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message:
 
 @typed
 def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer]:
+    path = directory / TOKENIZER_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: prepare the text again")
+    try:
+        tokenizer = tokenizer_from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
         count = int(index["tokens"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{directory / INDEX_FILE} is damaged: {error!r}") from None
-    tokenizer = tokenizer_from_json((directory / TOKENIZER_FILE).read_text(encoding="utf-8"))
     path = directory / TOKENS_FILE
     if path.stat().st_size != count * dtype.itemsize or count < 2:
         raise ValueError(

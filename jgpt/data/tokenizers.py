@@ -128,10 +128,12 @@ class BPETokenizer:
         text = json.dumps(values)
         patterns = re.findall(r'"Regex": "(.*?)"', text)
         letters = sorted({*"".join(patterns), *"aA0 "})[:64] if patterns else []
-        with _stderr_ignored(), _panics_raised():
+        # letters repeated are the worst case of most expressions
+        samples = [" aA0\n", *(letter * 256 + "\0" for letter in letters)]
+        with _stderr_ignored(), _failures_raised():
             tokenizer = cls(tokenizers.Tokenizer.from_str(text))
-            for letter in letters:  # repeated, the worst case of most expressions
-                tokenizer.encode(letter * 256 + "\0")
+            for sample in samples:  # by the tokenizer, which doesn't pad any more
+                tokenizer._backend.encode(sample)
         return tokenizer
 
     @classmethod
@@ -177,7 +179,7 @@ class BPETokenizer:
     def encode(self, text: str) -> Tokens:
         """Text to byte-pairs."""
         try:
-            with _panics_raised():
+            with _failures_raised():
                 return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         except TypeError:  # the library's error for a lone surrogate
             raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
@@ -186,7 +188,7 @@ class BPETokenizer:
     def decode(self, tokens: AnyTokens) -> str:
         """Decode; invalid UTF-8 becomes the replacement character."""
         indices = _in_range(tokens, self.vocab_size)
-        with _panics_raised():
+        with _failures_raised():
             return self._backend.decode(indices, skip_special_tokens=False)
 
     def to_json(self) -> str:
@@ -210,10 +212,10 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return ByteTokenizer()
         if kind == "bpe":
             return BPETokenizer.from_hf(values["tokenizer"])
-    except MemoryError:
-        raise
-    except Exception as error:  # the library raises a bare Exception, too
-        raise ValueError(f"not a tokenizer: {error!r}") from error
+    except ValueError as error:
+        raise ValueError(f"not a tokenizer: {error}") from None
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a tokenizer: {error!r}") from None
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 
 
@@ -252,11 +254,11 @@ def _growth(part: Any) -> int:
 
 
 @contextlib.contextmanager
-def _panics_raised() -> Iterator[None]:
-    """Raise ValueError for a panic in tokenizers, which is not an Exception."""
+def _failures_raised() -> Iterator[None]:
+    """Raise ValueError for a bare Exception of tokenizers, and for a panic, which is none."""
     try:
         yield
-    except (Exception, KeyboardInterrupt, SystemExit):
+    except (TypeError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         raise ValueError(f"the tokenizer failed: {error}") from None

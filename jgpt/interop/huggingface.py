@@ -67,7 +67,10 @@ def load_hf(
 
         def read(short: str) -> Any:
             file, name = names[short]
-            return file.get_tensor(name)
+            try:
+                return file.get_tensor(name)
+            except MemoryError:
+                raise ValueError(f"{name} of shape {shapes[short]} exceeds the memory") from None
 
         return read_tensors(config, format, shapes, read)
 
@@ -116,6 +119,8 @@ def save_gpt2(model: LanguageModel, directory: str | Path, **options: Any) -> No
 
 
 def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
     with prefix_errors(path):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

@@ -276,6 +276,11 @@ def index(**changes):
     )
 
 
+def make_pipe(folder):
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+
+
 def damage_tokens(data):
     return lambda folder: (folder / "tokens.bin").write_bytes(data)
 
@@ -297,7 +302,12 @@ def damage_tokens(data):
         (damage_tokens(b"\0" * 598 + b"\xff\0"), "contains token 255, outside .* vocabulary of 12"),
         (damage_tokens(b"\0" * 598 + b"\x0c\0"), "contains token 12, outside .* vocabulary of 12"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (make_pipe, "tokenizer.json is missing"),
+        (
+            lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff"),
+            "tokenizer.json: 'utf-8'",
+        ),
         (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin"),
     ],
 )

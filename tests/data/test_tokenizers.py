@@ -267,6 +267,12 @@ def test_a_regular_expression_that_takes_too_long_is_one_line(byte_pairs, patter
     assert capfd.readouterr().err == ""
 
 
+def test_a_token_that_is_missing_is_an_error_of_the_text(byte_pairs):
+    words = {"type": "WordLevel", "vocab": {"a": 0, "A": 1, "0": 2, "Ċ": 3}, "unk_token": "?"}
+    with pytest.raises(ValueError, match="the tokenizer failed: WordLevel error: Missing"):
+        from_hf(byte_pairs, model=words).encode("b")
+
+
 def test_a_panic_is_an_error_of_the_text(byte_pairs):
     """Of one that is not noticed before: each letter alone takes no time."""
     split = {"type": "Split", "pattern": {"Regex": "(ab|ab)+$"}, "behavior": "Isolated"}
