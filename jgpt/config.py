@@ -315,7 +315,7 @@ class DataConfig:
 
     @property
     def held_out_fraction(self) -> float:
-        """The fraction of the text that isn't trained on: 0.09 and 0.01 are 0.1, as decimals."""
+        """The fraction of the text that isn't trained on: 0.01 and 0.06 are 0.07, as decimals."""
         return float(Decimal(str(self.validation_fraction)) + Decimal(str(self.test_fraction)))
 
 

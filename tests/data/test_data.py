@@ -155,14 +155,14 @@ def test_a_text_is_split_by_position(tmp_path):
 
 
 @pytest.mark.parametrize("length", [1000, 1001, 99_999])
-@pytest.mark.parametrize("tenth", [(0.1, 0.0), (0.09, 0.01), (0.07, 0.03), (0.05, 0.05)])
-def test_what_is_held_out_for_the_test_is_not_trained_on(tmp_path, length, tenth):
-    """0.09 + 0.01 is less than 0.1 as floats, which would train on another token."""
+@pytest.mark.parametrize("held_out", [(0.07, 0.0), (0.01, 0.06), (0.05, 0.02)])
+def test_what_is_held_out_for_the_test_is_not_trained_on(tmp_path, length, held_out):
+    """0.01 + 0.06 is less than 0.07 as floats, which would train on another token."""
     (tmp_path / "text").write_text("abcdefghij" * (length // 10) + "k" * (length % 10))
-    config = DataConfig((str(tmp_path / "text"),), True, "byte", 300, None, *tenth)
+    config = DataConfig((str(tmp_path / "text"),), True, "byte", 300, None, *held_out)
     dataset = load_dataset(config, 2)
-    assert len(dataset.train) == int(length * 0.9)
-    assert len(dataset.test) == length - int(length * (1 - tenth[1]))
+    assert len(dataset.train) == int(length * (1 - 0.07))
+    assert len(dataset.test) == length - int(length * (1 - held_out[1]))
     joined = np.concatenate([dataset.train, dataset.validation, dataset.test])
     assert dataset.tokenizer.decode(joined) == (tmp_path / "text").read_text()
 
