@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 from jgpt.interop.formats import NANOGPT, read_config
 from jgpt.interop.names import plain_names, prefix_errors, read_tensors
@@ -28,14 +29,19 @@ def load_nanogpt(file: str | Path) -> GPT:
                 name.removeprefix("_orig_mod."): tensor
                 for name, tensor in checkpoint["model"].items()
             }
-            tensors = {
-                short: stored[name].float().numpy() for short, name in plain_names(stored).items()
-            }
+            names = plain_names(stored)
+            shapes = {short: stored[name].shape for short, name in names.items()}
         except Exception as error:  # a damaged file can raise anything
             # a sentence of PyTorch's, and not its advice on how to run code from the file
             reason = (str(error).splitlines() or [""])[0].split(". ")[0][:200]
             raise ValueError(
                 f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        return read_tensors(read_config(arguments, NANOGPT), NANOGPT, shapes, tensors.__getitem__)
+
+        def read(short: str) -> Any:
+            try:
+                return stored[names[short]].float().numpy()
+            except (RuntimeError, TypeError) as error:  # quantised, sparse
+                raise ValueError(f"{short} can't be read: {str(error).splitlines()[0]}") from None
+
+        return read_tensors(read_config(arguments, NANOGPT), NANOGPT, shapes, read)

@@ -160,6 +160,21 @@ def test_other_files_are_refused(more, complaint, tmp_path):
         load_nanogpt(tmp_path / "ckpt.pt")
 
 
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (torch.zeros(1).expand(1 << 40, 21), r"wte\.weight has shape \[1099511627776, 21\], not"),
+        (torch.zeros(17, 21).to_sparse(), r"wte\.weight can't be read: "),
+    ],
+)
+def test_a_tensor_that_would_fill_the_memory_is_not_read(tensor, complaint, tmp_path):
+    """In the file it is one number, repeated."""
+    state = NanoGPT(**SIZES, bias=False).state_dict() | {"transformer.wte.weight": tensor}
+    write(tmp_path / "ckpt.pt", model=state | {"lm_head.weight": torch.zeros(17, 21)})
+    with pytest.raises(ValueError, match=complaint):
+        load_nanogpt(tmp_path / "ckpt.pt")
+
+
 def test_a_file_that_is_none(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_nanogpt(tmp_path / "ckpt.pt")
