@@ -30,7 +30,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ladder is the tests'
 
 import jgpt
-from jgpt.interop.names import LLAMA, write_tensors
+from jgpt.interop.formats import LLAMA
+from jgpt.interop.names import write_tensors
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.nn.loss import cross_entropy
 from tests.parity.ladder import FAMILIES, TOLERANCE, errors, ours, theirs
@@ -97,7 +98,7 @@ def directory(name: str) -> list[dict]:
         return cross_entropy(logits[:, :-1], jnp.asarray(tokens[:, 1:])), logits
 
     (loss, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
-    found = write_tensors(nnx.merge(graph, gradients), LLAMA, linear=True)
+    found = write_tensors(nnx.merge(graph, gradients), LLAMA)
     leaves = dict(reference.named_parameters())
     pairs = {
         "logits": ({"": np.asarray(logits)}, {"": answer.logits.detach().numpy()}),

@@ -10,6 +10,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from types import UnionType
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -315,7 +316,9 @@ class DataConfig(_Fields):
     tokenizer_files: str | None = None
     """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
     validation_fraction: float = 0.1
-    """The fraction of the text, at its end, for validation."""
+    """The fraction of the text for validation, after the training text."""
+    test_fraction: float = 0.0
+    """The fraction of the text, at its end, that training never reads, for eval --split test."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -325,12 +328,22 @@ class DataConfig(_Fields):
             raise ValueError(
                 f"bpe_vocab_size={self.bpe_vocab_size} is below 257: 256 bytes and one merge"
             )
-        _require_fraction(self, "validation_fraction")
+        _require_fraction(self, "validation_fraction", "test_fraction")
         _require_positive(self, "validation_fraction")
+        if self.held_out_fraction >= 1:
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction} and test_fraction="
+                f"{self.test_fraction} leave no text for training: lower them"
+            )
         if self.tokenizer == "gpt2" and self.tokenizer_files is None:
             raise ValueError(
                 "tokenizer='gpt2' needs tokenizer_files: the folder of encoder.json and vocab.bpe"
             )
+
+    @property
+    def held_out_fraction(self) -> float:
+        """The fraction of the text that isn't trained on: 0.01 and 0.06 are 0.07, as decimals."""
+        return float(Decimal(str(self.validation_fraction)) + Decimal(str(self.test_fraction)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jgpt
 PACKAGE = Path(jgpt.__file__).parent
 LAYERS = (
     ("contracts",),
-    ("config", "presets", "hardware", "sharding"),
+    ("config", "durable", "presets", "hardware", "sharding"),
     ("nn", "data"),
     ("training", "generation", "interop"),
     ("runs",),

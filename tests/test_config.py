@@ -128,6 +128,8 @@ from tests.quick import only
         ),
         (DataConfig, {"validation_fraction": 0.0}, "validation_fraction=0.0 must be positive"),
         (DataConfig, {"validation_fraction": 1.0}, "validation_fraction=1.0 must be at least 0"),
+        (DataConfig, {"test_fraction": -0.1}, "test_fraction=-0.1 must be at least 0"),
+        (DataConfig, {"validation_fraction": 0.7, "test_fraction": 0.3}, "leave no text for"),
         (DataConfig, {"tokenizer": "gpt2"}, "tokenizer='gpt2' needs tokenizer_files"),
         (TrainConfig, {"steps": 0}, "steps=0 must be positive"),
         (TrainConfig, {"batch_size": 0}, "batch_size=0 must be positive"),

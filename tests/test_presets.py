@@ -33,6 +33,7 @@ NANOGPT_CPU = {
     "optimizer.gradient_clip": 1.0,
     "dataset.tokenizer": "char",
     "dataset.validation_fraction": 0.1,
+    "dataset.test_fraction": 0.0,
     "steps": 2000,
     "batch_size": 12,
     "micro_batches": 1,

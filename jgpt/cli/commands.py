@@ -230,11 +230,16 @@ def _prompts(
 
 
 def eval_(
-    run: Run, json: bool = False, checkpoint: Checkpoint = "best", mesh: MeshOption = None
+    run: Run,
+    json: bool = False,
+    checkpoint: Checkpoint = "best",
+    split: Literal["validation", "test"] = "validation",
+    mesh: MeshOption = None,
 ) -> Lines:
-    """Compute a run's exact loss on its validation split: every target once.
+    """Compute a run's exact loss on its validation or test split: every target once.
 
     Args:
+        split: test is what training never read, where the run has a test_fraction.
         json: Print one JSON object.
     """
     with importing():
@@ -243,11 +248,11 @@ def eval_(
         from jgpt.sharding import use_mesh
 
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
-        result = loop.evaluate(run, which=checkpoint, progress=progress)
+        result = loop.evaluate(run, which=checkpoint, split=split, progress=progress)
     if json:
         return [dumps(dataclasses.asdict(result))]
     return [
-        f"validation loss     {result.loss:.4f} nats per token, over {result.tokens:,} targets",
+        f"{split + ' loss':<18}  {result.loss:.4f} nats per token, over {result.tokens:,} targets",
         f"perplexity          {result.perplexity:.3f}",
         f"bits per character  {result.bits_per_character:.4f}",
     ]
@@ -463,6 +468,11 @@ def export(
     Args:
         zero_biases: Write zeros for biases that the model lacks and GPT-2's format requires.
     """
+    from jgpt.interop.formats import hf_config
+    from jgpt.runs.directory import RunDirectory
+
+    # before the model is loaded, which may take a while
+    hf_config(RunDirectory.open(run).config().model, zero_biases=zero_biases)
     with _loaded(run, checkpoint) as (model, tokenizer, _):
         from jgpt.data.tokenizers import BPETokenizer
         from jgpt.interop.huggingface import save_hf

@@ -3,8 +3,6 @@
 import functools
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +15,22 @@ from jgpt.contracts import record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
+from jgpt.durable import new_directory
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
+DECODED_AT_ONCE = 1 << 20
 
 
 @record
 @dataclass(frozen=True)
 class Dataset:
-    """A tokenized text, split by position into training and validation."""
+    """A tokenized text, split by position into training, validation and test."""
 
     train: Integer[np.ndarray, " tokens"]
     validation: Integer[np.ndarray, " held_out"]
+    test: Integer[np.ndarray, " unseen"]
+    """Empty by default."""
     tokenizer: Tokenizer
-    characters_per_token: float
     digest: str
     """SHA-256 of all tokens."""
     text_digest: str | None = None
@@ -66,7 +67,7 @@ def load_dataset(
     if prepared:
         if len(config.data) > 1:
             raise ValueError(f"prepared data {prepared[0]} can't be mixed with other data")
-        tokens, its_tokenizer, characters = _open_prepared(Path(prepared[0]))
+        tokens, its_tokenizer = _open_prepared(Path(prepared[0]))
         if tokenizer is not None and tokenizer.to_json() != its_tokenizer.to_json():
             raise ValueError(f"{prepared[0]} was prepared with another tokenizer: prepare it again")
         tokenizer = its_tokenizer
@@ -84,19 +85,29 @@ def load_dataset(
             # before it meets a tokenizer that can't encode it
             _require_known(config, known, "", text_digest, known.digest)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
-        tokens, characters = tokenizer.encode(text), len(text)
+        tokens = tokenizer.encode(text)
     digest = _digest(tokens)
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
-    held_out = int(len(tokens) * (1 - config.validation_fraction))
-    train, validation = tokens[:held_out], tokens[held_out:]
-    for name, split in (("training", train), ("validation", validation)):
-        if len(split) <= block_size:
+    first = int(len(tokens) * (1 - config.held_out_fraction))
+    second = int(len(tokens) * (1 - config.test_fraction))
+    train, validation, test = tokens[:first], tokens[first:second], tokens[second:]
+    for name, split in (("training", train), ("validation", validation), ("test", test)):
+        if len(split) <= block_size and (name != "test" or config.test_fraction):
             raise ValueError(
                 f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
                 "and its targets: use more text or a smaller block_size"
             )
-    return Dataset(train, validation, tokenizer, characters / len(tokens), digest, text_digest)
+    return Dataset(train, validation, test, tokenizer, digest, text_digest)
+
+
+@typed
+def count_characters(tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenizer) -> int:
+    """The number of characters that begin in tokens."""
+    starts = range(0, len(tokens), DECODED_AT_ONCE)
+    texts = (tokenizer.decode(tokens[start : start + DECODED_AT_ONCE]) for start in starts)
+    # what begins before is no UTF-8 here
+    return sum(len(text.lstrip("\N{REPLACEMENT CHARACTER}")) for text in texts)
 
 
 def _require_known(config: DataConfig, known: KnownText, of: str, found: str, wanted: str) -> None:
@@ -121,47 +132,41 @@ def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message:
     The folder holds the tokens as uint16 or uint32, the tokenizer, and an index. It is written
     atomically.
     """
-    if directory.exists():
-        raise FileExistsError(f"{directory} already exists: choose another folder")
     read = functools.partial(text_chunks, config.data, universal_newlines=config.universal_newlines)
     for source in config.data:
         if Path(source).is_fifo():
             raise ValueError(f"{source} can be read only once: save its text to a file first")
-    tokenizer = _make_tokenizer(config, read)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    partial = directory.with_name(directory.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    for entry in partial.iterdir():
-        if entry.name not in (TOKENS_FILE, TOKENIZER_FILE, INDEX_FILE):  # which a killed one leaves
-            raise FileExistsError(f"{entry} is in the way: choose another folder than {directory}")
-    count = characters = 0
-    try:
+    with new_directory(directory) as partial:
+        tokenizer, count = _make_tokenizer(config, read), 0
+        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         with (partial / TOKENS_FILE).open("wb") as file:
             for chunk in read(warn=warn):
                 tokens = tokenizer.encode(chunk).astype(dtype)
                 file.write(tokens.tobytes())
-                count, characters = count + len(tokens), characters + len(chunk)
-        index = {"dtype": dtype.name, "tokens": count, "characters": characters}
+                count += len(tokens)
+        index = {"dtype": dtype.name, "tokens": count}
         (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
         (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
-        os.replace(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return count
 
 
 @typed
-def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer, int]:
+def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer]:
+    path = directory / TOKENIZER_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: prepare the text again")
+    try:
+        tokenizer = tokenizer_from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
-        count, characters = int(index["tokens"]), int(index["characters"])
+        count = int(index["tokens"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{directory / INDEX_FILE} is damaged: {error!r}") from None
-    tokenizer = tokenizer_from_json((directory / TOKENIZER_FILE).read_text(encoding="utf-8"))
     path = directory / TOKENS_FILE
-    sizes_fit = path.stat().st_size == count * dtype.itemsize
-    if not (sizes_fit and count >= 2 and 1 <= characters < 1 << 62):
+    if path.stat().st_size != count * dtype.itemsize or count < 2:
         raise ValueError(
             f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
             "prepare it again"
@@ -173,7 +178,7 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
             f"{path} contains token {largest}, outside its tokenizer's vocabulary of "
             f"{tokenizer.vocab_size}: prepare it again"
         )
-    return tokens, tokenizer, characters
+    return tokens, tokenizer
 
 
 def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:

@@ -1,7 +1,11 @@
 """Tokenizers: characters, bytes, byte-pairs; JSON on disk."""
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +16,7 @@ from jaxtyping import Int32, Integer, UInt32
 from jgpt.contracts import typed
 
 END_OF_TEXT = "<|endoftext|>"
+MAX_GROWTH = 16
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 
@@ -89,7 +94,14 @@ class BPETokenizer:
     """Byte-level byte-pair encoding on the tokenizers library."""
 
     def __init__(self, backend: Any) -> None:
+        # a file may say that texts are cut or filled up, or encoded at random
+        backend.no_truncation()
+        backend.no_padding()
+        if isinstance(backend.model, tokenizers.models.BPE):
+            backend.model.dropout = None
         self._backend = backend
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        """The size of the vocabulary, with the tokens that it leaves out."""
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
@@ -102,6 +114,27 @@ class BPETokenizer:
         )
         backend.train_from_iterator(texts, trainer)
         return cls(backend)
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any]) -> Self:
+        """The tokenizer of a Hugging Face `tokenizer.json`.
+
+        Raises ValueError for one that may make a text much longer, or whose regular expressions
+        take too long.
+        """
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            if _growth(values.get(part)) > MAX_GROWTH:
+                raise ValueError(f"its {part} may make a text more than {MAX_GROWTH} times longer")
+        text = json.dumps(values)
+        patterns = re.findall(r'"Regex": "(.*?)"', text)
+        letters = sorted({*"".join(patterns), *"aA0 "})[:64] if patterns else []
+        # letters repeated are the worst case of most expressions
+        samples = [" aA0\n", *(letter * 256 + "\0" for letter in letters)]
+        with _stderr_ignored(), _failures_raised():
+            tokenizer = cls(tokenizers.Tokenizer.from_str(text))
+            for sample in samples:  # by the tokenizer, which doesn't pad any more
+                tokenizer._backend.encode(sample)
+        return tokenizer
 
     @classmethod
     def from_gpt2(cls, directory: str | Path) -> Self:
@@ -142,23 +175,21 @@ class BPETokenizer:
         """The token of `<|endoftext|>`, which separates documents, if there is one."""
         return self._backend.token_to_id(END_OF_TEXT)
 
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary."""
-        return self._backend.get_vocab_size()
-
     @typed
     def encode(self, text: str) -> Tokens:
         """Text to byte-pairs."""
         try:
-            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+            with _failures_raised():
+                return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         except TypeError:  # the library's error for a lone surrogate
             raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
         """Decode; invalid UTF-8 becomes the replacement character."""
-        return self._backend.decode(_in_range(tokens, self.vocab_size), skip_special_tokens=False)
+        indices = _in_range(tokens, self.vocab_size)
+        with _failures_raised():
+            return self._backend.decode(indices, skip_special_tokens=False)
 
     def to_json(self) -> str:
         """Serialise, with the library's own JSON inside."""
@@ -173,18 +204,18 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     try:
         values = json.loads(text)
         if "added_tokens" in values:
-            values = {"type": "bpe", "tokenizer": values}
+            return BPETokenizer.from_hf(values)
         kind = values["type"]
         if kind == "char":
             return CharTokenizer(values["characters"])
         if kind == "byte":
             return ByteTokenizer()
         if kind == "bpe":
-            return BPETokenizer(tokenizers.Tokenizer.from_str(json.dumps(values["tokenizer"])))
-    except (MemoryError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic in tokenizers is not an Exception
-        raise ValueError(f"not a tokenizer: {error!r}") from error
+            return BPETokenizer.from_hf(values["tokenizer"])
+    except ValueError as error:
+        raise ValueError(f"not a tokenizer: {error}") from None
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a tokenizer: {error!r}") from None
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 
 
@@ -204,6 +235,46 @@ def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
             f"{vocab_size}"
         )
     return indices.tolist()
+
+
+def _growth(part: Any) -> int:
+    """How many times longer a part of a tokenizer may make a text, at most."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    kind = part.get("type")
+    if kind == "Precompiled":  # a table of any replacements
+        return MAX_GROWTH + 1
+    if kind == "TemplateProcessing":
+        return sum("Sequence" in piece for piece in part["single"])
+    added = [text for name in ("content", "prepend") if isinstance(text := part.get(name), str)]
+    own = 2 if kind == "ByteLevel" else 1 + len("".join(added))
+    return own * _growth([*part.values()])
+
+
+@contextlib.contextmanager
+def _failures_raised() -> Iterator[None]:
+    """Raise ValueError for a bare Exception of tokenizers, and for a panic, which is none."""
+    try:
+        yield
+    except (TypeError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"the tokenizer failed: {error}") from None
+
+
+@contextlib.contextmanager
+def _stderr_ignored() -> Iterator[None]:
+    """Ignore what is written to the process's stderr, where a panic prints its stack."""
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _byte_level(model: Any) -> Any:

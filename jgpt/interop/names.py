@@ -1,11 +1,12 @@
-"""Weight names: those of PyTorch's modules, and of the files of GPT-2 and Llama."""
+"""Weights under other names: of PyTorch's modules, and of the formats of other projects."""
 
 import contextlib
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +16,11 @@ from jaxtyping import Array, Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
+from jgpt.interop.formats import Format
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.transformer import GPT
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
-_MODULES = (
-    ("token_embedding", "wte", "embed_tokens"),
-    ("position_embedding", "wpe", ""),
-    ("blocks.{}.attention_norm", "h.{}.ln_1", "layers.{}.input_layernorm"),
-    ("blocks.{}.attention.query", "h.{}.attn.c_attn", "layers.{}.self_attn.q_proj"),
-    ("blocks.{}.attention.key", "h.{}.attn.c_attn", "layers.{}.self_attn.k_proj"),
-    ("blocks.{}.attention.value", "h.{}.attn.c_attn", "layers.{}.self_attn.v_proj"),
-    ("blocks.{}.attention.query_norm", "", "layers.{}.self_attn.q_norm"),
-    ("blocks.{}.attention.key_norm", "", "layers.{}.self_attn.k_norm"),
-    ("blocks.{}.attention.projection", "h.{}.attn.c_proj", "layers.{}.self_attn.o_proj"),
-    ("blocks.{}.feed_forward_norm", "h.{}.ln_2", "layers.{}.post_attention_layernorm"),
-    ("blocks.{}.feed_forward.gate", "", "layers.{}.mlp.gate_proj"),
-    ("blocks.{}.feed_forward.expansion", "h.{}.mlp.c_fc", "layers.{}.mlp.up_proj"),
-    ("blocks.{}.feed_forward.projection", "h.{}.mlp.c_proj", "layers.{}.mlp.down_proj"),
-    ("final_norm", "ln_f", "norm"),
-    ("head", "lm_head", "lm_head"),
-)
-"""Our modules, GPT-2's, where some are concatenated, and those of Llama and Qwen3."""
-GPT2 = {ours: name for ours, name, _ in _MODULES if name}
-LLAMA = {ours: name for ours, _, name in _MODULES if name}
 _BLOCK = re.compile(r"(h|layers)\.\d+\.")
 _NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
 
@@ -72,51 +54,52 @@ def torch_name(name: str) -> str:
 
 
 def read_tensors(
-    config: ModelConfig, tensors: dict[str, Any], modules: dict[str, str], linear: bool
+    config: ModelConfig,
+    format: Format,
+    shapes: dict[str, Sequence[int]],
+    read: Callable[[str], Any],
 ) -> GPT:
-    """A model with another project's tensors, which are removed from `tensors` one by one.
+    """A model with the tensors of another project, which are read one by one.
 
-    `modules` are its names of ours; `linear` says that its kernels are (out, in). Raises ValueError
-    for a missing or unexpected tensor, or another shape.
+    Raises ValueError for a missing or unexpected tensor, or another shape, before any is read.
     """
-    blocks = {found[0] for name in tensors if (found := _BLOCK.match(name))}
+    blocks = {found[0] for name in shapes if (found := _BLOCK.match(name))}
     if len(blocks) != config.num_layers:  # before a wrong config makes a huge layout
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
-    table = f"{modules['token_embedding']}.weight"
-    if config.tie_embeddings and {"lm_head.weight", table} <= tensors.keys():
-        head = tensors.pop("lm_head.weight")
-        if not np.array_equal(head, tensors[table]):
-            raise ValueError(f"lm_head.weight differs from {table}, but tie_word_embeddings=True")
-    layout = _layout(config, modules)
-    require_names(set(tensors), set(layout))
+    layout, table = _layout(config, format), f"{format.modules['token_embedding']}.weight"
+    # a tied head may be stored too
+    copies = {"lm_head.weight": table} if config.tie_embeddings else {}
+    require_names(shapes.keys() - copies, {*layout})
+    for name in (*layout, *(copies.keys() & shapes)):
+        if list(shapes[name]) != (wanted := [*layout[copies.get(name, name)].shape]):
+            raise ValueError(f"{name} has shape {list(shapes[name])}, not {wanted}")
+    for name in copies.keys() & shapes:
+        if not np.array_equal(read(name), read(table)):
+            raise ValueError(f"{name} differs from {table}, but tie_word_embeddings=True")
     leaves = {}
-    for name, parts in layout.items():
-        tensor = jnp.asarray(tensors.pop(name))
-        if _is_transposed(name, parts, linear):
-            tensor = tensor.T
-        if tensor.ndim == 0 or tensor.shape[-1] % len(parts):
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, which can't be split into {len(parts)}"
-            )
-        leaves |= zip(parts, jnp.split(tensor, len(parts), axis=-1), strict=True)
+    for name, stored in layout.items():
+        tensor = jnp.asarray(read(name))
+        tensor = tensor.T if stored.transposed else tensor
+        ends = itertools.accumulate(stored.sizes[:-1])
+        leaves |= zip(stored.parts, jnp.split(tensor, [*ends], axis=-1), strict=True)
     return _model(config, leaves)
 
 
 @typed
-def write_tensors(model: GPT, modules: dict[str, str], linear: bool) -> Tensors:
+def write_tensors(model: GPT, format: Format) -> Tensors:
     """The inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2 has."""
     config, leaves = model.config, _by_name(_weights(model))
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
     tensors = {}
-    for name, parts in _layout(config, modules).items():
-        tensor = np.concatenate([np.asarray(leaves[part], dtype) for part in parts], axis=-1)
-        tensors[name] = tensor.T if _is_transposed(name, parts, linear) else tensor
+    for name, stored in _layout(config, format).items():
+        tensor = np.concatenate([np.asarray(leaves[part], dtype) for part in stored.parts], axis=-1)
+        tensors[name] = tensor.T if stored.transposed else tensor
     for name in [*tensors]:
         bias = name.removesuffix("weight") + "bias"
         has_bias = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
         if has_bias and bias not in tensors:
             tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
-    outer = "transformer." if modules is GPT2 else "model."
+    outer = "transformer." if "position_embedding" in format.modules else "model."
     prefixed = {name: outer + name for name in tensors} | {"lm_head.weight": "lm_head.weight"}
     return {prefixed[name]: tensor for name, tensor in tensors.items()}
 
@@ -148,24 +131,33 @@ def require_names(found: set[str], wanted: set[str]) -> None:
             raise ValueError(f"{problem} tensors ({len(names)}): {shown}")
 
 
-def _layout(config: ModelConfig, modules: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """Another project's tensors, each with our parameters that are concatenated in it.
+class _Stored(NamedTuple):
+    """Parameters of ours, concatenated along the last axis, as a tensor of another project."""
 
-    Only those of parameters that the model has.
-    """
-    leaves, layout = _by_name(_weights(abstract_model(config))), {}
-    for ours, theirs in modules.items():
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
+    """The tensors of another project for the parameters that a model has."""
+    leaves, parts = _by_name(_weights(abstract_model(config))), {}
+    for ours, theirs in format.modules.items():
         for index in range(config.num_layers if "{}" in ours else 1):
             for kind in ("kernel", "scale", "embedding", "bias"):
                 if (name := f"{ours}.{kind}".format(index)) in leaves:
                     tensor = f"{theirs}.{torch_name(kind)}".format(index)
-                    layout[tensor] = (*layout.get(tensor, ()), name)
+                    parts[tensor] = (*parts.get(tensor, ()), name)
+    layout = {}
+    for tensor, names in parts.items():
+        # the head is nn.Linear in all formats
+        is_linear = format.linear or tensor == "lm_head.weight"
+        transposed = is_linear and names[0].endswith(".kernel")
+        sizes = tuple(leaves[name].shape[-1] for name in names)
+        shape = (*leaves[names[0]].shape[:-1], sum(sizes))
+        layout[tensor] = _Stored(names, sizes, shape[::-1] if transposed else shape, transposed)
     return layout
-
-
-def _is_transposed(name: str, parts: tuple[str, ...], linear: bool) -> bool:
-    # the head is nn.Linear in both formats; GPT-2's other kernels are (in, out), as ours are
-    return parts[0].endswith(".kernel") and (linear or name == "lm_head.weight")
 
 
 def _kernel_transposed(name: str, leaf: Any) -> Any:
@@ -215,20 +207,3 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Names without the outer module's, to those in the file; what is no parameter is left out."""
     plain = {re.sub(r"^(transformer|model)\.", "", name): name for name in names}
     return {short: name for short, name in plain.items() if not _NO_PARAMETER.fullmatch(short)}
-
-
-def our_fields(
-    values: dict[str, Any], names: dict[str, str], defaults: dict[str, Any]
-) -> dict[str, Any]:
-    """A config's fields by our `names` for them. Raises ValueError for a missing one."""
-    values = defaults | values
-    if missing := [name for name in names if name not in values]:
-        raise ValueError(f"it has no {', '.join(missing)}")
-    fields = {}
-    for theirs, ours in names.items():
-        if fields.setdefault(ours, values[theirs]) != values[theirs]:
-            raise ValueError(
-                f"{theirs}={values[theirs]!r}: jgpt has one {ours} rate, and another is "
-                f"{fields[ours]!r}; make them equal"
-            )
-    return fields

@@ -4,19 +4,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from jgpt.config import ModelConfig
-from jgpt.interop.names import GPT2, our_fields, plain_names, prefix_errors, read_tensors
+from jgpt.interop.formats import NANOGPT, read_config
+from jgpt.interop.names import plain_names, prefix_errors, read_tensors
 from jgpt.nn.transformer import GPT
-
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "n_layer": "num_layers",
-    "n_head": "num_heads",
-    "n_embd": "embed_dim",
-    "block_size": "block_size",
-    "bias": "use_bias",
-    "dropout": "dropout",
-}
 
 
 def load_nanogpt(file: str | Path) -> GPT:
@@ -39,19 +29,19 @@ def load_nanogpt(file: str | Path) -> GPT:
                 name.removeprefix("_orig_mod."): tensor
                 for name, tensor in checkpoint["model"].items()
             }
-            tensors = {
-                short: stored[name].float().numpy() for short, name in plain_names(stored).items()
-            }
+            names = plain_names(stored)
+            shapes = {short: stored[name].shape for short, name in names.items()}
         except Exception as error:  # a damaged file can raise anything
             # a sentence of PyTorch's, and not its advice on how to run code from the file
             reason = (str(error).splitlines() or [""])[0].split(". ")[0][:200]
             raise ValueError(
                 f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None
-        return read_tensors(_config_from_nanogpt(arguments), tensors, GPT2, linear=True)
 
+        def read(short: str) -> Any:
+            try:
+                return stored[names[short]].float().numpy()
+            except (RuntimeError, TypeError) as error:  # quantised, sparse
+                raise ValueError(f"{short} can't be read: {str(error).splitlines()[0]}") from None
 
-def _config_from_nanogpt(arguments: dict[str, Any]) -> ModelConfig:
-    # checkpoints older than the option have biases
-    fields = our_fields(arguments, _FIELDS, {"bias": True, "dropout": 0.0})
-    return ModelConfig(**fields, activation="gelu", qkv_bias=fields["use_bias"])
+        return read_tensors(read_config(arguments, NANOGPT), NANOGPT, shapes, read)

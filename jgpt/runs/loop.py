@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Integer
 
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.batches import batches, evaluation_windows, resident
-from jgpt.data.dataset import Dataset, load_dataset
+from jgpt.data.dataset import Dataset, count_characters, load_dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
@@ -289,7 +291,8 @@ def _train(
     should_stop: Callable[[], bool],
 ) -> None:
     """Calls of many steps, with one in flight while the metrics of the last one are read."""
-    train_steps, (evaluate, estimate) = make_train_steps(config), _evaluators(config, dataset)
+    held_out = dataset.validation[: config.eval_tokens]
+    train_steps, (evaluate, estimate) = make_train_steps(config), _evaluators(config, held_out)
     tokens, key = resident(dataset.train), dropout_stream(config.seed)
     sizes = config.steps_per_call, config.batch_size, config.model.block_size
     lines = checkpoints.run.metrics()
@@ -379,31 +382,40 @@ def evaluate(
     run_directory: str | Path,
     *,
     which: Which = "best",
+    split: Literal["validation", "test"] = "validation",
+    window: int | None = None,
     progress: Progress | None = None,
     platform: Platform | None = None,
 ) -> Evaluation:
-    """The exact loss of a run's model on its validation split."""
+    """The exact loss of a run's model on a split, in windows of its block or a shorter one."""
     platform, warn = platform or current_platform(), (progress or Progress()).warned
     model, tokenizer, config = load(run_directory, which=which, platform=platform)
-    known, size = known_text(RunDirectory.open(run_directory).provenance()), config.model.block_size
+    size = config.model.block_size if window is None else window
+    if not 0 < size <= config.model.block_size:
+        raise ValueError(f"window={size} must be from 1 to block_size={config.model.block_size}")
+    if split == "test" and not config.dataset.test_fraction:
+        raise ValueError(f"{run_directory} has no test split: its test_fraction is 0")
+    known = known_text(RunDirectory.open(run_directory).provenance())
     dataset = load_dataset(config.dataset, size, tokenizer=tokenizer, known=known, warn=warn)
-    exact, _ = _evaluators(run_for_platform(config, platform), dataset)
+    tokens = dataset.test if split == "test" else dataset.validation[: config.eval_tokens]
+    config = replace(config, model=replace(config.model, block_size=size))
+    exact, _ = _evaluators(run_for_platform(config, platform), tokens)
     loss = exact(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    bits = bits_per_character(loss, dataset.characters_per_token)
-    targets = len(dataset.validation[: config.eval_tokens]) - 1
-    return Evaluation(loss, math.exp(loss), bits, targets)
+    targets = tokens[1:]
+    bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
+    return Evaluation(loss, math.exp(loss), bits, len(targets))
 
 
+@typed
 def _evaluators(
-    config: TrainConfig, dataset: Dataset
+    config: TrainConfig, held_out: Integer[np.ndarray, " tokens"]
 ) -> tuple[Callable[[Weights], float], Callable[[Weights], float]]:
-    """Functions from weights to the mean loss on the validation split: exact, and an estimate.
+    """Functions from weights to the mean loss on held-out tokens: exact, and an estimate.
 
     The estimate is of batches that are spread over the split: few enough that the estimates of a
     run take about 1% of its time.
     """
     evaluate_windows = make_eval_step(config.model)
-    held_out = dataset.validation[: config.eval_tokens]
     windows, counts = evaluation_windows(held_out, config.model.block_size, config.batch_size)
     few = max(config.steps // 200, -(-ESTIMATE_TOKENS // counts[0].size))
     spread = np.linspace(0, len(counts) - 1, min(few, len(counts))).astype(int)

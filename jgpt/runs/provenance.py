@@ -26,7 +26,7 @@ def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, An
         "text_sha256": dataset.text_digest,
         "corpora": corpus_versions(config.dataset.data),
         "corpus_sha256": dataset.digest,
-        "corpus_tokens": len(dataset.train) + len(dataset.validation),
+        "corpus_tokens": len(dataset.train) + len(dataset.validation) + len(dataset.test),
         "tokenizer_sha256": hashlib.sha256(dataset.tokenizer.to_json().encode()).hexdigest(),
         "devices": device_kinds(),
         "backend": current_platform().name,

@@ -102,6 +102,9 @@ def test_eval_prints_the_loss_of_the_run_s_model(trained, capsys):
         pytest.approx(loss / math.log(2), abs=6e-5),  # a token is a character
     ]
     assert said[0][1] == str(len(tokens) - 1)
+    with pytest.raises(SystemExit):
+        main(["eval", str(trained.directory), "--split", "test"])
+    assert "has no test split: its" in capsys.readouterr().err
 
 
 # --- on a mesh, and on other hardware ---------------------------------------------------------

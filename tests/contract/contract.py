@@ -37,6 +37,7 @@ SIZES = {
     "batches": 8,
     "tokens": 31,
     "held_out": 37,
+    "unseen": 53,
     "block_size": 64,
     "capacity": 15,
     "kv_heads": 10,

@@ -15,11 +15,6 @@ VALUES = {
         "shutil.get_terminal_size().columns < 40",
         "shutil.get_terminal_size().columns <= 40",
     ): "40 columns are made 40",
-    (
-        "interop/names.py",
-        '{"lm_head.weight", table} <= tensors.keys()',
-        "{'lm_head.weight', table} < tensors.keys()",
-    ): "no transformer has these two tensors alone",
     ("nn/heads.py", "self.window < key.shape[-2]", "self.window <= key.shape[-2]"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from jgpt.data import dataset
 from jgpt.data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.interop import names
+from jgpt.interop import formats, names
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.profiling import Profiler
 from tests.contract.contract import SIZES, Case
@@ -22,10 +22,16 @@ BATCHES = {"seed": 1, "batch_size": 4, "block_size": 8}
 DATA = [
     HOST(
         "jgpt.data.dataset.Dataset.__init__",
-        {"train": "integer tokens", "validation": "integer held_out"},
+        {"train": "integer tokens", "validation": "integer held_out", "test": "integer unseen"},
         owner=object.__new__(dataset.Dataset),
-        static={"tokenizer": ByteTokenizer(), "characters_per_token": 1.0, "digest": ""},
+        static={"tokenizer": ByteTokenizer(), "digest": ""},
     ),
+    HOST(
+        "jgpt.data.dataset.count_characters",
+        {"tokens": "integer tokens"},
+        static={"tokenizer": ByteTokenizer()},
+    ),
+    HOST("jgpt.runs.loop._evaluators", {"held_out": "integer tokens"}, static={"config": TRAIN}),
     HOST("jgpt.data.dataset._digest", {"tokens": "integer tokens"}),
     HOST("jgpt.data.batches.resident", {"tokens": "integer tokens"}, (31,)),
     Case(
@@ -102,7 +108,7 @@ FILES = [
         {},
         (31,),
         static={"directory": Path()},
-        result=(np.zeros(31, np.uint16), BYTES, 31),
+        result=(np.zeros(31, np.uint16), BYTES),
         loose=True,
     ),
     Case(
@@ -151,7 +157,7 @@ LAYOUT = [
         "jgpt.interop.names.write_tensors",
         {},
         takes="numpy",
-        static={"model": GPT, "modules": names.GPT2, "linear": False},
+        static={"model": GPT, "format": formats.GPT2},
     ),
     Case(
         "jgpt.interop.huggingface._write_weights",

@@ -60,6 +60,7 @@ ABOUT = {
         "training/test_explicit",
     ),
     "config.py": ("test_presets", "runs/test_directory"),
+    "durable.py": ("runs/test_durability", "runs/test_directory", "runs/test_damage"),
     "hardware.py": ("nn/test_precision", "training/test_plan", "training/test_ahead"),
     "nn/attention.py": ("nn/test_windows", "nn/test_dropout"),
     "nn/bigram.py": ("nn/test_transformer", "generation/test_decoding"),
@@ -100,6 +101,7 @@ ABOUT = {
     ),
     "generation/decoding.py": ("generation/test_decoding_modern",),
     "generation/sampling.py": ("generation/test_decoding",),
+    "interop/formats.py": ("interop/test_huggingface", "parity/test_gpt2", "parity/test_llama"),
     "interop/huggingface.py": ("interop/test_exchange", "parity/test_gpt2", "parity/test_llama"),
     "interop/names.py": (
         "interop/test_huggingface",

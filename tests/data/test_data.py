@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgpt import ByteTokenizer, CharTokenizer, DataConfig
+from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data import batches as batches_module
 from jgpt.data import dataset as dataset_module
 from jgpt.data.batches import batch, batches, evaluation_windows, resident
-from jgpt.data.dataset import KnownText, load_dataset, prepare
+from jgpt.data.dataset import KnownText, count_characters, load_dataset, prepare
 from jgpt.sharding import make_mesh
 
 COUNTING = np.arange(1013, dtype=np.int32)
@@ -137,7 +137,12 @@ def test_tiny_shakespeare_splits_as_in_the_lecture(data_directory):
     dataset = load_dataset(DataConfig(data=("shakespeare",)), 8)
     assert (len(dataset.train), len(dataset.validation)) == (1_003_854, 111_540)
     assert dataset.tokenizer.decode(dataset.train[:13]) == "First Citizen"
-    assert dataset.characters_per_token == 1
+    halves = DataConfig(data=("shakespeare",), validation_fraction=0.05, test_fraction=0.05)
+    cut = load_dataset(halves, 8)
+    assert (len(cut.validation), len(cut.test)) == (55_770, 55_770)
+    assert np.array_equal(cut.train, dataset.train)
+    assert np.array_equal([*cut.validation, *cut.test], dataset.validation)
+    assert cut.tokenizer.to_json() == dataset.tokenizer.to_json()
 
 
 def test_a_text_is_split_by_position(tmp_path):
@@ -145,15 +150,33 @@ def test_a_text_is_split_by_position(tmp_path):
     dataset = load_dataset(config, 2)
     assert dataset.tokenizer.decode(dataset.train) == "abcdefghij" * 2 + "abcdefg"
     assert dataset.tokenizer.decode(dataset.validation) == "hij"
+    assert not len(dataset.test)
     assert dataset.digest == load_dataset(config, 1).digest
 
 
-def test_a_token_may_stand_for_many_characters(tmp_path):
-    config = write(tmp_path, "naïve café " * 30)
-    in_bytes = load_dataset(dataclasses.replace(config, tokenizer="byte"), 3)
-    assert in_bytes.characters_per_token == pytest.approx(11 / 13)
-    pairs = load_dataset(dataclasses.replace(config, tokenizer="bpe", bpe_vocab_size=300), 3)
-    assert pairs.characters_per_token > 4
+@pytest.mark.parametrize("length", [1000, 1001, 99_999])
+@pytest.mark.parametrize("held_out", [(0.07, 0.0), (0.01, 0.06), (0.05, 0.02)])
+def test_what_is_held_out_for_the_test_is_not_trained_on(tmp_path, length, held_out):
+    """0.01 + 0.06 is less than 0.07 as floats, which would train on another token."""
+    (tmp_path / "text").write_text("abcdefghij" * (length // 10) + "k" * (length % 10))
+    config = DataConfig((str(tmp_path / "text"),), True, "byte", 300, None, *held_out)
+    dataset = load_dataset(config, 2)
+    assert len(dataset.train) == int(length * (1 - 0.07))
+    assert len(dataset.test) == length - int(length * (1 - held_out[1]))
+    joined = np.concatenate([dataset.train, dataset.validation, dataset.test])
+    assert dataset.tokenizer.decode(joined) == (tmp_path / "text").read_text()
+
+
+def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
+    text = "naïve café 🙂" * 9
+    pairs = BPETokenizer.train([text], 266)
+    for tokenizer in (CharTokenizer.from_text(text), ByteTokenizer(), pairs):
+        tokens = tokenizer.encode(text)
+        for size in (1 << 20, 5):  # parts that are decoded at once, which may end in a character
+            monkeypatch.setattr(dataset_module, "DECODED_AT_ONCE", size)
+            assert count_characters(tokens, tokenizer) == len(text) == 108
+    assert len(pairs.encode(text)) < 108 - 9
+    assert count_characters(ByteTokenizer().encode("🙂é")[1:], ByteTokenizer()) == 1
 
 
 def test_a_given_tokenizer_is_used_and_may_not_fit(tmp_path):
@@ -196,7 +219,6 @@ def test_prepared_data_is_the_same_data(prepared, tmp_path):
     assert np.array_equal(mapped.validation, direct.validation)
     assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
     assert mapped.digest == direct.digest
-    assert mapped.characters_per_token == direct.characters_per_token
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
@@ -218,7 +240,6 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     total = prepare(config, tmp_path / "out")
     mapped = load_dataset(DataConfig(data=(str(tmp_path / "out"),)), 8)
     assert mapped.digest == direct.digest
-    assert mapped.characters_per_token == direct.characters_per_token
     assert len(read) > 9
     assert "".join(read).endswith(text)
     assert total == len(direct.train) + len(direct.validation)
@@ -251,8 +272,13 @@ def test_a_vocabulary_too_large_for_uint16_gets_uint32(tmp_path):
 
 def index(**changes):
     return lambda folder: (folder / "dataset.json").write_text(
-        json.dumps({"dtype": "uint16", "tokens": 300, "characters": 300} | changes)
+        json.dumps({"dtype": "uint16", "tokens": 300} | changes)
     )
+
+
+def make_pipe(folder):
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
 
 
 def damage_tokens(data):
@@ -271,13 +297,17 @@ def damage_tokens(data):
         (index(tokens="many"), "dataset.json is damaged"),
         (index(tokens=299), "has 600 bytes, not the 299 uint16 tokens"),
         (index(dtype="uint32"), "has 600 bytes, not the 300 uint32 tokens"),
-        (index(characters=0), "has 600 bytes"),
         (damage_tokens(b"\0" * 599), "has 599 bytes, not the 300 uint16 tokens"),
         (damage_tokens(b""), "has 0 bytes, not the 300 uint16 tokens"),
         (damage_tokens(b"\0" * 598 + b"\xff\0"), "contains token 255, outside .* vocabulary of 12"),
         (damage_tokens(b"\0" * 598 + b"\x0c\0"), "contains token 12, outside .* vocabulary of 12"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (make_pipe, "tokenizer.json is missing"),
+        (
+            lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff"),
+            "tokenizer.json: 'utf-8'",
+        ),
         (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin"),
     ],
 )
@@ -318,17 +348,23 @@ def test_preparing_never_overwrites(prepared, tmp_path):
     assert (prepared / "tokens.bin").read_bytes() == before
 
 
-def test_preparing_goes_on_from_what_a_killed_one_left_and_deletes_nothing_else(tmp_path):
-    config, partial = write(tmp_path, "fine"), tmp_path / "out.partial"
-    partial.mkdir()
-    (partial / "tokens.bin").write_bytes(b"half")
-    (partial / "thesis.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"out\.partial/thesis\.txt is in the way"):
-        prepare(config, tmp_path / "out")
-    assert (partial / "thesis.txt").read_text() == "mine"
-    (partial / "thesis.txt").unlink()
-    assert prepare(config, tmp_path / "out") == 4
-    assert not partial.exists()
+def test_of_two_that_prepare_one_folder_the_second_is_refused(tmp_path, monkeypatch):
+    """Each writes for itself: the tokens and the tokenizer that are there belong together."""
+    slow, fast, out = write(tmp_path, "slow", "s"), write(tmp_path, "fast!", "f"), tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()  # nobody's, perhaps the user's
+    chunks = dataset_module.text_chunks
+
+    def meanwhile(sources, **options):
+        monkeypatch.setattr(dataset_module, "text_chunks", chunks)
+        assert prepare(fast, out) == 5
+        return chunks(sources, **options)
+
+    monkeypatch.setattr(dataset_module, "text_chunks", meanwhile)
+    with pytest.raises(FileExistsError, match="out already exists: choose another directory"):
+        prepare(slow, out)
+    tokens, tokenizer = dataset_module._open_prepared(out)
+    assert tokenizer.decode(np.asarray(tokens)) == "fast!"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "out", "out.partial", "s"]
 
 
 def test_what_can_be_read_once_is_not_prepared(tmp_path):

@@ -183,5 +183,103 @@ def test_damaged_json_is_not_a_tokenizer(text):
         tokenizer_from_json(text)
 
 
+def from_hf(byte_pairs, **changes):
+    """The tokenizer of a `tokenizer.json` with other parts."""
+    values = json.loads(byte_pairs.to_json())["tokenizer"]
+    return tokenizer_from_json(json.dumps(values | changes))
+
+
+def model_of(byte_pairs, **changes):
+    return json.loads(byte_pairs.to_json())["tokenizer"]["model"] | changes
+
+
+def test_a_text_is_encoded_whole_and_always_alike(byte_pairs):
+    text = "low lower lowest, new newer newest\n" * 3
+    plain = byte_pairs.encode(text)
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    filled = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    filled |= {"pad_token": "x", "strategy": {"Fixed": 3_000_000_000}}
+    model = model_of(byte_pairs, dropout=0.9)
+    tokenizer = from_hf(byte_pairs, truncation=cut, padding=filled, model=model)
+    assert len(plain) == 24
+    for _ in range(3):
+        assert np.array_equal(tokenizer.encode(text), plain)
+    assert tokenizer.to_json() == byte_pairs.to_json()
+
+
+def test_a_vocabulary_that_leaves_tokens_out_reaches_to_its_last(byte_pairs):
+    vocabulary = model_of(byte_pairs)["vocab"]
+    tokenizer = from_hf(byte_pairs, model=model_of(byte_pairs, vocab=vocabulary | {"l": 999}))
+    assert tokenizer.vocab_size == 1000
+    assert tokenizer.encode("l").tolist() == [999]
+    assert tokenizer.decode([998, 999]) == "l"
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "l"}, "content": "ll"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [REPLACE] * 40}),
+        ("normalizer", REPLACE | {"content": "l" * 16}),
+        ("normalizer", {"type": "Prepend", "prepend": "l" * 16}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 5}),
+        ("decoder", {"type": "Sequence", "decoders": [REPLACE] * 3}),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [PIECE] * 17,
+                "pair": [PIECE],
+                "special_tokens": {},
+            },
+        ),
+    ],
+)
+def test_what_may_make_a_text_much_longer_is_refused(byte_pairs, part, value):
+    with pytest.raises(ValueError, match=f"its {part} may make a text more than 16 times longer"):
+        from_hf(byte_pairs, **{part: value})
+
+
+def test_what_models_of_today_have_is_read(byte_pairs):
+    """Llama 2's normaliser, Llama 3's regular expression and end, Qwen3's normal form."""
+    words = "(?i:'s|'t)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    prepend = {"type": "Prepend", "prepend": "▁"}
+    tokenizer = from_hf(
+        byte_pairs,
+        normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, prepend, space]},
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [split, BYTES]},
+    )
+    assert tokenizer.decode(tokenizer.encode("low new")) == "▁low▁new"
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(x+x+)+y", "(b|b?)*$"])
+def test_a_regular_expression_that_takes_too_long_is_one_line(byte_pairs, pattern, capfd):
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    with pytest.raises(ValueError, match="the tokenizer failed: Onig: Regex search error"):
+        from_hf(byte_pairs, pre_tokenizer=split | {"invert": False})
+    assert capfd.readouterr().err == ""
+
+
+def test_a_token_that_is_missing_is_an_error_of_the_text(byte_pairs):
+    words = {"type": "WordLevel", "vocab": {"a": 0, "A": 1, "0": 2, "Ċ": 3}, "unk_token": "?"}
+    with pytest.raises(ValueError, match="the tokenizer failed: WordLevel error: Missing"):
+        from_hf(byte_pairs, model=words).encode("b")
+
+
+def test_a_panic_is_an_error_of_the_text(byte_pairs):
+    """Of one that is not noticed before: each letter alone takes no time."""
+    split = {"type": "Split", "pattern": {"Regex": "(ab|ab)+$"}, "behavior": "Isolated"}
+    tokenizer = from_hf(byte_pairs, pre_tokenizer=split | {"invert": False})
+    with pytest.raises(ValueError, match="the tokenizer failed: Onig: Regex search error"):
+        tokenizer.encode("ab" * 99 + "c")
+
+
 def test_a_byte_tokenizer_survives_json():
     assert isinstance(tokenizer_from_json(ByteTokenizer().to_json()), ByteTokenizer)

@@ -11,7 +11,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jgpt
+from jgpt.interop.formats import hf_config
 from jgpt.interop.names import crop_vocabulary, from_torch, require_names, to_torch
+from jgpt.presets import PRESETS
 from tests.models import FAMILIES, SIZES, randomised, weights_of
 
 GPT2 = FAMILIES["gpt2"]
@@ -241,13 +243,36 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path
         jgpt.save_gpt2(model, tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
+    (tmp_path / "gpt2.partial").mkdir()  # nobody's, perhaps the user's
+    (tmp_path / "gpt2.partial" / "thesis.txt").write_text("two years")
+
     def disk_full(*_, **__):
         raise safetensors.SafetensorError("No space left on device")
 
     monkeypatch.setattr("safetensors.numpy.save_file", disk_full)
     with pytest.raises(OSError, match="can't be written: No space left"):
         jgpt.save_gpt2(model, tmp_path / "gpt2")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    nnx.update(model, {"final_norm": {"bias": jnp.full(21, jnp.inf)}})
+    with pytest.raises(ValueError, match=r"transformer\.ln_f\.bias has NaN or infinity"):
+        jgpt.save_gpt2(model, tmp_path / "gpt2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2.partial", "mine"]
+    assert (tmp_path / "gpt2.partial" / "thesis.txt").read_text() == "two years"
+
+
+def test_a_model_that_fits_no_format_says_which_preset_does():
+    """All that it says is exported, and what it leaves out is not."""
+    with pytest.raises(ValueError, match="presets that can be exported: ") as refused:
+        hf_config(PRESETS["modern-cpu"][1].model)
+    message, _, names = str(refused.value).partition(", and no other format fits. The presets ")
+    assert message == "Qwen3's format doesn't support gated=False, only gated=True"
+    names = names.removeprefix("that can be exported: ")
+    for name, (_, config) in PRESETS.items():
+        if name in names.split(", "):
+            assert hf_config(config.model, zero_biases=True)["n_layer"] == config.model.num_layers
+        else:
+            with pytest.raises(ValueError, match="format doesn't support"):
+                hf_config(config.model, zero_biases=True)
+    assert {"tiny", "nanogpt-cpu", "gpt2-xl"} < {*names.split(", ")}
 
 
 def test_safetensors_is_only_given_contiguous_arrays(model, tmp_path, monkeypatch):
@@ -294,9 +319,9 @@ def test_without_the_guard_the_head_would_be_scrambled(tmp_path, monkeypatch):
         ({"n_head": 4}, "embed_dim=21 must be divisible by num_heads=4"),
         ({"n_embd": "21"}, "embed_dim must be an integer, not '21'"),
         ({"n_layer": 10**9}, "num_layers=1000000000 must be at most 1024"),
-        ({"n_positions": 12}, r"position_embedding.weight has shape \[11, 21\], not \[12, 21\]"),
-        ({"n_inner": None}, r"feed_forward\.expansion\.bias has shape \[29\], not \[84\]"),
-        ({"n_embd": 24}, r"blocks\.0\.attention\.key\.bias has shape \[21\], not \[24\]"),
+        ({"n_positions": 12}, r"wpe.weight has shape \[11, 21\], not \[12, 21\]"),
+        ({"n_inner": None}, r"h\.0\.mlp\.c_fc\.weight has shape \[21, 29\], not \[21, 84\]"),
+        ({"n_embd": 24}, r"wte\.weight has shape \[17, 21\], not \[17, 24\]"),
         ({"tie_word_embeddings": False}, r"missing tensors \(1\): lm_head.weight"),
         ({"tie_word_embeddings": "no"}, "tie_embeddings must be True or False, not 'no'"),
     ],
@@ -316,8 +341,8 @@ def test_a_config_that_is_none(text, directory):
 
 
 def test_missing_files(directory, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        jgpt.load_gpt2(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="there is no folder gpt2: weights are not downl"):
+        jgpt.load_hf("gpt2")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
         jgpt.load_gpt2(directory)
@@ -336,13 +361,13 @@ def test_missing_files(directory, tmp_path):
         ),
         (
             lambda tensors: tensors.update({"transformer.ln_f.bias": np.ones(3, np.float32)}),
-            r"final_norm\.bias has shape \[3\], not \[21\]",
+            r"ln_f\.bias has shape \[3\], not \[21\]",
         ),
         (
             lambda tensors: tensors.update(
                 {"transformer.h.0.attn.c_attn.bias": np.ones(64, np.float32)}
             ),
-            r"h\.0\.attn\.c_attn\.bias has shape \[64\], which can't be split into 3",
+            r"h\.0\.attn\.c_attn\.bias has shape \[64\], not \[63\]",
         ),
         (
             lambda tensors: tensors.update({"transformer.ln_f.bias": np.ones(21, np.int8)}),
@@ -385,6 +410,47 @@ def lie(**fields):
 def test_a_lying_or_truncated_file(content, directory):
     (directory / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file"):
+        jgpt.load_gpt2(directory)
+
+
+def header(tensors, size):
+    """A file of safetensors that takes no room on the disk."""
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text)) + text, 8 + len(text) + size
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("transformer.wte.weight", r"wte\.weight has shape \[1048576, 8192\], not \[17, 21\]"),
+        ("lm_head.weight", r"lm_head\.weight has shape \[8589934592\], not \[17, 21\]"),
+        ("transformer.h.0.attn.score", r"unexpected tensors \(1\): h\.0\.attn\.score"),
+    ],
+)
+def test_a_sparse_file_is_refused_before_it_is_read(name, complaint, directory):
+    """Of 34 GB, whose shapes are not the config's."""
+    tensors = load_file(directory / "model.safetensors")
+    said, end = {}, 0
+    for each, tensor in tensors.items():
+        shape = [1 << 20, 1 << 13] if each == name else list(tensor.shape)
+        start, end = end, end + 4 * int(np.prod(shape))
+        said[each] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    if name not in tensors:
+        said[name] = {"dtype": "F32", "shape": [1 << 33], "data_offsets": [end, end + (1 << 35)]}
+        end += 1 << 35
+    content, length = header(said, end)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(content)
+        file.truncate(length)
+    with pytest.raises(ValueError, match=complaint):
+        jgpt.load_gpt2(directory)
+
+
+def test_far_too_many_names_are_refused_before_they_are_read(directory):
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    content, _ = header({f"t{i}": entry for i in range(5_000)}, 0)
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors: its header has \d+ bytes, far more"):
         jgpt.load_gpt2(directory)
 
 

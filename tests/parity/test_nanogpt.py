@@ -141,12 +141,12 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
     ("more", "complaint"),
     [
         ({"model": 3}, "not a nanoGPT checkpoint"),
-        ({"model_args": {}}, "it has no vocab_size, n_layer, n_head, n_embd, block_size"),
+        ({"model_args": {}}, "it has no vocab_size, block_size, n_layer, n_head, n_embd"),
         ({"model_args": {**SIZES, "n_layer": 10**9}}, "num_layers=1000000000 must be at most 1024"),
         ({"model_args": {**SIZES, "n_head": 4}}, "embed_dim=21 must be divisible by num_heads=4"),
         (
             {"model_args": {**SIZES, "vocab_size": 19, "bias": False}},
-            r"token_embedding.weight has shape \[17, 21",
+            r"wte.weight has shape \[17, 21\], not \[19, 21\]",
         ),
         (
             {"model_args": {**SIZES, "bias": True}},
@@ -156,6 +156,21 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
 )
 def test_other_files_are_refused(more, complaint, tmp_path):
     write(tmp_path / "ckpt.pt", **more)
+    with pytest.raises(ValueError, match=complaint):
+        load_nanogpt(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (torch.zeros(1).expand(1 << 40, 21), r"wte\.weight has shape \[1099511627776, 21\], not"),
+        (torch.zeros(17, 21).to_sparse(), r"wte\.weight can't be read: "),
+    ],
+)
+def test_a_tensor_that_would_fill_the_memory_is_not_read(tensor, complaint, tmp_path):
+    """In the file it is one number, repeated."""
+    state = NanoGPT(**SIZES, bias=False).state_dict() | {"transformer.wte.weight": tensor}
+    write(tmp_path / "ckpt.pt", model=state | {"lm_head.weight": torch.zeros(17, 21)})
     with pytest.raises(ValueError, match=complaint):
         load_nanogpt(tmp_path / "ckpt.pt")
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import DataConfig, fit, generate, load
+from jgpt import BigramLM, ByteTokenizer, DataConfig, ModelConfig, fit, generate, load
 from jgpt.config import to_json
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.nn.loss import token_losses
 from jgpt.runs import loop, plots
-from jgpt.runs.checkpoints import Checkpoints, RunDirectory
+from jgpt.runs.checkpoints import Checkpoints, RunDirectory, write_run
 from jgpt.runs.loop import _stops_early, evaluate, plan
 from jgpt.runs.progress import Progress
 
@@ -94,17 +94,47 @@ def test_every_step_and_evaluation_is_a_line_of_metrics(trained):
 
 def test_the_validation_loss_is_the_model_s_on_every_held_out_target(trained):
     dataset = load_dataset(trained.config.dataset, 7)
-    tokens, total = dataset.validation, 0.0
+    tokens = dataset.validation
     run = nnx.jit(lambda model, window: token_losses(model(window[:, :-1]), window[:, 1:]).sum())
-    for start in range(0, len(tokens) - 1, 7):
-        total += float(run(trained.model, jnp.asarray(tokens[None, start : start + 8])))
-    loss = total / (len(tokens) - 1)
+    losses = []
+    for size in (7, 5):
+        total = 0.0
+        for start in range(0, len(tokens) - 1, size):
+            total += float(run(trained.model, jnp.asarray(tokens[None, start : start + size + 1])))
+        losses.append(total / (len(tokens) - 1))
+    loss, in_shorter_windows = losses
     assert trained.validation_loss == pytest.approx(loss, rel=1e-5)
+    assert evaluate(trained.directory, window=5).loss == pytest.approx(in_shorter_windows, rel=1e-5)
+    assert in_shorter_windows != pytest.approx(loss, rel=3e-5)
+    for size in (0, 8):
+        with pytest.raises(ValueError, match=f"window={size} must be from 1 to block_size=7"):
+            evaluate(trained.directory, window=size)
+    with pytest.raises(ValueError, match="has no test split: its test_fraction is 0"):
+        evaluate(trained.directory, split="test")
     evaluation = evaluate(trained.directory)
     assert evaluation.loss == pytest.approx(loss, rel=1e-5)
     assert evaluation.tokens == len(tokens) - 1
     assert evaluation.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
     assert evaluation.bits_per_character == pytest.approx(loss / math.log(2), rel=1e-5)
+
+
+def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tmp_path):
+    """Characters of one byte in the training text, of two for validation, of four in the test."""
+    text = "a" * 600 + "é" * 100 + "🙂" * 50
+    (tmp_path / "text").write_text(text, encoding="utf-8")
+    data = DataConfig((str(tmp_path / "text"),), True, "byte", 300, None, 0.2, 0.2)
+    model = BigramLM(256, rngs=nnx.Rngs(3))
+    its_config = ModelConfig("bigram", 256)
+    config = dataclasses.replace(small_run, model=its_config, dataset=data, eval_tokens=150)
+    write_run(tmp_path / "run", model, ByteTokenizer(), config)
+    tokens = jnp.asarray(np.frombuffer(text.encode(), np.uint8), jnp.int32)
+    losses = np.asarray(token_losses(model(tokens[None, :-1])[0], tokens[1:]))
+    for split, first, targets, characters in (("validation", 600, 149, 74), ("test", 800, 199, 49)):
+        loss = losses[first : first + targets].mean()
+        found = evaluate(tmp_path / "run", which="last", split=split)
+        bits = losses[first : first + targets].sum() / characters / math.log(2)
+        assert (found.tokens, found.loss) == (targets, pytest.approx(loss, rel=1e-5))
+        assert found.bits_per_character == pytest.approx(bits, rel=1e-5)
 
 
 class Killed(Exception):

@@ -215,7 +215,7 @@ def test_an_estimate_is_of_batches_that_are_spread_over_the_split(trained, monke
     monkeypatch.setattr(loop, "ESTIMATE_TOKENS", 71)
     for steps, chosen in ((11, [0, 2, 5]), (1000, [0, 1, 2, 3, 5]), (9999, range(6))):
         longer = dataclasses.replace(config, steps=steps)
-        exact, estimate = loop._evaluators(longer, dataset)
+        exact, estimate = loop._evaluators(longer, dataset.validation)
         assert exact(weights) == pytest.approx(losses[counts].mean(), rel=1e-5)
         expected = np.concatenate([losses[i][counts[i]] for i in chosen]).mean()
         assert estimate(weights) == pytest.approx(expected, rel=1e-5)
