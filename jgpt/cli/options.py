@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, make_dataclass
 from itertools import chain
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -190,15 +191,15 @@ def _options(config: Any, help: bool) -> dict[str, tuple[str, Any, Any]]:
 
 
 def _metavar(kind: Any) -> str | None:
-    """What a value is called: N, X, one of a few words, several of these, or one or None."""
+    """What a value is called: N, X, None, one of a few words, or several or a choice of these."""
     arguments = get_args(kind)
     if get_origin(kind) is Literal:
         return "|".join(arguments)
     if get_origin(kind) is tuple:
         return f"{_metavar(arguments[0])} ..."
     if arguments:
-        return f"{_metavar(arguments[0])}|None"
-    return {int: "N", float: "X"}.get(kind)
+        return "|".join(str(_metavar(argument)) for argument in arguments)
+    return {int: "N", float: "X", NoneType: "None"}.get(kind)
 
 
 def describe_presets(width: int) -> list[str]:
