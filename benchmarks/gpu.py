@@ -161,10 +161,12 @@ def step_config(name: str, options: Options) -> TrainConfig:
         sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 16, "block_size": 8}
         vocab_size = min(config.model.vocab_size, 1100)
         model = dataclasses.replace(config.model, **sizes, vocab_size=vocab_size, dtype="float32")
-        return dataclasses.replace(config, model=model, batch_size=3, steps_per_call=2)
+        return dataclasses.replace(
+            config, model=model, batch_size=3, micro_batches=1, steps_per_call=2
+        )
     model = dataclasses.replace(config.model, dtype="bfloat16")
     batch_size = options.batch_size if name == "gpt2" else config.batch_size
-    return dataclasses.replace(config, model=model, batch_size=batch_size)
+    return dataclasses.replace(config, model=model, batch_size=batch_size, micro_batches=1)
 
 
 def measure_training(measurement: Measurement) -> None:

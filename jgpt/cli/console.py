@@ -85,8 +85,7 @@ class ConsoleProgress(TrainingProgress):
             if step == config.steps
             else f"resumed at step {step} of {config.steps}: {out}"
             if step
-            else f"{config.steps} steps of {config.batch_size} x {config.model.block_size} tokens "
-            f"into {out}",
+            else f"{config.steps} steps of {_batch(config)} into {out}",
         )
         self.steps = self.bar.add_task("train", total=config.steps, completed=step, details="")
         self.spinner.update("compiling")
@@ -154,6 +153,15 @@ def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list
     return [f"{group}: {', '.join(its)}" for group, its in parts.items()]
 
 
+def _batch(config: TrainConfig) -> str:
+    parts = _parts(config.micro_batches)
+    return f"{config.batch_size} x {config.model.block_size} tokens{parts}"
+
+
+def _parts(micro_batches: int | str) -> str:
+    return "" if micro_batches == 1 else f", in {micro_batches} micro-batches"
+
+
 def describe(plan: Plan) -> list[str]:
     """A plan as lines of text."""
     config = plan.config
@@ -164,8 +172,7 @@ def describe(plan: Plan) -> list[str]:
         f"{device_kinds()[0]}, into {plan.out}",
         f"data: {' '.join(config.dataset.data)}: {plan.training_tokens:,} training "
         f"and {plan.validation_tokens:,} validation tokens",
-        f"{config.steps:,} steps of {config.batch_size} x {config.model.block_size} tokens: "
-        f"{epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
+        f"{config.steps:,} steps of {_batch(config)}: {epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
         f"an evaluation and a checkpoint every {config.eval_interval} steps",
     ]
     if plan.mesh is not None:
@@ -186,7 +193,7 @@ def describe_ahead(step: CompiledStep) -> list[str]:
         ("interconnect", step.interconnect_seconds, sent, chip.interconnect),
     )
     return [
-        f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}",
+        f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}{_parts(step.micro_batches)}",
         f"memory of each chip: {memory}; it has {format_bytes(chip.memory)}, which is "
         f"{'enough' if step.fits else 'NOT enough'}",
         f"collectives of a step: {', '.join(kinds) or 'none'}, as each chip sends them",
