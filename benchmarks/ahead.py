@@ -46,7 +46,7 @@ def measure(name: str, on: str, batch_size: int, mesh: str) -> dict:
     config = preset(name)
     model = dataclasses.replace(config.model, scan_layers=True)
     config = dataclasses.replace(
-        config, model=model, batch_size=batch_size, mesh=mesh, steps_per_call=2
+        config, model=model, batch_size=batch_size, micro_batches=1, mesh=mesh, steps_per_call=2
     )
     began, busy = time.perf_counter(), time.process_time()
     step = compile_ahead(config, on)

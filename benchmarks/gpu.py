@@ -57,9 +57,10 @@ def step_config(name: str, options: Options) -> TrainConfig:
     if options.toy:
         sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 16, "block_size": 8}
         model = replace(config.model, **sizes, vocab_size=1100, dtype="float32")
-        return replace(config, model=model, batch_size=3, steps_per_call=2)
+        return replace(config, model=model, batch_size=3, micro_batches=1, steps_per_call=2)
+    model = replace(config.model, dtype="bfloat16")
     batch_size = options.batch_size if name == "gpt2" else config.batch_size
-    return replace(config, model=replace(config.model, dtype="bfloat16"), batch_size=batch_size)
+    return replace(config, model=model, batch_size=batch_size, micro_batches=1)
 
 
 def steps(options: Options, folder: Path) -> list[Variant]:

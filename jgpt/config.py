@@ -11,9 +11,21 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import partial
-from types import UnionType
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Never,
+    NoReturn,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 Config = TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
@@ -25,21 +37,6 @@ TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
 MESH_AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
-
-MAX_INTEGER = 2**31 - 1  # of int32 counters and indices
-MAX_INTEGERS = {
-    "num_layers": 1024,  # bounds the work on a config from an untrusted file
-    "bpe_vocab_size": 2**20,  # tokenizers reserves memory for all of it, and aborts if it can't
-    "vocab_size": 2**24,
-    "embed_dim": 2**20,
-    "hidden_dim": 2**24,
-    "block_size": 2**27,
-    "ngram_rows": 2**25,  # those of all sizes are indexed by an int32
-    "batch_size": 2**24,
-    "sample_tokens": 2**24,
-    "eval_tokens": 2**32,
-    "seed": 2**32 - 1,
-}
 OTHER_NAMES = {
     **{"lr": "learning_rate", "min_lr": "min_learning_rate", "wd": "weight_decay"},
     **dict.fromkeys(("max_iters", "max_steps", "num_steps", "iters", "n_steps"), "steps"),
@@ -53,23 +50,50 @@ OTHER_NAMES = {
 }
 """What other programs call a field or an option."""
 MAX_NGRAM = 63  # each size up to it is traced
-_IN_WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
-def _check_types(config: Any) -> None:
-    """Raise ValueError for a field of another type, as from edited JSON, or beyond all use."""
+class Rule(NamedTuple):
+    """A bound of a number, in the annotation of its field."""
+
+    text: str
+    """What the value must do or be."""
+    holds: Callable[[float], bool]
+
+
+def at_most(most: int) -> Rule:
+    """An upper bound."""
+    return Rule(f"be at most {most}", lambda value: value <= most)
+
+
+FINITE = Rule("be finite", lambda value: abs(value) <= sys.float_info.max)  # NaN is not
+INT32 = at_most(2**31 - 1)
+POSITIVE = Rule("be positive", lambda value: value > 0)
+NOT_NEGATIVE = Rule("not be negative", lambda value: value >= 0)
+FRACTION = Rule("be at least 0 and below 1", lambda value: 0 <= value < 1)
+DECAY_RATE = Rule(
+    "be at least 0 and below 1 in float32, which rounds 0.99999998 to 1",
+    lambda value: 0 <= value < 1 - 2**-25,
+)
+Count = Annotated[int, POSITIVE, INT32]
+Positive = Annotated[float, POSITIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Fraction = Annotated[float, FRACTION]
+DecayRate = Annotated[float, DECAY_RATE]
+
+
+def _validate(config: Any) -> None:
+    """Raise ValueError for a field of another type, as from edited JSON, or out of bounds."""
+    annotated = get_type_hints(type(config), include_extras=True)
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not _has_type(value, hint):
             advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
             raise ValueError(f"{name} must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}")
-        if not isinstance(value, (int, float)):
-            continue
-        most = MAX_INTEGERS.get(name, MAX_INTEGER)
-        if int in (hint, *get_args(hint)) and value > most:
-            raise ValueError(f"{name}={reprlib.repr(value)} must be at most {most}")
-        if not abs(value) <= sys.float_info.max:  # NaN is neither, and an int may be beyond
-            raise ValueError(f"{name}={reprlib.repr(value)} must be finite")
+        kinds = annotated[name], *get_args(annotated[name])  # of `Count | None`, `Count` too
+        rules = (rule for kind in kinds for rule in getattr(kind, "__metadata__", ()))
+        for rule in (FINITE, *rules) if isinstance(value, (int, float)) else ():
+            if not rule.holds(value):
+                raise ValueError(f"{name}={reprlib.repr(value)} must {rule.text}")
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -79,8 +103,8 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in kinds
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_has_type(item, kinds[0]) for item in value)
-    if isinstance(hint, UnionType):
-        return value is None or _has_type(value, kinds[0])
+    if get_origin(hint) in (Union, UnionType):
+        return any(_has_type(value, kind) for kind in kinds)
     if isinstance(value, bool):
         return hint is bool
     return isinstance(value, (int, float) if hint is float else hint)
@@ -89,29 +113,18 @@ def _has_type(value: Any, hint: Any) -> bool:
 def _in_words(hint: Any) -> str:
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
-        return f"one of {', '.join(kinds)}"
+        return "one of " * (len(kinds) > 1) + ", ".join(kinds)
     if get_origin(hint) is tuple:
         return f"a tuple, each item {_in_words(kinds[0])}"
-    if isinstance(hint, UnionType):
-        return f"{_in_words(kinds[0])} or None"
-    return _IN_WORDS.get(hint) or f"a {hint.__name__}"
-
-
-def _require(rule: str, holds: Callable[[float], bool], config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not holds(value):
-            raise ValueError(f"{name}={value} must {rule}")
-
-
-_require_positive = partial(_require, "be positive", lambda value: value > 0)
-_require_not_negative = partial(_require, "not be negative", lambda value: value >= 0)
-_require_fraction = partial(_require, "be at least 0 and below 1", lambda value: 0 <= value < 1)
+    if kinds:
+        return " or ".join(map(_in_words, kinds))
+    words = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+    return {**words, NoneType: "None"}.get(hint) or f"a {hint.__name__}"
 
 
 def _require_multiple(config: Any, name: str, of: str) -> None:
     value, divisor = getattr(config, name), getattr(config, of)
-    if divisor is not None and value % divisor:
+    if isinstance(divisor, int) and value % divisor:
         raise ValueError(f"{name}={value} must be divisible by {of}={divisor}")
 
 
@@ -130,27 +143,35 @@ class _Fields:
         return super().__new__(cls)
 
 
+def missing_case(choice: str, word: Never, file: str) -> NoReturn:
+    """End a `match` over a config's choice: pyright reports a word that has no case.
+
+    Raises NotImplementedError, where another word's case would train something else in silence.
+    """
+    raise NotImplementedError(f"{choice}={word!r} has no case yet: add one in {file}")
+
+
 @dataclass(frozen=True)
 class ModelConfig(_Fields):
     """The model. Families of GPT differ only by values of these fields."""
 
     architecture: Literal["gpt", "bigram"] = "gpt"
     """A GPT, or a bigram model: a table of next-token logits, whose only size is vocab_size."""
-    vocab_size: int = 65
+    vocab_size: Annotated[int, POSITIVE, at_most(2**24)] = 65
     """Tokens in the vocabulary. Training takes it from the tokenizer."""
-    block_size: int = 64
+    block_size: Annotated[int, POSITIVE, at_most(2**27)] = 64
     """The context length, in tokens."""
-    num_layers: int = 4
+    num_layers: Annotated[int, POSITIVE, at_most(1024)] = 4
     """Transformer blocks."""
-    num_heads: int = 4
+    num_heads: Count = 4
     """Attention heads per block."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Count | None = None
     """Key-value heads, each shared by a group of query heads (GQA); num_heads by default."""
-    head_dim: int | None = None
+    head_dim: Count | None = None
     """Features of each head; embed_dim / num_heads by default."""
-    embed_dim: int = 128
+    embed_dim: Annotated[int, POSITIVE, at_most(2**20)] = 128
     """Features of the residual stream."""
-    hidden_dim: int | None = None
+    hidden_dim: Annotated[int, POSITIVE, at_most(2**24)] | None = None
     """Hidden features of the MLP; four times embed_dim by default."""
     activation: Activation = "gelu"
     """The MLP's activation function; gelu is exact (erf), gelu_tanh is GPT-2's, silu is Llama's."""
@@ -166,35 +187,35 @@ class ModelConfig(_Fields):
     """Share the token embedding's weights with the language-model head."""
     positions: Literal["learned", "rotary"] = "learned"
     """Learned position embeddings, or rotary embedding of queries and keys."""
-    rotary_base: float = 10_000.0
+    rotary_base: Positive = 10_000.0
     """The base of rotary embedding's frequencies."""
     norm: NormKind = "layer"
     """Layer norm or RMS norm."""
     norm_scale: bool = True
     """Learned scales in the norms."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Positive = 1e-5
     """Added to the variance or mean square in norms."""
     qk_norm: bool = False
     """QK-norm: RMS norm of queries and keys."""
     qk_norm_scale: bool = False
     """Learned scales in QK-norm."""
-    attention_scale: float | None = None
+    attention_scale: Positive | None = None
     """The scale of attention scores; head_dim ** -0.5 by default."""
-    attention_window: int | None = None
+    attention_window: Count | None = None
     """Sliding-window attention: positions a query attends to, its own included; all by default."""
     ngram_sizes: tuple[int, ...] = ()
     """Sizes of n-grams whose hashed embeddings are added to the tokens', such as 2 3."""
-    ngram_rows: int = 8192
+    ngram_rows: Annotated[int, POSITIVE, at_most(2**25)] = 8192
     """Rows of the embedding table for the n-grams of each size."""
-    ngram_dropout: float = 0.0
+    ngram_dropout: Fraction = 0.0
     """Dropout of a position's n-gram embeddings, all features at once."""
     zero_init: bool = False
     """Initialise output projections and an untied head with zeros."""
     embedding_shortcut: bool = False
     """Add the embeddings to the input of each block, times a learned scalar."""
-    logit_softcap: float | None = None
+    logit_softcap: Positive | None = None
     """Softcap of logits: cap * tanh(logits / cap)."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     """Dropout of embeddings, attention weights and residual branches."""
     dtype: ComputeDtype = "float32"
     """The dtype of matrix products. Softmax, norms and loss are in at least float32. auto is
@@ -213,11 +234,7 @@ class ModelConfig(_Fields):
     """Scan over the blocks, which are compiled once however many there are; slower on CPUs."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _require_positive(self, "vocab_size", "block_size", "num_layers", "num_heads", "embed_dim")
-        _require_positive(self, "hidden_dim", "num_kv_heads", "attention_window", "ngram_rows")
-        _require_positive(self, "norm_epsilon", "attention_scale", "logit_softcap", "rotary_base")
-        _require_positive(self, "head_dim")
+        _validate(self)
         if self.head_dim is None:
             _require_multiple(self, "embed_dim", "num_heads")
         _require_multiple(self, "num_heads", "num_kv_heads")
@@ -226,7 +243,6 @@ class ModelConfig(_Fields):
                 f"positions='rotary' needs an even head size: embed_dim={self.embed_dim} over "
                 f"num_heads={self.num_heads} is {self.head_size}"
             )
-        _require_fraction(self, "dropout", "ngram_dropout")
         if list(self.ngram_sizes) != sorted({n for n in self.ngram_sizes if n > 1}):
             raise ValueError(f"ngram_sizes={self.ngram_sizes} must be above 1 and ascending")
         if self.ngram_sizes and self.ngram_sizes[-1] > min(self.block_size, MAX_NGRAM):
@@ -251,47 +267,42 @@ class OptimizerConfig(_Fields):
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """AdamW for all parameters, or Muon for the blocks' weight matrices and AdamW for the rest."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """The peak learning rate."""
-    min_learning_rate: float = 1e-4
+    min_learning_rate: NotNegative = 1e-4
     """The final learning rate of cosine and wsd; groups with another peak end at the same ratio."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """After the warmup: cosine decay, constant, or wsd (warmup-stable-decay: constant, then linear
     decay)."""
-    decay_fraction: float = 0.5
+    decay_fraction: Fraction = 0.5
     """The fraction of the steps in which wsd decays."""
-    schedule_steps: int | None = None
+    schedule_steps: Count | None = None
     """The steps that the schedule spans, after which its last learning rate stays; all by
     default."""
-    warmup_steps: int = 100
+    warmup_steps: Annotated[int, NOT_NEGATIVE, INT32] = 100
     """Steps of linear warmup."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Decoupled weight decay of matrices and embeddings, times the learning rate."""
-    beta1: float = 0.9
+    beta1: DecayRate = 0.9
     """Decay rate of the first moment."""
-    beta2: float = 0.99
+    beta2: DecayRate = 0.99
     """Decay rate of the second moment."""
-    gradient_clip: float = 1.0
+    gradient_clip: NotNegative = 1.0
     """Clip gradients to this global norm; 0 is off."""
-    muon_learning_rate: float = 0.02
+    muon_learning_rate: Positive = 0.02
     """Muon's peak learning rate; learning_rate is that of the other parameters."""
-    muon_weight_decay: float = 0.0
+    muon_weight_decay: NotNegative = 0.0
     """Muon's decoupled weight decay, times its learning rate."""
-    muon_momentum: float = 0.95
+    muon_momentum: DecayRate = 0.95
     """Muon's momentum."""
-    embedding_learning_rate: float | None = None
+    embedding_learning_rate: Positive | None = None
     """The embeddings' peak learning rate; learning_rate by default."""
-    ema_decay: float = 0.0
+    ema_decay: DecayRate = 0.0
     """Decay rate of an exponential moving average of the weights, the ones that are evaluated and
     saved; 0 is off."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _require_positive(self, "learning_rate", "muon_learning_rate", "embedding_learning_rate")
-        _require_positive(self, "schedule_steps")
-        _require_not_negative(self, "min_learning_rate", "warmup_steps", "gradient_clip")
-        _require_not_negative(self, "weight_decay", "muon_weight_decay")
-        _require_fraction(self, "beta1", "beta2", "muon_momentum", "decay_fraction", "ema_decay")
+        _validate(self)
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate={self.min_learning_rate} is above "
@@ -311,25 +322,23 @@ class DataConfig(_Fields):
     tokenizer: TokenizerName = "char"
     """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs from
     tokenizer_files. Prepared data brings its own."""
-    bpe_vocab_size: int = 1024
+    bpe_vocab_size: Annotated[int, at_most(2**20)] = 1024
     """The vocabulary size of trained byte-pairs."""
     tokenizer_files: str | None = None
     """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
-    validation_fraction: float = 0.1
+    validation_fraction: Annotated[float, FRACTION, POSITIVE] = 0.1
     """The fraction of the text for validation, after the training text."""
-    test_fraction: float = 0.0
+    test_fraction: Fraction = 0.0
     """The fraction of the text, at its end, that training never reads, for eval --split test."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        _validate(self)
         if not self.data or not all(self.data):
             raise ValueError("data is empty: name a corpus (pydocs, shakespeare) or a file")
         if self.bpe_vocab_size < 257:
             raise ValueError(
                 f"bpe_vocab_size={self.bpe_vocab_size} is below 257: 256 bytes and one merge"
             )
-        _require_fraction(self, "validation_fraction", "test_fraction")
-        _require_positive(self, "validation_fraction")
         if self.held_out_fraction >= 1:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} and test_fraction="
@@ -360,31 +369,32 @@ class TrainConfig(_Fields):
     """The name of the run's folder in runs/ if out is not given."""
     out: str | None = None
     """The run directory; runs/NAME by default, numbered if it exists."""
-    seed: int = 1337
+    seed: Annotated[int, NOT_NEGATIVE, at_most(2**32 - 1)] = 1337
     """The seed of initial parameters, batches and dropout."""
-    steps: int = 2000
+    steps: Count = 2000
     """Optimizer steps."""
-    batch_size: int = 12
+    batch_size: Annotated[int, POSITIVE, at_most(2**24)] = 12
     """Sequences per step."""
-    micro_batches: int = 1
-    """Gradient accumulation: split a batch into this many micro-batches, to save memory."""
-    eval_interval: int = 250
+    micro_batches: Count | Literal["auto"] = 1
+    """Gradient accumulation: split a batch into this many micro-batches, to save memory. auto is
+    the fewest with which a step fits into the device's memory, or half of a CPU's."""
+    eval_interval: Count = 250
     """Steps between evaluations and checkpoints; the last step always has both."""
-    eval_tokens: int | None = None
+    eval_tokens: Annotated[int, at_most(2**32)] | None = None
     """Validation tokens per evaluation; all by default."""
-    steps_per_call: int = 50
+    steps_per_call: Count = 50
     """Steps per dispatch to the device."""
-    patience: int | None = None
+    patience: Count | None = None
     """Early stopping after this many evaluations without a better loss."""
-    keep_best: int = 1
+    keep_best: Count = 1
     """How many of the best checkpoints to keep."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """How many of the last checkpoints to keep; two, in case one is damaged."""
-    keep_every: int | None = None
+    keep_every: Count | None = None
     """Also keep checkpoints whose step is a multiple of this."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers besides metrics.jsonl; each needs the extra of its name."""
-    sample_tokens: int = 500
+    sample_tokens: Annotated[int, NOT_NEGATIVE, at_most(2**24)] = 500
     """Tokens of the sample after training; 0 for none."""
     mesh: str | None = None
     """The mesh of devices, such as data=2,fsdp=2,tensor=2: data shards the batch, fsdp also the
@@ -392,10 +402,7 @@ class TrainConfig(_Fields):
     one can't hold the train state."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _require_positive(self, "steps", "batch_size", "eval_interval", "steps_per_call")
-        _require_positive(self, "micro_batches", "patience", "keep_best", "keep_last", "keep_every")
-        _require_not_negative(self, "seed", "sample_tokens")
+        _validate(self)
         _require_multiple(self, "batch_size", "micro_batches")
         if self.eval_tokens is not None and self.eval_tokens <= self.model.block_size:
             raise ValueError(
@@ -409,11 +416,12 @@ class TrainConfig(_Fields):
                 "steps_per_call"
             )
         sizes = mesh_sizes("data=1" if self.mesh is None else self.mesh)
-        parts, batch = sizes["data"] * sizes["fsdp"], self.batch_size // self.micro_batches
+        count = 1 if self.micro_batches == "auto" else self.micro_batches
+        parts, batch = sizes["data"] * sizes["fsdp"], self.batch_size // count
         if batch % parts:
             raise ValueError(
                 f"mesh={self.mesh} shards each batch over data x fsdp = {parts} devices: "
-                f"batch_size={self.batch_size} / micro_batches={self.micro_batches} is {batch}, "
+                f"batch_size={self.batch_size} / micro_batches={count} is {batch}, "
                 f"which {parts} doesn't divide"
             )
         if self.out == "":

@@ -180,6 +180,13 @@ def memory_limit() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
+def host_memory() -> int:
+    """The machine's memory in bytes; 8 GiB where the system doesn't say."""
+    if not hasattr(os, "sysconf"):
+        return 8 << 30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def release_memory() -> None:
     """Return freed memory to the system: after compiling, glibc would keep 50 MiB."""
     gc.collect()

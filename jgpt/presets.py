@@ -4,22 +4,6 @@ from dataclasses import replace
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 
-SUMMARIES = {
-    "bigram": "the lecture's bigram model",
-    "lecture": "the from-scratch lecture's GPT: ReLU, biases, untied head (0.2M parameters)",
-    "modern-cpu": "fastest to train on two CPU cores: "
-    "rotary, windows, n-grams, Muon (2.8M parameters)",
-    "shakespeare-best": "the lowest loss on tiny Shakespeare",
-    "nanogpt-cpu": "nanoGPT's laptop setting: 4 layers, 128 features, block 64",
-    "nanogpt-char": "nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256",
-    "gpt2": "GPT-2 124M: 12 layers, 768 features, BPE",
-    "gpt2-medium": "GPT-2 355M: 24 layers, 1024 features",
-    "gpt2-large": "GPT-2 774M: 36 layers, 1280 features",
-    "gpt2-xl": "GPT-2 1.6B: 48 layers, 1600 features",
-    "modern-7b": "a 7B of the modern family, block 4096",
-    "tiny": "a small GPT that trains in seconds",
-}
-
 _modern_cpu = TrainConfig(
     name="modern-cpu",
     model=ModelConfig(
@@ -70,6 +54,7 @@ _shakespeare_best = replace(
     eval_interval=500,
 )
 
+# nanoGPT's train.py: 491,520 tokens a step, 295 billion together
 _gpt2 = TrainConfig(
     name="gpt2",
     model=ModelConfig(
@@ -88,23 +73,37 @@ _gpt2 = TrainConfig(
     ),
     dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=50257),
     steps=600_000,
-    batch_size=12,
+    batch_size=480,
+    micro_batches="auto",
+    steps_per_call=10,
     eval_interval=2000,
     eval_tokens=1 << 20,
 )
 
 
 def _larger_gpt2(
-    name: str, num_layers: int, num_heads: int, embed_dim: int, learning_rate: float
+    name: str, num_layers: int, num_heads: int, embed_dim: int, rate: float, batch_size: int = 480
 ) -> TrainConfig:
-    """A larger GPT-2 (Radford et al. 2019, table 2), with GPT-3's learning rate of that size."""
+    """A larger GPT-2 (Radford et al. 2019, table 2), over as many tokens.
+
+    Learning rate and tokens a step are GPT-3's of the nearest size (Brown et al. 2020, table 2.1):
+    350M, 760M and 1.3B parameters, 0.5M, 0.5M and 1M tokens.
+    """
     sizes = {"num_layers": num_layers, "num_heads": num_heads, "embed_dim": embed_dim}
-    rates = {"learning_rate": learning_rate, "min_learning_rate": learning_rate / 10}
+    times = batch_size // _gpt2.batch_size
     return replace(
         _gpt2,
         name=name,
         model=replace(_gpt2.model, **sizes, rematerialise=True, scan_layers=True),
-        optimizer=replace(_gpt2.optimizer, **rates),
+        optimizer=replace(
+            _gpt2.optimizer,
+            learning_rate=rate,
+            min_learning_rate=rate / 10,
+            warmup_steps=_gpt2.optimizer.warmup_steps // times,
+        ),
+        steps=_gpt2.steps // times,
+        batch_size=batch_size,
+        eval_interval=_gpt2.eval_interval // times,
     )
 
 
@@ -125,72 +124,78 @@ _modern_7b = TrainConfig(
         scan_layers=True,
     ),
     # LLaMA 7B's (Touvron et al. 2023, section 2.3 and table 2)
-    optimizer=replace(
-        _gpt2.optimizer, learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000
-    ),
+    optimizer=replace(_gpt2.optimizer, learning_rate=3e-4, min_learning_rate=3e-5),
     dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=32768),
     steps=250_000,
     batch_size=1024,
+    micro_batches="auto",
     steps_per_call=10,
     eval_interval=1000,
     eval_tokens=1 << 22,
 )
 
 _plain = OptimizerConfig(warmup_steps=0, gradient_clip=0.0)
-_configs = (
-    TrainConfig(
-        name="bigram",
-        model=ModelConfig(architecture="bigram", block_size=8),
-        optimizer=replace(_plain, learning_rate=0.02, min_learning_rate=0.0, weight_decay=0.0),
-        steps=4000,
-        batch_size=128,
-        eval_interval=1000,
-        steps_per_call=200,
-    ),
-    TrainConfig(
-        name="lecture",
-        model=ModelConfig(
-            block_size=32,
-            num_layers=4,
-            num_heads=4,
-            embed_dim=64,
-            activation="relu",
-            use_bias=True,
-            head_bias=True,
-            tie_embeddings=False,
-        ),
-        optimizer=replace(_plain, schedule="constant", weight_decay=0.01, beta2=0.999),
-        steps=5000,
-        batch_size=16,
-        eval_interval=500,
-    ),
-    _modern_cpu,
-    _shakespeare_best,
-    TrainConfig(name="nanogpt-cpu"),
-    TrainConfig(
-        name="nanogpt-char",
-        model=ModelConfig(
-            block_size=256, num_layers=6, num_heads=6, embed_dim=384, dropout=0.2, dtype="auto"
-        ),
-        steps=5000,
-        batch_size=64,
-    ),
-    _gpt2,
-    _larger_gpt2("gpt2-medium", 24, 16, 1024, 3e-4),
-    _larger_gpt2("gpt2-large", 36, 20, 1280, 2.5e-4),
-    _larger_gpt2("gpt2-xl", 48, 25, 1600, 2e-4),
-    _modern_7b,
-    TrainConfig(
-        name="tiny",
-        model=ModelConfig(block_size=16, num_layers=2, num_heads=2, embed_dim=32),
-        optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=10),
-        steps=200,
-        batch_size=8,
-        eval_interval=100,
-        sample_tokens=100,
-    ),
+_bigram = TrainConfig(
+    name="bigram",
+    model=ModelConfig(architecture="bigram", block_size=8),
+    optimizer=replace(_plain, learning_rate=0.02, min_learning_rate=0.0, weight_decay=0.0),
+    steps=4000,
+    batch_size=128,
+    eval_interval=1000,
+    steps_per_call=200,
 )
-PRESETS = {config.name: (SUMMARIES[config.name], config) for config in _configs}
+_lecture = TrainConfig(
+    name="lecture",
+    model=ModelConfig(
+        block_size=32,
+        embed_dim=64,
+        activation="relu",
+        use_bias=True,
+        head_bias=True,
+        tie_embeddings=False,
+    ),
+    optimizer=replace(_plain, schedule="constant", weight_decay=0.01, beta2=0.999),
+    steps=5000,
+    batch_size=16,
+    eval_interval=500,
+)
+_nanogpt_cpu = TrainConfig(name="nanogpt-cpu")
+_nanogpt_char = TrainConfig(
+    name="nanogpt-char",
+    model=ModelConfig(
+        block_size=256, num_layers=6, num_heads=6, embed_dim=384, dropout=0.2, dtype="auto"
+    ),
+    steps=5000,
+    batch_size=64,
+)
+_tiny = TrainConfig(
+    name="tiny",
+    model=ModelConfig(block_size=16, num_layers=2, num_heads=2, embed_dim=32),
+    optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=10),
+    steps=200,
+    batch_size=8,
+    eval_interval=100,
+    sample_tokens=100,
+)
+
+_presets = (
+    ("the lecture's bigram model", _bigram),
+    ("the from-scratch lecture's GPT: ReLU, biases, untied head (0.2M parameters)", _lecture),
+    (
+        "fastest to train on two CPU cores: rotary, windows, n-grams, Muon (2.8M parameters)",
+        _modern_cpu,
+    ),
+    ("the lowest loss on tiny Shakespeare", _shakespeare_best),
+    ("nanoGPT's laptop setting: 4 layers, 128 features, block 64", _nanogpt_cpu),
+    ("nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256", _nanogpt_char),
+    ("GPT-2 124M: 12 layers, 768 features, BPE", _gpt2),
+    ("GPT-2 355M: 24 layers, 1024 features", _larger_gpt2("gpt2-medium", 24, 16, 1024, 3e-4)),
+    ("GPT-2 774M: 36 layers, 1280 features", _larger_gpt2("gpt2-large", 36, 20, 1280, 2.5e-4)),
+    ("GPT-2 1.6B: 48 layers, 1600 features", _larger_gpt2("gpt2-xl", 48, 25, 1600, 2e-4, 960)),
+    ("a 7B of the modern family, block 4096", _modern_7b),
+    ("a small GPT that trains in seconds", _tiny),
+)
+PRESETS = {config.name: (summary, config) for summary, config in _presets}
 """A description and a config per preset."""
 
 DEFAULT_PRESET = "modern-cpu"

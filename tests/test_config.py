@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from typing import get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 
 from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
 from jgpt.config import UnknownField, did_you_mean, from_json, to_json
+from jgpt.data.dataset import load_dataset
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
+from jgpt.runs.trackers import require_tracker
+from jgpt.training.optimizer import make_optimizer
 from tests.quick import only
 
 
@@ -99,6 +102,11 @@ from tests.quick import only
         (OptimizerConfig, {"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
         (OptimizerConfig, {"gradient_clip": -1.0}, "gradient_clip=-1.0 must not be negative"),
         (OptimizerConfig, {"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
+        # what float32 rounds to 1: nothing is learned, and an average is 0 / 0
+        *(
+            (OptimizerConfig, {name: 0.99999998}, f"{name}=0.99999998 must be at least 0 and below")
+            for name in ("beta1", "beta2", "muon_momentum", "ema_decay")
+        ),
         (
             OptimizerConfig,
             {"schedule": "wsd", "min_learning_rate": 0.5},
@@ -133,6 +141,9 @@ from tests.quick import only
         (DataConfig, {"tokenizer": "gpt2"}, "tokenizer='gpt2' needs tokenizer_files"),
         (TrainConfig, {"steps": 0}, "steps=0 must be positive"),
         (TrainConfig, {"batch_size": 0}, "batch_size=0 must be positive"),
+        (TrainConfig, {"micro_batches": 0}, "micro_batches=0 must be positive"),
+        (TrainConfig, {"micro_batches": "all"}, "must be an integer or auto, not 'all'"),
+        (TrainConfig, {"micro_batches": "auto", "mesh": "data=5"}, "is 12, which 5 doesn't divide"),
         (TrainConfig, {"steps_per_call": 0}, "steps_per_call=0 must be positive"),
         (TrainConfig, {"eval_interval": 0}, "eval_interval=0 must be positive"),
         (TrainConfig, {"sample_tokens": -1}, "sample_tokens=-1 must not be negative"),
@@ -161,6 +172,8 @@ def test_what_is_odd_and_fine():
     ModelConfig(num_kv_heads=1, positions="rotary")
     OptimizerConfig(schedule="constant", min_learning_rate=0.5)
     OptimizerConfig(decay_fraction=0.0, muon_momentum=0.0)
+    OptimizerConfig(beta2=0.99999997, ema_decay=0.99999997)  # float32 keeps it below 1
+    TrainConfig(micro_batches="auto", mesh="data=4")
     # the limits themselves
     ModelConfig(num_layers=1024)
     ModelConfig(ngram_sizes=(2, 8), block_size=8)
@@ -173,7 +186,7 @@ INTEGERS = [
     (kind, name)
     for kind in (ModelConfig, OptimizerConfig, DataConfig, TrainConfig)
     for name, hint in get_type_hints(kind).items()
-    if hint in (int, int | None)
+    if int in (hint, *get_args(hint)) and get_origin(hint) is not tuple
 ]
 
 
@@ -394,6 +407,29 @@ def test_an_optimizer_s_defaults():
         "embedding_learning_rate": None,
         "ema_decay": 0.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "file", "use"),
+    [
+        (ModelConfig, "architecture", "nn/models.py", abstract_model),
+        (OptimizerConfig, "optimizer", "training/optimizer.py", lambda its: make_optimizer(its, 9)),
+        (OptimizerConfig, "schedule", "training/optimizer.py", lambda its: make_optimizer(its, 9)),
+        (DataConfig, "tokenizer", "data/dataset.py", lambda its: load_dataset(its, 8)),
+        (TrainConfig, "trackers", "runs/trackers.py", lambda its: require_tracker(*its.trackers)),
+    ],
+)
+def test_a_word_without_a_case_is_refused_by_the_file_to_add_it_in(
+    kind, name, file, use, monkeypatch
+):
+    """Rather than that a config which allows one more word is trained as if it said another."""
+    known = get_type_hints(kind)[name]
+    several = get_origin(known) is tuple
+    words = Literal[(*get_args(get_args(known)[0] if several else known), "another")]
+    monkeypatch.setitem(kind.__annotations__, name, tuple[words, ...] if several else words)
+    config = kind(**{name: ("another",) if several else "another"})
+    with pytest.raises(NotImplementedError, match=f"^{name}='another' has no case .*jgpt/{file}"):
+        use(config)
 
 
 def test_a_file_of_json_ends_with_a_newline():

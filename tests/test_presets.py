@@ -73,6 +73,9 @@ CHANGES = {
         "dataset.tokenizer": "bpe",
         "dataset.bpe_vocab_size": 50257,
         "steps": 600_000,
+        "batch_size": 12 * 5 * 8,  # its batch_size times gradient_accumulation_steps
+        "micro_batches": "auto",
+        "steps_per_call": 10,
         "eval_interval": 2000,
         "eval_tokens": 1 << 20,
     },
@@ -167,7 +170,8 @@ def flat(config, prefix=""):
             yield prefix + field.name, value
 
 
-# Radford et al. 2019, table 2; learning rates of Brown et al. 2020, table 2.1
+# Radford et al. 2019, table 2; learning rates and tokens a step of Brown et al. 2020, table 2.1:
+# 0.5M for GPT-3 350M and 760M, 1M for 1.3B
 for name, layers, heads, features, rate in (
     ("gpt2-medium", 24, 16, 1024, 3e-4),
     ("gpt2-large", 36, 20, 1280, 2.5e-4),
@@ -183,6 +187,12 @@ for name, layers, heads, features, rate in (
         "optimizer.learning_rate": rate,
         "optimizer.min_learning_rate": rate / 10,
     }
+CHANGES["gpt2-xl"] |= {
+    "batch_size": 960,
+    "steps": 300_000,
+    "optimizer.warmup_steps": 1000,
+    "eval_interval": 1000,
+}
 # what `benchmarks/shakespeare_best.py` trains
 CHANGES["shakespeare-best"] = {
     **CHANGES["modern-cpu"],
@@ -217,6 +227,7 @@ CHANGES["modern-7b"] = {
     "dataset.bpe_vocab_size": 32768,
     "steps": 250_000,
     "batch_size": 1024,
+    "micro_batches": "auto",
     "steps_per_call": 10,
     "eval_interval": 1000,
     "eval_tokens": 1 << 22,
@@ -227,6 +238,15 @@ CHANGES["modern-7b"] = {
 def test_a_preset_has_the_published_values_and_defaults_for_the_rest(name):
     expected = {**dict(flat(TrainConfig())), **NANOGPT_CPU, **CHANGES[name], "name": name}
     assert dict(flat(preset(name))) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("gpt2")])
+def test_a_rate_meets_the_tokens_a_step_that_it_was_published_with(name):
+    """GPT-3's tables say 0.5M and 1M, and 300 billion tokens in all; nanoGPT has 480 x 1024."""
+    config = preset(name)
+    a_step = config.batch_size * config.model.block_size
+    assert a_step == pytest.approx({2e-4: 1e6}.get(config.optimizer.learning_rate, 5e5), rel=0.02)
+    assert a_step * config.steps == pytest.approx(300e9, rel=0.02)
 
 
 def test_the_rest_is_off():
@@ -265,7 +285,29 @@ def test_the_rest_is_off():
         "scan_layers": False,
     }
     assert TrainConfig().optimizer.embedding_learning_rate is None
-    assert (TrainConfig().patience, TrainConfig().eval_tokens) == (None, None)
+    run = {
+        name: value
+        for name, value in flat(TrainConfig())
+        if not name.startswith(("model.", "optimizer.")) and name not in NANOGPT_CPU
+    }
+    assert run == {
+        "dataset.data": ("pydocs",),
+        "dataset.universal_newlines": True,
+        "dataset.bpe_vocab_size": 1024,
+        "dataset.tokenizer_files": None,
+        "name": "gpt",
+        "out": None,
+        "seed": 1337,
+        "eval_tokens": None,
+        "steps_per_call": 50,
+        "patience": None,
+        "keep_best": 1,
+        "keep_last": 2,
+        "keep_every": None,
+        "trackers": (),
+        "sample_tokens": 500,
+        "mesh": None,
+    }
 
 
 def test_the_default_is_what_learns_fastest_on_a_cpu():

@@ -268,7 +268,7 @@ def info(
     """
     with importing() as status:
         from jgpt.cli.console import describe_placements
-        from jgpt.hardware import current_platform
+        from jgpt.hardware import current_platform, memory_limit
         from jgpt.nn.models import flops_per_token, parts_of
         from jgpt.nn.precision import run_for_platform
         from jgpt.runs.directory import RunDirectory
@@ -285,7 +285,9 @@ def info(
         if mesh is not None:
             return describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
-        memory = plan.training_memory(run_for_platform(config, current_platform()))
+        decided = run_for_platform(config, current_platform())
+        decided = plan.with_micro_batches(decided, memory_limit())
+        memory = plan.training_memory(decided)
     parts = parts_of(config.model)
     rows = [(part.name, part.parameters, part.size) for part in parts]
     rows.append(("all", sum(part.parameters for part in parts), sum(part.size for part in parts)))
@@ -296,7 +298,8 @@ def info(
     flops = flops_per_token(config.model)
     lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if memory is not None:
-        lines.append(f"training memory at batch_size={config.batch_size}: {memory}")
+        parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
+        lines.append(f"training memory at batch_size={config.batch_size}{parts}: {memory}")
     return lines
 
 

@@ -90,8 +90,7 @@ class ConsoleProgress(TrainingProgress):
             if step == config.steps
             else f"resumed at step {step} of {config.steps}: {out}"
             if step
-            else f"{config.steps} steps of {config.batch_size} x {config.model.block_size} tokens "
-            f"into {out}",
+            else f"{config.steps} steps of {_batch(config)} into {out}",
         )
         self.steps = self.bar.add_task("train", total=config.steps, completed=step, details="")
         self.spinner.update("compiling")
@@ -177,6 +176,15 @@ def _describe_run(
     ]
 
 
+def _batch(config: TrainConfig) -> str:
+    parts = _parts(config.micro_batches)
+    return f"{config.batch_size} x {config.model.block_size} tokens{parts}"
+
+
+def _parts(micro_batches: int | str) -> str:
+    return "" if micro_batches == 1 else f", in {micro_batches} micro-batches"
+
+
 def describe(plan: Plan) -> list[str]:
     """A plan as lines of text."""
     config = plan.config
@@ -184,8 +192,8 @@ def describe(plan: Plan) -> list[str]:
     epochs = config.steps * tokens / plan.training_tokens
     lines = [
         *_describe_run(config, plan.parameters, plan.training_tokens, plan.validation_tokens),
-        f"{config.steps:,} steps of {config.batch_size} x {config.model.block_size} tokens into "
-        f"{plan.out}: {epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
+        f"{config.steps:,} steps of {_batch(config)} into {plan.out}: {epochs:.1f} epochs, "
+        f"{plan.flops:.3g} FLOPs",
         f"an evaluation and a checkpoint every {config.eval_interval} steps",
     ]
     if plan.mesh is not None:
@@ -206,7 +214,7 @@ def describe_ahead(step: CompiledStep) -> list[str]:
         ("interconnect", step.interconnect_seconds, sent, chip.interconnect),
     )
     return [
-        f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}",
+        f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}{_parts(step.micro_batches)}",
         f"memory of each chip: {memory}; it has {format_bytes(chip.memory)}, which is "
         f"{'enough' if step.fits else 'NOT enough'}",
         f"collectives of a step: {', '.join(kinds) or 'none'}, as each chip sends them",

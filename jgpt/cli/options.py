@@ -117,11 +117,10 @@ class _Parser(argparse.ArgumentParser):
         """What argparse calls where it would exit."""
         raise OptionError(f"{message}; see {self.prog.replace('jgpt', 'jgpt help')}")
 
-    def add(self, group: Any, name: str, kind: Any, default: Any, help: str) -> None:
+    def add(
+        self, group: Any, name: str, kind: Any, shown: Shown, default: Any, help: str
+    ) -> None:
         """Add the option for a parameter or field; a switch that is None can be given as either."""
-        shown = Shown()
-        if get_origin(kind) is Annotated:
-            kind, shown = get_args(kind)
         required, many = default is inspect.Parameter.empty, get_origin(kind) is tuple
         if not required and default not in (None, "", ()) and not isinstance(default, bool):
             help += f" (default: {' '.join(map(str, default)) if many else default})"
@@ -232,10 +231,10 @@ def _parser(command: Callable[..., Any], name: str) -> _Parser:
     documented = docstring_parser.parse(str(command.__doc__))
     texts = {each.arg_name: each.description or "" for each in documented.params}
     parser = _Parser(name, documented.short_description or "")
-    hints = get_type_hints(command, include_extras=True)
+    annotations = _annotations(command)
     for each in inspect.signature(command).parameters.values():
         text = " ".join(texts.get(each.name, "").split())
-        parser.add(parser, each.name, hints[each.name], each.default, text)
+        parser.add(parser, each.name, *annotations[each.name], each.default, text)
     return parser
 
 
@@ -253,8 +252,8 @@ def _train_parser(
         f"jgpt {command} --help-all shows the options for all fields of the config."
     )
     parser = _Parser(command, description)
-    preset = Annotated[str | None, Shown("[PRESET]", "One of those above.", positional=True)]
-    parser.add(parser, "preset", preset, None, "")
+    first = Shown("[PRESET]", "One of those above.", positional=True)
+    parser.add(parser, "preset", str | None, first, None, "")
     config = shown or PRESETS[DEFAULT_PRESET][1]
     groups = {"training": [*_options(config, shown)]}
     groups |= {name: [*_options(getattr(config, name), shown)] for name in GROUPS}
@@ -271,16 +270,25 @@ def _train_parser(
     return parser
 
 
-def _options(values: Any, help: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """The name, type, default and help of each option for the fields of a dataclass."""
+def _annotations(of: Any) -> dict[str, tuple[Any, Shown]]:
+    """The type of each parameter or field, without bounds, and how it is shown."""
+    shown = {
+        name: next((it for it in getattr(hint, "__metadata__", ()) if isinstance(it, Shown)), None)
+        for name, hint in get_type_hints(of, include_extras=True).items()
+    }
+    return {name: (kind, shown[name] or Shown()) for name, kind in get_type_hints(of).items()}
+
+
+def _options(values: Any, help: Any) -> Iterator[tuple[str, Any, Shown, Any, str]]:
+    """The name, type, how it is shown, default and help of each option for a dataclass's fields."""
     documented = docstring_parser.parse_from_object(type(values)).params if help else ()
     texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented}
-    for name, kind in get_type_hints(type(values), include_extras=True).items():
+    for name, (kind, shown) in _annotations(type(values)).items():
         default = getattr(values, name)
         if dataclasses.is_dataclass(default) or name == "vocab_size":
             continue  # a group of its own; the tokenizer determines it
         both = kind is bool and not isinstance(values, (RunOptions, ProcessOptions))
-        yield name, kind, None if both else default, texts.get(name, "")
+        yield name, kind, shown, None if both else default, texts.get(name, "")
 
 
 def _base_config(given: dict[str, Any], run: RunOptions) -> TrainConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig
+from jgpt.config import DataConfig, missing_case
 from jgpt.contracts import record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
@@ -190,8 +190,10 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
         case "gpt2":
             assert config.tokenizer_files is not None  # the config checks that
             return tokenizers.BPETokenizer.from_gpt2(config.tokenizer_files)
-        case _:
+        case "char":
             return tokenizers.CharTokenizer.from_text("".join(set().union(*map(set, texts()))))
+        case _:
+            missing_case("tokenizer", config.tokenizer, __file__)
 
 
 @typed

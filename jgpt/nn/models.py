@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import ModelConfig
+from jgpt.config import ModelConfig, missing_case
 from jgpt.contracts import typed
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.cache import KVCache
@@ -61,9 +61,13 @@ class LanguageModel(Protocol):
 @typed
 def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
     """The model that a config describes."""
-    if config.architecture == "bigram":
-        return BigramLM(config.vocab_size, param_dtype=config.param_dtype, rngs=rngs)
-    return GPT(config, rngs=rngs)
+    match config.architecture:
+        case "gpt":
+            return GPT(config, rngs=rngs)
+        case "bigram":
+            return BigramLM(config.vocab_size, param_dtype=config.param_dtype, rngs=rngs)
+        case _:
+            missing_case("architecture", config.architecture, __file__)
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:

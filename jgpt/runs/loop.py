@@ -40,7 +40,7 @@ from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
-from jgpt.runs.provenance import known_text, provenance
+from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
 from jgpt.runs.trackers import open_tracker, require_tracker
 from jgpt.sharding import current_mesh, placed, use_mesh
@@ -51,6 +51,7 @@ from jgpt.training.plan import (
     format_bytes,
     make_plan,
     require_feasible,
+    with_micro_batches,
 )
 from jgpt.training.step import (
     TrainState,
@@ -127,7 +128,7 @@ def fit(
     progress = progress if progress and first else Progress()
     with together():
         saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
-    line, asked = provenance(saved, dataset, 0), {"resume": resume, "overwrite": overwrite}
+    line, asked = provenance(config, dataset, 0), {"resume": resume, "overwrite": overwrite}
     facts = {name: line[name] for name in ("text_sha256", "corpus_sha256")} | line["versions"]
     steps = {"checkpoints": RunDirectory(out).checkpoint_steps()}
     require_same(dict(fields_of(config)) | asked | facts | steps)
@@ -226,6 +227,16 @@ def _prepare(
     decided = replace(run_for_platform(config, platform), mesh=mesh)
     require_feasible(decided, memory_limit())
     _require_room(config, out)
+    if config.micro_batches == "auto":
+        progress.warned("micro_batches=auto: steps are compiled to see how many of them it takes")
+    with use_mesh(mesh):
+        decided = with_micro_batches(decided, memory_limit())
+    used = known_micro_batches(run.provenance()) if run else None
+    if used not in (None, decided.micro_batches):
+        progress.warned(
+            f"{decided.micro_batches} micro-batches fit here, {used} were used before: gradients "
+            "differ in rounding" + ", and dropout in its random numbers" * (model.dropout > 0)
+        )
     return config, decided, dataset, out
 
 
@@ -395,7 +406,11 @@ def evaluate(
         raise ValueError(f"window={size} must be from 1 to block_size={config.model.block_size}")
     if split == "test" and not config.dataset.test_fraction:
         raise ValueError(f"{run_directory} has no test split: its test_fraction is 0")
-    known = known_text(RunDirectory.open(run_directory).provenance())
+    lines = RunDirectory.open(run_directory).provenance()
+    known = known_text(lines)
+    if config.micro_batches == "auto":
+        count = known_micro_batches(lines) or config.batch_size
+        config = replace(config, micro_batches=count, mesh=None)
     dataset = load_dataset(config.dataset, size, tokenizer=tokenizer, known=known, warn=warn)
     tokens = dataset.test if split == "test" else dataset.validation[: config.eval_tokens]
     config = replace(config, model=replace(config.model, block_size=size))
@@ -412,11 +427,13 @@ def _evaluators(
 ) -> tuple[Callable[[Weights], float], Callable[[Weights], float]]:
     """Functions from weights to the mean loss on held-out tokens: exact, and an estimate.
 
-    The estimate is of batches that are spread over the split: few enough that the estimates of a
-    run take about 1% of its time.
+    Batches are as large as micro-batches, which fit the device. Those of the estimate are spread
+    over the split, and so few that the estimates of a run take about 1% of its time.
     """
     evaluate_windows = make_eval_step(config.model)
-    windows, counts = evaluation_windows(held_out, config.model.block_size, config.batch_size)
+    assert config.micro_batches != "auto"
+    rows = config.batch_size // config.micro_batches
+    windows, counts = evaluation_windows(held_out, config.model.block_size, rows)
     few = max(config.steps // 200, -(-ESTIMATE_TOKENS // counts[0].size))
     spread = np.linspace(0, len(counts) - 1, min(few, len(counts))).astype(int)
     some = np.zeros_like(counts)

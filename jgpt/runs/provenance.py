@@ -17,12 +17,16 @@ _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 
 
 def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, Any]:
-    """A line of provenance.jsonl for a start, or a resumption, at `step`."""
+    """A line of provenance.jsonl for a start, or a resumption, at `step`.
+
+    The config is the one that is trained, with `micro_batches=auto` decided.
+    """
     return {
         "step": step,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "seed": config.seed,
+        "micro_batches": config.micro_batches,
         "text_sha256": dataset.text_digest,
         "corpora": corpus_versions(config.dataset.data),
         "corpus_sha256": dataset.digest,
@@ -45,6 +49,12 @@ def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
             case {"corpus_sha256": _, "text_sha256": str(digest), "corpora": dict(versions)}:
                 return KnownText(tokens[0], digest, {str(k): str(v) for k, v in versions.items()})
     return KnownText(tokens[0], None, {}) if tokens else None
+
+
+def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
+    """The micro-batches of the last start that recorded them."""
+    counts = [line.get("micro_batches") for line in lines]
+    return next((count for count in reversed(counts) if isinstance(count, int)), None)
 
 
 def _version(package: str) -> str | None:

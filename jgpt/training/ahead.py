@@ -16,7 +16,13 @@ from jgpt.hardware import Chip, topology
 from jgpt.nn.models import flops_per_token
 from jgpt.nn.precision import run_for_platform
 from jgpt.sharding import make_mesh
-from jgpt.training.plan import TrainingMemory, compile_steps, default_mesh, memory_of
+from jgpt.training.plan import (
+    TrainingMemory,
+    compile_steps,
+    default_mesh,
+    memory_of,
+    with_micro_batches,
+)
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$", re.MULTILINE)
 _CALLED = re.compile(r"\b(body|calls|\w*computations?)=(\{[^}]*\}|%?[\w.-]+)")
@@ -43,6 +49,8 @@ class CompiledStep:
     chip: Chip
     chips: int
     mesh: str
+    micro_batches: int | str
+    """As decided for the chips."""
     memory: TrainingMemory
     fits: bool
     flops: int
@@ -71,6 +79,7 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
     config = dataclasses.replace(run_for_platform(config, chip.platform), mesh=mesh)
     with jax.set_mesh(make_mesh(mesh, devices)), _without_compilation_cache():
         try:
+            config = with_micro_batches(config, chip.memory)
             compiled = compile_steps(config)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -94,6 +103,7 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         chip=chip,
         chips=len(devices),
         mesh=mesh,
+        micro_batches=config.micro_batches,
         memory=memory,
         fits=memory.state + memory.working <= chip.memory,
         flops=flops,

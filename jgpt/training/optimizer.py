@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import OptimizerConfig
+from jgpt.config import OptimizerConfig, missing_case
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
 from jgpt.sharding import gathered
@@ -25,25 +25,26 @@ def learning_rate_schedule(
     """The learning-rate schedule, with `peak` (the config's learning rate by default) at its top.
 
     Linear warmup, then constant, cosine decay, or warmup-stable-decay with a linear decay (wsd:
-    Hu et al. 2024, section 4).
+    Hu et al. 2024, section 4), which is shorter where the warmup reaches into it.
     """
     peak = config.learning_rate if peak is None else peak
-    steps = config.schedule_steps or steps
-    first = peak / (config.warmup_steps + 1)  # not 0: the first step would change nothing
+    steps, warmup = config.schedule_steps or steps, config.warmup_steps
+    after_warmup = max(steps - warmup, 1)
+    first = peak / (warmup + 1)  # not 0: the first step would change nothing
     lowest = config.min_learning_rate / config.learning_rate
-    pieces = [optax.linear_schedule(first, peak, config.warmup_steps)]
-    boundaries = [config.warmup_steps]
+    constant = optax.constant_schedule(peak)
+    pieces, boundaries = [optax.linear_schedule(first, peak, warmup)], [warmup]
     match config.schedule:
         case "constant":
-            pieces.append(optax.constant_schedule(peak))
+            pieces.append(constant)
         case "cosine":
-            span = max(steps - config.warmup_steps, 1)
-            pieces.append(optax.cosine_decay_schedule(peak, span, alpha=lowest))
+            pieces.append(optax.cosine_decay_schedule(peak, after_warmup, alpha=lowest))
         case "wsd":
-            decay = max(round(steps * config.decay_fraction), 1)
-            line = optax.linear_schedule(peak, peak * lowest, decay)
-            pieces += [optax.constant_schedule(peak), line]
-            boundaries.append(max(steps - decay, config.warmup_steps))
+            decay = min(max(round(steps * config.decay_fraction), 1), after_warmup)
+            pieces += [constant, optax.linear_schedule(peak, peak * lowest, decay)]
+            boundaries.append(warmup + after_warmup - decay)
+        case _:
+            missing_case("schedule", config.schedule, __file__)
     schedule = optax.join_schedules(pieces, boundaries)
     # optax divides an integer step in float32 even with x64 enabled
     return lambda step: schedule(jnp.asarray(step, jnp.result_type(float)))
@@ -51,12 +52,12 @@ def learning_rate_schedule(
 
 @typed
 def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, "Weights"]:
-    """True for what weight decay applies to: matrices and embeddings, not biases and scales."""
+    """True where weight decay applies: matrices and embeddings, not biases and scales."""
     return jax.tree_util.tree_map_with_path(lambda *leaf: _dimensions(*leaf) >= 2, weights)
 
 
 def _dimensions(path: tuple[Any, ...], leaf: Any) -> int:
-    """Of a parameter, or of one of those that are stacked."""
+    """The dimensions of a parameter, without the one along which blocks are stacked."""
     return leaf.ndim - (STACKED in path)
 
 
@@ -100,7 +101,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """The optimizer of a config for a run of `steps` steps.
 
     AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024). With `ema_decay`
-    it is of the average, and the gradients are to be those of the `trained_weights`.
+    it updates the average, from gradients at the `trained_weights`.
     """
 
     def adamw(peak: float) -> optax.GradientTransformation:
@@ -119,7 +120,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         weight_decay=config.muon_weight_decay,
     )
 
-    def of_each(updates, state, params):
+    def muon_update(updates, state, params):
         # or each product of each Newton-Schulz iteration would gather the sharded matrix again
         return muon.update(gathered(updates), gathered(state), params)
 
@@ -127,25 +128,29 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         leaves, structure = jax.tree_util.tree_flatten_with_path((updates, state, params))
         stacked = [leaf for path, leaf in leaves if STACKED in path]
         if not stacked:
-            return of_each(updates, state, params)
+            return muon_update(updates, state, params)
 
-        def of_layer(stacked):  # one layer's matrices at a time: all of them gathered are too large
-            its = iter(stacked)
-            given = [next(its) if STACKED in path else leaf for path, leaf in leaves]
-            return of_each(*structure.unflatten(given))
+        def of_layer(layer):  # one layer's matrices at a time: all of them gathered are too large
+            matrices = iter(layer)
+            given = [next(matrices) if STACKED in path else leaf for path, leaf in leaves]
+            return muon_update(*structure.unflatten(given))
 
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf if STACKED in path else leaf[-1], jax.lax.map(of_layer, stacked)
         )
 
-    optimizer = adamw(config.learning_rate)
-    if config.optimizer == "muon" or config.embedding_learning_rate is not None:
-        groups: dict[Hashable, optax.GradientTransformation] = {
-            "muon": optax.GradientTransformation(muon.init, update),
-            "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
-            "adamw": optimizer,
-        }
-        optimizer = optax.partition(groups, functools.partial(partition, config))
+    match config.optimizer:
+        case "adamw" if config.embedding_learning_rate is None:
+            optimizer = adamw(config.learning_rate)
+        case "adamw" | "muon":
+            groups: dict[Hashable, optax.GradientTransformation] = {
+                "muon": optax.GradientTransformation(muon.init, update),
+                "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
+                "adamw": adamw(config.learning_rate),
+            }
+            optimizer = optax.partition(groups, functools.partial(partition, config))
+        case _:
+            missing_case("optimizer", config.optimizer, __file__)
     if config.gradient_clip > 0:
         optimizer = optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)
     return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
@@ -165,10 +170,10 @@ class AverageState(NamedTuple):
 def average_weights(
     optimizer: optax.GradientTransformation, decay: float
 ) -> optax.GradientTransformation:
-    """An optimizer whose weights are the moving average of those that another one trains.
+    """An optimizer that trains weights with another one, and updates their moving average.
 
-    Exponential, and corrected for having begun at zero, as Adam's moments are (Kingma and Ba 2015,
-    section 3).
+    The average is exponential and bias-corrected like Adam's moments (Kingma and Ba 2015, section
+    3).
     """
 
     def init(params: Weights) -> AverageState:
@@ -194,5 +199,5 @@ def average_weights(
 def trained_weights(
     weights: PyTree[Float[Array, "?*shape"], "Weights"], state: Any
 ) -> PyTree[Float[Array, "?*shape"], "Weights"]:
-    """The weights that gradients are taken of: not the average, if there is one."""
+    """The weights to differentiate at: those that are trained, if `weights` are their average."""
     return state.trained if isinstance(state, AverageState) else weights

@@ -1,7 +1,9 @@
 """Plans: the memory and compute of a run before it starts, and whether it is feasible."""
 
+import dataclasses
 import functools
 import math
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from jaxtyping import Array, PyTree, Shaped
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
+from jgpt.hardware import host_memory
 from jgpt.nn.models import abstract_model, flops_per_token, parts_of
 from jgpt.sharding import (
     abstract_arrays,
@@ -94,6 +97,34 @@ def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory
 def training_memory(config: TrainConfig) -> TrainingMemory | None:
     """Compile the train steps and analyse their memory; None if the backend doesn't report it."""
     return memory_of(compile_steps(config), config)
+
+
+def with_micro_batches(config: TrainConfig, memory_limit: int | None) -> TrainConfig:
+    """The config with `micro_batches=auto` decided for the mesh that is set.
+
+    The fewest whose steps leave a tenth of `memory_limit` free, for evaluation, the data and
+    fragmentation; found by bisection, each compiled. Without a limit, as on CPUs, all devices have
+    half of the machine's memory. If none fits, a micro-batch is one sequence for each device.
+    """
+    if config.micro_batches != "auto":
+        return config
+    limit = host_memory() // (2 * max(current_mesh().size, 1))
+    if memory_limit is not None:
+        limit = memory_limit * 9 // 10
+    rows = config.batch_size // shards_of("batch", current_mesh())
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+
+    def fits(count: int) -> bool:
+        try:
+            memory = training_memory(dataclasses.replace(config, micro_batches=count))
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what doesn't fit
+            if "RESOURCE_EXHAUSTED" in str(error):
+                return False
+            raise
+        return memory is None or memory.state + memory.working <= limit
+
+    chosen = counts[bisect_left(counts[:-1], True, key=fits)]
+    return dataclasses.replace(config, micro_batches=chosen)
 
 
 def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:

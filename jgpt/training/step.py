@@ -142,6 +142,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     finite is skipped, and so are all after it, in later calls too: their `first_step` is ahead of
     the state's step. With `scan_layers` a state that isn't stacked yet is stacked for each call.
     """
+    if (micro_batches := config.micro_batches) == "auto":
+        raise ValueError("micro_batches=auto has to be decided first, by plan.with_micro_batches")
     merged = model_of(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
@@ -162,18 +164,18 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         window: Int[Array, "batch window"],
         key: Key[Array, ""],
     ) -> tuple[Float[Array, ""], PyTree[Float[Array, "?*shape"], "Weights"]]:
-        if config.micro_batches == 1:
+        if micro_batches == 1:
             return jax.value_and_grad(loss_of)(weights, window, key)
-        cut = lambda x: x.reshape(config.micro_batches, -1, x.shape[1])  # noqa: E731
+        cut = lambda x: x.reshape(micro_batches, -1, x.shape[1])  # noqa: E731
         parts = with_placed(cut, window, None, "batch", None)
-        keys = jax.random.split(key, config.micro_batches)
+        keys = jax.random.split(key, micro_batches)
 
         def add(total, part):
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(weights, *part)), None
 
         zeros = jnp.zeros((), _loss_dtype(config.model)), jax.tree.map(jnp.zeros_like, weights)
         total, _ = jax.lax.scan(add, zeros, (parts, keys))
-        return jax.tree.map(lambda leaf: leaf / config.micro_batches, total)
+        return jax.tree.map(lambda leaf: leaf / micro_batches, total)
 
     @typed
     def step(

@@ -28,8 +28,12 @@ def numbers(text: str) -> list[str]:
 
 
 def test_info_of_gpt2_by_hand(capsys, monkeypatch):
-    memory = TrainingMemory(state=3 * MIB, working=MIB // 2)
-    monkeypatch.setattr("jgpt.training.plan.training_memory", lambda config: memory)
+    def memory(config):  # 32 sequences at once are half a MiB, and 48 more than there is
+        rows = config.batch_size // config.micro_batches
+        return TrainingMemory(state=3 * MIB, working=rows * MIB // 64)
+
+    monkeypatch.setattr("jgpt.training.plan.training_memory", memory)
+    monkeypatch.setattr("jgpt.training.plan.host_memory", lambda: 7 * MIB)
     main(["info", "gpt2"])
     *parts, flops, needed = capsys.readouterr().out.splitlines()
     width, layers = 768, 12
@@ -60,7 +64,7 @@ def test_info_of_gpt2_by_hand(capsys, monkeypatch):
     # two for each weight of a product and for each key and value met in 1024 positions
     forward = 2 * (layers * (attention + feed_forward) + 50257 * width + layers * 2 * 1024 * width)
     assert numbers(flops) == [f"{forward:,}", f"{3 * forward:,}"] == ["284,812,800", "854,438,400"]
-    assert numbers(needed) == ["12", "3.5", "3.0", "512.0"]
+    assert numbers(needed) == ["480,", "15", "3.5", "3.0", "512.0"]
     assert (needed.count("MiB"), needed.count("KiB")) == (2, 1)
 
 
@@ -84,6 +88,8 @@ def test_a_plan_in_words_by_hand():
     assert numbers(steps) == ["2,000", "12", "64", "1.5", "1.23e+11"]
     assert numbers(evaluations) == ["250"]
     assert re.findall(r"[\d.]+ MiB", memory) == ["12.0 MiB", "5.0 MiB", "7.0 MiB"]
+    parts = dataclasses.replace(planned, config=TrainConfig(micro_batches=3))
+    assert describe(parts)[2].startswith("2,000 steps of 12 x 64 tokens, in 3 micro-batches: 1.5")
     sharded = dataclasses.replace(planned, mesh="fsdp=8", replicated=("so much",))
     assert describe(sharded)[4:6] == ["mesh: fsdp=8", "so much"]
 
@@ -157,6 +163,7 @@ STEP = CompiledStep(
     chip=CHIPS["v5e"],
     chips=8,
     mesh="data=2,fsdp=4",
+    micro_batches=1,
     memory=TrainingMemory(state=3 * MIB, working=MIB // 2),
     fits=True,
     flops=197_000_000_000,
@@ -200,7 +207,10 @@ def test_a_plan_for_other_hardware(command, capsys, monkeypatch):
     said = json.loads(capsys.readouterr().out)
     assert said["memory"] == {"state": 3 * MIB, "working": MIB // 2}
     assert said["collectives"][0] == {"kind": "all-gather", "count": 7, "sent": 2 * MIB}
-    small = describe_ahead(dataclasses.replace(STEP, fits=False, collectives=(), kernels=()))
+    small = describe_ahead(
+        dataclasses.replace(STEP, fits=False, micro_batches=3, collectives=(), kernels=())
+    )
+    assert small[0] == "8 x TPU v5 lite (v5e:2x4), mesh data=2,fsdp=4, in 3 micro-batches"
     assert small[1].endswith(", which is NOT enough")
     assert small[2] == "collectives of a step: none, as each chip sends them"
     assert small[-1] == "custom kernels: none"

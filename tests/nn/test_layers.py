@@ -100,6 +100,13 @@ def test_a_layer_norm_by_hand():
     np.testing.assert_allclose(plain(x), [[-0.5, 0.5]], rtol=1e-6)
 
 
+def test_a_layer_norm_of_16_bits_subtracts_the_mean_in_32():
+    """The mean of 259.5 would be 260 in bfloat16."""
+    x = jnp.array([[256, 258, 260, 264]], jnp.bfloat16)
+    expected = np.array([[-3.5, -1.5, 0.5, 4.5]]) / 8.75**0.5
+    np.testing.assert_allclose(LayerNorm(4)(x), expected, rtol=1e-5)
+
+
 def test_an_rms_norm_by_hand():
     # the mean square of 3 and 4 is 12.5, and 16 with the epsilon: both are divided by 4
     x = jnp.array([[3.0, 4.0]])

@@ -5,10 +5,15 @@ import hashlib
 
 import pytest
 
-from jgpt import DataConfig, fit
+from jgpt import DataConfig, ModelConfig, TrainConfig, fit
 from jgpt.data import corpus
+from jgpt.data.batches import evaluation_windows
+from jgpt.runs import loop
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
+from jgpt.runs.progress import Progress
+from jgpt.training import plan
+from jgpt.training.plan import TrainingMemory
 
 
 @pytest.fixture
@@ -70,3 +75,48 @@ def test_a_run_from_before_the_text_was_recorded_compares_its_tokens(of_python_3
     monkeypatch.setattr(corpus, "python_reference", lambda: text)
     with pytest.raises(ValueError, match="SHA-256 of its tokens"):
         evaluate(run.path)
+
+
+def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_path, monkeypatch):
+    """Of 12 rows a device holds 6 at once, and the one that goes on 3: evaluations are as large."""
+    out, evaluated, said = tmp_path / "run", [], []
+
+    def memory_of_rows(config):
+        return TrainingMemory(0, config.batch_size // config.micro_batches)
+
+    def spy(tokens, block_size, rows):
+        evaluated.append(rows)
+        return evaluation_windows(tokens, block_size, rows)
+
+    monkeypatch.setattr(plan, "training_memory", memory_of_rows)
+    monkeypatch.setattr(plan, "host_memory", lambda: 2 * 6)
+    monkeypatch.setattr(loop, "evaluation_windows", spy)
+    config = TrainConfig(
+        model=ModelConfig(architecture="bigram", block_size=7, dropout=0.1),
+        dataset=DataConfig(data=(str(poem),)),
+        out=str(out),
+        steps=2,
+        batch_size=12,
+        micro_batches="auto",
+        sample_tokens=0,
+    )
+    fit(config)
+    run = RunDirectory.open(out)
+    assert run.config().micro_batches == "auto"
+    assert [line["micro_batches"] for line in run.provenance()] == [2]
+    monkeypatch.setattr(plan, "host_memory", lambda: 2 * 3)
+    progress = Progress()
+    monkeypatch.setattr(progress, "warned", said.append)
+    fit(dataclasses.replace(config, steps=3), resume=True, progress=progress)
+    assert [line["micro_batches"] for line in run.provenance()] == [2, 4]
+    (changed,) = (line for line in said if "micro-batches" in line)
+    assert changed == (
+        "4 micro-batches fit here, 2 were used before: gradients differ in rounding, and dropout "
+        "in its random numbers"
+    )
+    evaluate(out)
+    (run.path / "provenance.jsonl").unlink()  # then one row at a time, which fits anywhere
+    evaluate(out)
+    assert evaluated == [6, 3, 3, 1]
+    planned = loop.plan(dataclasses.replace(config, steps=4), resume=True)
+    assert planned.config.micro_batches == 4

@@ -13,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jgpt import ModelConfig, TrainConfig
 from jgpt.hardware import CHIPS, Platform, topology
+from jgpt.sharding import current_mesh
 from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
 from jgpt.training.plan import TrainingMemory
@@ -161,7 +162,14 @@ def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
     monkeypatch.setattr(ahead, "topology", lambda on: (chip, jax.devices()[:4]))
     monkeypatch.setattr(ahead, "compile_steps", lambda config: steps)
     monkeypatch.setattr(ahead, "memory_of", lambda steps, config: TrainingMemory(300, 40))
-    step = compile_ahead(CONFIG, "v5e:2x2")
+
+    def decide(config, limit):
+        assert (limit, current_mesh().size) == (chip.memory, 4)
+        return dataclasses.replace(config, micro_batches=2)
+
+    monkeypatch.setattr(ahead, "with_micro_batches", decide)
+    step = compile_ahead(dataclasses.replace(CONFIG, micro_batches="auto"), "v5e:2x2")
+    assert step.micro_batches == 2
     tokens, products = 16 * 128, PARAMETERS - 512 * 256 - 128 * 256
     # forward and backward of every token; attention's two products over all 128 positions
     flops = 3 * 2 * (products + 2 * 2 * 128 * 256) * tokens // 4

@@ -68,14 +68,22 @@ def test_warmup_stable_decay_by_hand():
     np.testing.assert_allclose(rates(WSD, 10, (10, 11, 99)), [0, 0, 0], atol=1e-7)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_schedule_may_span_fewer_steps_than_the_run(schedule):
+    shorter = dataclasses.replace(WSD, schedule=schedule, min_learning_rate=0.1, schedule_steps=10)
+    whole = dataclasses.replace(shorter, schedule_steps=None)
+    assert rates(shorter, 25, range(25)) == rates(whole, 10, range(25))
+
+
 def test_warmup_stable_decay_ends_at_the_least_rate():
     least = dataclasses.replace(WSD, min_learning_rate=0.2)
     np.testing.assert_allclose(rates(least, 10, (6, 8, 10, 99)), [0.4, 0.3, 0.2, 0.2], rtol=1e-5)
 
 
-def test_a_decay_that_begins_before_the_warmup_ends_waits_for_it():
-    late = dataclasses.replace(WSD, warmup_steps=7)
-    np.testing.assert_allclose(rates(late, 10, (6, 7, 8, 9)), [0.35, 0.4, 0.3, 0.2], rtol=1e-5)
+def test_a_decay_that_the_warmup_reaches_into_is_shorter_and_ends_at_the_minimum():
+    late = dataclasses.replace(WSD, warmup_steps=8, min_learning_rate=0.1)
+    expected = [0.4 * 8 / 9, 0.4, 0.25, 0.1, 0.1]
+    np.testing.assert_allclose(rates(late, 10, (7, 8, 9, 10, 11)), expected, rtol=1e-5)
     sudden = dataclasses.replace(WSD, decay_fraction=0.0)
     np.testing.assert_allclose(rates(sudden, 10, (3, 9, 10)), [0.4, 0.4, 0.0], atol=1e-7)
 
@@ -301,6 +309,27 @@ def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
             np.testing.assert_allclose(mine, times * its, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"ema_decay": 0.5}, {"optimizer": "adamw", "embedding_learning_rate": 0.1}],
+    ids=["muon and averaged", "embeddings apart"],
+)
+def test_every_optimizer_is_given_clipped_gradients(changes):
+    config = dataclasses.replace(MUON, **changes)
+    clipping = make_optimizer(dataclasses.replace(config, gradient_clip=1.0), 2)
+    plain, clip = make_optimizer(config, 2), clip_by_global_norm(1.0)
+    kernel, table = np.eye(2, 3), np.eye(3, 2)
+    weights = {**in_a_block(kernel), "token_embedding": {"embedding": jnp.asarray(table)}}
+    states = [clipping.init(weights), plain.init(weights)]
+    found, expected = weights, weights
+    for size in (1000.0, 0.3):  # only the first is too long
+        gradients = jax.tree.map(lambda leaf, size=size: size * leaf - 0.1, weights)
+        found, states[0] = clipping.update(gradients, states[0], weights)
+        clipped, _ = clip.update(gradients, clip.init(weights))
+        expected, states[1] = plain.update(clipped, states[1], weights)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_muon_s_rate_has_the_schedule_s_shape():
     random = np.random.default_rng(2)
     weights, gradient = in_a_block(np.zeros((3, 5))), in_a_block(random.standard_normal((3, 5)))
@@ -337,3 +366,22 @@ def test_averaged_weights_are_the_mean_of_what_the_optimizer_trains():
             wanted = sum(w * np.asarray(one[name]) for w, one in zip(weights, every, strict=True))
             np.testing.assert_allclose(array, wanted / weights.sum(), rtol=1e-5)
     assert np.abs(mean["v"] - trained["v"]).max() > 0.05
+
+
+def test_a_state_keeps_its_dtypes_and_owns_its_arrays():
+    """A step is a loop over states of one type, and is given state and weights to overwrite."""
+    averaging = make_optimizer(dataclasses.replace(CONFIG, ema_decay=0.5), 3)
+    weights = {"m": jnp.ones((2, 3), jnp.bfloat16), "v": jnp.ones(3)}
+    state = averaging.init(weights)
+    for name, trained in trained_weights(weights, state).items():
+        assert trained.unsafe_buffer_pointer() != weights[name].unsafe_buffer_pointer()
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, (weights, state))
+    again = jax.eval_shape(averaging.update, weights, state, weights)
+    assert jax.tree.map(lambda leaf: leaf.dtype, again) == dtypes
+
+
+def test_a_schedule_of_64_bits_is_exact():
+    with jax.enable_x64(True):
+        rate = jnp.asarray(learning_rate_schedule(CONFIG, 110)(jnp.int32(37)))
+    assert rate.dtype == jnp.float64
+    assert float(rate) == pytest.approx(nanogpt(37), rel=1e-14)

@@ -1,6 +1,7 @@
 """What a plan says of a run before it starts, computed by hand."""
 
 import dataclasses
+import math
 import re
 import types
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.data.dataset import load_dataset
-from jgpt.sharding import abstract_mesh, make_mesh
+from jgpt.nn.models import flops_per_token
+from jgpt.sharding import abstract_mesh, make_mesh, use_mesh
 from jgpt.training import plan
 from jgpt.training.plan import (
     Placement,
@@ -26,6 +28,7 @@ from jgpt.training.plan import (
     replicated_dimensions,
     require_feasible,
     training_memory,
+    with_micro_batches,
 )
 from jgpt.training.step import abstract_state, state_specs
 
@@ -173,6 +176,81 @@ def test_a_state_in_shards_may_be_larger_than_a_device():
     require_feasible(config, 3 * 4 * 124_439_808 * 51 // 100)
     with pytest.raises(ValueError, match=r"712\.7 MiB, the device has 427\.2 MiB: .*mesh=fsdp=N"):
         require_feasible(config, 3 * 4 * 124_439_808 * 3 // 10)
+
+
+AUTO = TrainConfig(model=MODEL, batch_size=24, micro_batches="auto")
+
+
+@pytest.mark.parametrize(
+    ("limit", "mesh", "chosen"),
+    [
+        (100 + 10 * 24, None, 1),
+        (100 + 10 * 24 - 1, None, 2),
+        (100 + 10 * 8, None, 3),
+        (100 + 10 * 5, None, 6),  # nothing between 4 and 6 rows divides 24
+        (100 + 10 * 5, "data=2,fsdp=2,tensor=2", 2),  # 24 rows are 6 on each of 4
+        (3, None, 24),
+        (3, "fsdp=8", 3),
+    ],
+)
+def test_the_fewest_micro_batches_that_fit_and_divide(limit, mesh, chosen, monkeypatch):
+    """On a device that keeps 100 bytes, and 10 for each of its rows of a micro-batch."""
+    asked = []
+
+    def memory_of_rows(config):
+        asked.append(config.micro_batches)
+        rows = 24 // config.micro_batches // plan.shards_of("batch", plan.current_mesh())
+        return TrainingMemory(100, 10 * rows)
+
+    monkeypatch.setattr(plan, "training_memory", memory_of_rows)
+    with use_mesh(mesh):
+        # a tenth stays free
+        assert with_micro_batches(AUTO, math.ceil(limit / 0.9)).micro_batches == chosen
+        assert len(asked) == len({*asked}) <= 3  # of up to 8 that divide
+        given = dataclasses.replace(AUTO, micro_batches=4, batch_size=64)
+        assert with_micro_batches(given, 1) is given
+        # all of a CPU's devices have half of the machine's
+        devices = 1 if mesh is None else 8
+        monkeypatch.setattr(plan, "host_memory", lambda: 2 * devices * limit)
+        assert with_micro_batches(AUTO, None).micro_batches == chosen
+
+
+def test_micro_batches_that_a_compiler_refuses_or_does_not_measure(monkeypatch):
+    def compiled(config, reason="RESOURCE_EXHAUSTED: 15.88G exceeds 15.75G"):
+        if config.micro_batches < 3:
+            raise jax.errors.JaxRuntimeError(reason)
+        return TrainingMemory(1, 1)
+
+    monkeypatch.setattr(plan, "training_memory", compiled)
+    assert with_micro_batches(AUTO, 99).micro_batches == 3
+    monkeypatch.setattr(plan, "training_memory", lambda config: compiled(config, "INTERNAL"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        with_micro_batches(AUTO, 99)
+    monkeypatch.setattr(plan, "training_memory", lambda config: None)
+    assert with_micro_batches(AUTO, 99).micro_batches == 1
+
+
+def test_micro_batches_are_measured_by_the_compiler():
+    """The limit lies between what two and three of them need."""
+    bigram = ModelConfig(architecture="bigram", vocab_size=99, block_size=64)
+    config = dataclasses.replace(AUTO, model=bigram, steps_per_call=1)
+    needs = [training_memory(dataclasses.replace(config, micro_batches=count)) for count in (2, 3)]
+    more, less = (each.state + each.working for each in needs if each is not None)
+    assert less < more
+    assert with_micro_batches(config, (less + more) // 2 * 10 // 9).micro_batches == 3
+
+
+def test_undecided_micro_batches_are_not_trained():
+    with pytest.raises(ValueError, match="micro_batches=auto has to be decided first"):
+        training_memory(AUTO)
+
+
+# a query's and a key's head of 8 features, where embed_dim / num_heads would be 6
+@pytest.mark.parametrize(("window", "reach"), [(None, 7), (3, 3)])
+def test_flops_count_the_features_that_heads_have(window, reach):
+    model = dataclasses.replace(MODEL, head_dim=8, num_layers=3, attention_window=window)
+    block = 4 * 12 * 16 + 2 * 12 * 48
+    assert flops_per_token(model) == 2 * (3 * block + HEAD) + 3 * 2 * (2 * reach * 16)
 
 
 @pytest.mark.parametrize(

@@ -107,24 +107,39 @@ def test_a_step_is_gradient_descent_on_the_batch_s_loss():
     np.testing.assert_allclose(moved[large], -1e-2 / 4 * (sign + decay)[large], rtol=2e-3)
 
 
-def test_each_step_drops_out_with_a_key_of_its_own():
+@pytest.mark.parametrize("parts", [1, 5])
+def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts):
     """The same window at each step, at a learning rate that moves nothing."""
     config = dataclasses.replace(
         CONFIG,
+        micro_batches=parts,
         model=dataclasses.replace(CONFIG.model, dropout=0.5),
         optimizer=OptimizerConfig(learning_rate=1e-30, min_learning_rate=1e-30, weight_decay=0.0),
     )
     state, key = init_state(config), dropout_stream(config.seed)
-    model = nnx.merge(nnx.graphdef(abstract_model(config.model)), state.weights)
+    graph = nnx.graphdef(abstract_model(config.model))
     window = batches(TOKENS, config.seed, 0, 1, 5, 6)[0]
-    expected = []
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_of(weights, window, key):
+        model, rngs = nnx.merge(graph, weights), nnx.Rngs(dropout=key)
+        return cross_entropy(model(window[:, :-1], rngs=rngs), window[:, 1:])
+
+    expected, norms = [], []
     for step in range(3):
-        rngs = nnx.Rngs(dropout=jax.random.fold_in(key, step))
-        expected.append(cross_entropy(model(window[:, :-1], rngs=rngs), window[:, 1:]).item())
+        of_step = jax.random.fold_in(key, step)
+        keys = jax.random.split(of_step, parts) if parts > 1 else [of_step]
+        pieces = zip(jnp.split(window, parts), keys, strict=True)
+        losses, gradients = zip(*(loss_of(state.weights, *given) for given in pieces), strict=True)
+        expected.append(np.mean(losses))
+        means = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *gradients)
+        norms.append(np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(means))))
     assert len(set(expected)) == 3
     windows = jnp.stack([window] * 3)
     _, metrics = make_train_steps(config)(init_state(config), windows, key, 3, 0)
     np.testing.assert_allclose(metrics.loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics.gradient_norm, norms, rtol=1e-4)
 
 
 def test_a_new_seed_compiles_nothing_anew():
@@ -144,7 +159,9 @@ def test_a_new_seed_compiles_nothing_anew():
 def test_seeds_decide_parameters_and_dropout(train_steps, initial):
     other = dataclasses.replace(CONFIG, seed=3)
     assert bits(init_state(CONFIG)) == bits(initial())
-    assert bits(init_state(other).weights) != bits(initial().weights)
+    drawn = create_model(CONFIG.model, rngs=nnx.Rngs(dropout_stream(CONFIG.seed)))
+    of_dropout = nnx.to_pure_dict(nnx.state(drawn, nnx.Param))
+    assert bits(init_state(other).weights) != bits(initial().weights) != bits(of_dropout)
     # the same parameters and batches, another dropout
     _, metrics = run(train_steps, initial(), [2])
     _, other_metrics = run(train_steps, initial(), [2], other)
@@ -215,15 +232,20 @@ def test_in_chunks_training_and_evaluation_are_the_same(architecture, monkeypatc
     assert chunked_total == pytest.approx(whole_total, rel=1e-5)
 
 
-def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(train_steps, initial):
+@pytest.mark.parametrize(("scale", "loss_is_finite"), [(math.nan, False), (1e25, True)])
+def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(
+    scale, loss_is_finite, train_steps, initial
+):
+    """The second's gradient is infinite."""
     good, _ = run(train_steps, initial(), [2])
     poisoned = jax.tree.map(jnp.array, good)
-    poisoned.weights["final_norm"]["scale"] = jnp.full(8, jnp.nan)
+    poisoned.weights["final_norm"]["scale"] = jnp.full(8, scale)
     before = jax.tree.map(np.asarray, poisoned)
     windows, key = batches(TOKENS, CONFIG.seed, 2, 7, 5, 6), dropout_stream(CONFIG.seed)
     after, measured = train_steps(poisoned, windows, key, 3, 2)
     assert int(after.step) == 2
-    assert math.isnan(measured.loss[0])
+    assert math.isfinite(measured.loss[0]) == loss_is_finite
+    assert not math.isfinite(measured.gradient_norm[0])
     assert np.array_equal(measured.loss[1:], np.zeros(6))
     later, _ = train_steps(after, windows, key, 3, 5)  # the call in flight meanwhile
     for left, right in zip(jax.tree.leaves(before), jax.tree.leaves(later), strict=True):
