@@ -1,7 +1,6 @@
 """The training loop: fit, evaluate, plan."""
 
 import contextlib
-import itertools
 import math
 import shutil
 import time
@@ -33,7 +32,7 @@ from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
-from jgpt.runs.directory import CONFIG, LOSS_PICTURE, PROFILE, RunDirectory
+from jgpt.runs.directory import LOSS_PICTURE, PROFILE, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import CompilationWatch, Profiler
@@ -194,7 +193,7 @@ def _prepare(
 
     The first config is the run's to save, the second has all that is decided for this machine.
     """
-    out = _run_directory(config, resume=resume, overwrite=overwrite)
+    out = RunDirectory.choose(config, resume=resume, overwrite=overwrite)
     for name in config.trackers:
         require_tracker(name)
     run = RunDirectory.open(out) if resume and RunDirectory.exists(out) else None
@@ -236,33 +235,6 @@ def _require_room(config: TrainConfig, out: Path) -> None:
             f"{existing} has {format_bytes(free)} free, the checkpoints need "
             f"{format_bytes(needed)}: free some space, or lower keep_best and keep_last"
         )
-
-
-def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
-    if resume and overwrite:
-        raise ValueError("give resume=True or overwrite=True, not both")
-    if config.out is None:
-        if resume:
-            raise ValueError("resume=True needs the run's out=DIRECTORY")
-        names = (f"{config.name}-{n}" if n > 1 else config.name for n in itertools.count(1))
-        return next(out for name in names if not (out := Path("runs") / name).exists())
-    out = Path(config.out)
-    if not out.is_dir():
-        if out.exists() or out.is_symlink():
-            raise NotADirectoryError(f"{out} is a file: choose another directory")
-        return out
-    if RunDirectory.exists(out):
-        RunDirectory.open(out).config()  # raises if it is damaged, or another program's
-    elif not RunDirectory.is_unused(out):
-        raise FileExistsError(
-            f"{out} is not a run directory: it has files, but no {CONFIG}; choose another, such as "
-            f"{out / config.name}"
-        )
-    if not resume and not overwrite:
-        raise FileExistsError(
-            f"{out} already exists: resume=True continues it, overwrite=True starts again"
-        )
-    return out
 
 
 def _open_run(

@@ -3,13 +3,14 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from beartype.door import is_bearable
+
+from jgpt.durable import write_file
 
 MANIFEST = "manifest.json"
 
@@ -31,8 +32,7 @@ class Manifest:
         """Read a checkpoint's manifest. Raises ValueError if it is missing or damaged."""
         path = directory / MANIFEST
         try:
-            if path.is_symlink():
-                raise ValueError("it is a symbolic link")
+            refuse_foreign(path)
             values = json.loads(path.read_text(encoding="utf-8"))
             digest = values.pop("sha256")
             if digest != hashlib.sha256(json.dumps(values).encode()).hexdigest():
@@ -54,7 +54,7 @@ class Manifest:
         """Write it durably, with its own SHA-256."""
         values = dataclasses.asdict(self)
         values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-        write_new(directory / MANIFEST, json.dumps(values, indent=1) + "\n")
+        write_file(directory / MANIFEST, json.dumps(values, indent=1) + "\n")
 
 
 def verify(directory: Path) -> Manifest:
@@ -78,49 +78,20 @@ def verify(directory: Path) -> Manifest:
 def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
     """All files below a directory by relative name. Raises ValueError for a link."""
     for path in directory.rglob("*"):
-        if path.is_symlink():
-            raise ValueError(f"{path} is a symbolic link: a run only reads its own files")
+        refuse_foreign(path)
         if path.is_file():
             yield path.relative_to(directory).as_posix(), path
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise ValueError for a symbolic link, a pipe or a device."""
+    if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
+        raise ValueError(
+            f"{path} is a link or not a file: a run only reads and writes its own files"
+        )
 
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_below(directory: Path) -> None:
-    """fsync all files and directories below a directory."""
-    for path in directory.rglob("*"):
-        if path.is_dir():
-            sync_directory(path)
-        else:
-            with path.open("r+b") as file:  # Windows syncs only what is open for writing
-                os.fsync(file.fileno())
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a new file durably; its name is durable when its directory is synced."""
-    with path.open("xb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def make_directory(directory: Path) -> None:
-    """Make a directory and its missing parents durably."""
-    new = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in reversed(new):
-        sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """fsync a directory, so that its entries are durable."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, TrainConfig, fit, load
 from jgpt.config import to_json
+from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
 from jgpt.runs.resume import require_same_run
 from jgpt.training.step import TrainState, init_state
@@ -285,10 +286,53 @@ def test_only_directories_are_checkpoints(saved):
 def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
     saved.append_metrics([{"step": 1}])
     saved.write_samples("text")
-    (saved.path / "notes.txt").write_text("mine")
+    ours = ["profile/plugins/profile/1/trace", "tensorboard/events.out.tfevents.1"]
+    ours += ["checkpoints/saving-5/half", "checkpoints/deleting-1/half"]
+    foreign = ["notes.txt", "profile/mine", "tensorboard/mine", "wandb/run-1/theirs"]
+    foreign += ["checkpoints/9/model.bin", "checkpoints/deleting-soon", "checkpoints/mine"]
+    for name in ours + foreign:
+        (saved.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (saved.path / name).write_text("text")
+
+    def left():
+        files = (path for path in saved.path.rglob("*") if path.is_file())
+        return sorted(path.relative_to(saved.path).as_posix() for path in files)
+
     saved.clear()
-    left = sorted(path.name for path in saved.path.iterdir())
-    assert left == ["config.json", "notes.txt", "tokenizer.json"]
+    assert left() == sorted(["config.json", "tokenizer.json", *foreign])
+    (saved.path / "wandb.id").write_text("abc")  # so wandb was started for this run
+    (saved.path / "wandb" / "mine").write_text("text")
+    saved.clear()
+    foreign.remove("wandb/run-1/theirs")
+    assert left() == sorted(["config.json", "tokenizer.json", "wandb/mine", *foreign])
+
+
+@pytest.mark.parametrize("moment", ["listed", "verified"])
+@pytest.mark.parametrize(("which", "next_one"), [("last", 5), ("best", 5), (4, None)])
+def test_a_checkpoint_that_training_deletes_while_it_is_read_is_followed_by_the_next(
+    saved, small_run, initial, monkeypatch, moment, which, next_one
+):
+    """The run trains on between the look at the directory and the look at a file."""
+    one_each = dataclasses.replace(small_run, keep_best=1, keep_last=1)
+    saved.write_config(one_each)
+    place = "verify" if moment == "listed" else "_require_plausible_arrays"
+    read = getattr(checkpoints_module, place)
+
+    def read_late(directory, *arguments):
+        monkeypatch.undo()
+        with Checkpoints(saved) as training:
+            training.save(numbered(initial, 5), 0.5)
+        assert saved.checkpoint_steps() == [5]
+        return read(directory, *arguments)
+
+    monkeypatch.setattr(checkpoints_module, place, read_late)
+    with Checkpoints(saved, read_only=True) as checkpoints:
+        if next_one is None:
+            with pytest.raises(ValueError, match=r"has no checkpoint 4: it has 5$"):
+                checkpoints.restore_weights(one_each, which)
+        else:
+            weights = checkpoints.restore_weights(one_each, which)
+            assert bits(weights) == bits(numbered(initial, next_one).weights)
 
 
 def test_a_run_goes_on_only_with_what_it_was_begun_with():

@@ -287,13 +287,23 @@ def test_resuming_begins_where_there_is_no_run_yet(trained, small_run, tmp_path)
         assert measured(run.directory) == measured(trained.directory)
 
 
-@pytest.mark.parametrize("foreign", [None, '{"model_type": "gpt2"}', "{"])
-def test_a_folder_that_is_not_a_run_is_never_overwritten(small_run, tmp_path, foreign):
-    (tmp_path / "model.safetensors").write_text("precious")
+@pytest.mark.parametrize(
+    ("foreign", "refusal"),
+    [
+        (None, r"is not a run directory: it has files, but no config\.json"),
+        ('{"model_type": "gpt2"}', r"config\.json is damaged"),
+        ("{", r"config\.json is damaged"),
+        ("{}", "is not a run of jgpt's: choose another directory"),
+    ],
+)
+def test_a_folder_that_is_not_a_run_is_never_overwritten(small_run, tmp_path, foreign, refusal):
+    for name in ("model.safetensors", "checkpoints/1/a", "wandb/run-1/b", "profile/plugins/c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("precious")
     if foreign:
         (tmp_path / "config.json").write_text(foreign)
     before = snapshot(tmp_path)
-    with pytest.raises((ValueError, OSError), match=r"config\.json"):
+    with pytest.raises((ValueError, OSError), match=refusal):
         fit(dataclasses.replace(small_run, out=str(tmp_path)), overwrite=True)
     assert snapshot(tmp_path) == before
 
