@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shutil
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jgpt import CharTokenizer, ModelConfig, TrainConfig, fit, load
+from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, fit, load
 from jgpt.config import to_json
 from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
@@ -349,6 +350,52 @@ def test_a_run_goes_on_only_with_what_it_was_begun_with():
     assert "model.embed_dim is 128 in the run, 256 in the config; seed is 1337 in" in str(
         error.value
     )
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("model", {"num_kv_heads": 2}),
+        ("optimizer", {"optimizer": "muon"}),
+        ("optimizer", {"embedding_learning_rate": 0.03}),
+        ("optimizer", {"gradient_clip": 0.0}),
+        ("optimizer", {"ema_decay": 0.7}),
+    ],
+)
+def test_an_imported_run_goes_on_with_what_its_state_was_made_with(part, changes):
+    """Its optimizer's state has an array, or lacks one, for each of these."""
+    imported = TrainConfig()
+    other = dataclasses.replace(
+        imported, **{part: dataclasses.replace(getattr(imported, part), **changes)}
+    )
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"run to resume: {part}.{name} is "):
+        require_same_run(imported, other, imported=True)
+    tuned = dataclasses.replace(imported.optimizer, learning_rate=0.1, beta2=0.9, warmup_steps=7)
+    longer = dataclasses.replace(imported, optimizer=tuned, steps=5, batch_size=3, seed=9)
+    require_same_run(imported, longer, imported=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "refused"),
+    [
+        ({"learning_rate": 2e-3}, {"learning_rate": 1.5e-3}, False),
+        ({"learning_rate": 2e-3}, {"learning_rate": 2.5e-3}, True),
+        ({"min_learning_rate": 2e-4}, {"min_learning_rate": 0.0}, False),
+        ({"muon_learning_rate": 0.02}, {"muon_learning_rate": 0.01}, False),
+        ({"muon_learning_rate": 0.02}, {"muon_learning_rate": 0.03}, True),
+        ({"embedding_learning_rate": 0.02}, {"embedding_learning_rate": 0.01}, False),
+        ({"embedding_learning_rate": 0.02}, {"embedding_learning_rate": None}, True),
+        ({}, {"embedding_learning_rate": 1e-5}, True),
+        ({"weight_decay": 0.2}, {"weight_decay": 0.1}, True),
+    ],
+)
+def test_a_run_goes_on_with_lower_learning_rates_and_no_other_optimizer(saved, given, refused):
+    before, after = (TrainConfig(optimizer=OptimizerConfig(**rates)) for rates in (saved, given))
+    (name,) = given
+    expected = pytest.raises(ValueError, match=f"optimizer.{name} is") if refused else nullcontext()
+    with expected:
+        require_same_run(before, after)
 
 
 def test_the_config_on_disk_is_json_for_people(saved, small_run):

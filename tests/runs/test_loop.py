@@ -345,6 +345,21 @@ def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(small_
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights))
 
 
+@pytest.mark.parametrize(
+    ("ema_decay", "advice"),
+    [(0.9, "lower ema_decay or learning_rate"), (0.0, "lower learning_rate")],
+)
+def test_a_validation_loss_that_is_not_finite_blames_what_can_be_the_cause(
+    small_run, tmp_path, monkeypatch, ema_decay, advice
+):
+    monkeypatch.setattr(loop, "_evaluators", lambda *_: (lambda _: math.nan, lambda _: 3.0))
+    config = with_changes(small_run, "model", architecture="bigram", dropout=0.0)
+    config = with_changes(config, "optimizer", ema_decay=ema_decay)
+    refusal = f"validation loss is nan after step 4: {advice}; checkpoint 1 is kept$"
+    with pytest.raises(FloatingPointError, match=refusal):
+        fit(dataclasses.replace(config, out=str(tmp_path / "run")))
+
+
 def test_a_run_trains_from_prepared_data_as_from_its_text(trained, small_run, tmp_path):
     prepare(small_run.dataset, tmp_path / "prepared")
     config = with_changes(small_run, "dataset", data=(str(tmp_path / "prepared"),))
