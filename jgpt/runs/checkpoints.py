@@ -24,7 +24,7 @@ from jgpt.hardware import Platform, current_platform, process_count, process_ind
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
-from jgpt.runs.manifest import Manifest, files_below, sha256_of, verify
+from jgpt.runs.manifest import Manifest, files_below, read_text, sha256_of, verify
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays, current_mesh, weight_specs
 from jgpt.training.optimizer import make_optimizer
@@ -323,9 +323,11 @@ def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
 
 def _require_plausible(path: Path, largest: int) -> None:
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
+        header = json.loads(read_text(path))
         if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
             raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
+        if header["compressor"]["id"] != "zstd" or header["filters"] is not None:
+            raise ValueError("its compressor is not zstd alone, which jgpt writes")
         for name in ("shape", "chunks"):
             sizes = header[name]
             if not all(type(size) is int and size > 0 for size in sizes):

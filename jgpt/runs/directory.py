@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 from jgpt.durable import append, make_directory, own_file, sync_directory, write_file
-from jgpt.runs.manifest import MANIFEST, refuse_foreign
+from jgpt.runs.manifest import MANIFEST, read_text, refuse_foreign
 
 if sys.platform == "win32":
     import msvcrt
@@ -28,15 +28,12 @@ CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
 CHECKPOINTS, SAMPLES, LOSS_PICTURE = "checkpoints", "samples.txt", "loss.png"
 TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb.id"
-_WRITTEN = (
-    *(METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, "profile/plugins"),
-    "tensorboard/events.out.tfevents.*",
-)
-_WRITTEN_BY_WANDB = (
-    *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
-    WANDB_ID,
-)
+_REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
+_FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
+_BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
+_BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
 _MOST_STEPS = 2**31  # steps are int32
+_LONGEST_LINE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,8 @@ class RunDirectory:
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         for entry in path.iterdir():
             refuse_foreign(entry)
+            if entry.name in _FILES and entry.is_dir():
+                raise ValueError(f"{entry} is a directory: a run has a file of that name")
         return cls(path)
 
     @staticmethod
@@ -92,7 +91,7 @@ class RunDirectory:
                 raise NotADirectoryError(f"{out} is a file: choose another directory")
             return out
         if cls.exists(out):
-            cls.open(out)._require_ours()
+            cls.open(out)._require_ours(checkpoints_too=overwrite)
         elif not cls.is_unused(out):
             raise FileExistsError(
                 f"{out} is not a run directory: it has files, but no {CONFIG}; choose another, "
@@ -104,13 +103,18 @@ class RunDirectory:
             )
         return out
 
-    def _require_ours(self) -> None:
+    def _require_ours(self, checkpoints_too: bool) -> None:
         """Raise ValueError for files that are damaged, or that `create` didn't write."""
         self.config()
         parts = _read(self.path / CONFIG, json.loads).keys()
         if not ({"model", "optimizer", "dataset"} <= parts and (self.path / TOKENIZER).is_file()):
             raise ValueError(f"{self.path} is not a run of jgpt's: choose another directory")
         self.tokenizer()
+        for step in self.checkpoint_steps() if checkpoints_too else ():
+            if not (manifest := self.path / CHECKPOINTS / f"{step}" / MANIFEST).is_file():
+                raise ValueError(
+                    f"{manifest} is missing: delete {manifest.parent} if it is a run's"
+                )
 
     @staticmethod
     def is_unused(path: Path) -> bool:
@@ -204,10 +208,10 @@ class RunDirectory:
 
         Its config makes the directory a run, which can be overwritten if this is interrupted.
         """
-        steps, folder = self.checkpoint_steps(), self.path / CHECKPOINTS
-        self.delete_checkpoints(step for step in steps if (folder / f"{step}" / MANIFEST).is_file())
-        by_wandb = _WRITTEN_BY_WANDB if (self.path / WANDB_ID).is_file() else ()
-        for entry in itertools.chain(*map(self.path.glob, _WRITTEN + by_wandb)):
+        self.delete_checkpoints(self.checkpoint_steps())
+        by_wandb = _BY_WANDB if (self.path / WANDB_ID).is_file() else ()
+        written = *_BY_TRACKERS, *by_wandb, *_REPLACED
+        for entry in itertools.chain(*map(self.path.glob, written)):
             _delete(entry)
         for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
             with contextlib.suppress(OSError):  # it has other files, or doesn't exist
@@ -237,7 +241,7 @@ class RunDirectory:
             return
         end = 0
         with path.open("rb") as file:
-            for text in file:
+            while text := file.readline(_LONGEST_LINE):
                 end += len(text)
                 if not text.endswith(b"\n"):
                     return
@@ -258,7 +262,7 @@ def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
         hint = f": give {path / CONFIG}" * RunDirectory.exists(path)
         raise ValueError(f"{path} is not a file{hint}")
     try:
-        return parse(path.read_text(encoding="utf-8-sig"))  # an editor may have added a mark
+        return parse(read_text(path))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 

@@ -13,6 +13,7 @@ from beartype.door import is_bearable
 from jgpt.durable import write_file
 
 MANIFEST = "manifest.json"
+_LARGEST_TEXT = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Manifest:
         path = directory / MANIFEST
         try:
             refuse_foreign(path)
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_text(path))
             digest = values.pop("sha256")
             if digest != hashlib.sha256(json.dumps(values).encode()).hexdigest():
                 raise ValueError("its SHA-256 does not match")
@@ -81,6 +82,13 @@ def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
         refuse_foreign(path)
         if path.is_file():
             yield path.relative_to(directory).as_posix(), path
+
+
+def read_text(path: Path) -> str:
+    """Read a text file. Raises ValueError if it is larger than any that a run has."""
+    if (size := path.stat().st_size) > _LARGEST_TEXT:
+        raise ValueError(f"it has {size:,} bytes")
+    return path.read_text(encoding="utf-8-sig")  # an editor may have added a mark
 
 
 def refuse_foreign(path: Path) -> None:

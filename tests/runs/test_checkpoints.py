@@ -290,7 +290,7 @@ def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
     ours = ["profile/plugins/profile/1/trace", "tensorboard/events.out.tfevents.1"]
     ours += ["checkpoints/saving-5/half", "checkpoints/deleting-1/half"]
     foreign = ["notes.txt", "profile/mine", "tensorboard/mine", "wandb/run-1/theirs"]
-    foreign += ["checkpoints/9/model.bin", "checkpoints/deleting-soon", "checkpoints/mine"]
+    foreign += ["checkpoints/deleting-soon", "checkpoints/mine"]
     for name in ours + foreign:
         (saved.path / name).parent.mkdir(parents=True, exist_ok=True)
         (saved.path / name).write_text("text")
@@ -306,6 +306,19 @@ def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
     saved.clear()
     foreign.remove("wandb/run-1/theirs")
     assert left() == sorted(["config.json", "tokenizer.json", "wandb/mine", *foreign])
+
+
+def test_a_run_with_another_s_files_in_place_of_its_own_is_not_overwritten(saved):
+    config = dataclasses.replace(saved.config(), out=str(saved.path))
+    assert RunDirectory.choose(config, resume=False, overwrite=True) == saved.path
+    (saved.path / "checkpoints" / "9").mkdir()
+    with pytest.raises(
+        ValueError, match=r"9/manifest\.json is missing: delete .*/9 if it is a run"
+    ):
+        RunDirectory.choose(config, resume=False, overwrite=True)
+    (saved.path / "samples.txt").mkdir()
+    with pytest.raises(ValueError, match=r"samples\.txt is a directory: a run has a file of that"):
+        RunDirectory.choose(config, resume=True, overwrite=False)
 
 
 @pytest.mark.parametrize("moment", ["listed", "verified"])

@@ -96,6 +96,8 @@ def test_names_in_a_manifest_do_not_lead_outside(copy, tmp_path):
         ("shape", [-1], r"shape is \[-1\]"),
         ("chunks", [0], r"chunks is \[0\]"),
         ("dtype", "<V999999", "not one that jgpt writes"),
+        ("compressor", {"id": "zlib", "level": 1}, "its compressor is not zstd alone"),
+        ("filters", [{"id": "delta"}], "its compressor is not zstd alone"),
     ],
 )
 def test_a_forged_header_is_refused_before_room_is_made_for_it(copy, field, lie, reason):
@@ -162,6 +164,21 @@ def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, small_run,
     os.mkfifo(copy / "checkpoints" / "8" / "pipe")
     with pytest.raises(ValueError, match="8/pipe is a link or not a file"):
         load(copy)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "checkpoints/11/manifest.json", "metrics.jsonl"]
+)
+def test_a_file_that_claims_more_than_memory_holds_is_refused_unread(copy, name):
+    """A sparse file costs nothing to make."""
+    lines = RunDirectory(copy).metrics()
+    with (copy / name).open("r+b") as file:
+        file.truncate(1 << 40)
+    if name == "metrics.jsonl":
+        assert RunDirectory(copy).metrics() == lines
+        return
+    with pytest.raises(ValueError, match=f"{name} is damaged: it has 1,099,511,627,776 bytes"):
+        load(copy, which="last")
 
 
 def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, tmp_path):
