@@ -63,8 +63,9 @@ class RunDirectory:
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         for entry in path.iterdir():
             refuse_foreign(entry)
-            if entry.name in _FILES and entry.is_dir():
-                raise ValueError(f"{entry} is a directory: a run has a file of that name")
+            misplaced = _FILES if entry.is_dir() else (CHECKPOINTS,)
+            if entry.name in misplaced:
+                raise ValueError(f"{entry} is not what a run has under that name: move it away")
         return cls(path)
 
     @staticmethod
@@ -107,7 +108,7 @@ class RunDirectory:
         """Raise ValueError for files that are damaged, or that `create` didn't write."""
         self.config()
         parts = _read(self.path / CONFIG, json.loads).keys()
-        if not ({"model", "optimizer", "dataset"} <= parts and (self.path / TOKENIZER).is_file()):
+        if not {"model", "optimizer", "dataset"} <= parts:
             raise ValueError(f"{self.path} is not a run of jgpt's: choose another directory")
         self.tokenizer()
         for step in self.checkpoint_steps() if checkpoints_too else ():

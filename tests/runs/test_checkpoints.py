@@ -317,7 +317,7 @@ def test_a_run_with_another_s_files_in_place_of_its_own_is_not_overwritten(saved
     ):
         RunDirectory.choose(config, resume=False, overwrite=True)
     (saved.path / "samples.txt").mkdir()
-    with pytest.raises(ValueError, match=r"samples\.txt is a directory: a run has a file of that"):
+    with pytest.raises(ValueError, match=r"samples\.txt is not what a run has under that"):
         RunDirectory.choose(config, resume=True, overwrite=False)
 
 
