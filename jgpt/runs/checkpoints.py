@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +19,12 @@ from flax import nnx
 from jgpt.config import TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
+from jgpt.durable import make_directory, new_directory, sync_below, sync_directory
 from jgpt.hardware import Platform, current_platform, process_count, process_index
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
-from jgpt.runs.manifest import Manifest, files_below, sha256_of, sync_below, sync_directory, verify
+from jgpt.runs.manifest import Manifest, files_below, read_text, sha256_of, verify
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays, current_mesh, weight_specs
 from jgpt.training.optimizer import make_optimizer
@@ -34,6 +34,11 @@ Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
 
 _STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
+_LAYOUT = re.compile(
+    r"manifest\.json|((weights|optimizer)/)?(_[A-Za-z_]+|commit_success\.txt)"
+    r"|(weights|optimizer)/(array_metadatas/process_\d+|[^/]+/(\.zarray|\d+(\.\d+)*))"
+)
+"""The files of a checkpoint: Orbax's records, and arrays in plain Zarr."""
 
 
 class Checkpoints:
@@ -53,9 +58,8 @@ class Checkpoints:
         self._saving: Future[None] | None = None
         self._writes = not read_only and process_index() == 0
         if self._writes:
-            self._path.mkdir(exist_ok=True)
-            sync_directory(run.path)
-            self._remove_unfinished()
+            make_directory(self._path)
+            run.delete_checkpoints(())  # what a killed process was still writing or deleting
 
     def __enter__(self) -> Self:
         logging.getLogger("absl").addFilter(self._quiet)
@@ -70,7 +74,7 @@ class Checkpoints:
             if self._orbax is not None:
                 self._orbax.close()
             if self._writes:
-                self._remove_unfinished()  # what a save that failed was still writing
+                self.run.delete_checkpoints(())  # what a save that failed was still writing
             logging.getLogger("absl").removeFilter(self._quiet)
 
     def steps(self) -> list[int]:
@@ -122,7 +126,8 @@ class Checkpoints:
                 known = ", ".join(map(str, steps))
                 raise ValueError(f"{self._path} has no checkpoint {which}: it has {known}")
             return which
-        return self._by_loss()[0] if which == "best" else steps[-1]
+        by_loss = self._by_loss() if which == "best" else []
+        return by_loss[0] if by_loss else steps[-1]
 
     def best(self) -> Manifest:
         """The manifest of the best checkpoint."""
@@ -130,28 +135,46 @@ class Checkpoints:
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
-        step = self._verified_step(config, which)
-        state = abstract_arrays(abstract_state(config), state_specs(config))
-        restored = self._restore(step, weights=state.weights, optimizer=state.optimizer)
+
+        def wanted() -> dict[str, Any]:
+            state = abstract_arrays(abstract_state(config), state_specs(config))
+            return {"weights": state.weights, "optimizer": state.optimizer}
+
+        step, restored = self._restore(config, which, wanted)
         return TrainState(**restored, step=jnp.int32(step))
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """Restore verified weights only. Raises ValueError if they are damaged."""
-        step = self._verified_step(config, which)  # before a model is made, which may be huge
-        model = abstract_model(config.model)
-        weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        wanted = abstract_arrays(weights, weight_specs(model, current_mesh()))
-        return self._restore(step, weights=wanted)["weights"]
+
+        def wanted() -> dict[str, Any]:
+            model = abstract_model(config.model)
+            weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            return {"weights": abstract_arrays(weights, weight_specs(model, current_mesh()))}
+
+        return self._restore(config, which, wanted)[1]["weights"]
+
+    def _restore(
+        self, config: TrainConfig, which: Which, wanted: Callable[[], dict[str, Any]]
+    ) -> tuple[int, dict[str, Any]]:
+        """Verify a checkpoint and read it; if training deletes it meanwhile, the next.
+
+        It is verified before what is `wanted` is made, which may be huge.
+        """
+        while True:
+            before = self.steps()
+            try:
+                step = self._verified_step(config, which)
+                return step, self._read_arrays(step, wanted())
+            except (ValueError, OSError):
+                if {*before} <= {*self.steps()}:
+                    raise
 
     def _by_loss(self) -> list[int]:
-        """Steps by validation loss; those without one last, newest first."""
-
-        def rank(step: int) -> tuple[float, int]:
-            loss = self._read(Manifest.read, step).validation_loss
-            return (math.inf, -step) if loss is None else (loss, step)
-
-        return sorted(self.steps(), key=rank)
+        """The steps that were evaluated, by validation loss."""
+        losses = {step: self._read(Manifest.read, step).validation_loss for step in self.steps()}
+        evaluated = [(loss, step) for step, loss in losses.items() if loss is not None]
+        return [step for _, step in sorted(evaluated)]
 
     def _verified_step(self, config: TrainConfig, which: Which) -> int:
         step = self.step(which)
@@ -187,7 +210,7 @@ class Checkpoints:
                 advice = "the run has no other intact checkpoint"
             raise ValueError(f"{error}; {advice}") from None
 
-    def _restore(self, step: int, **wanted: Any) -> dict[str, Any]:
+    def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         directory = self._path / str(step)
         _require_plausible_arrays(directory, jax.tree.leaves(wanted))
         ocp = self._open_orbax()
@@ -224,12 +247,11 @@ class Checkpoints:
             found = files_below(partial)
             files = {name: (path.stat().st_size, sha256_of(path)) for name, path in found}
             Manifest(step, validation_loss, model, tokenizer, files).write(partial)
-            sync_directory(partial)
             os.replace(partial, self._path / str(step))
             sync_directory(self._path)
         except Exception as error:
             if process_index() == 0:
-                self._remove_unfinished()
+                self.run.delete_checkpoints(())
             raise self._failed(step, error) from error
         self._delete_old()
 
@@ -243,29 +265,15 @@ class Checkpoints:
         )
 
     def _delete_old(self) -> None:
-        """Delete all but the best, the last and every Nth.
-
-        They are renamed first, durably, so that none with the name of a step is ever partial.
-        """
-        steps = self.steps()
+        """Delete all but the best, the last and every Nth."""
+        steps, config = self.steps(), self._config
         try:
-            best = self._by_loss()[: self._config.keep_best]
+            kept = {*self._by_loss()[: config.keep_best], *steps[-config.keep_last :]}
         except ValueError:
             return  # with a damaged one, keep all
-        kept = {*best, *steps[-self._config.keep_last :]}
-        every = self._config.keep_every
-        doomed = [step for step in steps if step not in kept and (every is None or step % every)]
-        for step in doomed:
-            os.replace(self._path / str(step), self._path / f"deleting-{step}")
-        if doomed:
-            sync_directory(self._path)
-        for step in doomed:
-            shutil.rmtree(self._path / f"deleting-{step}")
-
-    def _remove_unfinished(self) -> None:
-        for entry in self._path.iterdir():
-            if entry.name.startswith(("saving-", "deleting-")) and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
+        if config.keep_every is not None:
+            kept |= {step for step in steps if step % config.keep_every == 0}
+        self.run.delete_checkpoints(step for step in steps if step not in kept)
 
 
 @typed
@@ -290,44 +298,44 @@ def write_run(
     path: Path, model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RunDirectory:
     """Save an imported model as a run at step 0, atomically."""
-    partial = path.with_name(path.name + ".partial")
-    if path.exists():
-        raise FileExistsError(f"{path} already exists: choose another directory")
-    if partial.exists():
-        raise FileExistsError(f"{partial} exists, perhaps of an import that was killed: delete it")
-    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
-    try:
+    with new_directory(path) as partial:
+        weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
         run = RunDirectory.create(partial, config, tokenizer)
         with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
-        os.replace(partial, path)
-        sync_directory(path.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return RunDirectory(path)
 
 
 def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
-    """Raise ValueError for an array header that claims more memory than the model's largest array.
+    """Raise ValueError for files that jgpt doesn't write, and headers that claim too much memory.
 
-    TensorStore allocates what a header says before it reads, and aborts the process if that fails.
-    A forged manifest could vouch for a forged header.
+    TensorStore allocates what a header says before it reads, and aborts the process if that fails;
+    it knows other formats, with other headers. A forged manifest could vouch for either.
     """
     largest = max(math.prod(leaf.shape) for leaf in leaves)
-    for path in directory.rglob(".zarray"):
-        try:
-            header = json.loads(path.read_text(encoding="utf-8"))
-            if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
-                raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
-            for name in ("shape", "chunks"):
-                sizes = header[name]
-                if not all(type(size) is int and size > 0 for size in sizes):
-                    raise ValueError(f"{name} is {sizes!r}")
-                if math.prod(sizes) > largest:
-                    raise ValueError(f"{name} {sizes!r} is larger than the model's largest array")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+    for name, path in files_below(directory):
+        if not _LAYOUT.fullmatch(name):
+            raise ValueError(f"{path} is not a file that jgpt writes")
+        if path.name == ".zarray":
+            _require_plausible(path, largest)
+
+
+def _require_plausible(path: Path, largest: int) -> None:
+    try:
+        header = json.loads(read_text(path))
+        if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
+            raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
+        if header["compressor"]["id"] != "zstd" or header["filters"] is not None:
+            raise ValueError("its compressor is not zstd alone, which jgpt writes")
+        for name in ("shape", "chunks"):
+            sizes = header[name]
+            if not all(type(size) is int and size > 0 for size in sizes):
+                raise ValueError(f"{name} is {sizes!r}")
+            if math.prod(sizes) > largest:
+                raise ValueError(f"{name} {sizes!r} is larger than the model's largest array")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _reason(error: Exception) -> str:

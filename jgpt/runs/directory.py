@@ -2,19 +2,21 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from jgpt.config import TrainConfig, UnknownField, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.runs.manifest import make_directory, sync_directory, write_new
+from jgpt.durable import append, make_directory, own_file, sync_directory, write_file
+from jgpt.runs.manifest import MANIFEST, read_text, refuse_foreign
 
 if sys.platform == "win32":
     import msvcrt
@@ -26,7 +28,11 @@ CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
 CHECKPOINTS, SAMPLES, LOSS_PICTURE = "checkpoints", "samples.txt", "loss.png"
 TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb.id"
-_OWN_FILE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
+_FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
+_BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
+_BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
+_LONGEST_LINE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,20 +45,20 @@ class RunDirectory:
     def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
         """Create a run: its tokenizer, and last its config, which makes the directory a run."""
         make_directory(path)
-        _write(path / TOKENIZER, tokenizer.to_json())
+        write_file(path / TOKENIZER, tokenizer.to_json())
         run = cls(path)
         run.write_config(config)
         return run
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the config, which may change when a run is resumed."""
-        _write(self.path / CONFIG, to_json(config))
+        write_file(self.path / CONFIG, to_json(config))
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
         """Open an existing run. Raises FileNotFoundError if there is none."""
         path = Path(path)
-        if not (path / CONFIG).is_file():
+        if not cls.exists(path):
             run, step = path.parent.parent, path.name
             if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
                 raise FileNotFoundError(
@@ -60,10 +66,10 @@ class RunDirectory:
                 )
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         for entry in path.iterdir():
-            if entry.is_symlink():
-                raise ValueError(
-                    f"{entry} is a symbolic link: a run only reads and writes its own files"
-                )
+            refuse_foreign(entry)
+            misplaced = _FILES if entry.is_dir() else (CHECKPOINTS,)
+            if entry.name in misplaced:
+                raise ValueError(f"{entry} is not what a run has under that name: move it away")
         return cls(path)
 
     @staticmethod
@@ -71,11 +77,56 @@ class RunDirectory:
         """Whether there is a run."""
         return (path / CONFIG).is_file()
 
+    @classmethod
+    def choose(cls, config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
+        """Where a config's run goes: a new directory, or one to resume or overwrite.
+
+        Raises ValueError or OSError for a directory that is in use, or not a run's.
+        """
+        if resume and overwrite:
+            raise ValueError("give resume=True or overwrite=True, not both")
+        if config.out is None:
+            if resume:
+                raise ValueError("resume=True needs the run's out=DIRECTORY")
+            names = (f"{config.name}-{n}" if n > 1 else config.name for n in itertools.count(1))
+            return next(out for name in names if not (out := Path("runs") / name).exists())
+        out = Path(config.out)
+        if not out.is_dir():
+            if out.exists() or out.is_symlink():
+                raise NotADirectoryError(f"{out} is a file: choose another directory")
+            return out
+        if cls.exists(out):
+            cls.open(out)._require_ours(checkpoints_too=overwrite)
+        elif not cls.is_unused(out):
+            raise FileExistsError(
+                f"{out} is not a run directory: it has files, but no {CONFIG}; choose another, "
+                f"such as {out / config.name}"
+            )
+        if not resume and not overwrite:
+            raise FileExistsError(
+                f"{out} already exists: resume=True continues it, overwrite=True starts again"
+            )
+        return out
+
+    def _require_ours(self, checkpoints_too: bool) -> None:
+        """Raise ValueError for files that are damaged, or that `create` didn't write."""
+        self.config()
+        parts = _read(self.path / CONFIG, json.loads).keys()
+        if not {"model", "optimizer", "dataset"} <= parts:
+            raise ValueError(f"{self.path} is not a run of jgpt's: choose another directory")
+        self.tokenizer()
+        for step in self.checkpoint_steps() if checkpoints_too else ():
+            if not (manifest := self.path / CHECKPOINTS / f"{step}" / MANIFEST).is_file():
+                raise ValueError(
+                    f"{manifest} is missing: delete {manifest.parent} if it is a run's"
+                )
+
     @staticmethod
     def is_unused(path: Path) -> bool:
         """Whether a directory is empty, except for what a run killed during `create` leaves."""
         return all(
-            entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial")
+            (entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial"))
+            and not entry.is_symlink()
             for entry in path.iterdir()
         )
 
@@ -86,8 +137,7 @@ class RunDirectory:
         Raises BlockingIOError if another process holds it.
         """
         make_directory(self.path)
-        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _OWN_FILE, 0o666)
-        try:
+        with own_file(self.path / LOCK, os.O_RDWR | os.O_CREAT) as descriptor:
             try:
                 if sys.platform == "win32":
                     msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
@@ -102,8 +152,6 @@ class RunDirectory:
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
             yield
-        finally:
-            os.close(descriptor)
 
     def config(self) -> TrainConfig:
         """The config, with the tokenizer's vocabulary size."""
@@ -114,11 +162,26 @@ class RunDirectory:
         return _read(self.path / TOKENIZER, tokenizer_from_json)
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first."""
-        if not (self.path / CHECKPOINTS).is_dir():
-            return []
-        names = [entry.name for entry in (self.path / CHECKPOINTS).iterdir() if entry.is_dir()]
-        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+        """The steps of the checkpoints, oldest first. Raises ValueError for a link."""
+        steps = []
+        for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
+            if entry.name.isdecimal() and str(int(entry.name)) == entry.name:
+                refuse_foreign(entry)
+                steps += [int(entry.name)] * entry.is_dir()
+        return sorted(steps)
+
+    def delete_checkpoints(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints, and what a killed process left of others.
+
+        They are renamed first, durably, so that none with the name of a step is ever partial.
+        """
+        folder, steps = self.path / CHECKPOINTS, list(steps)
+        for step in steps:
+            os.replace(folder / str(step), folder / f"deleting-{step}")
+        if steps:
+            sync_directory(folder)
+        for entry in (*folder.glob("deleting-[0-9]*"), *folder.glob("saving-[0-9]*")):
+            _delete(entry)
 
     def append_metrics(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
         """Append lines to the metrics: all of them or none."""
@@ -126,8 +189,7 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics so far, without truncated or damaged lines."""
-        plain = lambda value: type(value) in (int, float) and abs(value) < 1e300  # noqa: E731
-        return [line for line, _ in self._lines(METRICS) if all(map(plain, line.values()))]
+        return [line for line, _ in self._lines(METRICS) if all(map(_is_plain, line.values()))]
 
     def truncate_metrics(self, step: int) -> None:
         """Truncate the metrics after a step that training is resumed from."""
@@ -144,47 +206,38 @@ class RunDirectory:
 
     def write_samples(self, text: str) -> None:
         """Write the sample of the end of training."""
-        _write(self.path / SAMPLES, text)
+        write_file(self.path / SAMPLES, text)
 
     def clear(self) -> None:
-        """Delete the run's own files, except those that `create` replaces.
+        """Delete what runs write, except the files that `create` replaces. The rest stays.
 
         Its config makes the directory a run, which can be overwritten if this is interrupted.
         """
+        self.delete_checkpoints(self.checkpoint_steps())
+        by_wandb = _BY_WANDB if (self.path / WANDB_ID).is_file() else ()
+        written = *_BY_TRACKERS, *by_wandb, *_REPLACED
+        for entry in itertools.chain(*map(self.path.glob, written)):
+            _delete(entry)
         for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
-            if (self.path / name).is_dir():
-                shutil.rmtree(self.path / name)
-        for name in (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID):
-            (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it has other files, or doesn't exist
+                (self.path / name).rmdir()
 
     def _append(self, name: str, lines: list[dict[str, Any]], *, durable: bool) -> None:
-        """Append to a file; a failed write leaves it unchanged."""
-        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _OWN_FILE
-        descriptor = os.open(self.path / name, flags, 0o666)
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         try:
-            size = os.fstat(descriptor).st_size
-            try:
-                while text:
-                    text = text[os.write(descriptor, text) :]
-                if durable:
-                    os.fsync(descriptor)
-                    sync_directory(self.path)
-            except OSError as error:
-                os.truncate(descriptor, size)
-                raise OSError(
-                    f"{self.path / name} can't be written: {error.strerror}; the checkpoints are "
-                    "intact: free some space and use resume=True"
-                ) from error
-        finally:
-            os.close(descriptor)
+            append(self.path / name, text.encode(), durable=durable)
+        except OSError as error:
+            raise OSError(
+                f"{error}; the checkpoints are intact: free some space and use resume=True"
+            ) from error
 
     def _truncate(self, name: str, step: float) -> None:
         """Truncate a file after its last complete line up to `step`."""
         ends = (end for line, end in self._lines(name) if line["step"] <= step)
         end, path = max(ends, default=0), self.path / name
         if path.is_file():
-            os.truncate(path, end)
+            with own_file(path, os.O_WRONLY) as descriptor:
+                os.truncate(descriptor, end)
 
     def _lines(self, name: str) -> Iterator[tuple[dict[str, Any], int]]:
         """Each complete line with a step, and its end offset."""
@@ -193,7 +246,7 @@ class RunDirectory:
             return
         end = 0
         with path.open("rb") as file:
-            for text in file:
+            while text := file.readline(_LONGEST_LINE):
                 end += len(text)
                 if not text.endswith(b"\n"):
                     return
@@ -208,23 +261,28 @@ def read_config(path: Path) -> TrainConfig:
     return _read(path, functools.partial(from_json, TrainConfig))
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    write_new(partial, text)
-    os.replace(partial, path)
-    sync_directory(path.parent)
-
-
 def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     if path.exists() and not path.is_file():
         hint = f": give {path / CONFIG}" * RunDirectory.exists(path)
         raise ValueError(f"{path} is not a file{hint}")
     try:
-        return parse(path.read_text(encoding="utf-8-sig"))  # an editor may have added a mark
+        return parse(read_text(path))
     except UnknownField as error:
         raise ValueError(
             f"{path} was written by a newer version of jgpt, or by another program: {error}"
         ) from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a metric is a number that NumPy's int64 or float64 holds."""
+    limit = 2**63 if type(value) is int else 1e300
+    return type(value) in (int, float) and abs(value) < limit
+
+
+def _delete(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)

@@ -1,14 +1,13 @@
 """The training loop: fit, evaluate, plan."""
 
 import contextlib
-import itertools
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +34,14 @@ from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
-from jgpt.runs.directory import CONFIG, LOSS_PICTURE, PROFILE, RunDirectory
+from jgpt.runs.directory import LOSS_PICTURE, PROFILE, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
-from jgpt.runs.trackers import open_tracker, require_tracker
+from jgpt.runs.trackers import Tracker, open_tracker, require_tracker
 from jgpt.sharding import current_mesh, placed, use_mesh
 from jgpt.training.plan import (
     Plan,
@@ -124,32 +123,18 @@ def fit(
     started = time.perf_counter()
     if profile_steps < 0:
         raise ValueError(f"profile_steps={profile_steps} must not be negative")
-    platform, first = platform or current_platform(), process_index() == 0
-    progress = progress if progress and first else Progress()
+    platform = platform or current_platform()
+    progress = progress if progress and process_index() == 0 else Progress()
     with together():
         saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
-    line, asked = provenance(config, dataset, 0), {"resume": resume, "overwrite": overwrite}
-    facts = {name: line[name] for name in ("text_sha256", "corpus_sha256")} | line["versions"]
-    steps = {"checkpoints": RunDirectory(out).checkpoint_steps()}
-    require_same(dict(fields_of(config)) | asked | facts | steps)
+    start = provenance(config, dataset)
+    _require_same_in_all_processes(config, start, out, resume=resume, overwrite=overwrite)
     with use_mesh(config.mesh), contextlib.ExitStack() as stack:
+        run = stack.enter_context(_opened(out, saved, dataset, resume, overwrite))
         with together():
-            if first:
-                stack.enter_context(RunDirectory(out).locked())
-                _open_run(out, saved, dataset, resume, overwrite)
-        with together():
-            run = RunDirectory.open(out)
             checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
-        first_step = int(state.step)
-        trackers = []
-        with together():
-            if first:
-                run.truncate_metrics(first_step)
-                for name in saved.trackers:
-                    trackers.append(open_tracker(name, run.path, first_step))
-                    stack.callback(trackers[-1].close)
-                run.append_provenance(line | {"step": first_step})
+        trackers = stack.enter_context(_recorded(run, saved, start, int(state.step)))
         progress.started(config, dataset, state, out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
@@ -160,16 +145,9 @@ def fit(
         release_memory()
         best = checkpoints.best()
         model, tokenizer, _ = load(run.path, platform=platform)
-        prompt, key = jnp.asarray(default_prompt(tokenizer)), jax.random.key(np.uint32(saved.seed))
-        drawn = generate(model, prompt[None], saved.sample_tokens, key=key, temperature=0.8)
-        sample = tokenizer.decode(np.asarray(drawn[0]))
+        sample = _sample(saved, model, tokenizer)
         release_memory()
-        with together():
-            if first:
-                from jgpt.runs.plots import plot_losses  # 40 MiB that training doesn't need
-
-                plot_losses(run.metrics(), run.path / LOSS_PICTURE)
-                run.write_samples(sample)
+        _write_results(run, sample)
     assert best.validation_loss is not None  # the last step is always evaluated
     seconds = time.perf_counter() - started
     return Run(run.path, model, tokenizer, saved, best.validation_loss, best.step, sample, seconds)
@@ -197,7 +175,7 @@ def _prepare(
 
     The first config is the run's to save, the second has all that is decided for this machine.
     """
-    out = _run_directory(config, resume=resume, overwrite=overwrite)
+    out = RunDirectory.choose(config, resume=resume, overwrite=overwrite)
     for name in config.trackers:
         require_tracker(name)
     run = RunDirectory.open(out) if resume and RunDirectory.exists(out) else None
@@ -251,31 +229,27 @@ def _require_room(config: TrainConfig, out: Path) -> None:
         )
 
 
-def _run_directory(config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
-    if resume and overwrite:
-        raise ValueError("give resume=True or overwrite=True, not both")
-    if config.out is None:
-        if resume:
-            raise ValueError("resume=True needs the run's out=DIRECTORY")
-        names = (f"{config.name}-{n}" if n > 1 else config.name for n in itertools.count(1))
-        return next(out for name in names if not (out := Path("runs") / name).exists())
-    out = Path(config.out)
-    if not out.is_dir():
-        if out.exists() or out.is_symlink():
-            raise NotADirectoryError(f"{out} is a file: choose another directory")
-        return out
-    if RunDirectory.exists(out):
-        RunDirectory.open(out).config()  # raises if it is damaged, or another program's
-    elif not RunDirectory.is_unused(out):
-        raise FileExistsError(
-            f"{out} is not a run directory: it has files, but no {CONFIG}; choose another, such as "
-            f"{out / config.name}"
-        )
-    if not resume and not overwrite:
-        raise FileExistsError(
-            f"{out} already exists: resume=True continues it, overwrite=True starts again"
-        )
-    return out
+def _require_same_in_all_processes(
+    config: TrainConfig, start: dict[str, Any], out: Path, **asked: bool
+) -> None:
+    texts = {name: start[name] for name in ("text_sha256", "corpus_sha256")}
+    steps = {"checkpoints": RunDirectory(out).checkpoint_steps()}
+    require_same(dict(fields_of(config)) | asked | texts | start["versions"] | steps)
+
+
+@contextlib.contextmanager
+def _opened(
+    out: Path, config: TrainConfig, dataset: Dataset, resume: bool, overwrite: bool
+) -> Iterator[RunDirectory]:
+    """The run, which process 0 locks and writes."""
+    with contextlib.ExitStack() as stack:
+        with together():
+            if process_index() == 0:
+                stack.enter_context(RunDirectory(out).locked())
+                _open_run(out, config, dataset, resume, overwrite)
+        with together():
+            run = RunDirectory.open(out)
+        yield run
 
 
 def _open_run(
@@ -289,6 +263,38 @@ def _open_run(
         raise FileExistsError(f"{out} was created by another process: choose another directory")
     RunDirectory(out).clear()
     return RunDirectory.create(out, config, dataset.tokenizer)
+
+
+@contextlib.contextmanager
+def _recorded(
+    run: RunDirectory, config: TrainConfig, start: dict[str, Any], step: int
+) -> Iterator[list[Tracker]]:
+    """Record the start or resumption at a step; the trackers of process 0."""
+    with contextlib.ExitStack() as stack:
+        trackers = []
+        with together():
+            if process_index() == 0:
+                run.truncate_metrics(step)
+                for name in config.trackers:
+                    trackers.append(open_tracker(name, run.path, step))
+                    stack.callback(trackers[-1].close)
+                run.append_provenance({"step": step} | start)
+        yield trackers
+
+
+def _sample(config: TrainConfig, model: LanguageModel, tokenizer: Tokenizer) -> str:
+    prompt, key = jnp.asarray(default_prompt(tokenizer)), jax.random.key(np.uint32(config.seed))
+    drawn = generate(model, prompt[None], config.sample_tokens, key=key, temperature=0.8)
+    return tokenizer.decode(np.asarray(drawn[0]))
+
+
+def _write_results(run: RunDirectory, sample: str) -> None:
+    with together():
+        if process_index() == 0:
+            from jgpt.runs.plots import plot_losses  # 40 MiB that training doesn't need
+
+            plot_losses(run.metrics(), run.path / LOSS_PICTURE)
+            run.write_samples(sample)
 
 
 def _train(
@@ -312,7 +318,8 @@ def _train(
     interval = config.eval_interval
     halves = {interval >> halvings for halvings in range(1, 5)}
     early = {at for at in halves if at > step} | ({0} if step == 0 and not lines else set())
-    vote = Vote()
+    first_save = min(halves - {0}, default=interval)
+    vote, advice = Vote(), "lower learning_rate"
     with CompilationWatch(progress.warned) as watch:
         try:
             while step < config.steps and not _stops_early(losses, config.patience):
@@ -322,6 +329,9 @@ def _train(
                     if math.isfinite(loss):  # if not, the next step stops the run
                         logger.add_evaluation(validation_estimate=loss)
                         progress.estimated(step, loss)
+                    if step == first_save:
+                        logger.finish()
+                        checkpoints.save(state, None)
                     if step > first_step:
                         logger.start_clock()
                 failed = checkpoints.have_failed() or logger.failure is not None
@@ -348,6 +358,8 @@ def _train(
                     logger.wait()
                     loss = evaluate(state.weights)
                     if not math.isfinite(loss):
+                        if config.optimizer.ema_decay:
+                            advice = "lower ema_decay or learning_rate"
                         raise FloatingPointError(f"the validation loss is {loss} after step {step}")
                     losses.append(loss)
                     logger.add_evaluation(validation_loss=loss)
@@ -368,7 +380,7 @@ def _train(
             checkpoints.wait()  # a pending one doesn't count yet
             good = checkpoints.steps()
             kept = f"checkpoint {good[-1]} is kept" if good else "nothing was saved yet"
-            raise FloatingPointError(f"{error}: lower learning_rate; {kept}") from None
+            raise FloatingPointError(f"{error}: {advice}; {kept}") from None
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:

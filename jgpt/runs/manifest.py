@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,10 @@ from typing import Any, Self, get_type_hints
 
 from beartype.door import is_bearable
 
+from jgpt.durable import write_file
+
 MANIFEST = "manifest.json"
+_LARGEST_TEXT = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,8 @@ class Manifest:
         """Read a checkpoint's manifest. Raises ValueError if it is missing or damaged."""
         path = directory / MANIFEST
         try:
-            if path.is_symlink():
-                raise ValueError("it is a symbolic link")
-            values = json.loads(path.read_text(encoding="utf-8"))
+            refuse_foreign(path)
+            values = json.loads(read_text(path))
             digest = values.pop("sha256")
             if digest != hashlib.sha256(json.dumps(values).encode()).hexdigest():
                 raise ValueError("its SHA-256 does not match")
@@ -54,7 +55,7 @@ class Manifest:
         """Write it durably, with its own SHA-256."""
         values = dataclasses.asdict(self)
         values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-        write_new(directory / MANIFEST, json.dumps(values, indent=1) + "\n")
+        write_file(directory / MANIFEST, json.dumps(values, indent=1) + "\n")
 
 
 def verify(directory: Path) -> Manifest:
@@ -78,49 +79,27 @@ def verify(directory: Path) -> Manifest:
 def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
     """All files below a directory by relative name. Raises ValueError for a link."""
     for path in directory.rglob("*"):
-        if path.is_symlink():
-            raise ValueError(f"{path} is a symbolic link: a run only reads its own files")
+        refuse_foreign(path)
         if path.is_file():
             yield path.relative_to(directory).as_posix(), path
+
+
+def read_text(path: Path) -> str:
+    """Read a text file. Raises ValueError if it is larger than any that a run has."""
+    if (size := path.stat().st_size) > _LARGEST_TEXT:
+        raise ValueError(f"it has {size:,} bytes")
+    return path.read_text(encoding="utf-8-sig")  # an editor may have added a mark
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise ValueError for a symbolic link, a pipe or a device."""
+    if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
+        raise ValueError(
+            f"{path} is a link or not a file: a run only reads and writes its own files"
+        )
 
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_below(directory: Path) -> None:
-    """fsync all files and directories below a directory."""
-    for path in directory.rglob("*"):
-        if path.is_dir():
-            sync_directory(path)
-        else:
-            with path.open("r+b") as file:  # Windows syncs only what is open for writing
-                os.fsync(file.fileno())
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a new file durably; its name is durable when its directory is synced."""
-    with path.open("xb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def make_directory(directory: Path) -> None:
-    """Make a directory and its missing parents durably."""
-    new = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in reversed(new):
-        sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """fsync a directory, so that its entries are durable."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,5 +1,6 @@
 """Plots: loss curves and attention weights."""
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from matplotlib.ticker import EngFormatter
 
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
+from jgpt.durable import write_file
 from jgpt.nn.models import LanguageModel
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.look import encode_prompt
@@ -35,7 +37,7 @@ def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     labels = ["training, each step", f"training, mean of {_window(metrics)} steps"]
     labels += ["validation", "validation, estimated on a part"]
     _finish(figure, {"step": axes}, lines, labels)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
@@ -61,7 +63,7 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
     title += "dots: validation; circles: validation, estimated on a part"
     panels: dict[str, Axes] = dict(zip(("steps", "tokens", "seconds"), row, strict=True))
     _finish(figure, panels, smoothed, labels, title)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 @typed
@@ -120,6 +122,12 @@ def _finish(
         text.set_parse_math(False)  # a directory may have dollars in its name
 
 
+def _save(figure: Figure, path: Path) -> None:
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format=path.suffix.removeprefix(".") or None)
+    write_file(path, image.getvalue())
+
+
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
     """Plot the attention weights over a text: a row per layer, a column per head."""
     model, tokens = encode_prompt(model, tokenizer, text)
@@ -142,4 +150,4 @@ def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: 
         axes.set_ylabel("query position" * (head == 0), fontsize=large)
     bar = figure.colorbar(panels[0, 0].get_images()[0], ax=panels, aspect=40)
     bar.set_label("attention weight", fontsize=large)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)

@@ -1,5 +1,6 @@
 """Provenance: versions, devices, data, tokenizer, command and seed of a run."""
 
+import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
@@ -16,17 +17,17 @@ from jgpt.hardware import current_platform, device_kinds
 _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping")
 
 
-def provenance(config: TrainConfig, dataset: Dataset, step: int) -> dict[str, Any]:
-    """A line of provenance.jsonl for a start, or a resumption, at `step`.
+def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
+    """A line of provenance.jsonl for a start or a resumption, without its step.
 
     The config is the one that is trained, with `micro_batches=auto` decided.
     """
     return {
-        "step": step,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "seed": config.seed,
         "micro_batches": config.micro_batches,
+        "optimizer": dataclasses.asdict(config.optimizer),
         "text_sha256": dataset.text_digest,
         "corpora": corpus_versions(config.dataset.data),
         "corpus_sha256": dataset.digest,

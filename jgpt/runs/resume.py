@@ -15,12 +15,11 @@ _MAY_DIFFER = {
     *("mesh", "patience", "keep_best", "keep_last", "keep_every", "trackers"),
     *("model.vocab_size", "optimizer.schedule_steps"),
 }
+_MAY_BE_LOWERED = ("learning_rate", "min_learning_rate", "muon_learning_rate")
+_MAY_BE_LOWERED += ("embedding_learning_rate",)
 _OF_THE_STATE = (
-    "model.",
-    "optimizer.optimizer",
-    "optimizer.embedding_l",
-    "optimizer.gradient_clip",
-    "optimizer.ema_decay",
+    *("model.", "optimizer.optimizer", "optimizer.embedding_learning_rate"),
+    *("optimizer.gradient_clip", "optimizer.ema_decay"),
 )
 
 
@@ -29,10 +28,12 @@ def require_same_run(
 ) -> None:
     """Raise ValueError naming the fields of a config that a run can't be resumed with.
 
-    The place of the text may differ if the text itself is compared. Of a run that was `imported`,
-    and has taken no step, only what its state was made with may not.
+    The place of the text may differ if the text itself is compared, and learning rates may be
+    lower. Of a run that was `imported`, and has taken no step, only what its state was made with
+    may not differ.
     """
     may_differ = _MAY_DIFFER | ({"dataset.data"} if text_is_known else set())
+    may_differ |= {f"optimizer.{name}" for name, _, _ in _lowered_rates(saved, given)}
     if imported:
         names = (name for name, _ in fields_of(saved))
         may_differ |= {name for name in names if not name.startswith(_OF_THE_STATE)}
@@ -61,18 +62,25 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def describe_learning_rate(
     saved: TrainConfig, given: TrainConfig, checkpoints: list[int]
 ) -> str | None:
-    """What other steps do to the learning rate, and how to avoid a jump; None if it is as before.
+    """What other steps and lower rates do to the learning rate; None if it is as before.
 
-    `checkpoints` are the run's, by their steps; the last one is resumed.
+    `checkpoints` are the run's, by their steps; the last one is resumed. Where the steps alone
+    change it, it is said how to avoid a jump.
     """
     done = max(checkpoints, default=0)
     span = saved.optimizer.schedule_steps or saved.steps
     same = (saved.steps, span) == (given.steps, given.optimizer.schedule_steps or given.steps)
-    if same or not 0 < done < given.steps:
+    lowered = [
+        f"{name}={new:g} instead of {old:g}" for name, old, new in _lowered_rates(saved, given)
+    ]
+    if (same and not lowered) or not 0 < done < given.steps:
         return None
     before, after = _learning_rate(saved), _learning_rate(given)
+    longer = [] if same else [f"{given.steps} steps instead of {saved.steps}"]
+    changed = f"{', '.join(longer + lowered)}: the learning rate"
+    if lowered:
+        return f"{changed} goes from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}"
     steady = [step for step in checkpoints if math.isclose(before(step), after(step), rel_tol=1e-6)]
-    changed = f"{given.steps} steps instead of {saved.steps}: the learning rate"
     if done in steady:
         return f"{changed} goes on from {before(done - 1):.3g} to {after(done):.3g}, without a jump"
     kept = dataclasses.replace(given.optimizer, schedule_steps=span)
@@ -87,6 +95,14 @@ def describe_learning_rate(
         f"{changed} jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. "
         f"Without a jump: {way}"
     )
+
+
+def _lowered_rates(saved: TrainConfig, given: TrainConfig) -> Iterator[tuple[str, float, float]]:
+    """Each learning rate that is lower than the run's: its name, the run's, and the lower one."""
+    for name in _MAY_BE_LOWERED:
+        old, new = getattr(saved.optimizer, name), getattr(given.optimizer, name)
+        if old is not None and new is not None and new < old:
+            yield name, old, new
 
 
 def _learning_rate(config: TrainConfig) -> Callable[[int], float]:

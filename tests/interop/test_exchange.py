@@ -130,9 +130,6 @@ def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, text_file, tmp
     before = sorted(tmp_path.iterdir())
     assert "config.json" in refused("import", tmp_path / "nowhere", "--out", run)
     assert "already exists" in refused("import", gpt2, "--out", imported)
-    (tmp_path / "run.partial").mkdir()
-    assert "run.partial exists, perhaps of an" in refused("import", gpt2, "--out", run)
-    (tmp_path / "run.partial").rmdir()
     assert "they don't belong together" in refused(
         "import", gpt2, "--out", run, "--tokenizer", text_file
     )

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shutil
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jgpt import CharTokenizer, ModelConfig, TrainConfig, fit, load
+from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, fit, load
 from jgpt.config import to_json
+from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
 from jgpt.runs.resume import require_same_run
 from jgpt.training.step import TrainState, init_state
@@ -285,10 +287,66 @@ def test_only_directories_are_checkpoints(saved):
 def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
     saved.append_metrics([{"step": 1}])
     saved.write_samples("text")
-    (saved.path / "notes.txt").write_text("mine")
+    ours = ["profile/plugins/profile/1/trace", "tensorboard/events.out.tfevents.1"]
+    ours += ["checkpoints/saving-5/half", "checkpoints/deleting-1/half"]
+    foreign = ["notes.txt", "profile/mine", "tensorboard/mine", "wandb/run-1/theirs"]
+    foreign += ["checkpoints/deleting-soon", "checkpoints/mine"]
+    for name in ours + foreign:
+        (saved.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (saved.path / name).write_text("text")
+
+    def left():
+        files = (path for path in saved.path.rglob("*") if path.is_file())
+        return sorted(path.relative_to(saved.path).as_posix() for path in files)
+
     saved.clear()
-    left = sorted(path.name for path in saved.path.iterdir())
-    assert left == ["config.json", "notes.txt", "tokenizer.json"]
+    assert left() == sorted(["config.json", "tokenizer.json", *foreign])
+    (saved.path / "wandb.id").write_text("abc")  # so wandb was started for this run
+    (saved.path / "wandb" / "mine").write_text("text")
+    saved.clear()
+    foreign.remove("wandb/run-1/theirs")
+    assert left() == sorted(["config.json", "tokenizer.json", "wandb/mine", *foreign])
+
+
+def test_a_run_with_another_s_files_in_place_of_its_own_is_not_overwritten(saved):
+    config = dataclasses.replace(saved.config(), out=str(saved.path))
+    assert RunDirectory.choose(config, resume=False, overwrite=True) == saved.path
+    (saved.path / "checkpoints" / "9").mkdir()
+    with pytest.raises(
+        ValueError, match=r"9/manifest\.json is missing: delete .*/9 if it is a run"
+    ):
+        RunDirectory.choose(config, resume=False, overwrite=True)
+    (saved.path / "samples.txt").mkdir()
+    with pytest.raises(ValueError, match=r"samples\.txt is not what a run has under that"):
+        RunDirectory.choose(config, resume=True, overwrite=False)
+
+
+@pytest.mark.parametrize("moment", ["listed", "verified"])
+@pytest.mark.parametrize(("which", "next_one"), [("last", 5), ("best", 5), (4, None)])
+def test_a_checkpoint_that_training_deletes_while_it_is_read_is_followed_by_the_next(
+    saved, small_run, initial, monkeypatch, moment, which, next_one
+):
+    """The run trains on between the look at the directory and the look at a file."""
+    one_each = dataclasses.replace(small_run, keep_best=1, keep_last=1)
+    saved.write_config(one_each)
+    place = "verify" if moment == "listed" else "_require_plausible_arrays"
+    read = getattr(checkpoints_module, place)
+
+    def read_late(directory, *arguments):
+        monkeypatch.undo()
+        with Checkpoints(saved) as training:
+            training.save(numbered(initial, 5), 0.5)
+        assert saved.checkpoint_steps() == [5]
+        return read(directory, *arguments)
+
+    monkeypatch.setattr(checkpoints_module, place, read_late)
+    with Checkpoints(saved, read_only=True) as checkpoints:
+        if next_one is None:
+            with pytest.raises(ValueError, match=r"has no checkpoint 4: it has 5$"):
+                checkpoints.restore_weights(one_each, which)
+        else:
+            weights = checkpoints.restore_weights(one_each, which)
+            assert bits(weights) == bits(numbered(initial, next_one).weights)
 
 
 def test_a_run_goes_on_only_with_what_it_was_begun_with():
@@ -305,6 +363,52 @@ def test_a_run_goes_on_only_with_what_it_was_begun_with():
     assert "model.embed_dim is 128 in the run, 256 in the config; seed is 1337 in" in str(
         error.value
     )
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("model", {"num_kv_heads": 2}),
+        ("optimizer", {"optimizer": "muon"}),
+        ("optimizer", {"embedding_learning_rate": 0.03}),
+        ("optimizer", {"gradient_clip": 0.0}),
+        ("optimizer", {"ema_decay": 0.7}),
+    ],
+)
+def test_an_imported_run_goes_on_with_what_its_state_was_made_with(part, changes):
+    """Its optimizer's state has an array, or lacks one, for each of these."""
+    imported = TrainConfig()
+    other = dataclasses.replace(
+        imported, **{part: dataclasses.replace(getattr(imported, part), **changes)}
+    )
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"run to resume: {part}.{name} is "):
+        require_same_run(imported, other, imported=True)
+    tuned = dataclasses.replace(imported.optimizer, learning_rate=0.1, beta2=0.9, warmup_steps=7)
+    longer = dataclasses.replace(imported, optimizer=tuned, steps=5, batch_size=3, seed=9)
+    require_same_run(imported, longer, imported=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "refused"),
+    [
+        ({"learning_rate": 2e-3}, {"learning_rate": 1.5e-3}, False),
+        ({"learning_rate": 2e-3}, {"learning_rate": 2.5e-3}, True),
+        ({"min_learning_rate": 2e-4}, {"min_learning_rate": 0.0}, False),
+        ({"muon_learning_rate": 0.02}, {"muon_learning_rate": 0.01}, False),
+        ({"muon_learning_rate": 0.02}, {"muon_learning_rate": 0.03}, True),
+        ({"embedding_learning_rate": 0.02}, {"embedding_learning_rate": 0.01}, False),
+        ({"embedding_learning_rate": 0.02}, {"embedding_learning_rate": None}, True),
+        ({}, {"embedding_learning_rate": 1e-5}, True),
+        ({"weight_decay": 0.2}, {"weight_decay": 0.1}, True),
+    ],
+)
+def test_a_run_goes_on_with_lower_learning_rates_and_no_other_optimizer(saved, given, refused):
+    before, after = (TrainConfig(optimizer=OptimizerConfig(**rates)) for rates in (saved, given))
+    (name,) = given
+    expected = pytest.raises(ValueError, match=f"optimizer.{name} is") if refused else nullcontext()
+    with expected:
+        require_same_run(before, after)
 
 
 def test_the_config_on_disk_is_json_for_people(saved, small_run):

@@ -16,6 +16,7 @@ from jgpt import fit, load
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
+from jgpt.runs.manifest import files_below, sha256_of
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -95,21 +96,88 @@ def test_names_in_a_manifest_do_not_lead_outside(copy, tmp_path):
         ("shape", [-1], r"shape is \[-1\]"),
         ("chunks", [0], r"chunks is \[0\]"),
         ("dtype", "<V999999", "not one that jgpt writes"),
+        ("compressor", {"id": "zlib", "level": 1}, "its compressor is not zstd alone"),
+        ("filters", [{"id": "delta"}], "its compressor is not zstd alone"),
     ],
 )
 def test_a_forged_header_is_refused_before_room_is_made_for_it(copy, field, lie, reason):
     """TensorStore would abort the process, so the manifest is forged to fit."""
     header = copy / "checkpoints" / "11" / "weights" / "final_norm.scale" / ".zarray"
     header.write_text(json.dumps(json.loads(header.read_text()) | {field: lie}))
-    path = copy / "checkpoints" / "11" / "manifest.json"
+    vouch_for_all(copy / "checkpoints" / "11")
+    with pytest.raises(ValueError, match=reason):
+        load(copy, which="last")
+
+
+def vouch_for_all(checkpoint):
+    """Forge the manifest to fit the files."""
+    path = checkpoint / "manifest.json"
     values = json.loads(path.read_text())
     del values["sha256"]
-    data = header.read_bytes()
-    name = "weights/final_norm.scale/.zarray"
-    values["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
+    found = [(name, file) for name, file in files_below(checkpoint) if file != path]
+    values["files"] = {name: [file.stat().st_size, sha256_of(file)] for name, file in found}
     values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
     path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=reason):
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weights/final_norm.scale/zarr.json",
+        "weights/manifest.ocdbt",
+        "weights/ocdbt.process_0/manifest.ocdbt",
+        "weights/final_norm.scale/.zattrs",
+        "weights/zarr.json",
+        "other/_METADATA",
+    ],
+)
+def test_files_of_other_formats_are_refused_unread(copy, name):
+    """Their headers would claim memory too, and TensorStore would abort the process."""
+    path = copy / "checkpoints" / "11" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"zarr_format": 3, "shape": [131072, 131072]}))
+    vouch_for_all(copy / "checkpoints" / "11")
+    with pytest.raises(ValueError, match=f"11/{name} is not a file that jgpt writes"):
+        load(copy, which="last")
+
+
+def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, small_run, tmp_path):
+    shutil.move(copy / "checkpoints" / "11", tmp_path / "elsewhere")
+    (copy / "checkpoints" / "11").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="checkpoints/11 is a link or not a file"):
+        load(copy)
+    (copy / "checkpoints" / "11").unlink()
+    config = dataclasses.replace(small_run, out=str(copy))
+    for name in ("metrics.jsonl", "provenance.jsonl", "lock"):
+        kept = (copy / name).rename(tmp_path / name)
+        os.mkfifo(copy / name)
+        with pytest.raises(ValueError, match=f"{name} is a link or not a file"):
+            fit(config, resume=True)
+        (copy / name).unlink()
+        (copy / name).hardlink_to(kept)
+        before = kept.read_bytes()
+        with pytest.raises(ValueError, match=f"{name} is a link or not a file: delete it, or"):
+            fit(config, resume=True)
+        assert kept.read_bytes() == before
+        (copy / name).unlink()
+        shutil.copy(kept, copy / name)
+    os.mkfifo(copy / "checkpoints" / "8" / "pipe")
+    with pytest.raises(ValueError, match="8/pipe is a link or not a file"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "checkpoints/11/manifest.json", "metrics.jsonl"]
+)
+def test_a_file_that_claims_more_than_memory_holds_is_refused_unread(copy, name):
+    """A sparse file costs nothing to make."""
+    lines = RunDirectory(copy).metrics()
+    with (copy / name).open("r+b") as file:
+        file.truncate(1 << 40)
+    if name == "metrics.jsonl":
+        assert RunDirectory(copy).metrics() == lines
+        return
+    with pytest.raises(ValueError, match=f"{name} is damaged: it has 1,099,511,627,776 bytes"):
         load(copy, which="last")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from jgpt.config import TrainConfig, to_json
 from jgpt.runs.directory import RunDirectory, read_config
+from jgpt.runs.plots import plot_losses
 
 
 def test_the_lock_names_its_holder_and_nobody_before(tmp_path):
@@ -59,6 +60,18 @@ def test_a_metric_without_a_plausible_value_is_no_metric(tmp_path):
     with run.path.joinpath("metrics.jsonl").open("a") as file:
         file.write('{"step": 302, "loss": true}\n{"step": 303, "loss": NaN}\n')
     assert run.metrics() == [{"step": 299, "loss": 1e299}]
+
+
+def test_numbers_that_no_run_has_are_damage(tmp_path):
+    run, text = RunDirectory(tmp_path), '{"step": 1, "loss": 3.5}\n'
+    path, far = tmp_path / "metrics.jsonl", "9" * 20
+    path.write_text(text + f'{{"step": {far}, "loss": 1.5}}\n')
+    assert run.metrics() == [{"step": 1, "loss": 3.5}]
+    path.write_text(text + f'{{"step": 2, "loss": {far}}}\n')
+    assert run.metrics() == [{"step": 1, "loss": 3.5}]
+    plot_losses(run.metrics(), tmp_path / "loss.png")
+    run.truncate_metrics(1)
+    assert path.read_text() == text
 
 
 def test_a_folder_in_place_of_a_file_is_refused_and_a_run_s_file_is_named(tmp_path):

@@ -336,13 +336,23 @@ def test_resuming_begins_where_there_is_no_run_yet(trained, small_run, tmp_path)
         assert measured(run.directory) == measured(trained.directory)
 
 
-@pytest.mark.parametrize("foreign", [None, '{"model_type": "gpt2"}', "{"])
-def test_a_folder_that_is_not_a_run_is_never_overwritten(small_run, tmp_path, foreign):
-    (tmp_path / "model.safetensors").write_text("precious")
+@pytest.mark.parametrize(
+    ("foreign", "refusal"),
+    [
+        (None, r"is not a run directory: it has files, but no config\.json"),
+        ('{"model_type": "gpt2"}', r"config\.json is damaged"),
+        ("{", r"config\.json is damaged"),
+        ("{}", "is not a run of jgpt's: choose another directory"),
+    ],
+)
+def test_a_folder_that_is_not_a_run_is_never_overwritten(small_run, tmp_path, foreign, refusal):
+    for name in ("model.safetensors", "checkpoints/1/a", "wandb/run-1/b", "profile/plugins/c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("precious")
     if foreign:
         (tmp_path / "config.json").write_text(foreign)
     before = snapshot(tmp_path)
-    with pytest.raises((ValueError, OSError), match=r"config\.json"):
+    with pytest.raises((ValueError, OSError), match=refusal):
         fit(dataclasses.replace(small_run, out=str(tmp_path)), overwrite=True)
     assert snapshot(tmp_path) == before
 
@@ -382,6 +392,21 @@ def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(small_
     with Checkpoints(saved, read_only=True) as checkpoints:
         weights = checkpoints.restore_weights(saved.config(), "last")
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights))
+
+
+@pytest.mark.parametrize(
+    ("ema_decay", "advice"),
+    [(0.9, "lower ema_decay or learning_rate"), (0.0, "lower learning_rate")],
+)
+def test_a_validation_loss_that_is_not_finite_blames_what_can_be_the_cause(
+    small_run, tmp_path, monkeypatch, ema_decay, advice
+):
+    monkeypatch.setattr(loop, "_evaluators", lambda *_: (lambda _: math.nan, lambda _: 3.0))
+    config = with_changes(small_run, "model", architecture="bigram", dropout=0.0)
+    config = with_changes(config, "optimizer", ema_decay=ema_decay)
+    refusal = f"validation loss is nan after step 4: {advice}; checkpoint 1 is kept$"
+    with pytest.raises(FloatingPointError, match=refusal):
+        fit(dataclasses.replace(config, out=str(tmp_path / "run")))
 
 
 def test_a_run_trains_from_prepared_data_as_from_its_text(trained, small_run, tmp_path):

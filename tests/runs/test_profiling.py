@@ -127,11 +127,13 @@ def test_the_steps_after_the_first_are_traced(monkeypatch, tmp_path):
         events.append("done")
 
     monkeypatch.setattr(jax.profiler, "trace", trace)
+    monkeypatch.setattr(jax, "block_until_ready", lambda result: events.append("waited"))
     with Profiler(tmp_path, 4) as profiler:
         for _ in range(4):
             events.append(count := profiler.limit(3))
             profiler.stepped(count, jnp.zeros(()))
-    assert events == [1, ("trace", tmp_path), 3, 1, "done", 3]
+    # steps are only dispatched: a trace that doesn't wait for the last of them ends before it
+    assert events == [1, ("trace", tmp_path), 3, 1, "waited", "done", 3]
 
     events.clear()
     with Profiler(tmp_path, 0) as profiler:

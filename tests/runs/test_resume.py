@@ -1,5 +1,6 @@
 """Killed, stopped or preempted: the run that goes on is the run that never stopped."""
 
+import concurrent.futures
 import dataclasses
 import importlib
 import json
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from jgpt import DataConfig, fit
+from jgpt import DataConfig, fit, load
+from jgpt.runs import loop
+from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.loop import TrainingStopped, evaluate, plan
 from jgpt.runs.progress import Progress
@@ -109,10 +112,10 @@ def test_a_signal_finishes_the_call_saves_and_says_so(tmp_path, number, code):
     said, complained = process.communicate(timeout=120)
     assert process.returncode == code, complained
     assert "finishing this call and saving a checkpoint; a second signal exits at once" in said
-    (saved,) = (out / "checkpoints").iterdir()
-    assert f"stopped after step {saved.name}; its checkpoint is in {out}\nresume with: " in said
+    saved = RunDirectory.open(out).checkpoint_steps()[-1]
+    assert f"stopped after step {saved}; its checkpoint is in {out}\nresume with: " in said
     assert complained == ""
-    assert RunDirectory.open(out).metrics()[-1]["step"] == int(saved.name)
+    assert RunDirectory.open(out).metrics()[-1]["step"] == saved
 
 
 def test_a_second_signal_leaves_at_once(tmp_path):
@@ -248,6 +251,73 @@ def test_a_cosine_in_its_middle_is_kept_too(small_run, tmp_path):
     assert "without a jump" in said[0]
     by_hand = [0.2 * (1 + math.cos(math.pi * step / 40)) for step in range(30)]
     assert rates == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_a_run_that_diverged_goes_on_with_a_lower_learning_rate(small_run, tmp_path, monkeypatch):
+    config = bigram(small_run, tmp_path / "run", 20, min_learning_rate=0.2)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_evaluators", lambda *_: (lambda _: math.nan, lambda _: 3.0))
+        with pytest.raises(FloatingPointError, match=r"lower learning_rate; checkpoint 1 is kept$"):
+            fit(config)
+    said, rates = resumed(with_optimizer(config, 20, learning_rate=0.3, min_learning_rate=0.1))
+    assert said == [
+        "learning_rate=0.3 instead of 0.4, min_learning_rate=0.1 instead of 0.2: the learning "
+        "rate goes from 0.4 to 0.299 at step 2"
+    ]
+    by_hand = [0.2 + 0.1 * math.cos(math.pi * step / 20) for step in range(20)]
+    assert rates == pytest.approx([0.4, *by_hand[1:]], rel=1e-5)
+    recorded = [line["optimizer"]["learning_rate"] for line in resumed_sessions(config.out)]
+    assert recorded == [0.4, 0.3]
+    assert read_config(tmp_path / "run" / "config.json").optimizer.learning_rate == 0.3
+
+
+def test_a_run_that_is_killed_before_its_first_evaluation_goes_on_from_its_first_estimate(
+    small_run, tmp_path
+):
+    """And its checkpoint without a validation loss is neither the best nor among the best."""
+    config = bigram(small_run, tmp_path / "whole", 64)
+    config = dataclasses.replace(config, eval_interval=32, keep_best=3, keep_last=1)
+    whole = fit(config)
+    assert RunDirectory(whole.directory).checkpoint_steps() == [32, 64]
+
+    class Killed(Exception):
+        pass
+
+    class Listening(Progress):
+        def stepped(self, step, loss, tokens_per_second):
+            if step > 7:
+                raise Killed
+
+    killed = dataclasses.replace(config, out=str(tmp_path / "killed"))
+    with pytest.raises(Killed):
+        fit(killed, progress=Listening())
+    assert RunDirectory(tmp_path / "killed").checkpoint_steps() == [2]
+    load(tmp_path / "killed")
+    fit(killed, resume=True)
+    assert kill_resume.fingerprint(tmp_path / "killed") == kill_resume.fingerprint(whole.directory)
+    assert [line["step"] for line in resumed_sessions(tmp_path / "killed")] == [0, 2]
+
+
+def test_training_stops_when_a_save_has_failed(small_run, tmp_path, monkeypatch):
+    save, steps = Checkpoints.save, []
+
+    def failing(manifest, directory):
+        raise OSError(28, "No space left on device")
+
+    def save_and_see_it_fail(self, *arguments):
+        save(self, *arguments)
+        concurrent.futures.wait([self._saving])
+
+    class Listening(Progress):
+        def stepped(self, step, loss, tokens_per_second):
+            steps.append(step)
+
+    monkeypatch.setattr("jgpt.runs.checkpoints.Manifest.write", failing)
+    monkeypatch.setattr(Checkpoints, "save", save_and_see_it_fail)
+    config = dataclasses.replace(bigram(small_run, tmp_path / "run", 64), eval_interval=32)
+    with pytest.raises(OSError, match="the checkpoint of step 2 could not be written"):
+        fit(config, progress=Listening())
+    assert max(steps) == 2
 
 
 def test_wsd_is_extended_before_it_decays(small_run, tmp_path):
