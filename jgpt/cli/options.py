@@ -117,9 +117,7 @@ class _Parser(argparse.ArgumentParser):
         """What argparse calls where it would exit."""
         raise OptionError(f"{message}; see {self.prog.replace('jgpt', 'jgpt help')}")
 
-    def add(
-        self, group: Any, name: str, kind: Any, shown: Shown, default: Any, help: str
-    ) -> None:
+    def add(self, group: Any, name: str, kind: Any, shown: Shown, default: Any, help: str) -> None:
         """Add the option for a parameter or field; a switch that is None can be given as either."""
         required, many = default is inspect.Parameter.empty, get_origin(kind) is tuple
         if not required and default not in (None, "", ()) and not isinstance(default, bool):
