@@ -215,7 +215,8 @@ class Case:
             blame = str(error).partition("\n")[0]
             ours = blame.startswith(
                 tuple(
-                    f"{name}() was given a wrong " for name in (self.target, *self.blames.split())
+                    f"{name}() got a wrong argument `"
+                    for name in (self.target, *self.blames.split())
                 )
             )
             return "contract" if ours else f"late: {blame}"

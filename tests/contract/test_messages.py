@@ -29,6 +29,17 @@ def halves(x: Float[Array, "batch time"]) -> tuple[Float[Array, " batch"], Float
 
 
 @typed
+def alike(
+    first: PyTree[Float[Array, "?*shape"], "Tree"], second: PyTree[Float[Array, "?*shape"], "Tree"]
+) -> None: ...
+
+
+@typed
+def in_pairs(x: Float[Array, "batch 2"]) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
+    return (x[:, 0],)  # type: ignore[return-value]
+
+
+@typed
 def concatenated(parts: tuple[Float[Array, "batch time"], ...]) -> Float[Array, "batch time"]:
     return jnp.concatenate(parts)
 
@@ -50,7 +61,7 @@ GOLDEN = {
     "wrong embed_dim": (
         lambda: HEAD(jnp.ones((2, 3, 12))),
         """
-        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float32[2,3,12]
         Reason: the dimension size 12 does not equal the existing value of {self.embed_dim}=10.
@@ -59,7 +70,7 @@ GOLDEN = {
     "wrong rank": (
         lambda: HEAD(jnp.ones((3, 10))),
         """
-        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float32[3,10]
         Reason: this array has 2 dimensions, not the 3 of the annotation.
@@ -68,7 +79,7 @@ GOLDEN = {
     "wrong dtype": (
         lambda: HEAD(jnp.ones((2, 3, 10), jnp.int32)),
         """
-        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: int32[2,3,10]
         Reason: this array has dtype int32, which is no Float.
@@ -77,7 +88,7 @@ GOLDEN = {
     "float tokens": (
         lambda: MODEL(jnp.ones((2, 3))),
         """
-        jgpt.nn.bigram.BigramLM.__call__() was given a wrong tokens.
+        jgpt.nn.bigram.BigramLM.__call__() got a wrong argument `tokens`.
         Expected: Int[Array, "batch time"]
         Got: float32[2,3]
         Reason: this array has dtype float32, which is no Int.
@@ -86,7 +97,7 @@ GOLDEN = {
     "legacy PRNG key": (
         lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=jax.random.PRNGKey(0)),
         """
-        jgpt.generation.decoding.generate() was given a wrong key.
+        jgpt.generation.decoding.generate() got a wrong argument `key`.
         Expected: Key[Array, ""]
         Got: uint32[2]
         Reason: this array has dtype uint32, which is no Key: jax.random.key makes one.
@@ -95,7 +106,7 @@ GOLDEN = {
     "mask of the wrong size": (
         lambda: jgpt.attend(X, X, X, jgpt.causal_mask(4)),
         """
-        jgpt.nn.attention.attend() was given a wrong mask.
+        jgpt.nn.attention.attend() got a wrong argument `mask`.
         Expected: Bool[Array, "query key"] | None with query=3, key=3
         Got: bool[4,4]
         Reason: the size of dimension query is 4 which does not equal the existing value of 3.
@@ -104,7 +115,7 @@ GOLDEN = {
     "context of another batch": (
         lambda: HEAD(X, jnp.ones((5, 3, 10))),
         """
-        jgpt.nn.heads.Head.__call__() was given a wrong context.
+        jgpt.nn.heads.Head.__call__() got a wrong argument `context`.
         Expected: Float[Array, "batch key {self.embed_dim}"] | None with batch=2, \
 {self.embed_dim}=10
         Got: float32[5,3,10]
@@ -114,7 +125,7 @@ GOLDEN = {
     "a NumPy array": (
         lambda: HEAD(np.ones((2, 3, 10))),  # type: ignore[arg-type]
         """
-        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float64[2,3,10]
         Reason: this array is NumPy's, not JAX's: jnp.asarray converts it.
@@ -123,7 +134,7 @@ GOLDEN = {
     "a list": (
         lambda: MODEL([[1, 2, 3]]),  # type: ignore[arg-type]
         """
-        jgpt.nn.bigram.BigramLM.__call__() was given a wrong tokens.
+        jgpt.nn.bigram.BigramLM.__call__() got a wrong argument `tokens`.
         Expected: Int[Array, "batch time"]
         Got: [[1, 2, 3]]
         Reason: list is not an array: jnp.asarray makes one.
@@ -132,7 +143,7 @@ GOLDEN = {
     "JAX's array on the host": (
         lambda: jgpt.ByteTokenizer().decode(jnp.arange(3)),  # type: ignore[arg-type]
         """
-        jgpt.data.tokenizers.ByteTokenizer.decode() was given a wrong tokens.
+        jgpt.data.tokenizers.ByteTokenizer.decode() got a wrong argument `tokens`.
         Expected: Integer[ndarray, "tokens"] | Sequence[int]
         Got: int32[3]
         Reason: this array is JAX's, not NumPy's: np.asarray converts it.
@@ -141,7 +152,7 @@ GOLDEN = {
     "a number on the host": (
         lambda: jgpt.ByteTokenizer().decode(3),  # type: ignore[arg-type]
         """
-        jgpt.data.tokenizers.ByteTokenizer.decode() was given a wrong tokens.
+        jgpt.data.tokenizers.ByteTokenizer.decode() got a wrong argument `tokens`.
         Expected: Integer[ndarray, "tokens"] | Sequence[int]
         Got: 3
         Reason: int is not an array: np.asarray makes one.
@@ -150,7 +161,7 @@ GOLDEN = {
     "another library's array": (
         lambda: HEAD(Foreign()),  # type: ignore[arg-type]
         """
-        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: float32[2,3,10]
         Reason: this array is torch's, not JAX's: jnp.asarray converts it.
@@ -159,7 +170,7 @@ GOLDEN = {
     "no array at all": (
         lambda: HEAD("x"),  # type: ignore[arg-type]
         """
-        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
         Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
         Got: 'x'
         Reason: str is not an array.
@@ -168,7 +179,7 @@ GOLDEN = {
     "a seed for a key": (
         lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=0),  # type: ignore[arg-type]
         """
-        jgpt.generation.decoding.generate() was given a wrong key.
+        jgpt.generation.decoding.generate() got a wrong argument `key`.
         Expected: Key[Array, ""]
         Got: 0
         Reason: int is not an array: jax.random.key makes one.
@@ -177,7 +188,7 @@ GOLDEN = {
     "a size that is no int": (
         lambda: jgpt.Head(10, 4.5, rngs=nnx.Rngs(0)),  # type: ignore[arg-type]
         """
-        jgpt.nn.heads.Head.__init__() was given a wrong head_dim.
+        jgpt.nn.heads.Head.__init__() got a wrong argument `head_dim`.
         Expected: int
         Got: 4.5
         Reason: float 4.5 not instance of int.
@@ -186,7 +197,7 @@ GOLDEN = {
     "a host function": (
         lambda: jgpt.CharTokenizer("ab").encode(3),  # type: ignore[arg-type]
         """
-        jgpt.data.tokenizers.CharTokenizer.encode() was given a wrong text.
+        jgpt.data.tokenizers.CharTokenizer.encode() got a wrong argument `text`.
         Expected: str
         Got: 3
         Reason: int 3 not instance of str.
@@ -195,16 +206,53 @@ GOLDEN = {
     "a leaf of a tree": (
         lambda: averaged({"bias": jnp.ones(3), "head": {"kernel": jnp.ones((2, 3), int)}}),
         """
-        HERE.averaged() was given a wrong weights.
+        HERE.averaged() got a wrong argument `weights`.
         Expected: PyTree[Float[Array, "..."]]
         Got: {'bias': float32[3], 'head': {'kernel': int32[2,3]}}
         Reason: its leaf head.kernel is int32[2,3]: this array has dtype int32, which is no Float.
         """,
     ),
+    "a leaf of a tree like another": (
+        lambda: alike({"a": jnp.ones(3)}, {"a": jnp.ones(4)}),
+        """
+        HERE.alike() got a wrong argument `second`.
+        Expected: PyTree[Float[Array, "?*shape"], "Tree"]
+        Got: {'a': float32[4]}
+        Reason: its leaf a is float32[4]: the shape of its variadic dimensions '*shape' is (4,), \
+which does not equal the existing value of (3,).
+        """,
+    ),
+    "another tree": (
+        lambda: alike({"a": jnp.ones(3)}, {"b": jnp.ones(3)}),
+        """
+        HERE.alike() got a wrong argument `second`.
+        Expected: PyTree[Float[Array, "?*shape"], "Tree"]
+        Got: {'b': float32[3]}
+        Reason: its structure is not that of the tree it must match.
+        """,
+    ),
+    "a size that is written": (
+        lambda: in_pairs(jnp.ones((4, 3))),
+        """
+        HERE.in_pairs() got a wrong argument `x`.
+        Expected: Float[Array, "batch 2"]
+        Got: float32[4,3]
+        Reason: the dimension size 3 does not equal 2.
+        """,
+    ),
+    "one result of two": (
+        lambda: in_pairs(jnp.ones((4, 2))),
+        """
+        HERE.in_pairs() returned a wrong result.
+        Expected: tuple[Float[Array, "batch"], Float[Array, "batch"]] with batch=4
+        Got: (float32[4],)
+        Reason: it is not a tuple of 2.
+        """,
+    ),
     "one of any number": (
         lambda: concatenated((jnp.ones(3),)),
         """
-        HERE.concatenated() was given a wrong parts.
+        HERE.concatenated() got a wrong argument `parts`.
         Expected: tuple[Float[Array, "batch time"], ...]
         Got: (float32[3],)
         Reason: tuple index 0 item this array has 1 dimensions, not the 2 expected by the type hint.
@@ -213,7 +261,7 @@ GOLDEN = {
     "a size that can't be read": (
         lambda: Misspelt()(jnp.ones((2, 3))),
         """
-        HERE.Misspelt.__call__() was given a wrong x.
+        HERE.Misspelt.__call__() got a wrong argument `x`.
         Expected: Float[Array, "batch {self.widht}"]
         Got: float32[2,3]
         Reason: AttributeError: 'Misspelt' object has no attribute 'widht'.
@@ -255,7 +303,7 @@ def test_a_wrong_call_inside_a_call_is_reported_once_and_where_it_is():
 
     with pytest.raises(TypeCheckError) as caught:
         outer(jnp.ones((4, 3)))
-    assert str(caught.value).startswith("jgpt.nn.attention.attend() was given a wrong value.")
+    assert str(caught.value).startswith("jgpt.nn.attention.attend() got a wrong argument `value`.")
 
 
 def test_a_missing_argument_names_the_function():

@@ -99,7 +99,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 def test_good_passes_and_bad_fails(transform: Callable[[Any], Any]):
     transform(GOOD)
     with pytest.raises(
-        TypeCheckError, match=r"^jgpt.nn.transformer.Block.__call__\(\) was given a wrong x"
+        TypeCheckError, match=r"^jgpt.nn.transformer.Block.__call__\(\) got a wrong argument `x`"
     ):
         transform(BAD)
 
@@ -121,7 +121,7 @@ def test_a_compiled_function_checks_each_new_shape():
     for time in (3, 4):
         x = jnp.ones((2, time, 5))
         assert attend(x, x, x, compiled(time)).shape == x.shape
-        with pytest.raises(TypeCheckError, match="was given a wrong mask"):
+        with pytest.raises(TypeCheckError, match="got a wrong argument `mask`"):
             attend(x, x, x, compiled(5))
 
 

@@ -65,7 +65,7 @@ def test_a_module_of_theirs_is_checked(gate):
     with pytest.raises(TypeCheckError) as caught:
         gate(jnp.ones((2, 3, 5)))
     assert str(caught.value) == (
-        "theirs.Gate.__call__() was given a wrong x.\n"
+        "theirs.Gate.__call__() got a wrong argument `x`.\n"
         'Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=6\n'
         "Got: float32[2,3,5]\n"
         "Reason: the dimension size 5 does not equal the existing value of {self.embed_dim}=6."

@@ -258,37 +258,37 @@ STEP = "training.step.make_train_steps.<locals>."
 FAULTS = {
     "the batch is replicated": (
         None,
-        STEP + "steps() was given a wrong windows.",
+        STEP + "steps() got a wrong argument `windows`.",
         "dimension batch is not sharded, the rules say data and fsdp.",
     ),
     "the batch is sharded over one axis of two": (
         "data",
-        STEP + "steps() was given a wrong windows.",
+        STEP + "steps() got a wrong argument `windows`.",
         "dimension batch is sharded over data, the rules say data and fsdp.",
     ),
     "the axes of the batch are swapped": (
         ("fsdp", "data"),
-        STEP + "steps() was given a wrong windows.",
+        STEP + "steps() got a wrong argument `windows`.",
         "dimension batch is sharded over fsdp and data, the rules say data and fsdp.",
     ),
     "the step gathers the batch": (
         replaced(step, "placed", moved(itself)),
-        STEP + "gradients_of() was given a wrong window.",
+        STEP + "gradients_of() got a wrong argument `window`.",
         "dimension batch is not sharded, the rules say data and fsdp.",
     ),
     "the residual stream is replicated": (
         replaced(transformer, "placed", moved(itself)),
-        "nn.transformer.Block.__call__() was given a wrong x.",
+        "nn.transformer.Block.__call__() got a wrong argument `x`.",
         "dimension batch is not sharded, the rules say data and fsdp.",
     ),
     "features of the residual stream are sharded": (
         replaced(transformer, "placed", moved(itself, BATCH, None, "tensor")),
-        "nn.transformer.Block.__call__() was given a wrong x.",
+        "nn.transformer.Block.__call__() got a wrong argument `x`.",
         "dimension {self.embed_dim} is sharded over tensor, the rules say no axis.",
     ),
     "time is sharded": (
         replaced(transformer, "placed", moved(itself, BATCH, "tensor")),
-        "nn.transformer.Block.__call__() was given a wrong x.",
+        "nn.transformer.Block.__call__() got a wrong argument `x`.",
         "dimension time is sharded over tensor, the rules say no axis.",
     ),
     "heads are replicated": (
@@ -310,12 +310,12 @@ FAULTS = {
     ),
     "keys are sharded otherwise than queries": (
         replaced(heads, "attend", attend_to_gathered),
-        "nn.attention.attend() was given a wrong key.",
+        "nn.attention.attend() got a wrong argument `key`.",
         "dimension *batch[1] is not sharded, and sharded over tensor before in this call.",
     ),
     "a weight is not gathered": (
         replaced(sharding, "_gathered", lambda dimensions, dtype, x: x),
-        "nn.layers.project() was given a wrong kernel.",
+        "nn.layers.project() got a wrong argument `kernel`.",
         "dimension in_features is sharded over fsdp, and not sharded before in this call.",
     ),
     "a weight is gathered that should not be": (
@@ -340,7 +340,7 @@ FAULTS = {
     "gradients are gathered": (
         replaced(jax, "value_and_grad", with_gathered_gradients),
         STEP + "gradients_of() returned a wrong result.",
-        "its leaves, their shapes or shardings, are not those of the tree it must match.",
+        "dimension *shape is not sharded, and sharded over fsdp before in this call.",
     ),
 }
 
@@ -371,7 +371,7 @@ def test_the_message_has_the_four_lines_of_shapes():
         jgpt.Head(10, 4, rngs=nnx.Rngs(0))(jnp.ones((8, 3, 10)))
     assert str(caught.value) == textwrap.dedent(
         """\
-        jgpt.nn.heads.Head.__call__() was given a wrong x.
+        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
         Expected: Float[Array, "batch time {self.embed_dim}"] with batch=8, time=3, \
 {self.embed_dim}=10
         Got: float32[8,3,10]
