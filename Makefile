@@ -13,7 +13,8 @@ train: $(VENV)/installed-train
 	$(BIN)/jgpt train
 
 test: $(VENV)/installed-test
-	$(PYTEST) -m "not slow"
+	@echo "About ten minutes on two cores where nothing is compiled yet, then two or three; each dot is a test."
+	@$(PYTEST) -q -m "not slow"
 
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=all $(PYTEST) --durations=20
