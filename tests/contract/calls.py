@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import TypeCheckError
 
 from jgpt import contracts
@@ -104,7 +105,7 @@ class Call:
             if inspect.ismethod(value)
         }
         self.leaves, self.tree = jax.tree.flatten({**arguments, **methods}, is_iterator)
-        self.traced = any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves)
+        self.traced = any(isinstance(leaf, Tracer) for leaf in self.leaves)
         if self.traced:
             self.leaves = [
                 jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -227,7 +228,8 @@ def array_hint(hint: Any, value: Any) -> Any:
 def fits(hint: Any, value: Value, bound: dict[str, Any], scope: dict[str, Any]) -> bool:
     if value.dtype not in ACCEPTED.get(hint.dtype.__name__, {hint.dtype.__name__.lower()}):
         return False
-    dims, shape = hint.dim_str.split(), list(value.shape)
+    dims: list[str] = hint.dim_str.split()
+    shape: list[Any] = list(value.shape)
     for i, dim in enumerate(dims):
         if dim[0] == "*":
             several = len(shape) - len(dims) + 1

@@ -187,8 +187,9 @@ def training() -> None:
     """Steps and evaluations."""
     for config in (TRAIN, STACKED):
         state = step.abstract_state(config)
-        step.make_train_steps(config).trace(state, INT(6, 4, 9), KEY, 6)
-        evaluate = step.make_eval_step(config.model)
+        train: Any = step.make_train_steps(config)
+        evaluate: Any = step.make_eval_step(config.model)
+        train.trace(state, INT(6, 4, 9), KEY, 6)
         evaluate.trace(state.weights, INT(11, 4, 9), BOOL(11, 4, 8))
     tokens = INT(31)
     options = {"seed": 1, "batch_size": 4, "block_size": 8}

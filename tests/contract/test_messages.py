@@ -2,6 +2,7 @@
 
 import textwrap
 import traceback
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, PyTree, TypeCheckError
 import jgpt
 from jgpt.contracts import typed
 
+TREE: Any = PyTree[Float[Array, "?*shape"], "Tree"]
 HEAD = jgpt.Head(10, 4, rngs=nnx.Rngs(0))
 X = jnp.ones((2, 3, 10))
 MODEL = jgpt.BigramLM(5, rngs=nnx.Rngs(0))
@@ -29,9 +31,7 @@ def halves(x: Float[Array, "batch time"]) -> tuple[Float[Array, " batch"], Float
 
 
 @typed
-def alike(
-    first: PyTree[Float[Array, "?*shape"], "Tree"], second: PyTree[Float[Array, "?*shape"], "Tree"]
-) -> None: ...
+def alike(first: TREE, second: TREE) -> None: ...
 
 
 @typed
