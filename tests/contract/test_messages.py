@@ -2,7 +2,6 @@
 
 import textwrap
 import traceback
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float, PyTree, TypeCheckError
 import jgpt
 from jgpt.contracts import typed
 
-TREE: Any = PyTree[Float[Array, "?*shape"], "Tree"]
+TREE = PyTree[Float[Array, "?*shape"], "Tree"]
 HEAD = jgpt.Head(10, 4, rngs=nnx.Rngs(0))
 X = jnp.ones((2, 3, 10))
 MODEL = jgpt.BigramLM(5, rngs=nnx.Rngs(0))
