@@ -13,7 +13,8 @@ train: $(VENV)/installed-train
 	$(BIN)/jgpt train
 
 test: $(VENV)/installed-test
-	$(PYTEST) -m "not slow"
+	@echo "About 13 minutes on two idle cores the first time, while programs compile, then less; a dot is a test."
+	@$(PYTEST) -q -m "not slow"
 
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=all $(PYTEST) --durations=20

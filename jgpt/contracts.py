@@ -65,7 +65,8 @@ def sharding_rules(name: str, size: int) -> tuple[str, ...] | None:
 
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 _UNIONS = (typing.Union, types.UnionType)
-_Accepts = Callable[[Any], bool]
+_Mismatch = Callable[[Any], str]
+"""Why a value does not match an annotation, or an empty string."""
 
 
 def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -108,10 +109,10 @@ def check(value: Result, annotation: Any) -> Result:
             f"check() needs an array annotation, such as Float[Array, 'batch'], "
             f"not {_spelled(annotation)}"
         )
-    if _mismatch(annotation, value):
+    if reason := _array_mismatch(annotation, value):
         frame = sys._getframe(1)
         name = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
-        raise _error(f"{name}() computed a wrong intermediate", annotation, value)
+        raise _error(f"{name}() computed a wrong intermediate", annotation, value, reason)
     return value
 
 
@@ -147,118 +148,153 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
     hints = typing.get_type_hints(function, include_extras=True)
     # in signature order, which is the order in which sizes are bound
     parameters = [
-        (name, parameter.kind, _acceptor(hints[name]))
+        (name, parameter.kind, _mismatcher(hints[name]))
         for name, parameter in signature.parameters.items()
         if name in hints
     ]
-    accepts_result = _acceptor(hints.get("return", Any))
+    mismatch_of_result = _mismatcher(hints.get("return", Any))
     subject = f"{function.__module__}.{function.__qualname__}()"
-    wrong = f"{subject} got a wrong argument"
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
         __tracebackhide__ = True
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        for name, kind, accepts in parameters:
+        for name, kind, mismatch in parameters:
             values = bound.arguments[name]
             if kind is inspect.Parameter.VAR_KEYWORD:
                 values = values.values()
             elif kind is not inspect.Parameter.VAR_POSITIONAL:
                 values = (values,)
             for value in values:
-                if not accepts(value):
-                    return None, _error(f"{wrong} `{name}`", hints[name], value)
+                if reason := mismatch(value):
+                    what = f"{subject} got a wrong argument `{name}`"
+                    return None, _error(what, hints[name], value, reason)
         try:
             result = function(*args, **kwargs)
         except Exception as error:
             return None, error
-        if not accepts_result(result):
-            return None, _error(f"{subject} returned a wrong result", hints["return"], result)
+        if reason := mismatch_of_result(result):
+            what = f"{subject} returned a wrong result"
+            return None, _error(what, hints["return"], result, reason)
         return result, None
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # of what braces may name
     return jaxtyped(call, typechecker=None)
 
 
+def _mismatcher(hint: Any) -> _Mismatch:
+    """What says why a value does not match an annotation; it binds the sizes that this names."""
+    if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
+        return lambda value: ""
+    if _is_array(hint):
+        return functools.partial(_array_mismatch, hint)
+    if get_origin(hint) in _UNIONS:
+        first, *others = (part for part in get_args(hint) if part is not types.NoneType)
+        mismatch = _mismatcher(first)
+        if others:
+            return lambda value: "" if _bearable(value, hint) else mismatch(value)
+        return lambda value: "" if value is None else mismatch(value)
+    if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
+        return functools.partial(_tuple_mismatch, [*map(_mismatcher, get_args(hint))])
+    if _is_tree_of_arrays(hint):
+        return functools.partial(_tree_mismatch, hint, _mismatcher(hint.leaftype))
+    return functools.partial(_other_mismatch, hint)
+
+
 def _is_array(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
 
-def _holds_arrays(hint: Any) -> bool:
-    # jaxtyping's PyTree has no public base class
-    return getattr(hint, "__module__", None) == "jaxtyping" or any(
-        map(_holds_arrays, get_args(hint))
-    )
-
-
-def _is_fixed_tuple(hint: Any) -> bool:
-    return get_origin(hint) is tuple and Ellipsis not in get_args(hint)
-
-
-def _acceptor(hint: Any) -> _Accepts:
-    """A predicate: whether a value matches an annotation. It binds the sizes that it names."""
-    if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
-        return lambda value: True
-    if _is_array(hint):
-        return lambda value: not _mismatch(hint, value)
-    if get_origin(hint) in _UNIONS:
-        some = [part for part in get_args(hint) if part is not types.NoneType]
-        if len(some) == 1:
-            accepts = _acceptor(some[0])
-            return lambda value: value is None or accepts(value)
-    if _is_fixed_tuple(hint):
-        parts = [_acceptor(part) for part in get_args(hint)]
-        return lambda value: (
-            isinstance(value, tuple)
-            and len(value) == len(parts)
-            and all(accepts(item) for accepts, item in zip(parts, value, strict=True))
-        )
-    if leaf_types := _leaf_types(hint):
-        return functools.partial(_accepts_tree, hint, leaf_types)
-    return lambda value: is_bearable(value, hint, conf=_BEARTYPE)
-
-
-def _leaf_types(hint: Any) -> tuple[type, ...]:
-    """The classes of a tree's leaves, if each leaf can be checked by itself; else none."""
-    leaf = getattr(hint, "leaftype", None)
-    if leaf is None or leaf is Any or ("?" in str(leaf) and not _is_array(leaf)):
-        return ()
+def _is_tree_of_arrays(hint: Any) -> bool:
     import jax
 
-    leaves = get_args(leaf) if get_origin(leaf) in _UNIONS else (leaf,)
-    classes = {getattr(each, "array_type", each) for each in leaves}
-    return tuple(classes) if classes <= {jax.Array, np.ndarray, bool, int, str} else ()
+    leaf: Any = getattr(hint, "leaftype", None)
+    leaves: Any = get_args(leaf) if get_origin(leaf) in _UNIONS else (leaf,)
+    known = all(_is_array(each) and each.array_type in (jax.Array, np.ndarray) for each in leaves)
+    return known and ("?" not in str(leaf) or len(leaves) == 1)
 
 
-def _accepts_tree(hint: Any, leaf_types: tuple[type, ...], tree: Any) -> bool:
-    """Check a tree as jaxtyping does, without the type checker that it starts for each leaf."""
+def _tuple_mismatch(mismatches: list[_Mismatch], value: Any) -> str:
+    if not isinstance(value, tuple) or len(value) != len(mismatches):
+        return f"it is not a tuple of {len(mismatches)}"
+    for i, (mismatch, item) in enumerate(zip(mismatches, value, strict=True)):
+        if reason := mismatch(item):
+            return f"item {i} is {_described(item)}: {reason}"
+    return ""
+
+
+def _tree_mismatch(hint: Any, mismatch: _Mismatch, tree: Any) -> str:
+    """Check as jaxtyping does, without the type checker that it starts for each leaf."""
     import jax
     from jaxtyping import PyTree
 
     if tree is None:
-        return True
+        return ""
     if hint.structure is not None and not isinstance(tree, PyTree[Any, hint.structure]):
-        return False
-    leaves = jax.tree.leaves(tree)
-    if "?" in str(hint.leaftype):  # sizes per leaf
-        return all(
-            not _mismatch(_of_leaf(hint.leaftype, f"{hint.structure}{index}"), leaf)
-            for index, leaf in enumerate(leaves)
-        )
-    accepts = _acceptor(hint.leaftype)
-    # leaves of equal kind, shape, dtype and sharding are equal to an annotation
-    kinds = {}
-    for leaf in leaves:
-        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-        kinds[type(leaf), isinstance(leaf, leaf_types), shape, dtype, _axes(leaf)] = leaf
-    return all(map(accepts, kinds.values()))
+        return "its structure is not that of the tree it must match"
+    seen = set()
+    for index, leaf in enumerate(jax.tree.leaves(tree)):
+        suffix = f"_{hint.structure}{index}"
+        if "?" in str(hint.leaftype):
+            reason = _array_mismatch(_of_leaf(hint.leaftype, suffix), leaf).replace(suffix, "")
+        else:  # leaves of equal kind, shape, dtype and sharding are equal to an annotation
+            shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+            kind = type(leaf), isinstance(leaf, jax.Array), shape, dtype, _axes(leaf)
+            reason = "" if kind in seen else mismatch(leaf)
+            seen.add(kind)
+        if reason:
+            path, _ = jax.tree_util.tree_leaves_with_path(tree)[index]
+            where = jax.tree_util.keystr(path, simple=True, separator=".")
+            return f"its leaf {where} is {_described(leaf)}: {reason}" if path else reason
+    return ""
+
+
+def _bearable(value: Any, hint: Any) -> bool:
+    return is_bearable(value, hint, conf=_BEARTYPE)
+
+
+def _other_mismatch(hint: Any, value: Any) -> str:
+    if _bearable(value, hint):
+        return ""
+    try:
+        die_if_unbearable(value, hint, conf=_BEARTYPE)
+    except BeartypeCallHintViolation as violation:
+        reason = str(violation).partition(", as ")[2].strip()
+        return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
+    return "one of its items is wrong"  # beartype checks a random item, not always the same
 
 
 @functools.cache
-def _of_leaf(hint: Any, leaf: str) -> Any:
+def _of_leaf(hint: Any, suffix: str) -> Any:
     """An array annotation for one leaf: `?size` becomes `size_LEAF`."""
-    dimensions = re.sub(r"\?(\*?\w+)", rf"\1_{leaf}", hint.dim_str)
+    dimensions = re.sub(r"\?(\*?\w+)", rf"\1{suffix}", hint.dim_str)
     return hint.dtype[hint.array_type, dimensions]
+
+
+def _is_shaped(value: Any) -> bool:
+    """Whether a value is like an array: `nnx.Rngs` has every attribute."""
+    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
+
+
+def _array_mismatch(hint: Any, value: Any) -> str:
+    """jaxtyping's reason without its list of dtypes and its class names."""
+    reason, kind = _mismatch(hint, value), hint.__name__.partition("[")[0]
+    if not reason:
+        return ""
+    convert = "np.asarray" if hint.array_type is np.ndarray else "jnp.asarray"
+    advice = ": jax.random.key makes one" if kind == "Key" else ""
+    if not _is_shaped(value):
+        if isinstance(value, (list, tuple, int, float)):
+            advice = advice or f": {convert} makes one"
+        return f"{type(value).__name__} is not an array{advice}"
+    if "array type" in reason:
+        roots = (kind.__module__.partition(".")[0] for kind in (type(value), hint.array_type))
+        spelled = {"numpy": "NumPy", "jax": "JAX", "jaxlib": "JAX"}
+        given, wanted = (spelled.get(root, root) for root in roots)
+        return f"this array is {given}'s, not {wanted}'s: {convert} converts it"
+    reason = re.sub(", not .* as expected.*", f", which is no {kind}{advice}", reason)
+    reason = reason.replace(" as expected by the type hint", "")
+    return reason.replace("expected by the type hint", "of the annotation")
 
 
 def _mismatch(hint: Any, value: Any) -> str:
@@ -316,9 +352,8 @@ def _over(axes: Sequence[str]) -> str:
     return f"sharded over {' and '.join(axes)}" if axes else "not sharded"
 
 
-def _error(what: str, hint: Any, value: Any) -> TypeCheckError:
-    # before the sizes, whose question binds them
-    expected, reason = _spelled(hint), _reason(hint, value)
+def _error(what: str, hint: Any, value: Any, reason: str) -> TypeCheckError:
+    expected = _spelled(hint)
     sizes = ", ".join(f"{name}={size}" for name, size in _sizes(expected))
     return TypeCheckError(
         f"{what}.\n"
@@ -326,64 +361,6 @@ def _error(what: str, hint: Any, value: Any) -> TypeCheckError:
         f"Got: {_described(value)}\n"
         f"Reason: {reason.rstrip('.')}."
     )
-
-
-def _reason(hint: Any, value: Any) -> str:
-    if reason := _reason_in_arrays(hint, value):
-        return reason
-    try:
-        die_if_unbearable(value, hint, conf=_BEARTYPE)
-    except BeartypeCallHintViolation as violation:
-        reason = str(violation).partition(", as ")[2].strip()
-        return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
-    return "one of its items is wrong"  # beartype checks a random item, not always the same
-
-
-def _reason_in_arrays(hint: Any, value: Any) -> str:
-    """Why a value does not match an annotation with arrays in it, or an empty string."""
-    if _is_array(hint):
-        return _in_plain_words(_mismatch(hint, value), hint, value)
-    if get_origin(hint) in _UNIONS:
-        reasons = [_reason_in_arrays(each, value) for each in get_args(hint) if _holds_arrays(each)]
-        return reasons[0] if len(reasons) == 1 else ""
-    if _is_fixed_tuple(hint) and isinstance(value, tuple):
-        for i, (each, item) in enumerate(zip(get_args(hint), value, strict=False)):
-            if not _acceptor(each)(item) and (reason := _reason_in_arrays(each, item)):
-                return f"item {i} is {_described(item)}: {reason}"
-    leaf_hint = getattr(hint, "leaftype", None)
-    if leaf_hint is not None and "?" not in str(leaf_hint):
-        import jax
-
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            if reason := _reason_in_arrays(leaf_hint, leaf):
-                where = jax.tree_util.keystr(path, simple=True, separator=".")
-                return f"its leaf {where} is {_described(leaf)}: {reason}" if path else reason
-    if leaf_hint is not None:
-        return "its leaves, their shapes or shardings, are not those of the tree it must match"
-    return ""
-
-
-def _is_shaped(value: Any) -> bool:
-    """Whether a value is like an array: `nnx.Rngs` has every attribute."""
-    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
-
-
-def _in_plain_words(reason: str, hint: Any, value: Any) -> str:
-    """jaxtyping's reason without its list of dtypes and its class names."""
-    kind = hint.__name__.partition("[")[0]
-    convert = "np.asarray" if hint.array_type is np.ndarray else "jnp.asarray"
-    advice = ": jax.random.key makes one" if kind == "Key" else ""
-    if not _is_shaped(value):
-        if isinstance(value, (list, tuple, int, float)):
-            advice = advice or f": {convert} makes one"
-        return f"{type(value).__name__} is not an array{advice}" if reason else ""
-    if "array type" in reason:
-        roots = (kind.__module__.partition(".")[0] for kind in (type(value), hint.array_type))
-        spelled = {"numpy": "NumPy", "jax": "JAX", "jaxlib": "JAX"}
-        given, wanted = (spelled.get(root, root) for root in roots)
-        return f"this array is {given}'s, not {wanted}'s: {convert} converts it"
-    reason = re.sub("not .* as expected.*", f"which is no {kind}{advice}", reason)
-    return reason.replace("expected by the type hint", "of the annotation")
 
 
 def _spelled(hint: Any) -> str:

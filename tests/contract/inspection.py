@@ -17,6 +17,7 @@ from flax import nnx
 from jax import Array
 
 ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
+ANY_DTYPE = {"jgpt.nn.cache.LayerCache.positions: new"}
 
 
 def modules(package: ModuleType) -> list[ModuleType]:
@@ -85,6 +86,19 @@ def handles_arrays(function: Any) -> bool:
     return any(is_array(each) for hint in annotations(function).values() for each in parts(hint))
 
 
+def with_arrays(package: ModuleType) -> list[str]:
+    """The full names of all callables that take or return arrays, those in functions too."""
+    found: dict[str, None] = {}
+    for module in modules(package):
+        if module.__name__ == f"{package.__name__}.contracts":  # it can't check itself
+            continue
+        names = [name for name, function in callables(module) if handles_arrays(function)]
+        nested = nested_functions(source_of(module))
+        names += [f"{module.__name__}.{name}" for name, node in nested if annotates_arrays(node)]
+        found |= dict.fromkeys(names)
+    return list(found)
+
+
 def takes_sizes(function: Any) -> bool:
     return int in annotations(function).values() or "<string>" in _file(function)
 
@@ -109,7 +123,7 @@ def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
     return handles_arrays(function) or makes_module or is_public
 
 
-def violations(package: ModuleType, cases: set[str], legend: set[str]) -> list[str]:
+def violations(package: ModuleType, legend: set[str]) -> list[str]:
     """What is wrong, each with what to do about it."""
     found = []
     for module in modules(package):
@@ -117,10 +131,10 @@ def violations(package: ModuleType, cases: set[str], legend: set[str]) -> list[s
             continue
         for name, function in callables(module):
             if must_be_checked(package, name, function):
-                found += _violations_of(name, function, cases)
+                found += _violations_of(name, function)
             elif getattr(function, "__shape_checked__", False) and not takes_sizes(function):
                 found.append(f"{name} has neither arrays nor sizes: pyright is enough for it")
-        found += _nested_violations(module, cases)
+        found += _nested_violations(module)
         found += [
             f"{module.__name__}: the annotation {text!r} is a string, so may go unchecked: write "
             "the type itself, or a TypeVar for a class inside itself"
@@ -134,7 +148,7 @@ def violations(package: ModuleType, cases: set[str], legend: set[str]) -> list[s
     return found
 
 
-def _violations_of(name: str, function: Any, cases: set[str]) -> Iterator[str]:
+def _violations_of(name: str, function: Any) -> Iterator[str]:
     if not getattr(function, "__shape_checked__", False):
         kind = "@record above @dataclass" if "<string>" in _file(function) else "@typed"
         yield f"{name} is not checked: put {kind} on it, @typed as the innermost decorator"
@@ -147,40 +161,38 @@ def _violations_of(name: str, function: Any, cases: set[str]) -> Iterator[str]:
                 yield f'{where} has no shape: write Float[Array, "batch time"] or the like'
             if get_origin(each) in (list, dict, set) and any(map(is_array, parts(each))):
                 yield f"{where} holds arrays in a {each}, which is not checked whole: use a tuple"
-    if handles_arrays(function) and name not in cases:
-        yield f"{name} handles arrays and has no Case: add one to tests/contract/cases.py"
+            if {"_", "..."} & {*getattr(each, "dim_str", "").split()}:
+                yield f"{where} leaves a dimension without a name: take one of LEGEND's"
+            if getattr(each, "dtype", None) is jaxtyping.Shaped and where not in ANY_DTYPE:
+                yield f"{where} has no dtype: write Float, Int, or what it is"
 
 
 def _file(function: Any) -> str:
     return inspect.unwrap(function).__code__.co_filename
 
 
-def _nested_violations(module: ModuleType, cases: set[str]) -> Iterator[str]:
+def _nested_violations(module: ModuleType) -> Iterator[str]:
     """Of functions inside functions: they exist in the source alone."""
     for name, node in nested_functions(source_of(module)):
-        hints = [node.returns, *(argument.annotation for argument in _arguments(node))]
-        names = {
-            each.id
-            for hint in hints
-            if hint
-            for each in ast.walk(hint)
-            if isinstance(each, ast.Name)
-        }
-        if not names & ARRAY_NAMES:
+        if not annotates_arrays(node):
             continue  # what is handed to a scan or a loop takes what that hands it
         full = f"{module.__name__}.{name}"
         if not any(
             isinstance(each, ast.Name) and each.id == "typed" for each in node.decorator_list
         ):
             yield f"{full} annotates arrays and is not checked: put @typed on it"
-        if None in hints:
+        if None in _hints(node):
             yield f"{full} is not annotated in full: annotate all parameters and the result"
-        if full not in cases:
-            yield f"{full} handles arrays and has no Case: add one to tests/contract/cases.py"
 
 
-def _arguments(node: ast.FunctionDef) -> list[ast.arg]:
-    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+def annotates_arrays(node: ast.FunctionDef) -> bool:
+    parts = [each for hint in _hints(node) if hint for each in ast.walk(hint)]
+    return any(isinstance(each, ast.Name) and each.id in ARRAY_NAMES for each in parts)
+
+
+def _hints(node: ast.FunctionDef) -> list[ast.expr | None]:
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [node.returns, *(argument.annotation for argument in arguments)]
 
 
 def nested_functions(source: str) -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -38,7 +38,7 @@ from tests.contract.equivalent import reason_why_equivalent
 ROOT = Path(__file__).parents[2]
 COPIED = ("jgpt", "tests", "benchmarks", "pyproject.toml", "README.md")
 # the proof's tests that a change of the contract can fail, without those that start processes
-PROOF = ["test_meta.py", "test_inputs.py", "test_returns.py", "test_intermediates.py"]
+PROOF = [f"test_{name}.py" for name in ("meta", "sample", "inputs", "returns", "intermediates")]
 # the runner's own tests, what runs for minutes, and tests of documents
 WITHOUT = (
     "tests/contract/test_mutants.py",

@@ -10,16 +10,23 @@ from jaxtyping import TypeCheckError
 
 import jgpt
 from jgpt.contracts import check
-from tests.contract.cases import CASES
-from tests.contract.contract import Case, shape_mutations
-from tests.contract.inspection import modules
+from tests.contract.calls import shape_mutations
+from tests.contract.inspection import modules, with_arrays
+from tests.contract.programs import calls_of
+
+CHECKS = {
+    "jgpt.nn.attention.attention_weights": 1,
+    "jgpt.nn.heads.MultiHeadAttention.__call__": 1,
+    "jgpt.nn.transformer.FeedForward.__call__": 1,
+}
+"""How many intermediates a callable checks itself."""
 
 
 class Probe:
     """Stands in for `check`: tries wrong values too, and counts a callable's own checks."""
 
-    def __init__(self, case: Case):
-        self.code = inspect.unwrap(case.callable).__code__
+    def __init__(self, function: Any):
+        self.code = inspect.unwrap(function).__code__
         self.own = 0
 
     def __call__(self, value: Any, annotation: Any) -> Any:
@@ -31,11 +38,16 @@ class Probe:
         return check(value, annotation)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.result is None], ids=str)
-def test_intermediates_are_checked(case: Case, monkeypatch: pytest.MonkeyPatch):
-    probe = Probe(case)
+@pytest.mark.parametrize("name", with_arrays(jgpt))
+def test_intermediates_are_checked(name: str, monkeypatch: pytest.MonkeyPatch):
+    call = calls_of(name)[0]
+    probe = Probe(call.written)
     for module in modules(jgpt):
         if getattr(module, "check", None) is check and module.__name__ != "jgpt.contracts":
             monkeypatch.setattr(module, "check", probe)
-    case.call(case.good)
-    assert probe.own == case.checks
+    call.again(call.good)
+    assert probe.own == CHECKS.get(name, 0)
+
+
+def test_the_counted_are_there():
+    assert set(CHECKS) <= set(with_arrays(jgpt))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PyTree, TypeCheckError
 import jgpt
 from jgpt.contracts import typed
 
+TREE = PyTree[Float[Array, "?*shape"], "Tree"]
 HEAD = jgpt.Head(10, 4, rngs=nnx.Rngs(0))
 X = jnp.ones((2, 3, 10))
 MODEL = jgpt.BigramLM(5, rngs=nnx.Rngs(0))
@@ -26,6 +27,15 @@ def averaged(weights: PyTree[Float[Array, "..."]]) -> PyTree[Float[Array, "..."]
 @typed
 def halves(x: Float[Array, "batch time"]) -> tuple[Float[Array, " batch"], Float[Array, " time"]]:
     return x[:, 0], x[:, 0]
+
+
+@typed
+def alike(first: TREE, second: TREE) -> None: ...
+
+
+@typed
+def in_pairs(x: Float[Array, "batch 2"]) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
+    return (x[:, 0],)  # type: ignore[return-value]
 
 
 @typed
@@ -208,6 +218,43 @@ GOLDEN = {
         Expected: PyTree[Float[Array, "..."]]
         Got: {'bias': float32[3], 'head': {'kernel': int32[2,3]}}
         Reason: its leaf head.kernel is int32[2,3]: this array has dtype int32, which is no Float.
+        """,
+    ),
+    "a leaf of a tree like another": (
+        lambda: alike({"a": jnp.ones(3)}, {"a": jnp.ones(4)}),
+        """
+        HERE.alike() got a wrong argument `second`.
+        Expected: PyTree[Float[Array, "?*shape"], "Tree"]
+        Got: {'a': float32[4]}
+        Reason: its leaf a is float32[4]: the shape of its variadic dimensions '*shape' is (4,), \
+which does not equal the existing value of (3,).
+        """,
+    ),
+    "another tree": (
+        lambda: alike({"a": jnp.ones(3)}, {"b": jnp.ones(3)}),
+        """
+        HERE.alike() got a wrong argument `second`.
+        Expected: PyTree[Float[Array, "?*shape"], "Tree"]
+        Got: {'b': float32[3]}
+        Reason: its structure is not that of the tree it must match.
+        """,
+    ),
+    "a size that is written": (
+        lambda: in_pairs(jnp.ones((4, 3))),
+        """
+        HERE.in_pairs() got a wrong argument `x`.
+        Expected: Float[Array, "batch 2"]
+        Got: float32[4,3]
+        Reason: the dimension size 3 does not equal 2.
+        """,
+    ),
+    "one result of two": (
+        lambda: in_pairs(jnp.ones((4, 2))),
+        """
+        HERE.in_pairs() returned a wrong result.
+        Expected: tuple[Float[Array, "batch"], Float[Array, "batch"]] with batch=4
+        Got: (float32[4],)
+        Reason: it is not a tuple of 2.
         """,
     ),
     "one of any number": (

@@ -11,7 +11,6 @@ import pytest
 import jgpt
 from jgpt.contracts import LEGEND
 from jgpt.nn.models import LanguageModel
-from tests.contract.cases import CASES
 from tests.contract.inspection import (
     annotations,
     callables,
@@ -19,19 +18,19 @@ from tests.contract.inspection import (
     source_of,
     unbraced,
     violations,
+    with_arrays,
 )
+from tests.contract.programs import PROGRAMS, heard
 
-TARGETS = {case.target for case in CASES}
 
-
-def test_every_callable_is_checked_annotated_and_has_a_case():
-    found = violations(jgpt, TARGETS, set(LEGEND))
+def test_every_callable_is_checked_and_annotated():
+    found = violations(jgpt, set(LEGEND))
     assert not found, "\n" + "\n".join(found)
 
 
-def test_every_case_is_of_a_callable_that_exists():
-    written = {name for module in modules(jgpt) for name, _ in callables(module)}
-    assert not {target for target in TARGETS if "<locals>" not in target} - written
+def test_every_callable_with_arrays_is_called_by_a_program():
+    called = set().union(*map(heard, PROGRAMS))
+    assert not set(with_arrays(jgpt)) - called, "let a program in tests/contract/programs.py do so"
 
 
 def test_the_walk_finds_the_package():
@@ -76,9 +75,17 @@ PLANTED = {
         "@typed\ndef f(x: list[Float[Array, 'batch']]) -> None: return None",
         "which is not checked whole: use a tuple",
     ),
-    "no case": (
-        "@typed\ndef f(x: Float[Array, 'batch']) -> None: return None",
-        "planted.escape.f handles arrays and has no Case: add one to tests/contract/cases.py",
+    "no name": (
+        "@typed\ndef f(x: Float[Array, 'batch _']) -> None: return None",
+        "planted.escape.f: x leaves a dimension without a name",
+    ),
+    "any shape": (
+        "@typed\ndef f() -> tuple[Float[Array, '...'], int]: return None",
+        "planted.escape.f: its result leaves a dimension without a name",
+    ),
+    "any dtype": (
+        "@typed\ndef f(x: Shaped[Array, 'batch'] | None) -> None: return None",
+        "planted.escape.f: x has no dtype",
     ),
     "legend": (
         "@typed\ndef f(x: Float[Array, 'batch tmie']) -> None: return None",
@@ -135,7 +142,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (package / "__init__.py").write_text("from planted.escape import *\n")
         (package / "escape.py").write_text(
             "import jax\nfrom flax import nnx\nfrom dataclasses import dataclass\n"
-            "from jaxtyping import Array, Float\n"
+            "from jaxtyping import Array, Float, Shaped\n"
             f"from jgpt.contracts import check, record, typed\n{source}\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
@@ -148,7 +155,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("source", "message"), PLANTED.values(), ids=PLANTED)
 def test_an_escape_is_found(source: str, message: str, plant):
-    found = violations(plant(source), set(), set(LEGEND))
+    found = violations(plant(source), set(LEGEND))
     assert any(message in each for each in found), found
 
 
@@ -159,8 +166,9 @@ def test_what_keeps_the_contract_is_left_alone(plant):
         "@typed\ndef f(x: Float[Array, 'batch time']) -> tuple[Float[Array, 'time'], int]: ...\n"
         "def _host(n): return n\n"
     )
-    cases = {"planted.escape.R.__init__", "planted.escape.f"}
-    assert violations(plant(source), cases, set(LEGEND)) == []
+    package = plant(source)
+    assert violations(package, set(LEGEND)) == []
+    assert with_arrays(package) == ["planted.escape.R.__init__", "planted.escape.f"]
 
 
 @pytest.mark.parametrize("model", [jgpt.GPT, jgpt.BigramLM])

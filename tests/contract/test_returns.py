@@ -1,104 +1,97 @@
 """Every annotated result, around a body that returns something else: the blame is the return's."""
 
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jaxtyping import TypeCheckError
 
+import jgpt
 from jgpt.contracts import typed
-from tests.contract.cases import CASES, WEIGHTS
-from tests.contract.contract import DTYPES, KEY, Case, Value, shape_mutations
+from tests.contract.calls import DTYPES, KEY, Call, Value, array_hint, is_whole, shape_mutations
+from tests.contract.inspection import with_arrays
+from tests.contract.programs import calls_of
 
-TREES = {"weights", "gradients", "tensors", "like"}
-RETURNING = [case for case in CASES if case.returns is not None]
+NAMES = with_arrays(jgpt)
+LOOSE = (
+    "jgpt.data.dataset._open_prepared",
+    "jgpt.data.tokenizers.BPETokenizer.encode",
+    "jgpt.data.tokenizers.ByteTokenizer.encode",
+    "jgpt.data.tokenizers.CharTokenizer.encode",
+    "jgpt.data.tokenizers._code_points",
+    "jgpt.generation.text.default_prompt",
+    "jgpt.nn.loss._chunked",
+    "jgpt.runs.look.encode_prompt",
+)
+"""Where sizes of the result depend on what is in the arguments: its ranks and dtypes are left."""
 
 
-def unwrapped(function: Any) -> Any:
-    """The function as it was written, below `typed` and `jit`."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
+def lying(call: Call, answer: Any) -> Any:
+    """A function with the call's annotations, and this answer."""
 
-
-def lying(case: Case, answer: Any) -> Any:
-    """A function with the case's annotations, and this answer."""
-    real = unwrapped(case.callable)
-
-    @functools.wraps(real)
+    @functools.wraps(call.written)
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return answer()
+        return answer
 
     return typed(fake)
 
 
-def like(leaf: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    made = Value(shape, str(dtype))
-    return made.numpy() if isinstance(leaf, np.ndarray) else made.jax()
+def promised(hint: Any, value: Any) -> Iterator[bool]:
+    """Of each leaf of a result, whether its annotation says what shape it has."""
+    if get_origin(hint) is tuple and isinstance(value, tuple) and len(get_args(hint)) == len(value):
+        for each, item in zip(get_args(hint), value, strict=True):
+            yield from promised(each, item)
+        return
+    leaf = getattr(hint, "leaftype", hint)
+    said = getattr(
+        leaf, "dim_str", "..." if leaf is not hint or array_hint(hint, value) is None else ""
+    )
+    yield from [said != "..."] * len(jax.tree.leaves(value, is_leaf=is_whole))
 
 
-def good_result(case: Case) -> Any:
-    return case.call(case.good) if case.result is None else case.result
-
-
-def is_module(value: Any) -> bool:
-    """A cache, say: it checks its own arrays."""
-    return isinstance(value, nnx.Module)
-
-
-def wrong_arrays(leaf: Any, loose: bool) -> list[tuple[tuple[int, ...], Any]]:
+def wrong_arrays(leaf: Any, loose: bool) -> list[Value]:
     shapes = shape_mutations(leaf.shape)
     if loose:
         shapes = [shape for shape in shapes if len(shape) != len(leaf.shape)]
-    family = "int" if "int" in str(leaf.dtype) else "float"
-    dtypes = [KEY, *DTYPES]
-    others = [each for each in dtypes if not (family in str(each) and family in str(leaf.dtype))]
-    return [(shape, leaf.dtype) for shape in shapes] + [
-        (leaf.shape, dtype) for dtype in others if dtype != str(leaf.dtype) and dtype != leaf.dtype
+    name = leaf.dtype.name
+    family = next((each for each in ("int", "float") if each in name), "")
+    others = [each for each in (*DTYPES, KEY.name) if not family or family not in each]
+    return [Value(shape, name) for shape in shapes] + [
+        Value(leaf.shape, each) for each in others if each != name
     ]
 
 
-@pytest.mark.parametrize("case", RETURNING, ids=str)
-def test_the_good_result_has_the_promised_shape(case: Case):
-    leaves = jax.tree.leaves(good_result(case), is_leaf=is_module)
-    arrays = [leaf for leaf in leaves if hasattr(leaf, "shape")]
-    promised = case.returns if isinstance((*case.returns, 0)[0], tuple) else (case.returns,)
-    assert tuple(leaf.shape for leaf in arrays) == promised
-
-
-@pytest.mark.parametrize("case", RETURNING, ids=str)
-def test_a_wrong_result_is_blamed_on_the_return(case: Case):
-    leaves, structure = jax.tree.flatten(good_result(case), is_leaf=is_module)
-    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for i in arrays:
-        alike.setdefault(leaves[i].shape, []).append(i)
-    tried = 0
-    # those of one shape together too: they must not only agree with each other
-    together = [group for group in alike.values() if len(group) > 1]
-    for changed in [*([i] for i in arrays), *together]:
-        for shape, dtype in wrong_arrays(leaves[changed[0]], case.loose):
-
-            def answer(changed=changed, shape=shape, dtype=dtype):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_result_is_blamed_on_the_return(name: str):
+    for call in calls_of(name):
+        result = call.again(call.good)
+        leaves, structure = jax.tree.flatten(result, is_leaf=is_whole)
+        says = list(promised(call.signature.return_annotation, result))
+        arrays = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, jax.Array | np.ndarray) and len(says) == len(leaves) and says[i]
+        ]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for i in arrays:
+            alike.setdefault(leaves[i].shape, []).append(i)
+        # those of one shape together too: they must not only agree with each other
+        together = [group for group in alike.values() if len(group) > 1]
+        for changed in [*([i] for i in arrays), *together]:
+            for wrong in wrong_arrays(leaves[changed[0]], name in LOOSE):
                 made = list(leaves)
                 for i in arrays:
-                    leaf = leaves[i]
-                    wrong = (shape, dtype if i == changed[0] else leaf.dtype)
-                    made[i] = like(leaf, *(wrong if i in changed else (leaf.shape, leaf.dtype)))
-                return jax.tree.unflatten(structure, made)
-
-            with pytest.raises(TypeCheckError) as caught:
-                case.call(case.good, lying(case, answer))
-            assert str(caught.value).startswith(f"{case.target}() returned a wrong result."), (
-                shape,
-                dtype,
-            )
-            tried += 1
-    assert tried
+                    good = Value(leaves[i].shape, leaves[i].dtype.name)
+                    kept = wrong if i == changed[0] else good._replace(shape=wrong.shape)
+                    made[i] = (kept if i in changed else good).like(leaves[i])
+                answer = jax.tree.unflatten(structure, made)
+                with pytest.raises(TypeCheckError) as caught:
+                    call.again(call.good, lying(call, answer))
+                assert str(caught.value).startswith(f"{name}() returned a wrong result."), wrong
 
 
 @pytest.mark.parametrize(
@@ -135,45 +128,23 @@ def test_a_wrong_result_is_blamed_on_the_return(case: Case):
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
 )
 def test_a_wrong_tree_or_value_is_blamed_on_the_return(target: str, answer: Any):
-    case = next(case for case in CASES if case.target == target)
+    call = calls_of(target)[0]
     with pytest.raises(TypeCheckError, match="returned a wrong result"):
-        case.call(case.good, lying(case, lambda: answer))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if jax.tree.leaves([case.static.get(name) for name in TREES])],
-    ids=str,
-)
-def test_a_tree_with_a_leaf_of_another_dtype_is_refused(case: Case):
-    for name in TREES & set(case.static):
-        tree = case.static[name]
-        wrong = jax.tree.map(lambda leaf: leaf.astype(np.int32), tree)
-        broken = Case(**{**vars_of(case), "static": {**case.static, name: wrong}})
-        assert broken.outcome(case.good) == "contract", name
+        call.again(call.good, lying(call, answer))
 
 
 def test_an_optimizer_s_state_is_of_floats_and_counts():
-    case = next(case for case in CASES if case.target == "jgpt.training.step.TrainState.__init__")
-
-    def outcome(**tree):
-        return Case(**{**vars_of(case), "static": {**case.static, "optimizer": tree}}).outcome(
-            case.good
-        )
-
-    count, means = jnp.zeros((), jnp.int32), jnp.zeros((2, 3))
-    assert outcome(count=count, means=means) == "ok"
-    assert outcome(count=count, means=means.astype(jnp.int32)) == "contract"
-    assert outcome(count=count.astype(bool), means=means) == "contract"
+    made = calls_of("jgpt.training.step.TrainState.__init__")[0].function
+    count, means, weights = jnp.zeros((), jnp.int32), jnp.zeros((2, 3)), {"a": jnp.zeros(2)}
+    made(weights, {"count": count, "means": means}, count)
+    for wrong in ({"means": means.astype(jnp.int32)}, {"count": count.astype(bool)}):
+        with pytest.raises(TypeCheckError, match="got a wrong argument `optimizer`"):
+            made(weights, {"count": count, "means": means, **wrong}, count)
 
 
 def test_gradients_of_another_tree_than_the_weights_are_refused():
-    case = next(case for case in CASES if case.target.endswith(".clip"))
-    reshaped = jax.tree.map(lambda leaf: leaf[:, :5], WEIGHTS)
-    for wrong in ({"other": jnp.zeros((17, 17))}, reshaped):
-        static = {"gradients": WEIGHTS, "weights": wrong}
-        assert Case(**{**vars_of(case), "static": static}).outcome({}) == "contract"
-
-
-def vars_of(case: Case) -> dict[str, Any]:
-    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
+    clip = calls_of("jgpt.training.optimizer.clip_by_global_norm.<locals>.clip")[0].function
+    table = jnp.zeros((17, 17))
+    for wrong in ({"other": table}, {"table": table[:, :5]}):
+        with pytest.raises(TypeCheckError, match="got a wrong argument `weights`"):
+            clip({"table": table}, wrong)

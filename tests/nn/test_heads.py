@@ -279,14 +279,10 @@ def test_a_cache_is_for_self_attention_in_evaluation(options):
 
 def test_a_cache_of_other_sizes_is_refused():
     module, x = make_heads(**MODERN), normal(1, BATCH, TIME, EMBED_DIM)
-    with pytest.raises(
-        TypeCheckError, match=r"LayerCache.positions\(\) got a wrong argument `new`"
-    ):
+    with pytest.raises(TypeCheckError, match=r"positions\(\) got a wrong argument `new`"):
         module(x, cache=empty_cache(module, batch=BATCH + 1))
     for kv_heads, head_dim in ((KV_HEADS + 1, HEAD_DIM), (KV_HEADS, HEAD_DIM + 2)):
-        with pytest.raises(
-            TypeCheckError, match=r"LayerCache.append\(\) got a wrong argument `key`"
-        ):
+        with pytest.raises(TypeCheckError, match=r"append\(\) got a wrong argument `key`"):
             module(x, cache=LayerCache(BATCH, PLACES, kv_heads, head_dim))
 
 

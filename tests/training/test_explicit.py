@@ -340,7 +340,7 @@ FAULTS = {
     "gradients are gathered": (
         replaced(jax, "value_and_grad", with_gathered_gradients),
         STEP + "gradients_of() returned a wrong result.",
-        "its leaves, their shapes or shardings, are not those of the tree it must match.",
+        "dimension *shape is not sharded, and sharded over fsdp before in this call.",
     ),
 }
 

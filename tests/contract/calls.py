@@ -1,0 +1,310 @@
+"""Typed calls, overheard while programs run, to be made again with other arrays."""
+
+import collections
+import collections.abc
+import copy
+import functools
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jaxtyping import TypeCheckError
+
+from jgpt import contracts
+from tests.contract.inspection import handles_arrays
+
+KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
+DTYPES = ("float16", "bfloat16", "float32", "int8", "int32", "uint8", "uint32", "bool", "complex64")
+FLOATS, INTS, UNSIGNED = {*DTYPES[:3], "float64"}, {*DTYPES[3:5], "int64"}, {*DTYPES[5:7], "uint16"}
+ACCEPTED = {
+    "Float": FLOATS,
+    "Int": INTS,
+    "Integer": INTS | UNSIGNED,
+    "Real": FLOATS | INTS | UNSIGNED,
+    "Bool": {"bool"},
+    "Key": {KEY.name},
+    "Shaped": {*DTYPES, KEY.name},
+}
+
+
+class Value(NamedTuple):
+    """A shape and a dtype, to make an array of."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def struct(self) -> jax.ShapeDtypeStruct:
+        dtype = KEY if self.dtype == KEY.name else jnp.dtype(self.dtype)
+        return jax.ShapeDtypeStruct(self.shape, dtype)
+
+    def jax(self) -> Any:
+        if self.dtype == KEY.name:
+            return jax.random.wrap_key_data(jnp.asarray(np.zeros((*self.shape, 2), np.uint32)))
+        return jax.device_put(self.numpy())  # compiles nothing
+
+    def numpy(self) -> Any:
+        if self.dtype == KEY.name:  # NumPy has no keys
+            return self.jax()
+        return np.ones(self.shape, jnp.dtype(self.dtype))
+
+    def like(self, other: Any) -> Any:
+        """Such an array, of the same library."""
+        if isinstance(other, jax.ShapeDtypeStruct):
+            return self.struct()
+        return self.numpy() if isinstance(other, np.ndarray) else self.jax()
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def abstract(value: Any) -> Any:
+    is_jax = isinstance(value, jax.Array)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_jax else value
+
+
+def is_whole(value: Any) -> bool:
+    """A cache or a record, which checks its own arrays; what can be read once only."""
+    record = hasattr(value, "__dataclass_fields__")
+    return record or isinstance(value, nnx.Module | collections.abc.Iterator)
+
+
+def is_iterator(value: Any) -> bool:
+    return isinstance(value, collections.abc.Iterator)
+
+
+class Call:
+    """A good call of a typed callable."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any):
+        self.written, self.function = function, contracts.typed(function)
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        self.signature = inspect.signature(function)
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        if function.__name__ == "__init__":  # the object isn't made yet
+            self.function = type(arguments.pop("self"))
+            parameters = [*self.signature.parameters.values()][1:]
+            self.signature = self.signature.replace(parameters=parameters)
+        self.order = list(arguments)
+        # what the contract can tell apart: arrays, None, and the classes of the others
+        given = [(name, is_array(value) or type(value)) for name, value in arguments.items()]
+        self.kind = self.name, *given
+        # a method among the arguments holds its module's parameters
+        methods = {
+            name: jax.tree_util.Partial(value.__func__, value.__self__)
+            for name, value in arguments.items()
+            if inspect.ismethod(value)
+        }
+        self.leaves, self.tree = jax.tree.flatten({**arguments, **methods}, is_iterator)
+        self.traced = any(isinstance(leaf, Tracer) for leaf in self.leaves)
+        if self.traced:
+            self.leaves = [
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                if isinstance(leaf, jax.Array)
+                else leaf
+                for leaf in self.leaves
+            ]
+        self.span: dict[str, slice] = {}
+        """Where the leaves of each argument are."""
+        before = 0
+        for name in sorted(self.order):
+            after = before + len(jax.tree.leaves(methods.get(name, arguments[name]), is_iterator))
+            self.span[name] = slice(before, after)
+            before = after
+        self.arrays = [name for name in self.order if is_array(arguments[name])]
+
+    @functools.cached_property
+    def good(self) -> dict[str, Value]:
+        """The arrays that are arguments, in the order of the signature."""
+        found = {name: self.leaves[self.span[name]][0] for name in self.arrays}
+        return {name: Value(leaf.shape, leaf.dtype.name) for name, leaf in found.items()}
+
+    def trees(self) -> list[str]:
+        """The arguments that are trees of arrays."""
+        return [
+            name
+            for name, hint in self.hints.items()
+            if name in self.span
+            and any(hasattr(each, "leaftype") for each in getattr(hint, "__args__", (hint,)))
+            and any(map(is_array, self.leaves[self.span[name]]))
+        ]
+
+    def with_tree(self, name: str, change: Callable[[Any], Any]) -> "Call":
+        """The call with the arrays of a tree changed."""
+        call, span = copy.copy(self), self.span[name]
+        leaves = [change(leaf) if is_array(leaf) else leaf for leaf in self.leaves[span]]
+        call.leaves = [*self.leaves[: span.start], *leaves, *self.leaves[span.stop :]]
+        return call
+
+    def arguments(self, leaves: list[Any]) -> inspect.BoundArguments:
+        arguments = jax.tree.unflatten(self.tree, leaves)
+        ordered = collections.OrderedDict((name, arguments[name]) for name in self.order)
+        return inspect.BoundArguments(self.signature, ordered)
+
+    def changed(self, values: Mapping[str, Value]) -> list[Any]:
+        leaves = list(self.leaves)
+        for name, value in values.items():
+            if value != self.good[name]:
+                at = self.span[name].start
+                leaves[at] = value.like(leaves[at])
+        return leaves
+
+    def again(self, values: Mapping[str, Value], function: Callable[..., Any] | None = None) -> Any:
+        """Make the call with these arrays, of this function or another: traced if it was."""
+        leaves, result = self.changed(values), None
+        structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+        traced = structs if self.traced else []
+
+        def run(arrays: list[Any]) -> None:
+            nonlocal result
+            given = list(leaves)
+            for i, array in zip(traced, arrays, strict=True):
+                given[i] = array
+            bound = self.arguments(given)
+            result = (function or self.function)(*bound.args, **bound.kwargs)
+
+        if self.traced:
+            jax.eval_shape(run, [leaves[i] for i in traced])
+        else:
+            run([])
+        return result
+
+    def outcome(self, values: Mapping[str, Value], also: tuple[str, ...] = ()) -> str:
+        """`ok`, `contract` where it blames its own arguments, or what went wrong.
+
+        `also` names other callables that may say what is wrong: the first to see it.
+        """
+        try:
+            self.again(values)
+        except TypeCheckError as error:
+            blame = str(error).partition("\n")[0]
+            subject, _, said = blame.partition("() ")
+            if "argument" in said and subject == self.name:
+                return "contract"
+            return "ok" if "argument" in said and subject in also else f"late: {blame}"
+        except ValueError as error:
+            # what shapes can't say, said in jgpt's own words
+            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+            return "ok" if "/jgpt/" in raised_in else f"leak: {error!r}"
+        except Exception as error:
+            return f"leak: {error!r}"
+        return "ok"
+
+    def sizes(self, values: Mapping[str, Value]) -> dict[str, Any] | None:
+        """What the names in the annotations stand for, or None where an array does not fit.
+
+        This is the contract read without jaxtyping: what `typed` says must be the same.
+        """
+        hints, bound = self.hints, dict[str, Any]()
+        scope = dict(self.arguments(self.changed(values)).arguments)
+        for name, value in values.items():
+            hint = array_hint(hints[name], self.leaves[self.span[name].start])
+            if hint is None or not fits(hint, value, bound, scope):
+                return None
+        return bound
+
+    @functools.cached_property
+    def hints(self) -> dict[str, Any]:
+        return {name: each.annotation for name, each in self.signature.parameters.items()}
+
+
+def array_hint(hint: Any, value: Any) -> Any:
+    """Of what an argument may be, the array annotation for a value of this library."""
+    library = np.ndarray if isinstance(value, np.ndarray) else jax.Array
+    alternatives = getattr(hint, "__args__", (hint,))
+    arrays = (each for each in alternatives if getattr(each, "array_type", None) is library)
+    return next(arrays, None)
+
+
+def fits(hint: Any, value: Value, bound: dict[str, Any], scope: dict[str, Any]) -> bool:
+    if value.dtype not in ACCEPTED.get(hint.dtype.__name__, {hint.dtype.__name__.lower()}):
+        return False
+    dims: list[str] = hint.dim_str.split()
+    shape: list[Any] = list(value.shape)
+    for i, dim in enumerate(dims):
+        if dim[0] == "*":
+            several = len(shape) - len(dims) + 1
+            if several < 0:
+                return False
+            shape[i : i + several] = [tuple(shape[i : i + several])]
+    if len(dims) != len(shape):
+        return False
+    for dim, size in zip(dims, shape, strict=True):
+        text = re.sub(r"{([^}]*)}", lambda match: str(eval(match[1], {}, scope)), dim)
+        wanted = (
+            bound.setdefault(dim, size) if dim.strip("*").isidentifier() else eval(text, {}, bound)
+        )
+        if wanted != size:
+            return False
+    return True
+
+
+class Listener:
+    """Stands in for the switch that each typed call looks at, and hears of the call."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, Call] = {}
+
+    @property
+    def jaxtyping_disable(self) -> bool:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "wrapper":
+            function = frame.f_locals["function"]
+            if function.__module__.startswith("jgpt.") and handles_arrays(function):
+                call = Call(function, frame.f_locals["args"], frame.f_locals["kwargs"])
+                self.calls.setdefault(call.kind, call)
+        return False
+
+
+def overheard(program: Callable[[], Any]) -> dict[str, list[Call]]:
+    """The calls that a program makes of callables with arrays, by name, one of each kind."""
+    listener = Listener()
+    jax.clear_caches()  # or nothing is traced again
+    with mock.patch.object(contracts, "config", listener):
+        program()
+    found: dict[str, list[Call]] = {}
+    for call in listener.calls.values():
+        found.setdefault(call.name, []).append(call)
+    return found
+
+
+def shape_mutations(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    resized = [
+        (*shape[:axis], size, *shape[axis + 1 :])
+        for axis, old in enumerate(shape)
+        for size in (1, old + 1, 2 * old, 41)
+        if size != old
+    ]
+    dropped = [(*shape[:axis], *shape[axis + 1 :]) for axis in range(len(shape))]
+    added = [(1, *shape), (43, *shape), (*shape, 1)]
+    swapped = [
+        (*shape[:i], shape[j], *shape[i + 1 : j], shape[i], *shape[j + 1 :])
+        for i in range(len(shape))
+        for j in range(i + 1, len(shape))
+    ]
+    squares = [
+        tuple(old + 1 if size == old else size for size in shape)
+        for old in shape
+        if shape.count(old) > 1
+    ]
+    found = dict.fromkeys(resized + dropped + added + swapped + squares)
+    return [each for each in found if each != shape]
+
+
+def mutations(values: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
+    """Good arguments with one thing wrong, perhaps: a size, an axis, the axes' order, a dtype."""
+    for name, value in values.items():
+        for shape in shape_mutations(value.shape):
+            yield {**values, name: value._replace(shape=shape)}
+        for dtype in (*DTYPES, KEY.name):
+            if dtype != value.dtype:
+                yield {**values, name: value._replace(dtype=dtype)}

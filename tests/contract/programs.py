@@ -1,0 +1,263 @@
+"""Programs that call everything in the package that takes or returns arrays, and their sizes."""
+
+import atexit
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from matplotlib.figure import Figure
+
+import jgpt
+from jgpt import attend, attention_weights
+from jgpt.cli.console import describe_optimizer_groups
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.data import batches, dataset, tokenizers
+from jgpt.generation.text import default_prompt
+from jgpt.interop import huggingface, names
+from jgpt.nn import int8, models
+from jgpt.nn.attention import attend_locally, fused_attend
+from jgpt.nn.int8 import Int8Linear, quantise
+from jgpt.nn.layers import apply_dropout, project
+from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
+from jgpt.runs import look, plots, profiling
+from jgpt.training import step
+from tests.contract.calls import Call, overheard
+
+SIZES: dict[str, set[int]] = {
+    "batch": {3, 4},  # 4 while training, and in a batch of texts
+    "time": {7, 8},
+    "query": {7, 5},
+    "key": {7, 5, 15},
+    "heads": {10},
+    "kv_heads": {2},
+    "head_dim": {12, 6},
+    "value_dim": {12, 13},
+    "embed_dim": {22},
+    "vocab": {17},
+    "steps": {6},
+    "batches": {11},
+    "window": {9},
+    "tokens": {31, 162, 18, 180},
+    "held_out": {18},
+}
+"""What a name may stand for in the programs below: no size is another name's by chance."""
+GENERIC = {"rows", "features", "in_features", "out_features", "choices", "chunk", "chunks"}
+"""Names of dimensions that may be anything."""
+BATCH, TIME, CONTEXT = 3, 7, 5
+LECTURE = ModelConfig(
+    vocab_size=17, block_size=8, num_layers=1, num_heads=2, embed_dim=22, hidden_dim=18, dropout=0.1
+)
+MODERN = dataclasses.replace(
+    LECTURE,
+    block_size=64,
+    num_heads=10,
+    num_kv_heads=2,
+    head_dim=12,
+    activation="silu",
+    gated=True,
+    tie_embeddings=False,
+    positions="rotary",
+    norm="rms",
+    qk_norm=True,
+    qk_norm_scale=True,
+    embedding_shortcut=True,
+    attention_window=5,
+    ngram_sizes=(2, 15),
+    ngram_rows=19,
+)
+BIGRAM = ModelConfig(architecture="bigram", vocab_size=17, block_size=8)
+
+
+def zeros(make: Callable[[], Any]) -> Any:
+    """What a function makes, with zeros for numbers, which is quicker than to draw them."""
+    graph, state = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graph, jax.tree.map(lambda leaf: np_zeros(leaf), state))
+
+
+def np_zeros(leaf: Any) -> Any:
+    return jax.device_put(np.zeros(leaf.shape, leaf.dtype))  # compiles nothing
+
+
+def model_of(config: ModelConfig) -> Any:
+    return zeros(lambda: models.create_model(config, rngs=nnx.Rngs(0)))
+
+
+def traced(program: Callable[..., Any], *arrays: Any) -> None:
+    """Trace a program, whose result doesn't matter, on such arrays."""
+
+    def run(arrays: Any) -> None:
+        program(*arrays)
+
+    jax.eval_shape(run, arrays)
+
+
+def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+FLOAT, INT, BOOL = (functools.partial(of, dtype) for dtype in ("float32", "int32", "bool"))
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+TOKENS = INT(BATCH, TIME)
+
+
+FOLDER = tempfile.TemporaryDirectory()
+atexit.register(FOLDER.cleanup)
+
+
+def functions() -> None:
+    """Attention, layers and the loss, by themselves."""
+    qkv = FLOAT(BATCH, 2, TIME, 12), FLOAT(BATCH, 2, CONTEXT, 12), FLOAT(BATCH, 2, CONTEXT, 13)
+    mask = BOOL(TIME, CONTEXT)
+    traced(attend, *qkv, mask)
+    traced(lambda key, *qkvm: attend(*qkvm, dropout=0.1, dropout_key=key), KEY, *qkv, mask)
+    traced(attention_weights, *qkv[:2], mask)
+    local = [FLOAT(BATCH, 2, TIME, size) for size in (12, 12, 13)]
+    traced(lambda *qkv: attend_locally(*qkv, window=5), *local)
+    traced(
+        lambda key, *qkv: attend_locally(*qkv, window=5, dropout=0.1, dropout_key=key), KEY, *local
+    )
+    grouped = FLOAT(BATCH, 10, TIME, 12), FLOAT(BATCH, 2, CONTEXT, 12), FLOAT(BATCH, 2, CONTEXT, 12)
+    traced(lambda *qkv: fused_attend(*qkv, causal=True, implementation="xla"), *grouped)
+    rows, kernel = FLOAT(BATCH, TIME, 23), FLOAT(23, 29)
+    traced(lambda x, kernel: project(x, kernel, "bfloat16"), rows, kernel)
+    traced(quantise, FLOAT(BATCH, 26))
+    traced(Int8Linear, FLOAT(23, 29), FLOAT(29))
+    traced(Int8Linear, FLOAT(23, 29))
+    traced(lambda x, key: apply_dropout(x, 0.1, key), FLOAT(BATCH, 2, TIME), KEY)
+    traced(cross_entropy, FLOAT(BATCH, TIME, 17), INT(BATCH, TIME))
+    head = jax.tree_util.Partial(lambda x: jnp.zeros((*x.shape[:2], 17), x.dtype))
+    for loss in (cross_entropy_from, token_losses_from):
+        for at_once in (1 << 20, 6):
+            whole = functools.partial(loss, head=head, at_once=at_once)
+            traced(whole, FLOAT(BATCH, TIME, 22), TOKENS)
+
+
+def transformers() -> None:
+    """Models and their parts: evaluated, trained, with a cache, and looked into."""
+    for config in (MODERN, LECTURE):
+
+        def whole(graph: Any, state: Any, tokens: Any, key: Any) -> None:
+            model, rngs = nnx.merge(graph, state), nnx.Rngs(dropout=key)
+            model(tokens)
+            model(tokens, rngs=rngs)
+            model(tokens, cache=model.empty_cache(BATCH))
+            model.attention_weights(tokens)
+
+        def parts(graph: Any, state: Any, x: Any, context: Any, key: Any) -> None:
+            model, rngs = nnx.merge(graph, state), nnx.Rngs(dropout=key)
+            heads = model.blocks[0].attention
+            head = jgpt.Head(22, 6, dropout=0.1, rngs=nnx.Rngs(0))
+            for each in (heads, head):
+                each(x, context)
+                each(x, context, rngs=rngs)
+                each.weights(x)
+                each.weights(x, context)
+            head(x)
+
+        graph, state = nnx.split(model_of(config))
+        x, context = FLOAT(BATCH, TIME, 22), FLOAT(BATCH, CONTEXT, 22)
+        traced(functools.partial(whole, graph), state, TOKENS, KEY)
+        traced(functools.partial(parts, graph), state, x, context, KEY)
+        traced(
+            lambda model, tokens: model(tokens), int8.with_int8_weights(model_of(config)), TOKENS
+        )
+    table = model_of(BIGRAM)
+    traced(lambda model, tokens: model(tokens), table, TOKENS)
+    traced(look.logit_lens, model_of(MODERN), INT(TIME))
+
+
+TRAIN = TrainConfig(
+    model=BIGRAM, optimizer=OptimizerConfig(schedule="constant"), steps=6, batch_size=4
+)
+STACKED = dataclasses.replace(
+    TRAIN,
+    model=dataclasses.replace(LECTURE, num_layers=2, scan_layers=True),
+    optimizer=OptimizerConfig(optimizer="muon", ema_decay=0.9),
+)
+
+
+def training() -> None:
+    """Steps and evaluations."""
+    for config in (TRAIN, STACKED):
+        state = step.abstract_state(config)
+        train: Any = step.make_train_steps(config)
+        evaluate: Any = step.make_eval_step(config.model)
+        train.trace(state, INT(6, 4, 9), KEY, 6)
+        evaluate.trace(state.weights, INT(11, 4, 9), BOOL(11, 4, 8))
+    tokens = INT(31)
+    options = {"seed": 1, "batch_size": 4, "block_size": 8}
+    traced(lambda tokens: batches.batches(tokens, first_step=0, steps=6, **options), tokens)
+    traced(lambda tokens: batches.batch(tokens, step=2, **options), tokens)
+
+
+def sampling() -> None:
+    """Tokens and text drawn from a model."""
+    key, prompt = jax.random.key(0), jnp.ones((BATCH, TIME), jnp.int32)
+    lengths = np.full(BATCH, 6, np.int32)
+    options: dict[str, Any] = {"max_new_tokens": 0, "key": key, "top_p": 0.9, "min_p": 0.1}
+    gpt = model_of(LECTURE)
+    for model in (gpt, model_of(BIGRAM)):
+        jgpt.generate(model, prompt, **options)
+        jgpt.generate(model, prompt, lengths=lengths, **options)
+    for count in (0, 31):
+        jgpt.generate_text(gpt, tokenizers.ByteTokenizer(), ("\0" * TIME,) * BATCH, count, key=key)
+
+
+def text() -> None:
+    """Text to tokens and back."""
+    pieces = tokenizers.BPETokenizer.train(["ab ab"], 257)
+    for tokenizer in (tokenizers.CharTokenizer("\0ab"), tokenizers.ByteTokenizer(), pieces):
+        tokenizer.encode("ab")
+        tokenizer.decode(np.ones(31, np.int32))
+    default_prompt(tokenizer)
+    look.encode_prompt(model_of(LECTURE), tokenizer, "a")
+
+
+def files() -> None:
+    """A run, and what reads and writes it."""
+    folder = Path(FOLDER.name)
+    plots._running_mean(np.zeros(6), 3)
+    plots._draw_run(Figure().add_subplot(), np.zeros(6), [], "black", "red")
+    (folder / "text").write_text("ab\n" * 60)
+    data = DataConfig(data=(str(folder / "text"),))
+    dataset.prepare(data, folder / "prepared")
+    data = DataConfig(data=(str(folder / "prepared"),))
+    config = dataclasses.replace(
+        TRAIN,
+        dataset=data,
+        eval_interval=3,
+        out=str(folder / "run"),
+    )
+    jgpt.fit(config)
+    model, *_ = jgpt.load(folder / "run")
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    tensors = names.to_torch(weights)
+    names.from_torch(tensors, weights)
+    huggingface._write_weights(tensors, folder / "tensors")
+    describe_optimizer_groups(OptimizerConfig(), weights)
+    profiling.Profiler(folder, 0).stepped(1, weights)
+    gpt = dataclasses.replace(LECTURE, dropout=0.0, use_bias=True, qkv_bias=True)
+    jgpt.save_hf(model_of(gpt), folder / "hf")
+
+
+PROGRAMS = [functions, transformers, training, sampling, text, files]
+
+
+@functools.cache
+def heard(program: Callable[[], None]) -> dict[str, list[Call]]:
+    return overheard(program)
+
+
+def calls_of(name: str) -> list[Call]:
+    """The calls of a callable, by the first program that makes any."""
+    for program in PROGRAMS:
+        if name in heard(program):
+            return heard(program)[name]
+    raise AssertionError(f"no program calls {name}: let one in tests/contract/programs.py do so")
