@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import Head, MultiHeadAttention, attend, causal_mask
-from jgpt.nn.attention import attend_locally, fused_attend, merge_heads, split_heads
-from tests.models import normal
+from jgpt import Head, attend, causal_mask
+from jgpt.nn.attention import merge_heads, split_heads
+from jgpt.nn.kernels import attend_locally, fused_attend
+from tests.models import attention, normal
 
 BATCH, TIME, WINDOW, EMBED_DIM, HEAD_DIM, VALUE_DIM = 2, 8, 3, 24, 4, 5
 
@@ -30,7 +31,7 @@ def new_head(**options):
 
 
 def new_heads(**options):
-    return MultiHeadAttention(EMBED_DIM, 6, rngs=nnx.Rngs(0), **options)
+    return attention(EMBED_DIM, 6, **options)
 
 
 KINDS = pytest.mark.parametrize("new", [new_head, new_heads])
