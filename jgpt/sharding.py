@@ -182,7 +182,7 @@ def remembering(
     """
     if nothing:
         return nnx.remat(function, graph_updates=False)
-    if current_mesh().empty:
+    if current_mesh().shape.get("fsdp", 1) == 1:
         return function
     return nnx.remat(function, policy=_is_kept, graph_updates=False)
 

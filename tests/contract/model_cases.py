@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jgpt.config import ModelConfig
-from jgpt.nn import bigram, heads, int8, layers, transformer
+from jgpt.nn import bigram, heads, int8, layers, ngrams, transformer
 from tests.contract.contract import SIZES, Case
 
 BATCH, HEADS, HEAD_DIM, EMBED = (SIZES[n] for n in ("batch", "heads", "head_dim", "embed_dim"))
@@ -71,33 +71,22 @@ def dropout_rngs() -> nnx.Rngs:
 
 
 HEAD = zeros(heads.Head, EMBED, HEAD_DIM)
-TRAINED_HEAD = zeros(heads.Head, EMBED, HEAD_DIM, dropout=0.1, use_bias=True)
-MULTI = zeros(heads.MultiHeadAttention, EMBED, HEADS, dropout=0.1)
-FEED_FORWARD = zeros(transformer.FeedForward, EMBED, SIZES["hidden"], dropout=0.1)
-BLOCK = zeros(transformer.Block, EMBED, HEADS, dropout=0.1)
+TRAINED_HEAD = zeros(heads.Head, EMBED, HEAD_DIM, dropout=0.1)
+MULTI = zeros(heads.MultiHeadAttention, CONFIG)
+FEED_FORWARD = zeros(transformer.FeedForward, CONFIG)
+BLOCK = zeros(transformer.Block, CONFIG)
 GPT = zeros(transformer.GPT, CONFIG)
 UNTIED = zeros(transformer.GPT, dataclasses.replace(CONFIG, tie_embeddings=False, head_bias=True))
 ROTARY = {"rotary": True, "qk_norm": True, "scale": 0.1, "dropout": 0.1}
 ROTARY_HEAD = zeros(heads.Head, MODERN_DIM, SIZES["rotary_dim"], **ROTARY)
-GROUPED = zeros(
-    heads.MultiHeadAttention, MODERN_DIM, QUERY_HEADS, num_kv_heads=SIZES["kv_heads"], **ROTARY
-)
-MODERN_BLOCK = zeros(
-    transformer.Block,
-    MODERN_DIM,
-    QUERY_HEADS,
-    num_kv_heads=SIZES["kv_heads"],
-    norm="rms",
-    norm_scale=False,
-    activation="relu_squared",
-    **ROTARY,
-)
+GROUPED = zeros(heads.MultiHeadAttention, MODERN)
+MODERN_BLOCK = zeros(transformer.Block, MODERN)
 MODERN_GPT = zeros(transformer.GPT, MODERN)
 GATED_GPT = zeros(transformer.GPT, GATED)
 GATED_BLOCK = GATED_GPT.blocks[0]
 TABLE = zeros(bigram.BigramLM, SIZES["vocab"])
 NORM = layers.LayerNorm(EMBED)
-NGRAMS = zeros(layers.NGramEmbedding, (2, 3), SIZES["vocab"], EMBED)
+NGRAMS = zeros(ngrams.NGramEmbedding, (2, 3), SIZES["vocab"], EMBED)
 RMS_NORM = layers.RMSNorm(EMBED)
 LINEAR = zeros(layers.Linear, SIZES["in_features"], SIZES["out_features"])
 EMBEDDING = zeros(layers.Embedding, SIZES["vocab"], EMBED)
@@ -111,6 +100,8 @@ QKV = {
     "mask": "bool query key",
 }
 SCALAR = ()
+STREAM = (BATCH, 7, EMBED)
+LOGITS = (BATCH, 7, 17)
 
 LOCAL_QKV = {
     "query": "float *batch time head_dim",
@@ -134,20 +125,26 @@ ATTENTION = [
         note="dropout",
     ),
     Case(
-        "jgpt.nn.attention.attend_locally",
+        "jgpt.nn.kernels.attend_locally",
         LOCAL_QKV,
         (BATCH, 2, 7, 13),
         static={"window": 3},
     ),
     Case(
-        "jgpt.nn.attention.attend_locally",
+        "jgpt.nn.kernels.attend_locally",
         {**LOCAL_QKV, "dropout_key": "key"},
         (BATCH, 2, 7, 13),
         static={"window": 3, "dropout": 0.1},
         note="dropout",
     ),
     Case(
-        "jgpt.nn.attention.fused_attend",
+        "jgpt.nn.kernels.attend_windowed",
+        {**QKV, "dropout_key": "key"},
+        (BATCH, 2, 4, 13),
+        static={"window": None, "dropout": 0.1},
+    ),
+    Case(
+        "jgpt.nn.kernels.fused_attend",
         {
             "query": "float batch query_heads query head_dim",
             "key": "float batch kv_heads key head_dim",
@@ -178,6 +175,12 @@ ATTENTION = [
         {"x": "float batch heads time value_dim"},
         (BATCH, 7, 26),
     ),
+    Case(
+        "jgpt.nn.attention.repeat_heads",
+        {"x": "float batch kv_heads key head_dim"},
+        (BATCH, 30, 5, HEAD_DIM),
+        static={"heads": QUERY_HEADS},
+    ),
 ]
 LAYERS = [
     Case(
@@ -201,26 +204,32 @@ LAYERS = [
     ),
     Case("jgpt.nn.int8.quantise", {"x": "float batch features"}, ((BATCH, 26), (BATCH,))),
     Case(
-        "jgpt.nn.layers.project_to_vocabulary",
+        "jgpt.nn.products.project_to_vocabulary",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 2, 29),
         static={"dtype": "float32"},
     ),
     Case(
-        "jgpt.nn.layers.project",
+        "jgpt.nn.products.project",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 2, 29),
         static={"dtype": "float32"},
     ),
     Case(
-        "jgpt.nn.layers.project",
+        "jgpt.nn.products.project",
         {"x": "float *batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 2, 29),
         static={"dtype": "bfloat16"},
         note="narrow",
     ),
     Case(
-        "jgpt.nn.layers._product",
+        "jgpt.nn.products.project_to_tied_vocabulary",
+        {"x": "float batch time in_features", "embedding": "float vocab in_features"},
+        LOGITS,
+        static={"dtype": "float32"},
+    ),
+    Case(
+        "jgpt.nn.products._product",
         {"x": "float batch in_features", "kernel": "float in_features out_features"},
         (BATCH, 29),
         static={"dtype": "bfloat16", "activation_dtype": None},
@@ -232,13 +241,18 @@ LAYERS = [
         owner=EMBEDDING,
     ),
     Case(
-        "jgpt.nn.layers.NGramEmbedding.__call__",
+        "jgpt.nn.layers.look_up",
+        {"table": "float vocab embed_dim", "index": "int *batch"},
+        (BATCH, 2, EMBED),
+    ),
+    Case(
+        "jgpt.nn.ngrams.NGramEmbedding.__call__",
         {"tokens": "int batch time"},
         (BATCH, 7, EMBED),
         owner=NGRAMS,
     ),
     Case(
-        "jgpt.nn.layers.NGramEmbedding.rows",
+        "jgpt.nn.ngrams.NGramEmbedding.rows",
         {"tokens": "int batch time"},
         (BATCH, 7, 2),
         owner=NGRAMS,
@@ -295,24 +309,8 @@ def of_modern(
     return Case(f"jgpt.nn.{name}", arrays, returns, fixed=fixed, note=note, **options)
 
 
-STREAM = (BATCH, 7, EMBED)
 TOKENS = {"tokens": "int batch time"}
-LOGITS = (BATCH, 7, 17)
 MODEL = [
-    of_heads(
-        "_Attention._attend",
-        {
-            "query": "float *batch query head_dim",
-            "key": "float *batch key head_dim",
-            "value": "float *batch key head_dim",
-            "mask": "bool query key",
-            "dropout_key": "key",
-        },
-        (BATCH, 2, 4, 11),
-        owner=TRAINED_HEAD,
-        fixed="head_dim",
-    ),
-    of_heads("_Attention._source_length", CROSS_ATTENTION, None, owner=HEAD),
     of_heads("_Attention._mask", SELF_ATTENTION, (7, 7), owner=HEAD, static={"context": None}),
     of_heads("_Attention._mask", CROSS_ATTENTION, None, owner=HEAD, note="cross"),
     of_heads("Head.__call__", SELF_ATTENTION, (BATCH, 7, 11), owner=HEAD),
@@ -354,8 +352,14 @@ MODEL = [
     ),
     of_model("GPT.hidden", TOKENS, STREAM, owner=GPT),
     of_model("GPT.hidden_states", TOKENS, (STREAM, STREAM), owner=GPT),
-    of_model(
-        "GPT._scanned_states", SELF_ATTENTION, (STREAM, STREAM), owner=GPT, static={"rngs": None}
+    *(
+        Case(
+            f"jgpt.nn.depth.{name}",
+            SELF_ATTENTION,
+            (STREAM, STREAM),
+            static={"config": CONFIG, "blocks": GPT.blocks, "shortcut": None, "rngs": None},
+        )
+        for name in ("run_blocks", "_scanned")
     ),
     of_model("GPT.attention_weights", TOKENS, (1, BATCH, 2, 7, 7), owner=GPT),
     of_model("GPT.embed", TOKENS, STREAM, owner=GPT),
@@ -371,14 +375,14 @@ MODEL = [
         owner=TABLE,
     ),
     Case(
-        "jgpt.nn.layers.Module.next_dropout_key",
+        "jgpt.nn.module.Module.next_dropout_key",
         {},
         SCALAR,
         static={"rngs": dropout_rngs, "rate": 0.1},
         owner=HEAD,
     ),
     Case(
-        "jgpt.nn.layers.require_in_vocabulary",
+        "jgpt.nn.module.require_in_vocabulary",
         {"tokens": "int *rows"},
         static={"vocab_size": SIZES["vocab"]},
     ),
@@ -437,12 +441,6 @@ MODERN_FAMILY = [
         "heads.MultiHeadAttention.__call__", MODERN_CROSS, MODERN_STREAM, owner=GROUPED, checks=1
     ),
     of_modern("heads.MultiHeadAttention.weights", MODERN_X, (BATCH, 30, 7, 7), owner=GROUPED),
-    of_modern(
-        "heads.MultiHeadAttention._repeat_kv",
-        {"x": "float batch kv_heads key rotary_dim"},
-        (BATCH, 30, 5, 12),
-        owner=GROUPED,
-    ),
     of_modern("transformer.Block.__call__", MODERN_X, MODERN_STREAM, owner=MODERN_BLOCK),
     of_modern(
         "transformer.GPT.__call__", TOKENS, LOGITS, owner=MODERN_GPT, static={"rngs": dropout_rngs}

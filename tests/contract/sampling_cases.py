@@ -20,8 +20,9 @@ from tests.contract.model_cases import GPT, TABLE, zeros
 
 BATCH, VOCAB, DIM = SIZES["batch"], SIZES["vocab"], SIZES["modern_dim"]
 HEADS: dict[str, Any] = {"num_heads": SIZES["query_heads"], "num_kv_heads": SIZES["kv_heads"]}
-GROUPED = zeros(heads.MultiHeadAttention, DIM, **HEADS, rotary=True, qk_norm=True)
-BLOCK = zeros(transformer.Block, DIM, **HEADS, rotary=True, norm="rms")
+ROTARY = ModelConfig(embed_dim=DIM, positions="rotary", norm="rms", qk_norm=True, **HEADS)
+GROUPED = zeros(heads.MultiHeadAttention, ROTARY)
+BLOCK = zeros(transformer.Block, ROTARY)
 MODERN_CONFIG = ModelConfig(
     vocab_size=VOCAB,
     block_size=SIZES["block_size"],
@@ -106,11 +107,10 @@ CACHE = [
         "heads.MultiHeadAttention.__call__", STREAM, (BATCH, 7, DIM), GROUPED, layer_cache
     ),
     Case(
-        "jgpt.nn.heads.MultiHeadAttention._attend_over",
+        "jgpt.nn.kernels.attend_over_cache",
         {"query": "float batch query_heads time rotary_dim"},
         (BATCH, 30, 7, 12),
         fixed="batch query_heads rotary_dim",
-        owner=GROUPED,
         static={"cache": layer_cache()},
     ),
     over_a_cache("transformer.Block.__call__", STREAM, (BATCH, 7, DIM), BLOCK, layer_cache),

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig, sharding
 from jgpt.data.batches import batches
-from jgpt.nn import loss, transformer
+from jgpt.nn import depth, loss
 from jgpt.sharding import make_mesh, shardings
 from jgpt.training import optimizer, step
 from jgpt.training.step import (
@@ -210,11 +210,12 @@ def expected_of_data(found: Counter) -> None:
 def expected_of_fsdp(found: Counter) -> None:
     """Each matrix is gathered for the forward and for the backward pass, in the products' dtype.
 
+    The head, which ends one and begins the other, is gathered once for both.
+
     Its gradient is summed once. Accelerators' compilers make a reduce-scatter of the sum and the
     slice that follows; the CPU's doesn't.
     """
-    twice = MATRICES + HEAD
-    assert of_matrices(found, "all-gather", "bf16") == twice + twice
+    assert of_matrices(found, "all-gather", "bf16") == MATRICES + MATRICES + HEAD
     assert of_matrices(found, "all-gather", "f32") == TABLES
     # the token table's gradient is scattered from tokens and activations instead
     assert of_matrices(found, "all-reduce", "f32") == MATRICES + HEAD + Counter({(10, 48): 1})
@@ -295,6 +296,10 @@ def identity(module, name: str):
     return lambda patch: patch.setattr(module, name, lambda x, *_, **__: x)
 
 
+def kept(policy):
+    return lambda patch: patch.setattr(sharding, "_is_kept", policy)
+
+
 def widely_gathered(patch):
     gather = sharding._gathered
     patch.setattr(
@@ -311,9 +316,10 @@ FAULTS = {
     "the MLP is replicated": ("tensor=8", rule("hidden_dim")),
     "the vocabulary is replicated": ("tensor=8", rule("vocab_size")),
     "gathered in float32": ("fsdp=8", widely_gathered),
-    "gathered once and kept": (
+    "gathered once and kept": ("fsdp=8", kept(lambda *_, **__: True)),
+    "gathered once and kept, but for the casts": (
         "fsdp=8",
-        lambda patch: patch.setattr(sharding.jax, "checkpoint", lambda function: function),
+        kept(lambda operation, *_, **__: operation.name != "convert_element_type"),
     ),
     "not gathered": (
         "fsdp=8",
@@ -321,7 +327,7 @@ FAULTS = {
     ),
     "activations are gathered": (
         "data=8",
-        lambda patch: patch.setattr(transformer, "placed", lambda x, *_: sharding.gathered(x)),
+        lambda patch: patch.setattr(depth, "shard_by_name", lambda x, *_: sharding.replicate(x)),
     ),
 }
 
@@ -338,7 +344,7 @@ def test_a_fault_is_seen(fault, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_muon_s_fault_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(optimizer, "gathered", lambda tree: tree)
+    monkeypatch.setattr(optimizer, "replicate", lambda tree: tree)
     with pytest.raises(AssertionError):
         test_muon_gathers_a_matrix_and_its_momentum_once(tmp_path)
 
