@@ -174,17 +174,18 @@ def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
 
 
 def remembering(
-    function: Callable[Parameters, Result], *, nothing: bool = False
+    function: Callable[Parameters, Result], *, nothing: bool = False, scanned: bool = False
 ) -> Callable[Parameters, Result]:
     """A function that keeps `nothing` for the backward pass, or all but gathered parameters.
 
-    What is not kept is computed again.
+    What is not kept is computed again, also where a compiler would find it computed already; the
+    two loops of a `scanned` function share nothing that it could find.
     """
     if nothing:
         return nnx.remat(function, graph_updates=False)
-    if current_mesh().shape.get("fsdp", 1) == 1:
+    if current_mesh().empty:
         return function
-    return nnx.remat(function, policy=_is_kept, graph_updates=False)
+    return nnx.remat(function, policy=_is_kept, prevent_cse=not scanned, graph_updates=False)
 
 
 def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:

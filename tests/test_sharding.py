@@ -30,7 +30,9 @@ def test_dimensions_are_split_where_the_axes_divide_them(dimensions, shape, spec
 
 
 def test_an_axis_can_be_left_out():
-    assert spec_of(("embed_dim", "hidden_dim"), (9, 10), MESH, but="fsdp") == P(None, ("tensor",))
+    assert spec_of(("embed_dim", "hidden_dim"), (9, 10), MESH, exclude="fsdp") == P(
+        None, ("tensor",)
+    )
 
 
 def test_axes_of_size_one_split_nothing():

@@ -82,7 +82,7 @@ def _scanned(
         y = shard_by_name(nnx.merge(graph, weights)(x, rngs=rngs), "batch", "time", None)
         return (y, nnx.to_pure_dict(nnx.state(rngs))), x
 
-    call = remembering(call, nothing=config.rematerialise)
+    call = remembering(call, nothing=config.rematerialise, scanned=True)
     drawn = nnx.to_pure_dict(nnx.state(rngs))
     (x, drawn), states = jax.lax.scan(call, (x, drawn), (weights, scales))
     nnx.update(rngs, drawn)

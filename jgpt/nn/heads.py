@@ -20,7 +20,7 @@ from jgpt.nn.attention import (
 )
 from jgpt.nn.cache import LayerCache
 from jgpt.nn.kernels import attend_over_cache, attend_windowed, fused_attend, uses_fused_kernel
-from jgpt.nn.layers import Linear, RMSNorm, apply_dropout, linear_options, residual_std
+from jgpt.nn.layers import Linear, RMSNorm, apply_dropout, columns, linear_options, residual_std
 from jgpt.nn.module import Module
 
 
@@ -244,6 +244,6 @@ class MultiHeadAttention(_Attention):
             head.query_norm, head.key_norm = nnx.clone((self.query_norm, self.key_norm))
         kv_index = index * self.num_kv_heads // self.num_heads
         for name, i in (("query", index), ("key", kv_index), ("value", kv_index)):
-            layer = getattr(self, name).columns(i * self.head_dim, (i + 1) * self.head_dim)
-            setattr(head, name, layer)
+            layer = getattr(self, name)
+            setattr(head, name, columns(layer, i * self.head_dim, (i + 1) * self.head_dim))
         return head

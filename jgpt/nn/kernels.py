@@ -40,31 +40,15 @@ def attend_windowed(
     dropout: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*batch query value_dim"]:
-    """`attend` under a causal mask with this window, or under none: in blocks if that is less."""
-    options = {"scale": scale, "dropout": dropout, "dropout_key": dropout_key}
-    if mask is not None and window is not None and window < key.shape[-2]:
-        return attend_locally(query, key, value, window, **options)
-    return attend(query, key, value, mask, **options)
+    """`attend` under `causal_mask(time, window)` or no mask, linear in `time` for a short window.
 
-
-@typed
-def attend_locally(
-    query: Float[Array, "*batch time head_dim"],
-    key: Float[Array, "*batch time head_dim"],
-    value: Float[Array, "*batch time value_dim"],
-    window: int,
-    *,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    dropout_key: Key[Array, ""] | None = None,
-) -> Float[Array, "*batch time value_dim"]:
-    """Causal sliding-window attention, in blocks: linear instead of quadratic in `time`.
-
-    Equals `attend` under `causal_mask(time, window)`. Each block of `window` queries attends to
-    its own keys and to those of the block before (Beltagy et al. 2020, section 3.1). Raises
-    ValueError for a window below 1.
+    Then each block of `window` queries attends to its own keys and to those of the block before
+    (Beltagy et al. 2020, section 3.1).
     """
-    time, mask = query.shape[-2], causal_mask(2 * window, window)
+    time, options = query.shape[-2], {"scale": scale, "dropout": dropout}
+    if mask is None or window is None or window >= time:
+        return attend(query, key, value, mask, dropout_key=dropout_key, **options)
+    mask = causal_mask(2 * window, window)
     windows = -(-time // window)
 
     def split_windows(x):
@@ -76,7 +60,6 @@ def attend_locally(
 
     query, key, value = split_windows(query), split_windows(key), split_windows(value)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    options = {"scale": scale, "dropout": dropout}
     at = ..., slice(1), slice(None), slice(None)
     qkv = query[at], key[at], value[at]
     first = attend(*qkv, mask[:window, :window], dropout_key=keys[0], **options)

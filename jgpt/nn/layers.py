@@ -1,6 +1,7 @@
 """Layers: linear, embeddings, norms, dropout."""
 
 import math
+from collections.abc import Callable
 from typing import Any, assert_never
 
 import jax
@@ -25,8 +26,6 @@ class Linear(Module):
     The result is cast to `activation_dtype`; by default it keeps the dtype of the accumulation.
     """
 
-    product = staticmethod(project)
-
     @typed
     def __init__(
         self,
@@ -36,12 +35,13 @@ class Linear(Module):
         use_bias: bool = True,
         init_std: float = INIT_STD,
         dimensions: Dimensions = (None, None),
+        product: Callable[..., Any] = project,
         dtype: DTypeLike = jnp.float32,
         activation_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.product = in_features, out_features, product
         self.dtype, self.activation_dtype = supported_dtype(dtype), activation_dtype
         shape = (in_features, out_features)
         param_dtype = supported_dtype(param_dtype)
@@ -59,15 +59,16 @@ class Linear(Module):
         y = self.product(x, kernel, self.dtype, self.activation_dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
-    @typed
-    def columns(self, start: int, stop: int) -> "Linear":
-        """A copy with the output features from `start` to `stop`."""
-        part = nnx.clone(self)
-        part.out_features = stop - start
-        part.kernel = nnx.Param(self.kernel[:, start:stop])
-        if self.bias is not None:
-            part.bias = nnx.Param(self.bias[start:stop])
-        return part
+
+@typed
+def columns(layer: Linear, start: int, stop: int) -> Linear:
+    """A copy with the output features from `start` to `stop`."""
+    part = nnx.clone(layer)
+    part.out_features = stop - start
+    part.kernel = nnx.Param(layer.kernel[:, start:stop])
+    if layer.bias is not None:
+        part.bias = nnx.Param(layer.bias[start:stop])
+    return part
 
 
 class Embedding(Module):
@@ -174,17 +175,18 @@ def linear_options(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(portable(config), name) for name in names}
 
 
-class ToVocabulary(Linear):
-    """The language-model head: a `Linear` from hidden states to logits."""
-
-    product = staticmethod(project_to_vocabulary)
-
-    @typed
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        options: dict[str, Any] = linear_options(config) | {"use_bias": config.head_bias}
-        options["init_std"] = 0.0 if config.zero_init else INIT_STD
-        options["dimensions"] = ("embed_dim", "vocab_size")
-        super().__init__(config.embed_dim, config.vocab_size, **options, rngs=rngs)
+def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
+    """The language-model head of a config without tied embeddings."""
+    options: dict[str, Any] = linear_options(config) | {"use_bias": config.head_bias}
+    return Linear(
+        config.embed_dim,
+        config.vocab_size,
+        init_std=0.0 if config.zero_init else INIT_STD,
+        dimensions=("embed_dim", "vocab_size"),
+        product=project_to_vocabulary,
+        rngs=rngs,
+        **options,
+    )
 
 
 def residual_std(config: ModelConfig) -> float:

@@ -22,11 +22,11 @@ from jgpt.nn.heads import MultiHeadAttention
 from jgpt.nn.layers import (
     Embedding,
     Linear,
-    ToVocabulary,
     apply_dropout,
     linear_options,
     make_norm,
     residual_std,
+    vocabulary_head,
 )
 from jgpt.nn.module import Module
 from jgpt.nn.ngrams import NGramEmbedding
@@ -140,7 +140,7 @@ class GPT(Module):
         self.shortcut = nnx.Param(scales) if config.embedding_shortcut else None
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
         self.final_norm = make_norm(config)
-        self.head = None if config.tie_embeddings else ToVocabulary(config, rngs=rngs)
+        self.head = None if config.tie_embeddings else vocabulary_head(config, rngs=rngs)
 
     @typed
     def __call__(

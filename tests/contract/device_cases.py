@@ -37,6 +37,11 @@ LOSS = [
         (BATCH, 2),
     ),
     Case(
+        "jgpt.nn.loss._target_logits",
+        {"logits": "float *batch vocab", "targets": "int *batch"},
+        (BATCH, 2),
+    ),
+    Case(
         "jgpt.nn.loss.cross_entropy",
         {"logits": "float *batch vocab", "targets": "int *batch"},
         SCALAR,
@@ -157,6 +162,12 @@ STEP_CASES = [
         SCALAR,
         static={"weights": WEIGHTS},
         function=step.make_eval_step(BIGRAM),
+    ),
+    Case(
+        "jgpt.training.step._micro_batches",
+        {"window": "int batch window"},
+        (1, BATCH, SIZES["window"]),
+        static={"count": 1},
     ),
     Case("jgpt.training.step._stream", {}, SCALAR, static={"seed": 1, "stream": 2}),
 ]

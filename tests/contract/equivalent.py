@@ -20,7 +20,7 @@ VALUES = {
         '{"lm_head.weight", table} <= tensors.keys()',
         "{'lm_head.weight', table} < tensors.keys()",
     ): "no transformer has these two tensors alone",
-    ("nn/kernels.py", "window < key.shape[-2]", "window <= key.shape[-2]"): (
+    ("nn/kernels.py", "window >= time", "window > time"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),
     ("nn/products.py", "features > PAD_MIN_FEATURES", "features >= PAD_MIN_FEATURES"): (

@@ -125,23 +125,17 @@ ATTENTION = [
         note="dropout",
     ),
     Case(
-        "jgpt.nn.kernels.attend_locally",
-        LOCAL_QKV,
-        (BATCH, 2, 7, 13),
-        static={"window": 3},
-    ),
-    Case(
-        "jgpt.nn.kernels.attend_locally",
-        {**LOCAL_QKV, "dropout_key": "key"},
-        (BATCH, 2, 7, 13),
-        static={"window": 3, "dropout": 0.1},
-        note="dropout",
-    ),
-    Case(
         "jgpt.nn.kernels.attend_windowed",
         {**QKV, "dropout_key": "key"},
         (BATCH, 2, 4, 13),
         static={"window": None, "dropout": 0.1},
+    ),
+    Case(
+        "jgpt.nn.kernels.attend_windowed",
+        {**LOCAL_QKV, "mask": "bool time time"},
+        (BATCH, 2, 7, 13),
+        static={"window": 3},
+        note="local",
     ),
     Case(
         "jgpt.nn.kernels.fused_attend",

@@ -11,7 +11,7 @@ from flax import nnx
 import jgpt
 from jgpt.config import TrainConfig
 from jgpt.nn.attention import attend
-from jgpt.nn.kernels import attend_locally
+from jgpt.nn.kernels import attend_windowed
 from jgpt.nn.layers import apply_dropout
 from jgpt.training.step import dropout_stream, init_state, make_train_steps
 from tests.models import normal
@@ -161,8 +161,8 @@ def test_attention_drops_nothing_unless_it_is_asked_to():
         attend(query, key, value, dropout_key=drop_with), attend(query, key, value)
     )
     assert jnp.array_equal(
-        attend_locally(query, key, value, 3, dropout_key=drop_with),
-        attend_locally(query, key, value, 3),
+        attend_windowed(query, key, value, jgpt.causal_mask(7, 3), 3, dropout_key=drop_with),
+        attend_windowed(query, key, value, jgpt.causal_mask(7, 3), 3),
     )
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jgpt import Head, attend, causal_mask
 from jgpt.nn.attention import merge_heads, split_heads
-from jgpt.nn.kernels import attend_locally, fused_attend
+from jgpt.nn.kernels import attend_windowed, fused_attend
 from tests.models import attention, normal
 
 BATCH, TIME, WINDOW, EMBED_DIM, HEAD_DIM, VALUE_DIM = 2, 8, 3, 24, 4, 5
@@ -51,13 +51,10 @@ def test_a_query_may_look_at_itself_and_so_much_of_its_past():
 
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_that_holds_nothing_is_refused(window):
-    x = jnp.zeros((TIME, HEAD_DIM))
     with pytest.raises(ValueError, match=f"time={-TIME} must not be negative"):
         causal_mask(-TIME)
     with pytest.raises(ValueError, match=f"window={window} must be positive"):
         causal_mask(TIME, window)
-    with pytest.raises(ValueError, match=f"window={window} must be positive"):
-        attend_locally(x, x, x, window)
     with pytest.raises(ValueError, match=f"window={window} must be positive"):
         new_heads(window=window)(jnp.zeros((BATCH, TIME, EMBED_DIM)))
 
@@ -81,7 +78,7 @@ def test_attending_locally_is_attending_through_a_band(time, scale):
         return attend(query, key, value, jnp.asarray(band(time, window)), scale=scale)
 
     def local(query, key, value):
-        return attend_locally(query, key, value, WINDOW, scale=scale)
+        return attend_windowed(query, key, value, causal_mask(time, WINDOW), WINDOW, scale=scale)
 
     expected = forward_and_back(plain)
     for found, wanted in zip(forward_and_back(local), expected, strict=True):
@@ -151,7 +148,8 @@ def test_dropping_weights_in_a_window_keeps_the_rate():
     time, window, rate = 300, 40, 0.3
     zero = jnp.zeros((time, HEAD_DIM))  # all that is seen weighs the same
     key = jax.random.key(0)
-    drawn = attend_locally(zero, zero, jnp.eye(time), window, dropout=rate, dropout_key=key)
+    inputs = zero, zero, jnp.eye(time), causal_mask(time, window), window
+    drawn = attend_windowed(*inputs, dropout=rate, dropout_key=key)
     weights, inside = np.asarray(drawn), band(time, window)
     assert (weights[~inside] == 0).all()
     kept = weights[inside] > 0

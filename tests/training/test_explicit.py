@@ -341,7 +341,7 @@ FAULTS = {
         "dimension {self.hidden_dim} is not sharded, the rules say tensor.",
     ),
     "logits are gathered": (
-        replaced(layers.ToVocabulary, "product", staticmethod(moved(project, BATCH))),
+        replaced(layers, "project_to_vocabulary", moved(project, BATCH)),
         "nn.transformer.GPT.logits() returned a wrong result.",
         "dimension {self.vocab_size} is not sharded, the rules say tensor.",
     ),
