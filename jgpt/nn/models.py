@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, assert_never, runtime_checkable
 
 import jax
 from flax import nnx
@@ -61,9 +61,13 @@ class LanguageModel(Protocol):
 @typed
 def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
     """The model that a config describes."""
-    if config.architecture == "bigram":
-        return BigramLM(config.vocab_size, param_dtype=config.param_dtype, rngs=rngs)
-    return GPT(config, rngs=rngs)
+    match config.architecture:
+        case "gpt":
+            return GPT(config, rngs=rngs)
+        case "bigram":
+            return BigramLM(config.vocab_size, param_dtype=config.param_dtype, rngs=rngs)
+        case _:
+            assert_never(config.architecture)
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig, sharding
 from jgpt.data.batches import batches
 from jgpt.nn import depth, loss
-from jgpt.sharding import make_mesh, shardings
+from jgpt.sharding import make_mesh, shardings, use_mesh
 from jgpt.training import optimizer, step
 from jgpt.training.step import (
     abstract_state,
@@ -279,6 +279,18 @@ def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, mon
     evaluate = make_eval_step(config.model)
     jax.eval_shape(evaluate, abstract_state(config).weights, windows, counts)
     assert [its.shape for its, _ in gathered] == [(40, 48)] * gathers
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp=8"])
+def test_rematerialised_blocks_are_evaluated_too(mesh):
+    """An evaluation is a loop, whose blocks are made outside it: nothing of them may be set."""
+    config = config_of("nanogpt", "adamw", model={"rematerialise": True})
+    windows, counts = jnp.zeros((2, 24, 11), jnp.int32), jnp.ones((2, 24, 10), bool)
+    with use_mesh(mesh):
+        loss = jax.eval_shape(
+            make_eval_step(config.model), abstract_state(config).weights, windows, counts
+        )
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
 @pytest.mark.slow
