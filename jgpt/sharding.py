@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import inspect
-import itertools
 import math
-import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -121,31 +119,28 @@ def laid_out(function: Callable[Parameters, Result]) -> Callable[Parameters, Res
     For operations whose sharding JAX can't infer. A name is sharded as in the arguments, and as
     the rules say if no argument has it.
     """
-    signature = inspect.signature(function)
-    hints = functools.cache(lambda: typing.get_type_hints(function))
     whole: Callable[..., Any] = function
+    annotations = whole.__annotations__
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
         if not current_mesh().explicit_axes:
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
         arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
-        others = {name: x for name, x in given.items() if name not in arrays}
-        known: dict[str, Any] = {}
+        known: dict[str, list[Any]] = {}
         for name, x in arrays.items():
-            known |= _by_name(hints()[name], jax.typeof(x).sharding.spec)
+            known |= _by_name(annotations[name], jax.typeof(x).sharding.spec)
 
-        def run(arrays: Any) -> Any:
-            return whole(**others, **arrays)
+        def run(arrays: dict[str, Any]) -> Any:
+            return whole(**given | arrays)
 
         abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-        sizes = _by_name(hints()["return"], jax.eval_shape(run, abstract).shape)
-        parts = (
-            known.get(name) or [_rule(name, size) for size in its] for name, its in sizes.items()
-        )
-        spec = PartitionSpec(*itertools.chain.from_iterable(parts))
-        return jax.sharding.auto_axes(run, out_sharding=spec)(arrays)
+        parts: list[Any] = []
+        shape = jax.eval_shape(run, abstract).shape
+        for name, sizes in _by_name(annotations["return"], shape).items():
+            parts += known.get(name) or [_rule(name, size) for size in sizes]
+        return jax.sharding.auto_axes(run, out_sharding=PartitionSpec(*parts))(arrays)
 
     return call
 
@@ -154,12 +149,11 @@ def _by_name(annotation: Any, each: Iterable[Any]) -> dict[str, list[Any]]:
     """What belongs to each dimension of an array, by the names in an annotation."""
     names, rest = annotation.dim_str.split(), list(each)
     several = len(rest) - len(names) + 1  # dimensions of `*batch`
-    return {
-        name.strip("*{}").removeprefix("self."): [
-            rest.pop(0) for _ in range(several if name[0] == "*" else 1)
-        ]
-        for name in names
-    }
+    found = {}
+    for name in names:
+        count = several if name[0] == "*" else 1
+        found[name.strip("*{}")], rest = rest[:count], rest[count:]
+    return found
 
 
 def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
