@@ -173,11 +173,13 @@ def remembering(
     """A function that keeps `nothing` for the backward pass, or all but gathered parameters.
 
     What is not kept is computed again, also where a compiler would find it computed already; the
-    two loops of a `scanned` function share nothing that it could find.
+    two loops of a `scanned` function share nothing that it could find. Without fsdp nothing is
+    gathered, but a scan would keep a copy of the weights.
     """
     if nothing:
         return nnx.remat(function, graph_updates=False)
-    if current_mesh().empty:
+    mesh = current_mesh()
+    if mesh.empty or not (scanned or axes_of("embed_dim", mesh)):
         return function
     return nnx.remat(function, policy=_is_kept, prevent_cse=not scanned, graph_updates=False)
 

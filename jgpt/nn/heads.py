@@ -32,11 +32,8 @@ class _Attention(Module):
     rotary: bool
     rotary_base: float
 
-    def _check_options(self) -> None:
-        if self.window is not None and not self.causal:
-            raise ValueError(
-                f"window={self.window} needs causal=True: it limits how far back a query attends"
-            )
+    def _source_length(self, x: Any, context: Any) -> int:
+        return (x if context is None else context).shape[1]
 
     @typed
     def _normalise_and_rotate(
@@ -59,6 +56,10 @@ class _Attention(Module):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
+        if self.window is not None and not self.causal:
+            raise ValueError(
+                f"window={self.window} needs causal=True: it limits how far back a query attends"
+            )
         # cross-attention and encoders have no causal order
         return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
 
@@ -83,7 +84,6 @@ class Head(_Attention):
         self.embed_dim, self.head_dim, self.dropout = embed_dim, head_dim, dropout
         self.causal, self.window, self.scale = causal, window, scale
         self.rotary, self.rotary_base = rotary, ModelConfig.rotary_base
-        self._check_options()
         norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=False)
         self.query_norm = norm() if qk_norm else None
         self.key_norm = norm() if qk_norm else None
@@ -117,7 +117,7 @@ class Head(_Attention):
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
-    ) -> Float[Array, "batch time key"]:
+    ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
         """The attention weights of `x` over itself, or over `context`."""
         source = x if context is None else context
         query = self._normalise_and_rotate(self.query(x), self.query_norm)
@@ -144,7 +144,6 @@ class MultiHeadAttention(_Attention):
             case _:
                 assert_never(config.positions)
         self.rotary_base = config.rotary_base
-        self._check_options()
         options = {"use_scale": config.qk_norm_scale, "param_dtype": config.param_dtype}
         norm = functools.partial(RMSNorm, self.head_dim, epsilon=1e-6, **options)
         self.query_norm = norm() if config.qk_norm else None
@@ -199,7 +198,7 @@ class MultiHeadAttention(_Attention):
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
-    ) -> Float[Array, "batch {self.num_heads} time key"]:
+    ) -> Float[Array, "batch {self.num_heads} time {self._source_length(x,context)}"]:
         """The attention weights of each head."""
         query, key, _ = self._project(x, x if context is None else context)
         mask = self._mask(x, context)
