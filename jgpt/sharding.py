@@ -113,6 +113,14 @@ def replicate(tree: Any) -> Any:
     return tree if current_mesh().empty else constrain(tree, PartitionSpec())
 
 
+def split_batch(x: Any, parts: int) -> Any:
+    """The rows of a batch in several parts, each sharded as a batch if a mesh is set."""
+    shape, mesh = (parts, len(x) // parts, *x.shape[1:]), current_mesh()
+    names = None, "batch", *[None] * (x.ndim - 1)
+    spec = spec_of(names, shape, mesh) if mesh.explicit_axes else None
+    return shard_by_name(lax.reshape(x, shape, out_sharding=spec), *names)
+
+
 def laid_out(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Under explicit axes, shard the result as the dimension names of its annotation say.
 

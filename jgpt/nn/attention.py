@@ -6,7 +6,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jgpt.contracts import check, typed
 from jgpt.nn.layers import apply_dropout
-from jgpt.sharding import laid_out
 
 
 @typed
@@ -106,13 +105,3 @@ def merge_heads(
     """The inverse of `split_heads`: heads concatenated."""
     batch, heads, time, value_dim = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch, time, heads * value_dim)
-
-
-@typed
-@laid_out
-def repeat_heads(
-    x: Float[Array, "batch kv_heads key head_dim"], heads: int
-) -> Float[Array, "batch {heads} key head_dim"]:
-    """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
-    groups = heads // x.shape[1]
-    return x if groups == 1 else jnp.repeat(x, groups, axis=-3)

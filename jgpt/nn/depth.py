@@ -17,12 +17,12 @@ from jgpt.sharding import remembering, shard_by_name, stacked
 def run_blocks(
     config: ModelConfig,
     blocks: Any,
-    x: Float[Array, "batch time embed_dim"],
+    x: Float[Array, "batch time {config.embed_dim}"],
     shortcut: nnx.Param | None = None,
     *,
     cache: KVCache | None = None,
     rngs: nnx.Rngs | None = None,
-) -> PyTree[Float[Array, "batch time embed_dim"]]:
+) -> PyTree[Float[Array, "batch time {config.embed_dim}"]]:
     """The residual stream: the input of each block, then the output of the last.
 
     A `shortcut` adds the embeddings to each input, times a learned scalar. Raises ValueError for a
@@ -56,10 +56,10 @@ def run_blocks(
 def _scanned(
     config: ModelConfig,
     blocks: Any,
-    x: Float[Array, "batch time embed_dim"],
+    x: Float[Array, "batch time {config.embed_dim}"],
     shortcut: nnx.Param | None,
     rngs: nnx.Rngs | None,
-) -> PyTree[Float[Array, "batch time embed_dim"]]:
+) -> PyTree[Float[Array, "batch time {config.embed_dim}"]]:
     """`run_blocks` by a scan over the blocks, whose weights are stacked for it.
 
     Train steps keep them stacked: then there is one block, with the weights of all. Raises

@@ -10,16 +10,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import check, typed
-from jgpt.nn.attention import (
-    apply_rotary,
-    attention_weights,
-    causal_mask,
-    merge_heads,
-    repeat_heads,
-    split_heads,
-)
+from jgpt.nn.attention import apply_rotary, attention_weights, causal_mask, merge_heads, split_heads
 from jgpt.nn.cache import LayerCache
-from jgpt.nn.kernels import attend_over_cache, attend_windowed, fused_attend, uses_fused_kernel
+from jgpt.nn.kernels import (
+    attend_over_cache,
+    attend_windowed,
+    fused_attend,
+    repeat_heads,
+    uses_fused_kernel,
+)
 from jgpt.nn.layers import Linear, RMSNorm, apply_dropout, columns, linear_options, residual_std
 from jgpt.nn.module import Module
 

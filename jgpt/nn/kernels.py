@@ -29,6 +29,24 @@ def uses_fused_kernel(kernel: AttentionKernel) -> bool:
 
 
 @typed
+def query_groups(heads: int, kv_heads: int) -> int:
+    """How many query heads share a key-value head."""
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads must be divisible by {kv_heads} key-value heads")
+    return heads // kv_heads
+
+
+@typed
+@laid_out
+def repeat_heads(
+    x: Float[Array, "batch kv_heads key head_dim"], heads: int
+) -> Float[Array, "batch {heads} key head_dim"]:
+    """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
+    groups = query_groups(heads, x.shape[1])
+    return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
+
+
+@typed
 def attend_windowed(
     query: Float[Array, "*batch query head_dim"],
     key: Float[Array, "*batch key head_dim"],
@@ -86,9 +104,7 @@ def fused_attend(
     The mask is `causal_mask` or none. Query heads share key-value heads in groups (Ainslie et al.
     2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN has it.
     """
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads must be divisible by {kv_heads} key-value heads")
+    query_groups(query.shape[1], key.shape[1])
     # jax.nn.dot_product_attention wants time before heads
     query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
     return jax.nn.dot_product_attention(
@@ -116,7 +132,7 @@ def attend_over_cache(
     window.
     """
     heads, time, head_dim = query.shape[1:]
-    groups = heads // cache.num_kv_heads
+    groups = query_groups(heads, cache.num_kv_heads)
     mask = cache.mask(time, window)
     block, in_order = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS)), time == cache.capacity
     query = query.reshape(-1, groups, time, head_dim).astype(cache.keys.dtype)

@@ -22,10 +22,10 @@ from jgpt.sharding import (
     constrain,
     current_mesh,
     gather_once,
-    laid_out,
     shard_by_name,
     shardings,
     specs_like,
+    split_batch,
     weight_specs,
 )
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer, trained_weights
@@ -164,7 +164,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     ) -> tuple[Float[Array, ""], PyTree[Float[Array, "?*shape"], "Weights"]]:
         if config.micro_batches == 1:
             return jax.value_and_grad(loss_of)(weights, window, key)
-        parts = shard_by_name(_micro_batches(window, config.micro_batches), None, "batch", None)
+        parts = split_batch(window, config.micro_batches)
         keys = jax.random.split(key, config.micro_batches)
 
         def add(total, part):
@@ -222,14 +222,6 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         return layered_state(config, state) if layered else state, Metrics(*metrics)
 
     return jax.jit(steps, donate_argnums=0)
-
-
-@typed
-@laid_out
-def _micro_batches(
-    window: Int[Array, "rows window"], count: int
-) -> Int[Array, "{count} batch window"]:
-    return window.reshape(count, -1, window.shape[1])
 
 
 def make_eval_step(config: ModelConfig) -> EvalStep:

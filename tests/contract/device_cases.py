@@ -163,12 +163,6 @@ STEP_CASES = [
         static={"weights": WEIGHTS},
         function=step.make_eval_step(BIGRAM),
     ),
-    Case(
-        "jgpt.training.step._micro_batches",
-        {"window": "int batch window"},
-        (1, BATCH, SIZES["window"]),
-        static={"count": 1},
-    ),
     Case("jgpt.training.step._stream", {}, SCALAR, static={"seed": 1, "stream": 2}),
 ]
 

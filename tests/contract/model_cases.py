@@ -170,7 +170,7 @@ ATTENTION = [
         (BATCH, 7, 26),
     ),
     Case(
-        "jgpt.nn.attention.repeat_heads",
+        "jgpt.nn.kernels.repeat_heads",
         {"x": "float batch kv_heads key head_dim"},
         (BATCH, 30, 5, HEAD_DIM),
         static={"heads": QUERY_HEADS},
@@ -351,6 +351,7 @@ MODEL = [
             f"jgpt.nn.depth.{name}",
             SELF_ATTENTION,
             (STREAM, STREAM),
+            fixed="embed_dim",
             static={"config": CONFIG, "blocks": GPT.blocks, "shortcut": None, "rngs": None},
         )
         for name in ("run_blocks", "_scanned")

@@ -110,7 +110,7 @@ CACHE = [
         "jgpt.nn.kernels.attend_over_cache",
         {"query": "float batch query_heads time rotary_dim"},
         (BATCH, 30, 7, 12),
-        fixed="batch query_heads rotary_dim",
+        fixed="batch rotary_dim",
         static={"cache": layer_cache()},
     ),
     over_a_cache("transformer.Block.__call__", STREAM, (BATCH, 7, DIM), BLOCK, layer_cache),

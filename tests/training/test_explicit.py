@@ -312,7 +312,7 @@ FAULTS = {
     ),
     "repeated key-value heads are replicated": (
         replaced(sharding, "_rule", lambda *_: None),
-        "nn.attention.repeat_heads() returned a wrong result.",
+        "nn.kernels.repeat_heads() returned a wrong result.",
         "dimension {heads} is not sharded, the rules say tensor.",
     ),
     "keys are sharded otherwise than queries": (
