@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from jgpt import contracts
 from jgpt.config import MESH_AXES, mesh_sizes
 from jgpt.hardware import device_kinds
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "embed_dim": ("fsdp",),
@@ -25,9 +29,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "num_kv_heads": ("tensor",),
     "vocab_size": ("tensor",),
 }
-"""The axes of the mesh over which a dimension is sharded, by its name; no others are."""
+"""Mesh axes per dimension name; unlisted dimensions are replicated."""
 Dimension = str | tuple[str, int] | None
-"""A dimension's name, and into how many equal pieces it may be split if not its entries."""
+"""A dimension name, with its shardable units when these are not single elements (heads)."""
 Dimensions = tuple[Dimension, ...]
 
 
@@ -75,105 +79,152 @@ def shards_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> int:
 
 
 def spec_of(
-    dimensions: Dimensions, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, but: str = ""
+    dimensions: Dimensions, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, exclude: str = ""
 ) -> PartitionSpec:
-    """How the rules shard an array, over all axes `but` one.
+    """How the rules shard an array, with an axis to `exclude`.
 
-    A dimension that its axes don't divide evenly is replicated. So is a vector over fsdp, which
+    A dimension that the axes don't divide evenly is replicated. So is a vector over fsdp, which
     costs more to gather than to store.
     """
     parts: list[tuple[str, ...] | None] = []
     for dimension, size in zip(dimensions, shape, strict=True):
         pieces = dimension[1] if isinstance(dimension, tuple) else size
-        without = "fsdp" if len(shape) == 1 and dimension != "batch" else but
+        without = "fsdp" if len(shape) == 1 and dimension != "batch" else exclude
         axes = tuple(axis for axis in axes_of(dimension, mesh) if axis != without)
         divides = pieces % math.prod(mesh.shape[axis] for axis in axes) == 0
         parts.append(axes if axes and divides else None)
     return PartitionSpec(*parts)
 
 
-def sharded(tree: Any, specs: Any) -> Any:
-    """The same arrays, sharded so."""
+def constrain(tree: Any, specs: Any) -> Any:
+    """The same arrays with other shardings."""
     explicit = current_mesh().explicit_axes
     return (jax.sharding.reshard if explicit else lax.with_sharding_constraint)(tree, specs)
 
 
-def placed(x: Any, *dimensions: Dimension) -> Any:
-    """The same array, sharded by the rules if a mesh is set."""
+def shard_by_name(x: Any, *dimensions: Dimension) -> Any:
+    """Shard an array by the rules if a mesh is set."""
     mesh = current_mesh()
-    return x if mesh.empty else sharded(x, spec_of(dimensions, x.shape, mesh))
+    return x if mesh.empty else constrain(x, spec_of(dimensions, x.shape, mesh))
 
 
-def gathered(tree: Any) -> Any:
-    """The arrays of a tree, replicated if a mesh is set."""
-    return tree if current_mesh().empty else sharded(tree, PartitionSpec())
+def replicate(tree: Any) -> Any:
+    """Replicate the arrays of a tree if a mesh is set."""
+    return tree if current_mesh().empty else constrain(tree, PartitionSpec())
 
 
-def with_placed(function: Callable[[Any], Any], x: Any, *dimensions: Dimension) -> Any:
-    """`placed(function(x), *dimensions)`, also where JAX can't infer the result's sharding."""
-    mesh = current_mesh()
-    if not mesh.explicit_axes:
-        return placed(function(x), *dimensions)
-    shape = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
-    return jax.sharding.auto_axes(function, out_sharding=spec_of(dimensions, shape, mesh))(x)
+def split_batch(x: Any, parts: int) -> Any:
+    """The rows of a batch in several parts, each sharded as a batch if a mesh is set."""
+    shape, mesh = (parts, len(x) // parts, *x.shape[1:]), current_mesh()
+    names = None, "batch", *[None] * (x.ndim - 1)
+    spec = spec_of(names, shape, mesh) if mesh.explicit_axes else None
+    return shard_by_name(lax.reshape(x, shape, out_sharding=spec), *names)
 
 
-def sharded_as(x: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its result sharded as `x` where axes are explicit and JAX can't infer it."""
-    if not current_mesh().explicit_axes:
-        return function
-    return jax.sharding.auto_axes(function, out_sharding=jax.typeof(x).sharding.spec)
+def laid_out(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Under explicit axes, shard the result as the dimension names of its annotation say.
 
-
-def product_spec(x: Any, y: Any) -> PartitionSpec | None:
-    """How a product of matrices is sharded, which JAX wants to be told where axes are explicit."""
-    if not current_mesh().explicit_axes:
-        return None
-    return PartitionSpec(jax.typeof(x).sharding.spec[0], jax.typeof(y).sharding.spec[1])
-
-
-def with_gathered(
-    function: Callable[[Any, Any], Any],
-    x: Any,
-    parameter: nnx.Param,
-    dtype: DTypeLike | None = None,
-) -> Any:
-    """`function(x, parameter)`, the parameter gathered over fsdp in `dtype` if a mesh is set.
-
-    It is gathered again for the backward pass, rather than kept, and its gradient is sharded as it
-    is (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
+    For operations whose sharding JAX can't infer. A name is sharded as in the arguments, and as
+    the rules say if no argument has it.
     """
+    whole: Callable[..., Any] = function
+    annotations = whole.__annotations__
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
+        if not current_mesh().explicit_axes:
+            return function(*args, **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
+        known: dict[str, list[Any]] = {}
+        for name, x in arrays.items():
+            known |= _by_name(annotations[name], jax.typeof(x).sharding.spec)
+
+        def run(arrays: dict[str, Any]) -> Any:
+            return whole(**given | arrays)
+
+        abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+        parts: list[Any] = []
+        shape = jax.eval_shape(run, abstract).shape
+        for name, sizes in _by_name(annotations["return"], shape).items():
+            parts += known.get(name) or [_rule(name, size) for size in sizes]
+        return jax.sharding.auto_axes(run, out_sharding=PartitionSpec(*parts))(arrays)
+
+    return call
+
+
+def _by_name(annotation: Any, each: Iterable[Any]) -> dict[str, list[Any]]:
+    """What belongs to each dimension of an array, by the names in an annotation."""
+    names, rest = annotation.dim_str.split(), list(each)
+    several = len(rest) - len(names) + 1  # dimensions of `*batch`
+    found = {}
+    for name in names:
+        count = several if name[0] == "*" else 1
+        found[name.strip("*{}")], rest = rest[:count], rest[count:]
+    return found
+
+
+def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
+    """The value of a parameter, gathered over fsdp in `dtype` if a mesh is set.
+
+    The gradient is sharded as the parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
+    """
+    value = parameter[...]
     if current_mesh().empty:
-        return function(x, parameter[...])
-    dimensions = dimensions_of(parameter)
+        return value
+    return _gathered(dimensions_of(parameter), dtype or value.dtype, value)
 
-    def with_whole(x, value):
-        return function(x, _gathered(dimensions, dtype or value.dtype, value))
 
-    return jax.checkpoint(with_whole)(x, parameter[...])
+def remembering(
+    function: Callable[Parameters, Result], *, nothing: bool = False, scanned: bool = False
+) -> Callable[Parameters, Result]:
+    """A function that keeps `nothing` for the backward pass, or all but gathered parameters.
+
+    What is not kept is computed again, also where a compiler would find it computed already; the
+    two loops of a `scanned` function share nothing that it could find. Without fsdp nothing is
+    gathered, but a scan would keep a copy of the weights.
+    """
+    if nothing:
+        return nnx.remat(function, graph_updates=False)
+    mesh = current_mesh()
+    if mesh.empty or not (scanned or axes_of("embed_dim", mesh)):
+        return function
+    return nnx.remat(function, policy=_is_kept, prevent_cse=not scanned, graph_updates=False)
+
+
+def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
+    """Whether the backward pass keeps a result: not that of a cast or of a move alone.
+
+    `_gathered` is one operation, whose own are inside.
+    """
+    if "call_jaxpr" in parameters:
+        return any(_is_kept(each.primitive) for each in parameters["call_jaxpr"].eqns)
+    moves = ("convert_element_type", "optimization_barrier", "sharding_constraint", "reshard")
+    return operation.name not in moves
 
 
 def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
-    """Gather a parameter as `with_gathered` does, for all that reads it from here on.
+    """Gather a parameter as `read` does, for all that reads it from here on.
 
-    Its gradient is still sharded as it is: so not where axes are explicit, whose types agree.
+    The gradient keeps the sharding of the parameter. Types of explicit axes don't allow that:
+    there each `read` gathers.
     """
     mesh = current_mesh()
     if not (mesh.empty or mesh.explicit_axes):
-        parameter.set_value(_gathered(dimensions_of(parameter), dtype, parameter[...]))
+        parameter.set_value(read(parameter, dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
     # the barrier keeps XLA from gathering first and narrowing afterwards
     narrow = lax.optimization_barrier(parameter.astype(dtype))
-    spec = spec_of(dimensions, parameter.shape, current_mesh(), but="fsdp")
-    return sharded(narrow, spec).astype(parameter.dtype)
+    spec = spec_of(dimensions, parameter.shape, current_mesh(), exclude="fsdp")
+    return constrain(narrow, spec).astype(parameter.dtype)
 
 
 _gathered.defvjp(
     lambda dimensions, dtype, parameter: (_gathered(dimensions, dtype, parameter), None),
-    lambda dimensions, dtype, _, gradient: (placed(gradient, *dimensions),),
+    lambda dimensions, dtype, _, gradient: (shard_by_name(gradient, *dimensions),),
 )
 
 
@@ -203,7 +254,9 @@ def stacked(layers: Sequence[Any], module: Any) -> Any:
     if mesh.empty:
         return stack
     specs = weight_specs(module, mesh)
-    return jax.tree.map(lambda leaf, spec: sharded(leaf, PartitionSpec(None, *spec)), stack, specs)
+    return jax.tree.map(
+        lambda leaf, spec: constrain(leaf, PartitionSpec(None, *spec)), stack, specs
+    )
 
 
 def specs_like(tree: Any, weights: Any) -> Any:

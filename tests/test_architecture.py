@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -93,6 +94,28 @@ def test_the_layers_hold():
         "jgpt.nn.heads imports jgpt.training.step, which is not in a layer below it",
         "jgpt.nn.loss imports jgpt.data.corpus, which is not in a layer below it",
     ]
+
+
+def identifiers(source: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {node.id for node in nodes if isinstance(node, ast.Name)}
+    found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return found | {alias.name for alias in nodes if isinstance(alias, ast.alias)}
+
+
+MACHINERY = re.compile(
+    r"mesh|shard_by|constrain|replicate|remember|remat|checkpoint|scan|custom_|pad$|[Pp]latform"
+)
+
+
+@pytest.mark.parametrize("name", ["attention", "heads", "layers", "transformer"])
+def test_the_model_reads_as_mathematics(name):
+    """What a reader of the lecture opens has no sharding, padding, scan or gradient of its own."""
+    source = (PACKAGE / "nn" / f"{name}.py").read_text()
+    assert [each for each in identifiers(source) if MACHINERY.search(each)] == []
+    assert len(source.splitlines()) <= 250
+    depth = (PACKAGE / "nn" / "depth.py").read_text()
+    assert {"shard_by_name", "remembering", "scan"} <= identifiers(depth)  # the control
 
 
 def test_every_public_name_is_there():

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jgpt.nn.layers import Linear
-from jgpt.sharding import abstract_mesh, dimensions_of, make_mesh, placed, spec_of, stacked
+from jgpt.sharding import abstract_mesh, dimensions_of, make_mesh, shard_by_name, spec_of, stacked
 from tests.models import tokens_of
 
 MESH = abstract_mesh("data=2,fsdp=3,tensor=5")
@@ -30,7 +30,9 @@ def test_dimensions_are_split_where_the_axes_divide_them(dimensions, shape, spec
 
 
 def test_an_axis_can_be_left_out():
-    assert spec_of(("embed_dim", "hidden_dim"), (9, 10), MESH, but="fsdp") == P(None, ("tensor",))
+    assert spec_of(("embed_dim", "hidden_dim"), (9, 10), MESH, exclude="fsdp") == P(
+        None, ("tensor",)
+    )
 
 
 def test_axes_of_size_one_split_nothing():
@@ -40,12 +42,12 @@ def test_axes_of_size_one_split_nothing():
 
 def test_without_a_mesh_nothing_moves():
     tokens = tokens_of(1)
-    assert placed(tokens, "batch", "time") is tokens
+    assert shard_by_name(tokens, "batch", "time") is tokens
 
 
 def test_with_a_mesh_an_array_is_split():
     with jax.set_mesh(make_mesh("data=4,tensor=2")):
-        tokens = placed(tokens_of(1, batch=12), "batch", "time")
+        tokens = shard_by_name(tokens_of(1, batch=12), "batch", "time")
     assert tokens.sharding.shard_shape(tokens.shape) == (3, tokens.shape[1])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from jgpt.contracts import typed
-from jgpt.sharding import current_mesh, placed, shardings, spec_of
+from jgpt.sharding import current_mesh, shard_by_name, shardings, spec_of
 
 RESIDENT_BYTES = 1 << 30
 """Splits up to this size are kept on the device, as int32; larger ones stay memory-mapped."""
@@ -98,7 +98,9 @@ def _window_starts(
 def _gather(
     tokens: Int[Array, " tokens"], starts: Integer[Array, "steps batch"], block_size: int
 ) -> Int[Array, "steps batch {block_size}+1"]:
-    return placed(tokens[starts[..., None] + jnp.arange(block_size + 1)], None, "batch", None)
+    return shard_by_name(
+        tokens[starts[..., None] + jnp.arange(block_size + 1)], None, "batch", None
+    )
 
 
 @typed

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 from jgpt.contracts import typed
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.cache import KVCache
-from jgpt.nn.layers import require_in_vocabulary
 from jgpt.nn.models import LanguageModel
+from jgpt.nn.module import require_in_vocabulary
 
 TOKENS_PER_CALL = 32
 

@@ -1,6 +1,4 @@
-"""Scaled dot-product attention: masks, kernels, rotary embedding, head reshapes."""
-
-from typing import Literal
+"""Scaled dot-product attention: masks, weights, rotary embedding, head reshapes."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +6,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jgpt.contracts import check, typed
 from jgpt.nn.layers import apply_dropout
-from jgpt.sharding import sharded_as
 
 
 @typed
@@ -67,77 +64,6 @@ def attend(
     """
     weights = apply_dropout(attention_weights(query, key, mask, scale=scale), dropout, dropout_key)
     return jnp.einsum("...qk,...kv->...qv", weights, value)
-
-
-@typed
-def attend_locally(
-    query: Float[Array, "*batch time head_dim"],
-    key: Float[Array, "*batch time head_dim"],
-    value: Float[Array, "*batch time value_dim"],
-    window: int,
-    *,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    dropout_key: Key[Array, ""] | None = None,
-) -> Float[Array, "*batch time value_dim"]:
-    """Causal sliding-window attention, in blocks: linear instead of quadratic in `time`.
-
-    Equals `attend` under `causal_mask(time, window)`. Each block of `window` queries attends to
-    its own keys and to those of the block before (Beltagy et al. 2020, section 3.1). Raises
-    ValueError for a window below 1.
-    """
-    time, mask = query.shape[-2], causal_mask(2 * window, window)
-    windows = -(-time // window)
-
-    def split_windows(x):
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, windows * window - time), (0, 0)])
-        return x.reshape(*x.shape[:-2], windows, window, x.shape[-1])
-
-    def with_previous_window(x):
-        return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
-
-    query, key, value = split_windows(query), split_windows(key), split_windows(value)
-    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    options = {"scale": scale, "dropout": dropout}
-    at = ..., slice(1), slice(None), slice(None)
-    qkv = query[at], key[at], value[at]
-    first = attend(*qkv, mask[:window, :window], dropout_key=keys[0], **options)
-    qkv = query[..., 1:, :, :], with_previous_window(key), with_previous_window(value)
-    others = attend(*qkv, mask[window:], dropout_key=keys[1], **options)
-    heads = jnp.concatenate([first, others], axis=-3)
-    return heads.reshape(*heads.shape[:-3], windows * window, heads.shape[-1])[..., :time, :]
-
-
-@typed
-def fused_attend(
-    query: Float[Array, "batch heads query head_dim"],
-    key: Float[Array, "batch kv_heads key head_dim"],
-    value: Float[Array, "batch kv_heads key head_dim"],
-    *,
-    causal: bool,
-    window: int | None = None,
-    scale: float | None = None,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Float[Array, "batch heads query head_dim"]:
-    """`attend` in a fused kernel that never stores the weights (FlashAttention, Dao et al. 2022).
-
-    The mask is `causal_mask` or none. Query heads share key-value heads in groups (Ainslie et al.
-    2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN has it.
-    """
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads must be divisible by {kv_heads} key-value heads")
-    # jax.nn.dot_product_attention wants time before heads
-    query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
-    return sharded_as(query, jax.nn.dot_product_attention)(
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=causal,
-        local_window_size=(window - 1, 0) if causal and window is not None else None,
-        implementation=implementation,
-    ).swapaxes(1, 2)
 
 
 @typed

@@ -7,8 +7,9 @@ from jaxtyping import Array, Float, Int
 
 from jgpt.contracts import typed
 from jgpt.nn.cache import KVCache
-from jgpt.nn.layers import Embedding, Module
-from jgpt.sharding import placed
+from jgpt.nn.layers import Embedding
+from jgpt.nn.module import Module
+from jgpt.sharding import shard_by_name
 
 
 class BigramLM(Module):
@@ -63,7 +64,7 @@ class BigramLM(Module):
         self, x: Float[Array, "batch time {self.table.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The identity: the rows are logits already."""
-        return placed(x, "batch", "time", "vocab_size")
+        return shard_by_name(x, "batch", "time", "vocab_size")
 
     @typed
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jgpt.contracts import typed
-from jgpt.nn.layers import Module
+from jgpt.nn.module import Module
 
 
 class LayerCache(Module):

@@ -1,60 +1,38 @@
 """Head and MultiHeadAttention: self-attention, cross-attention, and attention over a KV cache."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
-from jgpt.config import AttentionKernel
+from jgpt.config import ModelConfig, missing_case
 from jgpt.contracts import check, typed
-from jgpt.nn.attention import (
-    apply_rotary,
-    attend,
-    attend_locally,
-    attention_weights,
-    causal_mask,
-    fused_attend,
-    merge_heads,
-    split_heads,
-)
+from jgpt.nn.attention import apply_rotary, attention_weights, causal_mask, merge_heads, split_heads
 from jgpt.nn.cache import LayerCache
-from jgpt.nn.layers import INIT_STD, Linear, Module, RMSNorm, apply_dropout
-from jgpt.sharding import with_placed
-
-MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 128, 8
-"""Long inputs attend over a KV cache in blocks of queries, whose weights then fit a CPU's cache."""
+from jgpt.nn.kernels import (
+    attend_over_cache,
+    attend_windowed,
+    fused_attend,
+    repeat_heads,
+    uses_fused_kernel,
+)
+from jgpt.nn.layers import Linear, RMSNorm, apply_dropout, columns, linear_options, residual_std
+from jgpt.nn.module import Module
 
 
 class _Attention(Module):
     """What Head and MultiHeadAttention share: mask, QK-norm, rotary embedding, choice of kernel."""
 
-    embed_dim: int
-    head_dim: int
     causal: bool
     window: int | None
     rotary: bool
     rotary_base: float
-    scale: float | None
-    dropout: float
 
-    def _make_qk_norms(self, qk_norm: bool, scale: bool, param_dtype: DTypeLike) -> None:
-        """Raises ValueError for options that contradict each other, and an odd rotary head size."""
-        if self.window is not None and not self.causal:
-            raise ValueError(
-                f"window={self.window} needs causal=True: it limits how far back a query attends"
-            )
-        if self.rotary and self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even for rotary position embedding")
-        if scale and not qk_norm:
-            raise ValueError("qk_norm_scale=True needs qk_norm=True, which it scales")
-        norm = functools.partial(
-            RMSNorm, self.head_dim, epsilon=1e-6, use_scale=scale, param_dtype=param_dtype
-        )
-        self.query_norm = norm() if qk_norm else None
-        self.key_norm = norm() if qk_norm else None
+    def _source_length(self, x: Any, context: Any) -> int:
+        return (x if context is None else context).shape[1]
 
     @typed
     def _normalise_and_rotate(
@@ -72,44 +50,21 @@ class _Attention(Module):
         return x
 
     @typed
-    def _source_length(
-        self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        context: Float[Array, "batch key {self.embed_dim}"] | None,
-    ) -> int:
-        return (x if context is None else context).shape[1]
-
-    @typed
     def _mask(
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
+        if self.window is not None and not self.causal:
+            raise ValueError(
+                f"window={self.window} needs causal=True: it limits how far back a query attends"
+            )
         # cross-attention and encoders have no causal order
         return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
 
-    @typed
-    def _attend(
-        self,
-        query: Float[Array, "*batch query {self.head_dim}"],
-        key: Float[Array, "*batch key {self.head_dim}"],
-        value: Float[Array, "*batch key {self.head_dim}"],
-        mask: Bool[Array, "query key"] | None,
-        dropout_key: Key[Array, ""] | None,
-    ) -> Float[Array, "*batch query {self.head_dim}"]:
-        """Attention in blocks where a sliding window allows it, else in full."""
-        options = {"scale": self.scale, "dropout": self.dropout, "dropout_key": dropout_key}
-        if mask is not None and self.window is not None and self.window < key.shape[-2]:
-            return attend_locally(query, key, value, self.window, **options)
-        return attend(query, key, value, mask, **options)
-
 
 class Head(_Attention):
-    """One attention head (Vaswani et al. 2017, section 3.2.1): `head(x)`, or `head(x, context)`
-    for cross-attention. Kernels are (in, out).
-
-    Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
-    """
+    """One attention head (Vaswani et al. 2017, section 3.2.1); cross-attention with a context."""
 
     @typed
     def __init__(
@@ -119,33 +74,21 @@ class Head(_Attention):
         *,
         causal: bool = True,
         window: int | None = None,
-        use_bias: bool = False,
-        rotary: bool = False,
-        rotary_base: float = 10_000.0,
-        qk_norm: bool = False,
-        qk_norm_scale: bool = False,
         scale: float | None = None,
+        rotary: bool = False,
+        qk_norm: bool = False,
         dropout: float = 0.0,
-        dtype: DTypeLike = jnp.float32,
-        activation_dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         self.embed_dim, self.head_dim, self.dropout = embed_dim, head_dim, dropout
         self.causal, self.window, self.scale = causal, window, scale
-        self.rotary, self.rotary_base = rotary, rotary_base
-        self._make_qk_norms(qk_norm, qk_norm_scale, param_dtype)
-        linear = functools.partial(
-            Linear,
-            use_bias=use_bias,
-            dtype=dtype,
-            activation_dtype=activation_dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        self.query = linear(embed_dim, head_dim)
-        self.key = linear(embed_dim, head_dim)
-        self.value = linear(embed_dim, head_dim)
+        self.rotary, self.rotary_base = rotary, ModelConfig.rotary_base
+        norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=False)
+        self.query_norm = norm() if qk_norm else None
+        self.key_norm = norm() if qk_norm else None
+        self.query = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
+        self.key = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
+        self.value = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
 
     @typed
     def __call__(
@@ -157,12 +100,15 @@ class Head(_Attention):
     ) -> Float[Array, "batch time {self.head_dim}"]:
         """Attend from `x` to itself, or to `context`."""
         source = x if context is None else context
-        return self._attend(
+        return attend_windowed(
             self._normalise_and_rotate(self.query(x), self.query_norm),
             self._normalise_and_rotate(self.key(source), self.key_norm),
             self.value(source),
             self._mask(x, context),
-            self.next_dropout_key(rngs, self.dropout),
+            self.window,
+            scale=self.scale,
+            dropout=self.dropout,
+            dropout_key=self.next_dropout_key(rngs, self.dropout),
         )
 
     @typed
@@ -179,70 +125,37 @@ class Head(_Attention):
 
 
 class MultiHeadAttention(_Attention):
-    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), all heads in one computation.
-
-    `precision` is Linear's `dtype`, `activation_dtype` and `param_dtype`. Dropout needs the call's
-    `rngs`; after `train()`, a call without them raises ValueError.
-    """
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), all heads in one computation."""
 
     @typed
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        qkv_bias: bool = False,
-        use_bias: bool = True,
-        rotary: bool = False,
-        rotary_base: float = 10_000.0,
-        qk_norm: bool = False,
-        qk_norm_scale: bool = False,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        projection_std: float = INIT_STD,
-        attention_kernel: AttentionKernel = "xla",
-        dtype: DTypeLike = jnp.float32,
-        activation_dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}"
-            )
-        self.head_dim = head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.causal, self.window, self.dropout = causal, window, dropout
-        self.rotary, self.rotary_base, self.scale = rotary, rotary_base, scale
-        self.attention_kernel = attention_kernel
-        self._make_qk_norms(qk_norm, qk_norm_scale, param_dtype)
-        linear = functools.partial(
-            Linear,
-            dtype=dtype,
-            activation_dtype=activation_dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        heads, kv_heads = ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)
-        kv = {"use_bias": qkv_bias, "dimensions": ("embed_dim", kv_heads)}
-        self.query = linear(
-            embed_dim, num_heads * head_dim, use_bias=qkv_bias, dimensions=("embed_dim", heads)
-        )
-        self.key = linear(embed_dim, num_kv_heads * head_dim, **kv)
-        self.value = linear(embed_dim, num_kv_heads * head_dim, **kv)
+    def __init__(self, config: ModelConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
+        self.embed_dim, self.head_dim = config.embed_dim, config.head_size
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.causal, self.dropout = causal, config.dropout
+        self.window, self.scale = config.attention_window, config.attention_scale
+        self.fused = uses_fused_kernel(config.attention_kernel)
+        match config.positions:
+            case "rotary":
+                self.rotary = True
+            case "learned":  # the model adds them to the embeddings
+                self.rotary = False
+            case _:
+                missing_case("positions", config.positions, __file__)
+        self.rotary_base = config.rotary_base
+        options = {"use_scale": config.qk_norm_scale, "param_dtype": config.param_dtype}
+        norm = functools.partial(RMSNorm, self.head_dim, epsilon=1e-6, **options)
+        self.query_norm = norm() if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
+        features, kv_features = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        heads, kv_heads = ("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)
+        linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
+        qkv = functools.partial(linear, self.embed_dim, use_bias=config.qkv_bias)
+        self.query = qkv(features, dimensions=("embed_dim", heads))
+        self.key = qkv(kv_features, dimensions=("embed_dim", kv_heads))
+        self.value = qkv(kv_features, dimensions=("embed_dim", kv_heads))
         self.projection = linear(
-            num_heads * head_dim,
-            embed_dim,
-            use_bias=use_bias,
-            init_std=projection_std,
-            dimensions=(heads, "embed_dim"),
+            features, self.embed_dim, init_std=residual_std(config), dimensions=(heads, "embed_dim")
         )
 
     @typed
@@ -265,15 +178,16 @@ class MultiHeadAttention(_Attention):
         query, key, value = self._project(x, x if context is None else context, position)
         mask = self._mask(x, context)
         dropout_key = self.next_dropout_key(rngs, self.dropout)
+        options: dict[str, Any] = {"window": self.window, "scale": self.scale}
         if cache is not None:
             cache.append(key, value)
-            heads = self._attend_over(cache, query)
-        elif self.attention_kernel == "cudnn" and not trains:  # the kernel has no dropout
-            options = {"window": self.window, "scale": self.scale}
+            heads = attend_over_cache(query, cache, **options)
+        elif self.fused and not trains:  # the kernel has no dropout
             heads = fused_attend(query, key, value, causal=mask is not None, **options)
         else:
-            key, value = self._repeat_kv(key), self._repeat_kv(value)
-            heads = self._attend(query, key, value, mask, dropout_key)
+            options |= {"dropout": self.dropout, "dropout_key": dropout_key}
+            key, value = repeat_heads(key, self.num_heads), repeat_heads(value, self.num_heads)
+            heads = attend_windowed(query, key, value, mask, **options)
         check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
         y = self.projection(merge_heads(heads))
         return apply_dropout(y, self.dropout, self.next_dropout_key(rngs, self.dropout))
@@ -287,7 +201,7 @@ class MultiHeadAttention(_Attention):
         """The attention weights of each head."""
         query, key, _ = self._project(x, x if context is None else context)
         mask = self._mask(x, context)
-        return attention_weights(query, self._repeat_kv(key), mask, scale=self.scale)
+        return attention_weights(query, repeat_heads(key, self.num_heads), mask, scale=self.scale)
 
     @typed
     def _project(
@@ -315,72 +229,19 @@ class MultiHeadAttention(_Attention):
         )
 
     @typed
-    def _repeat_kv(
-        self, x: Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"]
-    ) -> Float[Array, "batch {self.num_heads} key {self.head_dim}"]:
-        """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
-        groups = self.num_heads // self.num_kv_heads
-        repeat = functools.partial(jnp.repeat, repeats=groups, axis=-3)
-        return x if groups == 1 else with_placed(repeat, x, "batch", "num_heads", None, None)
-
-    @typed
-    def _attend_over(
-        self,
-        cache: LayerCache,
-        query: Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"],
-    ) -> Float[Array, "{cache.batch} {self.num_heads} time {self.head_dim}"]:
-        """Attend from the newest positions over the KV cache, in blocks of queries.
-
-        Where the new positions fill the cache, no block reads the keys after it, or those before
-        its window.
-        """
-        time, groups = query.shape[2], self.num_heads // self.num_kv_heads
-        mask = cache.mask(time, self.window)
-        block, in_order = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS)), time == cache.capacity
-        query = query.reshape(-1, groups, time, self.head_dim).astype(cache.keys.dtype)
-        heads = []
-        for start in range(0, time, block):
-            end = min(start + block, time)
-            first = 0 if self.window is None else max(0, start + 1 - self.window)
-            keys = slice(first, end) if in_order else slice(None)
-            tiled = jnp.tile(mask[:, start:end, keys], (1, groups, 1))
-            of_block = jax.vmap(functools.partial(attend, scale=self.scale))(
-                # query heads that share a key-value head are folded into its time axis
-                query[:, :, start:end].reshape(len(query), -1, self.head_dim),
-                cache.keys[:, keys],
-                cache.values[:, keys],
-                jnp.repeat(tiled, self.num_kv_heads, axis=0),
-            )
-            heads.append(of_block.reshape(len(query), groups, end - start, self.head_dim))
-        return jnp.concatenate(heads, axis=2).reshape(-1, self.num_heads, time, self.head_dim)
-
-    @typed
     def head(self, index: int) -> Head:
         """A copy of head `index` as a `Head`. Raises ValueError if there is none."""
         if not 0 <= index < self.num_heads:
             raise ValueError(f"there is no head {index}: the heads are 0 to {self.num_heads - 1}")
-        head = Head(
-            self.embed_dim,
-            self.head_dim,
-            causal=self.causal,
-            window=self.window,
-            use_bias=self.query.bias is not None,
-            rotary=self.rotary,
-            rotary_base=self.rotary_base,
-            qk_norm=self.query_norm is not None,
-            qk_norm_scale=self.query_norm is not None and self.query_norm.scale is not None,
-            scale=self.scale,
-            dropout=self.dropout,
-            dtype=self.query.dtype,
-            activation_dtype=self.query.activation_dtype,
-            param_dtype=self.query.kernel.dtype,
-            rngs=nnx.Rngs(0),
-        )
+        names = ("causal", "window", "scale", "rotary", "dropout")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        options["qk_norm"] = self.query_norm is not None
+        head = Head(self.embed_dim, self.head_dim, **options, rngs=nnx.Rngs(0))
+        head.rotary_base = self.rotary_base
+        if self.query_norm is not None:
+            head.query_norm, head.key_norm = nnx.clone((self.query_norm, self.key_norm))
         kv_index = index * self.num_kv_heads // self.num_heads
-        weights = nnx.to_pure_dict(nnx.state(self, nnx.Param))
-        del weights["projection"]
         for name, i in (("query", index), ("key", kv_index), ("value", kv_index)):
-            columns = slice(i * self.head_dim, (i + 1) * self.head_dim)
-            weights[name] = {kind: leaf[..., columns] for kind, leaf in weights[name].items()}
-        nnx.update(head, weights)
+            layer = getattr(self, name)
+            setattr(head, name, columns(layer, i * self.head_dim, (i + 1) * self.head_dim))
         return head

@@ -6,8 +6,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int8
 
 from jgpt.contracts import typed
-from jgpt.nn.layers import Linear, Module
+from jgpt.nn.layers import Linear
 from jgpt.nn.models import LanguageModel
+from jgpt.nn.module import Module
 from jgpt.nn.transformer import GPT
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.contracts import typed
-from jgpt.nn.layers import require_in_vocabulary
-from jgpt.sharding import current_mesh, sharded_as, shards_of
+from jgpt.nn.module import require_in_vocabulary
+from jgpt.sharding import current_mesh, laid_out, shards_of
 
 LOGITS_BYTES = 1 << 30
 """The largest float32 logits that a loss materialises; beyond it computes in chunks."""
@@ -30,9 +30,16 @@ def token_losses(
     """
     require_in_vocabulary(targets, logits.shape[-1], "target")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    choose = sharded_as(targets, jnp.take_along_axis)
-    chosen = choose(logits, targets[..., None], axis=-1)[..., 0]
+    chosen = _target_logits(logits, targets)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+@typed
+@laid_out
+def _target_logits(
+    logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
+) -> Float[Array, "*rows"]:
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
 
 
 @typed

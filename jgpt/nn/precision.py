@@ -10,9 +10,6 @@ from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.hardware import Platform
 
-ANYWHERE = Platform("cpu")
-"""The choices that work on every platform."""
-
 
 @typed
 def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
@@ -34,6 +31,11 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
     return dataclasses.replace(
         config, dtype=dtype, activation_dtype=activation, attention_kernel=kernel
     )
+
+
+def portable(config: ModelConfig) -> ModelConfig:
+    """The config with each `auto` decided as works on every platform: as for a CPU."""
+    return for_platform(config, Platform("cpu"))
 
 
 def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:

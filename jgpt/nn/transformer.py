@@ -6,88 +6,66 @@ loss is a function beside them.
 """
 
 import functools
-import math
-from typing import Self
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import Activation, AttentionKernel, ModelConfig, NormKind
+from jgpt.config import Activation, ModelConfig, missing_case
 from jgpt.contracts import check, typed
 from jgpt.nn.cache import KVCache, LayerCache
+from jgpt.nn.depth import run_blocks
 from jgpt.nn.heads import MultiHeadAttention
 from jgpt.nn.layers import (
-    INIT_STD,
     Embedding,
     Linear,
-    Module,
-    NGramEmbedding,
-    ToVocabulary,
     apply_dropout,
+    linear_options,
     make_norm,
-    project,
-    project_to_vocabulary,
+    residual_std,
+    vocabulary_head,
 )
-from jgpt.nn.precision import ANYWHERE, for_platform
-from jgpt.sharding import placed, stacked, with_gathered
-
-ACTIVATIONS = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "silu": jax.nn.silu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, section 4
-}
+from jgpt.nn.module import Module
+from jgpt.nn.ngrams import NGramEmbedding
+from jgpt.nn.precision import portable
+from jgpt.nn.products import project_to_tied_vocabulary
+from jgpt.sharding import read
 
 
-SAME_NAMES = (
-    "activation", "gated", "num_kv_heads", "head_dim", "qkv_bias", "use_bias", "rotary_base",
-    "qk_norm", "qk_norm_scale", "norm", "norm_scale", "norm_epsilon", "dropout", "attention_kernel",
-    "dtype", "activation_dtype", "param_dtype",
-)  # fmt: skip
-"""A block's parameters that are fields of a config."""
+def activation(name: Activation) -> Callable[[Array], Array]:
+    """The activation function of this name."""
+    match name:
+        case "relu":
+            return jax.nn.relu
+        case "gelu":
+            return functools.partial(jax.nn.gelu, approximate=False)
+        case "gelu_tanh":
+            return functools.partial(jax.nn.gelu, approximate=True)
+        case "silu":
+            return jax.nn.silu
+        case "relu_squared":  # So et al. 2021, section 4
+            return lambda x: jnp.square(jax.nn.relu(x))
+        case _:
+            missing_case("activation", name, __file__)
 
 
 class FeedForward(Module):
-    """Position-wise MLP (Vaswani et al. 2017, section 3.3), gated or not (Shazeer 2020).
-
-    Dropout needs the call's `rngs`; after `train()`, a call without them raises ValueError.
-    """
+    """Position-wise MLP (Vaswani et al. 2017, section 3.3), gated or not (Shazeer 2020)."""
 
     @typed
-    def __init__(
-        self,
-        embed_dim: int,
-        hidden_dim: int | None = None,
-        *,
-        activation: Activation = "gelu",
-        gated: bool = False,
-        use_bias: bool = True,
-        dropout: float = 0.0,
-        projection_std: float = INIT_STD,
-        dtype: DTypeLike = jnp.float32,
-        activation_dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.embed_dim = embed_dim
-        self.hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
-        self.activation, self.dropout = activation, dropout
-        linear = functools.partial(
-            Linear,
-            use_bias=use_bias,
-            dtype=dtype,
-            activation_dtype=activation_dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        sizes, names = (embed_dim, self.hidden_dim), ("embed_dim", "hidden_dim")
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.embed_dim, self.dropout = config.embed_dim, config.dropout
+        self.hidden_dim = config.hidden_dim or 4 * config.embed_dim
+        self.activation: Activation = config.activation
+        linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
+        sizes, names = (self.embed_dim, self.hidden_dim), ("embed_dim", "hidden_dim")
         self.expansion = linear(*sizes, dimensions=names)
-        self.gate = linear(*sizes, dimensions=names) if gated else None
-        self.projection = linear(*sizes[::-1], init_std=projection_std, dimensions=names[::-1])
+        self.gate = linear(*sizes, dimensions=names) if config.gated else None
+        self.projection = linear(
+            *sizes[::-1], init_std=residual_std(config), dimensions=names[::-1]
+        )
 
     @typed
     def __call__(
@@ -97,7 +75,7 @@ class FeedForward(Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Apply the MLP to each position."""
-        activate, hidden = ACTIVATIONS[self.activation], self.expansion(x)
+        activate, hidden = activation(self.activation), self.expansion(x)
         hidden = activate(hidden) if self.gate is None else activate(self.gate(x)) * hidden
         check(hidden, Float[Array, "batch time {self.hidden_dim}"])
         y = self.projection(hidden)
@@ -105,94 +83,15 @@ class FeedForward(Module):
 
 
 class Block(Module):
-    """Transformer block: pre-norm attention and MLP with residual connections.
-
-    Pre-norm as in GPT-2 (Radford et al. 2019, section 2.3). Dropout needs the call's `rngs`; after
-    `train()`, a call without them raises ValueError.
-    """
+    """Pre-norm attention and MLP with residual connections (Radford et al. 2019, section 2.3)."""
 
     @typed
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        hidden_dim: int | None = None,
-        *,
-        activation: Activation = "gelu",
-        gated: bool = False,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        qkv_bias: bool = False,
-        use_bias: bool = True,
-        rotary: bool = False,
-        rotary_base: float = 10_000.0,
-        qk_norm: bool = False,
-        qk_norm_scale: bool = False,
-        scale: float | None = None,
-        norm: NormKind = "layer",
-        norm_scale: bool = True,
-        norm_epsilon: float = 1e-5,
-        dropout: float = 0.0,
-        projection_std: float = INIT_STD,
-        attention_kernel: AttentionKernel = "xla",
-        dtype: DTypeLike = jnp.float32,
-        activation_dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.embed_dim = embed_dim
-        new_norm = functools.partial(
-            make_norm, norm, embed_dim, norm_epsilon, norm_scale, use_bias, param_dtype
-        )
-        shared = {
-            "use_bias": use_bias,
-            "dropout": dropout,
-            "projection_std": projection_std,
-            "dtype": dtype,
-            "activation_dtype": activation_dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        self.attention_norm = new_norm()
-        self.attention = MultiHeadAttention(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            causal=causal,
-            window=window,
-            qkv_bias=qkv_bias,
-            rotary=rotary,
-            rotary_base=rotary_base,
-            qk_norm=qk_norm,
-            qk_norm_scale=qk_norm_scale,
-            scale=scale,
-            attention_kernel=attention_kernel,
-            **shared,
-        )
-        self.feed_forward_norm = new_norm()
-        self.feed_forward = FeedForward(
-            embed_dim, hidden_dim, activation=activation, gated=gated, **shared
-        )
-
-    @classmethod
-    def from_config(cls, config: ModelConfig, *, rngs: nnx.Rngs) -> Self:
-        """A block with a config's hyper-parameters."""
-        config = for_platform(config, ANYWHERE)
-        residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
-        return cls(
-            config.embed_dim,
-            config.num_heads,
-            config.hidden_dim,
-            window=config.attention_window,
-            rotary=config.positions == "rotary",
-            scale=config.attention_scale,
-            projection_std=0.0 if config.zero_init else residual_std,
-            rngs=rngs,
-            **{name: getattr(config, name) for name in SAME_NAMES},
-        )
+    def __init__(self, config: ModelConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
+        self.embed_dim = config.embed_dim
+        self.attention_norm = make_norm(config)
+        self.attention = MultiHeadAttention(config, causal=causal, rngs=rngs)
+        self.feed_forward_norm = make_norm(config)
+        self.feed_forward = FeedForward(config, rngs=rngs)
 
     @typed
     def __call__(
@@ -211,24 +110,26 @@ class GPT(Module):
     """Decoder-only transformer: tokens to next-token logits.
 
     Initialised as GPT-2: N(0, 0.02), output projections of the residual branches divided by
-    sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). A config's `auto` means what it means
-    on a CPU; `for_platform` decides it for another platform. Dropout needs the call's `rngs`; after
-    `train()`, a call without them raises ValueError.
+    sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). A config's `auto` means what works on
+    every platform.
     """
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config, config = config, for_platform(config, ANYWHERE)
+        self.config, config = config, portable(config)
         self.dtype, self.activation_dtype = config.dtype, config.activation_dtype
         self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
         self.block_size = config.block_size
-        self.supports_rolling_cache = config.positions == "rotary"
         new = {"param_dtype": config.param_dtype, "rngs": rngs}
-        sizes, learned = (config.vocab_size, config.embed_dim), config.positions == "learned"
-        self.token_embedding = Embedding(*sizes, dimension="vocab_size", **new)
-        self.position_embedding = (
-            Embedding(config.block_size, config.embed_dim, **new) if learned else None
+        self.token_embedding = Embedding(
+            config.vocab_size, config.embed_dim, dimension="vocab_size", **new
         )
+        self.position_embedding = (
+            Embedding(config.block_size, config.embed_dim, **new)
+            if config.positions == "learned"
+            else None
+        )
+        self.supports_rolling_cache = config.positions == "rotary"
         self.ngram_embedding = (
             NGramEmbedding(config.ngram_sizes, config.ngram_rows, config.embed_dim, **new)
             if config.ngram_sizes
@@ -236,25 +137,9 @@ class GPT(Module):
         )
         scales = jnp.zeros(config.num_layers, config.param_dtype)
         self.shortcut = nnx.Param(scales) if config.embedding_shortcut else None
-        self.blocks = nnx.List(
-            Block.from_config(config, rngs=rngs) for _ in range(config.num_layers)
-        )
-        norm = config.norm_epsilon, config.norm_scale, config.use_bias, config.param_dtype
-        self.final_norm = make_norm(config.norm, config.embed_dim, *norm)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else ToVocabulary(
-                config.embed_dim,
-                config.vocab_size,
-                use_bias=config.head_bias,
-                dimensions=("embed_dim", "vocab_size"),
-                init_std=0.0 if config.zero_init else INIT_STD,
-                dtype=config.dtype,
-                activation_dtype=config.activation_dtype,
-                **new,
-            )
-        )
+        self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
+        self.final_norm = make_norm(config)
+        self.head = None if config.tie_embeddings else vocabulary_head(config, rngs=rngs)
 
     @typed
     def __call__(
@@ -266,9 +151,8 @@ class GPT(Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """Next-token logits.
 
-        Raises ValueError past `block_size`, and as `require_in_vocabulary`.
-
-        With a `cache`, `tokens` continue the sequences in it and are appended to it.
+        Raises ValueError past `block_size`, and as `require_in_vocabulary`. With a `cache`,
+        `tokens` continue the sequences in it and are appended to it.
         """
         return self.logits(self.hidden(tokens, cache=cache, rngs=rngs))
 
@@ -297,59 +181,8 @@ class GPT(Module):
         cache and rotary positions decoding may go past `block_size`, one token at a time: each
         layer then attends to its last `block_size` positions.
         """
-        layers = [None] * len(self.blocks) if cache is None else [*cache.layers]
-        if len(layers) != len(self.blocks):
-            raise ValueError(
-                f"the cache has {len(layers)} layers and the model {len(self.blocks)}: "
-                "make the cache with empty_cache"
-            )
-
-        def call(block, x, rngs):  # not Block.__call__: a subclass may override it
-            return block(x, rngs=rngs)
-
-        run = nnx.remat(call) if self.config.rematerialise else call
-        x = embedded = placed(self.embed(tokens, cache=cache, rngs=rngs), "batch", "time", None)
-        if self.config.scan_layers and cache is None:
-            return self._scanned_states(x, rngs)
-        states = []
-        for index, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
-            if self.shortcut is not None:
-                x = x + self.shortcut[index].astype(x.dtype) * embedded
-            states.append(x)
-            x = run(block, x, rngs) if layer is None else block(x, cache=layer, rngs=rngs)
-            x = placed(x, "batch", "time", None)
-        return *states, x
-
-    @typed
-    def _scanned_states(
-        self, x: Float[Array, "batch time {self.embed_dim}"], rngs: nnx.Rngs | None
-    ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
-        """`hidden_states` by a scan over the blocks, whose weights are stacked for it.
-
-        Train steps keep them stacked: then the model has one block, with the weights of all.
-        Raises ValueError for blocks that differ in more than their weights.
-        """
-        x = embedded = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # as blocks return it
-        graph = nnx.graphdef(self.blocks[0])
-        if any(nnx.graphdef(block) != graph for block in self.blocks):
-            raise ValueError("scan_layers=True needs blocks that differ in their weights alone")
-        layers = [nnx.to_pure_dict(nnx.state(block, nnx.Param)) for block in self.blocks]
-        whole = len(layers) == self.config.num_layers
-        weights = stacked(layers, self.blocks[0]) if whole else layers[0]
-        scales = None if self.shortcut is None else self.shortcut[...].astype(x.dtype)
-        streams, drawn = nnx.split(rngs)  # the streams' counts are carried along
-
-        def call(carry, layer):
-            (x, drawn), (weights, scale) = carry, layer
-            x = x if scale is None else x + scale * embedded
-            rngs = nnx.merge(streams, drawn)
-            y = placed(nnx.merge(graph, weights)(x, rngs=rngs), "batch", "time", None)
-            return (y, nnx.state(rngs)), x
-
-        run = jax.checkpoint(call) if self.config.rematerialise else call
-        (x, drawn), states = jax.lax.scan(run, (x, drawn), (weights, scales))
-        nnx.update(rngs, drawn)
-        return *states, x
+        x = self.embed(tokens, cache=cache, rngs=rngs)
+        return run_blocks(self.config, self.blocks, x, self.shortcut, cache=cache, rngs=rngs)
 
     @typed
     def attention_weights(
@@ -358,7 +191,7 @@ class GPT(Module):
         """The attention weights of every layer and head in the forward pass of `tokens`."""
         inputs = self.hidden_states(tokens)[:-1]
         pairs = zip(self.blocks, inputs, strict=True)
-        return jnp.stack([its.attention.weights(its.attention_norm(x)) for its, x in pairs])
+        return jnp.stack([block.attention.weights(block.attention_norm(x)) for block, x in pairs])
 
     @typed
     def embed(
@@ -408,14 +241,8 @@ class GPT(Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
         if self.head is None:
-            dtypes = self.dtype, self.activation_dtype
-
-            def project_by(x, table):
-                if x.shape[:2] == (1, 1):  # else XLA's CPU backend copies the table for one row
-                    return project(table, x[0].T, *dtypes).T[None]
-                return project_to_vocabulary(x, table.T, *dtypes)
-
-            logits = with_gathered(project_by, x, self.token_embedding.embedding, self.dtype)
+            table = read(self.token_embedding.embedding, self.dtype)
+            logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)
         else:
             logits = self.head(x)
         cap = self.config.logit_softcap

@@ -42,7 +42,7 @@ from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
 from jgpt.runs.trackers import Tracker, open_tracker, require_tracker
-from jgpt.sharding import current_mesh, placed, use_mesh
+from jgpt.sharding import current_mesh, shard_by_name, use_mesh
 from jgpt.training.plan import (
     Plan,
     bytes_of,
@@ -450,10 +450,10 @@ def _evaluators(
     spread = np.linspace(0, len(counts) - 1, min(few, len(counts))).astype(int)
     some = np.zeros_like(counts)
     some[spread] = counts[spread]
-    inputs = placed(jnp.asarray(windows), None, "batch", None)
+    inputs = shard_by_name(jnp.asarray(windows), None, "batch", None)
 
     def mean_loss(counted: np.ndarray) -> Callable[[Weights], float]:
-        mask, total = placed(jnp.asarray(counted), None, "batch", None), int(counted.sum())
+        mask, total = shard_by_name(jnp.asarray(counted), None, "batch", None), int(counted.sum())
         return lambda weights: float(evaluate_windows(weights, inputs, mask)) / total
 
     return mean_loss(counts), mean_loss(some)

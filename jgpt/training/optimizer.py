@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jgpt.config import OptimizerConfig, missing_case
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
-from jgpt.sharding import gathered
+from jgpt.sharding import replicate
 from jgpt.training.stacking import STACKED
 
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
@@ -122,7 +122,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     def muon_update(updates, state, params):
         # or each product of each Newton-Schulz iteration would gather the sharded matrix again
-        return muon.update(gathered(updates), gathered(state), params)
+        return muon.update(replicate(updates), replicate(state), params)
 
     def update(updates, state, params=None):
         leaves, structure = jax.tree_util.tree_flatten_with_path((updates, state, params))

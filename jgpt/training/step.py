@@ -16,17 +16,17 @@ from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model
-from jgpt.nn.precision import ANYWHERE, for_platform
+from jgpt.nn.precision import portable
 from jgpt.nn.transformer import GPT
 from jgpt.sharding import (
+    constrain,
     current_mesh,
     gather_once,
-    placed,
-    sharded,
+    shard_by_name,
     shardings,
     specs_like,
+    split_batch,
     weight_specs,
-    with_placed,
 )
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer, trained_weights
 from jgpt.training.stacking import (
@@ -120,13 +120,13 @@ def layered_state(config: TrainConfig, state: TrainState) -> TrainState:
 @functools.partial(jax.jit, static_argnums=0)
 def _stacked(config: TrainConfig, state: TrainState) -> TrainState:
     state = stack_blocks(state)
-    return state if current_mesh().empty else sharded(state, stacked_specs(config))
+    return state if current_mesh().empty else constrain(state, stacked_specs(config))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _layered(config: TrainConfig, state: TrainState) -> TrainState:
     state = unstack_blocks(state, config.model.num_layers)
-    return state if current_mesh().empty else sharded(state, state_specs(config))
+    return state if current_mesh().empty else constrain(state, state_specs(config))
 
 
 def stacked_specs(config: TrainConfig) -> TrainState:
@@ -166,8 +166,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     ) -> tuple[Float[Array, ""], PyTree[Float[Array, "?*shape"], "Weights"]]:
         if micro_batches == 1:
             return jax.value_and_grad(loss_of)(weights, window, key)
-        cut = lambda x: x.reshape(micro_batches, -1, x.shape[1])  # noqa: E731
-        parts = with_placed(cut, window, None, "batch", None)
+        parts = split_batch(window, micro_batches)
         keys = jax.random.split(key, micro_batches)
 
         def add(total, part):
@@ -181,7 +180,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     def step(
         state: TrainState, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
-        window = placed(window, "batch", None)
+        window = shard_by_name(window, "batch", None)
         step_key = jax.random.fold_in(key, state.step)
         trained = trained_weights(state.weights, state.optimizer)
         loss, gradients = gradients_of(trained, window, step_key)
@@ -190,7 +189,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         weights = optax.apply_updates(state.weights, updates)
         stepped = TrainState(weights, optimizer_state, state.step + 1)
         if not current_mesh().empty:
-            stepped = sharded(stepped, stacked_specs(config))
+            stepped = constrain(stepped, stacked_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
         return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
@@ -244,7 +243,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
         model = merged(weights)
 
         def add(total, batch):
-            window, counted = (placed(each, "batch", None) for each in batch)
+            window, counted = (shard_by_name(each, "batch", None) for each in batch)
 
             def added():
                 x, at_once = model.hidden(window[:, :-1]), rows_at_once(config.vocab_size)
@@ -270,7 +269,7 @@ def _gather_head(model: LanguageModel) -> None:
 
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:
     """The widest of the dtypes of parameters, logits and loss."""
-    dtype = for_platform(config, ANYWHERE).dtype
+    dtype = portable(config).dtype
     return jnp.promote_types(jnp.promote_types(dtype, config.param_dtype), jnp.float32)
 
 

@@ -15,10 +15,15 @@ VALUES = {
         "shutil.get_terminal_size().columns < 40",
         "shutil.get_terminal_size().columns <= 40",
     ): "40 columns are made 40",
-    ("nn/heads.py", "self.window < key.shape[-2]", "self.window <= key.shape[-2]"): (
+    (
+        "interop/names.py",
+        '{"lm_head.weight", table} <= tensors.keys()',
+        "{'lm_head.weight', table} < tensors.keys()",
+    ): "no transformer has these two tensors alone",
+    ("nn/kernels.py", "window >= time", "window > time"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),
-    ("nn/layers.py", "features > MANY_FEATURES", "features >= MANY_FEATURES"): (
+    ("nn/products.py", "features > PAD_MIN_FEATURES", "features >= PAD_MIN_FEATURES"): (
         "so many features are whole tiles already: nothing is added"
     ),
     ("nn/precision.py", "0.0", "1.0"): "no GPU is as old as one, and no capability counts as none",

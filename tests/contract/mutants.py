@@ -76,7 +76,11 @@ ABOUT = {
         "nn/test_dropout",
         "nn/test_modern",
     ),
-    "nn/layers.py": ("nn/test_sizes", "nn/test_vocabulary", "nn/test_ngrams", "nn/test_dropout"),
+    "nn/depth.py": ("nn/test_transformer", "nn/test_modern"),
+    "nn/kernels.py": ("nn/test_attention", "nn/test_heads", "nn/test_windows", "nn/test_dropout"),
+    "nn/layers.py": ("nn/test_sizes", "nn/test_dropout"),
+    "nn/module.py": ("nn/test_sizes", "nn/test_vocabulary", "nn/test_dropout"),
+    "nn/products.py": ("nn/test_layers",),
     "nn/models.py": ("nn/test_transformer",),
     "nn/transformer.py": (
         "nn/test_sizes",

@@ -18,7 +18,7 @@ from jgpt.contracts import typed
 BATCH, TIME, EMBED, LAYERS = 3, 7, 10, 2
 GOOD = jax.ShapeDtypeStruct((BATCH, TIME, EMBED), jnp.float32)
 BAD = jax.ShapeDtypeStruct((BATCH, TIME, EMBED + 1), jnp.float32)
-BLOCK = jgpt.Block(EMBED, 2, rngs=nnx.Rngs(0))
+BLOCK = jgpt.Block(jgpt.ModelConfig(embed_dim=EMBED, num_heads=2), rngs=nnx.Rngs(0))
 GRAPH, WEIGHTS = nnx.split(BLOCK)
 
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import Head, MultiHeadAttention, attend, attention_weights, causal_mask
+from jgpt import attend, attention_weights, causal_mask
 from jgpt.nn import heads as heads_module
-from jgpt.nn.attention import apply_rotary, fused_attend, merge_heads, split_heads
+from jgpt.nn.attention import apply_rotary, merge_heads, split_heads
+from jgpt.nn.kernels import fused_attend
 from jgpt.nn.layers import apply_dropout
-from tests.models import loud, normal
+from tests import models
+from tests.models import attention, loud, normal
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
 
@@ -87,11 +89,11 @@ def test_dropping_keeps_the_mean_and_the_rate():
 
 
 def make_head(**options):
-    return loud(Head(EMBED_DIM, 4, rngs=nnx.Rngs(0), **options))
+    return loud(models.head(EMBED_DIM, 4, **options))
 
 
 def make_heads(**options):
-    return loud(MultiHeadAttention(EMBED_DIM, NUM_HEADS, rngs=nnx.Rngs(0), **options))
+    return loud(attention(EMBED_DIM, NUM_HEADS, **options))
 
 
 def by_numpy(head, x, source, causal):
@@ -189,7 +191,7 @@ def test_features_divide_into_heads(num_heads):
     with pytest.raises(
         ValueError, match=f"embed_dim=12 must be divisible by num_heads={num_heads}"
     ):
-        MultiHeadAttention(EMBED_DIM, num_heads, rngs=nnx.Rngs(0))
+        attention(EMBED_DIM, num_heads)
 
 
 @pytest.mark.parametrize("make", [make_head, make_heads])
@@ -246,13 +248,13 @@ def test_heads_that_can_t_be_shared_are_refused():
 def test_a_module_fuses_what_can_be_fused(monkeypatch):
     """The kernel's place is taken by XLA's own, which computes the same anywhere."""
     options = {
-        "dtype": jnp.bfloat16,
-        "activation_dtype": jnp.bfloat16,
+        "dtype": "bfloat16",
+        "activation_dtype": "bfloat16",
         "num_kv_heads": 1,
         "scale": 0.3,
         "window": 2,
     }
-    module = MultiHeadAttention(16, 2, rngs=nnx.Rngs(0), dropout=0.5, **options)
+    module = attention(16, 2, dropout=0.5, **options)
     x, context = normal(1, BATCH, TIME, 16), normal(2, BATCH, CONTEXT, 16)
     plain, plain_cross = module(x), module(x, context)
     dropped_out = module(x, rngs=nnx.Rngs(dropout=1))
@@ -262,7 +264,7 @@ def test_a_module_fuses_what_can_be_fused(monkeypatch):
         calls.append((options["causal"], key.shape[1:3]))
         return fused_attend(query, key, value, implementation="xla", **options)
 
-    module.attention_kernel = "cudnn"
+    module.fused = True
     monkeypatch.setattr(heads_module, "fused_attend", kernel)
     np.testing.assert_allclose(module(x), plain, rtol=2**-6, atol=2**-10)
     np.testing.assert_allclose(module(x, context), plain_cross, rtol=2**-6, atol=2**-10)

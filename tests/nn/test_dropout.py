@@ -10,12 +10,15 @@ from flax import nnx
 
 import jgpt
 from jgpt.config import TrainConfig
-from jgpt.nn.attention import attend, attend_locally
+from jgpt.nn.attention import attend
+from jgpt.nn.kernels import attend_windowed
 from jgpt.nn.layers import apply_dropout
 from jgpt.training.step import dropout_stream, init_state, make_train_steps
 from tests.models import normal
 
 RATE = 0.3
+PLAIN = jgpt.ModelConfig(embed_dim=6, num_heads=3, hidden_dim=13)
+CONFIG = dataclasses.replace(PLAIN, dropout=RATE)
 
 
 def rngs(seed):
@@ -53,7 +56,7 @@ def test_a_rate_is_at_least_0_and_below_1(rate):
 
 
 def test_keys_of_another_stream_are_refused():
-    module, x = jgpt.FeedForward(6, 13, dropout=RATE, rngs=nnx.Rngs(0)), jnp.ones((2, 7, 6))
+    module, x = jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0)), jnp.ones((2, 7, 6))
     with pytest.raises(ValueError, match=r"no stream for dropout: nnx.Rngs\(dropout=key\) has"):
         module(x, rngs=nnx.Rngs(params=0))
     assert not jnp.array_equal(module(x, rngs=nnx.Rngs(0)), module(x))  # the default stream
@@ -78,9 +81,9 @@ def test_attention_drops_weights_and_not_values():
 
 MODULES = [
     jgpt.Head(6, 5, dropout=RATE, rngs=nnx.Rngs(0)),
-    jgpt.MultiHeadAttention(6, 3, dropout=RATE, rngs=nnx.Rngs(0)),
-    jgpt.FeedForward(6, 13, dropout=RATE, rngs=nnx.Rngs(0)),
-    jgpt.Block(6, 3, dropout=RATE, rngs=nnx.Rngs(0)),
+    jgpt.MultiHeadAttention(CONFIG, rngs=nnx.Rngs(0)),
+    jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0)),
+    jgpt.Block(CONFIG, rngs=nnx.Rngs(0)),
 ]
 
 
@@ -135,9 +138,9 @@ def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
 
 BY_DEFAULT = [
     jgpt.Head(6, 5, rngs=nnx.Rngs(0)),
-    jgpt.MultiHeadAttention(6, 3, rngs=nnx.Rngs(0)),
-    jgpt.FeedForward(6, 13, rngs=nnx.Rngs(0)),
-    jgpt.Block(6, 3, rngs=nnx.Rngs(0)),
+    jgpt.MultiHeadAttention(PLAIN, rngs=nnx.Rngs(0)),
+    jgpt.FeedForward(PLAIN, rngs=nnx.Rngs(0)),
+    jgpt.Block(PLAIN, rngs=nnx.Rngs(0)),
 ]
 
 
@@ -158,8 +161,8 @@ def test_attention_drops_nothing_unless_it_is_asked_to():
         attend(query, key, value, dropout_key=drop_with), attend(query, key, value)
     )
     assert jnp.array_equal(
-        attend_locally(query, key, value, 3, dropout_key=drop_with),
-        attend_locally(query, key, value, 3),
+        attend_windowed(query, key, value, jgpt.causal_mask(7, 3), 3, dropout_key=drop_with),
+        attend_windowed(query, key, value, jgpt.causal_mask(7, 3), 3),
     )
 
 

@@ -8,10 +8,11 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jaxtyping import TypeCheckError
 
-from jgpt import Head, MultiHeadAttention
+from jgpt import Head
+from jgpt.nn import kernels
 from jgpt.nn.attention import apply_rotary, attend
 from jgpt.nn.cache import LayerCache
-from tests.models import loud, normal
+from tests.models import attention, loud, normal
 
 BATCH, TIME, CONTEXT = 2, 5, 7
 EMBED_DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 6, 2, 4
@@ -22,9 +23,7 @@ def make_head(**options):
 
 
 def make_heads(num_kv_heads: int | None = KV_HEADS, **options):
-    return loud(
-        MultiHeadAttention(EMBED_DIM, HEADS, num_kv_heads=num_kv_heads, rngs=nnx.Rngs(0), **options)
-    )
+    return loud(attention(EMBED_DIM, HEADS, num_kv_heads=num_kv_heads, **options))
 
 
 def softmax(affinity):
@@ -86,12 +85,10 @@ def test_rotary_heads_know_distances_and_not_places():
 
 
 def test_rotary_heads_have_an_even_size():
-    for make in (
-        lambda: Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0)),
-        lambda: MultiHeadAttention(15, 3, rotary=True, rngs=nnx.Rngs(0)),
-    ):
-        with pytest.raises(ValueError, match="head_dim=5 must be even"):
-            make()
+    with pytest.raises(ValueError, match="head_dim=5 must be even"):
+        Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))(jnp.ones((1, 1, EMBED_DIM)))
+    with pytest.raises(ValueError, match="'rotary' needs an even head size"):
+        attention(15, 3, rotary=True)
 
 
 @pytest.mark.parametrize("cross", [False, True])
@@ -134,7 +131,7 @@ def test_query_heads_divide_into_groups(num_kv_heads):
 
 def test_one_head_is_enough_and_so_is_one_of_keys_and_values():
     x = normal(1, BATCH, TIME, EMBED_DIM)
-    only = loud(MultiHeadAttention(EMBED_DIM, 1, rngs=nnx.Rngs(0)))
+    only = loud(attention(EMBED_DIM, 1))
     assert (only.num_heads, only.num_kv_heads, only.head_dim) == (1, 1, EMBED_DIM)
     np.testing.assert_allclose(only(x), only.projection(only.head(0)(x)), rtol=1e-4, atol=1e-4)
     shared = make_heads(1)
@@ -204,9 +201,9 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
         seen.append((query.shape[0] * KV_HEADS // HEADS, key.shape[0]))
         return attend(query, key, *rest, **options)
 
-    monkeypatch.setattr("jgpt.nn.heads.MIN_QUERY_BLOCK", 2)
-    monkeypatch.setattr("jgpt.nn.heads.MAX_QUERY_BLOCKS", 4)
-    monkeypatch.setattr("jgpt.nn.heads.attend", counted)
+    monkeypatch.setattr(kernels, "MIN_QUERY_BLOCK", 2)
+    monkeypatch.setattr(kernels, "MAX_QUERY_BLOCKS", 4)
+    monkeypatch.setattr(kernels, "attend", counted)
     cache = LayerCache(BATCH, max(time, products[0][1]), KV_HEADS, HEAD_DIM)
     cache.length[...] = jnp.array([0, -1])
     read = module(x.at[1, 1:].set(longer[0]), cache=cache)
@@ -223,7 +220,7 @@ def test_sizes_of_the_blocks(monkeypatch):
         blocks.append(len(query))
         return query
 
-    monkeypatch.setattr("jgpt.nn.heads.attend", counted)
+    monkeypatch.setattr(kernels, "attend", counted)
     for time, lengths in ((129, [128, 1]), (1100, [138] * 7 + [134])):
         blocks.clear()
         module(normal(1, 1, time, EMBED_DIM), cache=LayerCache(1, time, HEADS, HEAD_DIM))
@@ -272,7 +269,7 @@ def test_a_cache_is_for_self_attention_in_evaluation(options):
     module, x = make_heads(**MODERN, dropout=0.5), normal(1, BATCH, TIME, EMBED_DIM)
     with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
         module(x, cache=empty_cache(module), **options)
-    encoder = MultiHeadAttention(EMBED_DIM, HEADS, causal=False, rngs=nnx.Rngs(0))
+    encoder = attention(EMBED_DIM, HEADS, causal=False)
     with pytest.raises(ValueError, match="a KV cache is for causal self-attention"):
         encoder(x, cache=LayerCache(BATCH, PLACES, HEADS, HEAD_DIM))
 

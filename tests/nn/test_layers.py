@@ -12,10 +12,10 @@ from jgpt.nn.layers import (
     Linear,
     RMSNorm,
     make_norm,
-    project,
-    project_to_vocabulary,
     rms_norm,
 )
+from jgpt.nn.products import project, project_to_vocabulary
+from tests.models import config_of
 
 
 def test_a_linear_layer_by_hand():
@@ -130,13 +130,16 @@ def test_norms_add_a_hundred_thousandth_to_the_variance():
 
 @pytest.mark.parametrize(("kind", "expected"), [("layer", LayerNorm), ("rms", RMSNorm)])
 def test_a_norm_is_of_its_kind(kind, expected):
-    norm = make_norm(kind, 3, 0.25, True, True, jnp.float32)
+    def made(**options):
+        return make_norm(config_of("gpt2", norm=kind, norm_epsilon=0.25, **options))
+
+    norm = made()
     assert type(norm) is expected
-    assert (norm.embed_dim, norm.epsilon) == (3, 0.25)
+    assert (norm.embed_dim, norm.epsilon) == (21, 0.25)
     assert norm.scale is not None
-    assert make_norm(kind, 3, 0.25, False, False, jnp.float32).scale is None
+    assert made(norm_scale=False).scale is None
     for use_bias in (True, False) if kind == "layer" else ():
-        norm = make_norm(kind, 3, 0.25, True, use_bias, jnp.float32)
+        norm = made(use_bias=use_bias)
         assert isinstance(norm, LayerNorm)
         assert (norm.bias is not None) == use_bias
 

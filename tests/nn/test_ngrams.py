@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, ModelConfig
-from jgpt.nn.layers import NGramEmbedding
+from jgpt.nn.ngrams import NGramEmbedding
 
 SIZES, ROWS, EMBED_DIM, LONGEST = (2, 4), 19, 6, 4
 EMBEDDING = NGramEmbedding(SIZES, ROWS, EMBED_DIM, rngs=nnx.Rngs(0))

@@ -131,7 +131,7 @@ def test_longer_inputs_than_the_block_are_refused(family):
 
 
 def test_a_block_is_pre_norm_with_two_residuals():
-    block = Block(EMBED_DIM, 3, rngs=nnx.Rngs(0))
+    block = Block(config_of("gpt2"), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 5, EMBED_DIM))
     between = x + block.attention(block.attention_norm(x))
     expected = between + block.feed_forward(block.feed_forward_norm(between))
@@ -139,6 +139,11 @@ def test_a_block_is_pre_norm_with_two_residuals():
     for layer in (block.attention.projection, block.feed_forward.projection):
         layer.kernel[...] = jnp.zeros_like(layer.kernel[...])
     assert jnp.array_equal(block(x), x)
+
+
+def feed_forward(embed_dim, hidden_dim=None, **options):
+    sizes = {"embed_dim": embed_dim, "num_heads": 1, "hidden_dim": hidden_dim}
+    return FeedForward(ModelConfig(**sizes, **options), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -152,14 +157,14 @@ def test_a_block_is_pre_norm_with_two_residuals():
     ],
 )
 def test_the_feed_forward_s_non_linearities(activation, at_two, at_minus_one):
-    layer = FeedForward(1, 1, activation=activation, use_bias=False, rngs=nnx.Rngs(0))
+    layer = feed_forward(1, 1, activation=activation)
     layer.expansion.kernel[...] = layer.projection.kernel[...] = jnp.ones((1, 1))
     x = jnp.array([[[2.0], [-1.0]]])
     np.testing.assert_allclose(layer(x)[0, :, 0], [at_two, at_minus_one], rtol=1e-6)
 
 
 def test_a_gate_multiplies_the_hidden_features():
-    layer = FeedForward(1, 1, gated=True, activation="relu", use_bias=False, rngs=nnx.Rngs(0))
+    layer = feed_forward(1, 1, gated=True, activation="relu")
     assert layer.gate is not None
     layer.gate.kernel[...] = jnp.full((1, 1), 3.0)
     layer.expansion.kernel[...] = jnp.full((1, 1), 5.0)
@@ -169,8 +174,8 @@ def test_a_gate_multiplies_the_hidden_features():
 
 
 def test_the_feed_forward_is_four_times_wider_by_default():
-    assert FeedForward(5, rngs=nnx.Rngs(0)).expansion.kernel.shape == (5, 20)
-    assert FeedForward(5, 7, rngs=nnx.Rngs(0)).projection.kernel.shape == (7, 5)
+    assert feed_forward(5).expansion.kernel.shape == (5, 20)
+    assert feed_forward(5, 7).projection.kernel.shape == (7, 5)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -190,7 +195,7 @@ def test_blocks_are_rematerialised_only_if_the_config_says_so(rematerialise, sca
 
 
 def test_a_block_s_norms_have_pytorch_s_epsilon_by_default():
-    block = Block(EMBED_DIM, 3, rngs=nnx.Rngs(0))
+    block = Block(config_of("gpt2"), rngs=nnx.Rngs(0))
     assert block.attention_norm.epsilon == block.feed_forward_norm.epsilon == 1e-5
 
 
@@ -202,7 +207,7 @@ def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
 
     model = random_gpt("gpt2", rematerialise=rematerialise)
     tokens = jnp.arange(BLOCK_SIZE)[None]
-    blocks: list[Block] = [Nothing(EMBED_DIM, 3, rngs=nnx.Rngs(0)) for _ in range(2)]
+    blocks: list[Block] = [Nothing(model.config, rngs=nnx.Rngs(0)) for _ in range(2)]
     model.blocks = nnx.List(blocks)
     np.testing.assert_array_equal(
         model(tokens), model.logits(model.final_norm(model.embed(tokens)))

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import Head, MultiHeadAttention, attend, causal_mask
-from jgpt.nn.attention import attend_locally, fused_attend, merge_heads, split_heads
-from tests.models import normal
+from jgpt import Head, attend, causal_mask
+from jgpt.nn.attention import merge_heads, split_heads
+from jgpt.nn.kernels import attend_windowed, fused_attend
+from tests.models import attention, normal
 
 BATCH, TIME, WINDOW, EMBED_DIM, HEAD_DIM, VALUE_DIM = 2, 8, 3, 24, 4, 5
 
@@ -30,7 +31,7 @@ def new_head(**options):
 
 
 def new_heads(**options):
-    return MultiHeadAttention(EMBED_DIM, 6, rngs=nnx.Rngs(0), **options)
+    return attention(EMBED_DIM, 6, **options)
 
 
 KINDS = pytest.mark.parametrize("new", [new_head, new_heads])
@@ -50,13 +51,10 @@ def test_a_query_may_look_at_itself_and_so_much_of_its_past():
 
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_that_holds_nothing_is_refused(window):
-    x = jnp.zeros((TIME, HEAD_DIM))
     with pytest.raises(ValueError, match=f"time={-TIME} must not be negative"):
         causal_mask(-TIME)
     with pytest.raises(ValueError, match=f"window={window} must be positive"):
         causal_mask(TIME, window)
-    with pytest.raises(ValueError, match=f"window={window} must be positive"):
-        attend_locally(x, x, x, window)
     with pytest.raises(ValueError, match=f"window={window} must be positive"):
         new_heads(window=window)(jnp.zeros((BATCH, TIME, EMBED_DIM)))
 
@@ -80,7 +78,7 @@ def test_attending_locally_is_attending_through_a_band(time, scale):
         return attend(query, key, value, jnp.asarray(band(time, window)), scale=scale)
 
     def local(query, key, value):
-        return attend_locally(query, key, value, WINDOW, scale=scale)
+        return attend_windowed(query, key, value, causal_mask(time, WINDOW), WINDOW, scale=scale)
 
     expected = forward_and_back(plain)
     for found, wanted in zip(forward_and_back(local), expected, strict=True):
@@ -150,7 +148,8 @@ def test_dropping_weights_in_a_window_keeps_the_rate():
     time, window, rate = 300, 40, 0.3
     zero = jnp.zeros((time, HEAD_DIM))  # all that is seen weighs the same
     key = jax.random.key(0)
-    drawn = attend_locally(zero, zero, jnp.eye(time), window, dropout=rate, dropout_key=key)
+    inputs = zero, zero, jnp.eye(time), causal_mask(time, window), window
+    drawn = attend_windowed(*inputs, dropout=rate, dropout_key=key)
     weights, inside = np.asarray(drawn), band(time, window)
     assert (weights[~inside] == 0).all()
     kept = weights[inside] > 0

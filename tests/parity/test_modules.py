@@ -1,5 +1,6 @@
 """Each module against the port with the same weights, and against PyTorch's own code."""
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jgpt
 from jgpt.interop.names import from_torch, to_torch
 from jgpt.nn.layers import LayerNorm, RMSNorm
 from jgpt.training.optimizer import clip_by_global_norm
+from tests import models
 from tests.models import randomised, weights_of
 from tests.parity import torch_gpt
 from tests.parity.ladder import TOLERANCE, errors
@@ -40,15 +42,41 @@ def close(mine, its, dtype):
     return errors({"": mine}, {"": its})[1] < TOLERANCE[dtype]
 
 
+def of_config(kind, embed_dim, *sizes, param_dtype, rotary=False, scale=None, **options):
+    """A module with the port's arguments: heads, if it has them, and hidden features."""
+    *heads, hidden_dim = sizes
+    config = jgpt.ModelConfig(
+        **{"use_bias": True, **options},
+        embed_dim=embed_dim,
+        num_heads=heads[0] if heads else 1,
+        hidden_dim=hidden_dim,
+        positions="rotary" if rotary else "learned",
+        attention_scale=scale,
+        dtype=param_dtype,
+        param_dtype=param_dtype,
+    )
+    return kind(config, rngs=nnx.Rngs(0))
+
+
+def in_dtype(make):
+    return lambda *sizes, param_dtype, **options: make(
+        *sizes, dtype=param_dtype, param_dtype=param_dtype, **options
+    )
+
+
+MODULES = {
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+    "Head": in_dtype(models.head),
+    "MultiHeadAttention": in_dtype(models.attention),
+    "FeedForward": functools.partial(of_config, jgpt.FeedForward),
+    "Block": functools.partial(of_config, jgpt.Block),
+}
+
+
 def pair(name, dtype, *sizes, **options) -> tuple[Any, Any]:
     """A module of jgpt with random weights, and the port's with the same."""
-    precision = {"param_dtype": dtype}
-    if name in ("LayerNorm", "RMSNorm"):
-        kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[name]
-        module = kind(*sizes, **options, **precision)
-    else:
-        precision |= {"dtype": dtype, "rngs": nnx.Rngs(0)}
-        module = getattr(jgpt, name)(*sizes, **options, **precision)
+    module = MODULES[name](*sizes, **options, param_dtype=dtype)
     nnx.update(module, randomised(weights_of(module)))
     port = getattr(torch_gpt, name)(*sizes, **options).to(getattr(torch, dtype))
     tensors = to_torch(weights_of(module))
@@ -238,8 +266,8 @@ def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(biases, dty
         names = [f"{name}.bias" for name in ("query", "key", "value")]
         unpacked |= zip(names, tensors["in_proj_bias"].chunk(3), strict=True)
         unpacked["projection.bias"] = tensors["out_proj.bias"]
-    options = {"qkv_bias": biases, "use_bias": biases, "rngs": nnx.Rngs(0)}
-    module = jgpt.MultiHeadAttention(EMBED, HEADS, param_dtype=dtype, dtype=dtype, **options)
+    options = {"qkv_bias": biases, "use_bias": biases}
+    module = models.attention(EMBED, HEADS, param_dtype=dtype, dtype=dtype, **options)
     arrays = {name: tensor.detach().numpy() for name, tensor in unpacked.items()}
     nnx.update(module, from_torch(arrays, weights_of(module)))
 

@@ -16,11 +16,12 @@ from jaxtyping import Array, Float, PyTree, TypeCheckError
 import jgpt
 from jgpt import TrainConfig, sharding
 from jgpt.contracts import check, typed
-from jgpt.nn import heads, layers, loss, transformer
-from jgpt.nn.attention import fused_attend, split_heads
-from jgpt.nn.layers import project
+from jgpt.nn import depth, heads, layers, loss, transformer
+from jgpt.nn.attention import split_heads
+from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.models import abstract_model
-from jgpt.sharding import dimensions_of, gathered, make_mesh, placed, shardings
+from jgpt.nn.products import project
+from jgpt.sharding import dimensions_of, make_mesh, read, replicate, shard_by_name, shardings
 from jgpt.training import stacking, step
 from jgpt.training.step import (
     abstract_state,
@@ -194,7 +195,9 @@ EVERYTHING = config_of(
 def check_rules() -> None:
     with explicit(ALL):
         found = {
-            name: str(jax.typeof(placed(jnp.zeros((8, 8)), name, None)))[len("float32[") : -3]
+            name: str(jax.typeof(shard_by_name(jnp.zeros((8, 8)), name, None)))[
+                len("float32[") : -3
+            ]
             for name in sharding.RULES
         }
     assert found == SHARDED
@@ -245,13 +248,17 @@ def itself(x, *_):
 def with_gathered_gradients(function):
     def call(*args):
         value, gradients = value_and_grad(function)(*args)
-        return value, gathered(gradients)
+        return value, replicate(gradients)
 
     return call
 
 
 def attend_to_gathered(query, key, *rest, **options):
-    return jgpt.attend(query, placed(key, "batch", None, None, None), *rest, **options)
+    return attend_windowed(query, shard_by_name(key, "batch", None, None, None), *rest, **options)
+
+
+def read_tables(parameter, dtype=None):
+    return read(parameter) if dtype is None else parameter[...]
 
 
 STEP = "training.step.make_train_steps.<locals>."
@@ -272,22 +279,22 @@ FAULTS = {
         "dimension batch is sharded over fsdp and data, the rules say data and fsdp.",
     ),
     "the step gathers the batch": (
-        replaced(step, "placed", moved(itself)),
+        replaced(step, "shard_by_name", moved(itself)),
         STEP + "gradients_of() got a wrong argument `window`.",
         "dimension batch is not sharded, the rules say data and fsdp.",
     ),
     "the residual stream is replicated": (
-        replaced(transformer, "placed", moved(itself)),
+        replaced(depth, "shard_by_name", moved(itself)),
         "nn.transformer.Block.__call__() got a wrong argument `x`.",
         "dimension batch is not sharded, the rules say data and fsdp.",
     ),
     "features of the residual stream are sharded": (
-        replaced(transformer, "placed", moved(itself, BATCH, None, "tensor")),
+        replaced(depth, "shard_by_name", moved(itself, BATCH, None, "tensor")),
         "nn.transformer.Block.__call__() got a wrong argument `x`.",
         "dimension {self.embed_dim} is sharded over tensor, the rules say no axis.",
     ),
     "time is sharded": (
-        replaced(transformer, "placed", moved(itself, BATCH, "tensor")),
+        replaced(depth, "shard_by_name", moved(itself, BATCH, "tensor")),
         "nn.transformer.Block.__call__() got a wrong argument `x`.",
         "dimension time is sharded over tensor, the rules say no axis.",
     ),
@@ -304,36 +311,37 @@ FAULTS = {
         "dimension {self.num_heads} is not sharded, the rules say tensor.",
     ),
     "repeated key-value heads are replicated": (
-        replaced(heads, "with_placed", moved(sharding.with_placed, BATCH)),
-        "nn.heads.MultiHeadAttention._repeat_kv() returned a wrong result.",
-        "dimension {self.num_heads} is not sharded, the rules say tensor.",
+        replaced(sharding, "_rule", lambda *_: None),
+        "nn.kernels.repeat_heads() returned a wrong result.",
+        "dimension {heads} is not sharded, the rules say tensor.",
     ),
     "keys are sharded otherwise than queries": (
-        replaced(heads, "attend", attend_to_gathered),
-        "nn.attention.attend() got a wrong argument `key`.",
+        replaced(heads, "attend_windowed", attend_to_gathered),
+        "nn.kernels.attend_windowed() got a wrong argument `key`.",
         "dimension *batch[1] is not sharded, and sharded over tensor before in this call.",
     ),
-    "a weight is not gathered": (
+    "a table is not gathered": (
         replaced(sharding, "_gathered", lambda dimensions, dtype, x: x),
-        "nn.layers.project() got a wrong argument `kernel`.",
+        "nn.layers.look_up() got a wrong argument `table`.",
+        "dimension embed_dim is sharded over fsdp, the rules say no axis.",
+    ),
+    "a weight is not gathered": (
+        replaced(layers, "read", read_tables),
+        "nn.products.project() got a wrong argument `kernel`.",
         "dimension in_features is sharded over fsdp, and not sharded before in this call.",
     ),
     "a weight is gathered that should not be": (
-        replaced(sharding, "_gathered", lambda dimensions, dtype, x: gathered(x)),
+        replaced(sharding, "_gathered", lambda dimensions, dtype, x: replicate(x)),
         "nn.attention.split_heads() returned a wrong result.",
         "dimension {heads} is not sharded, the rules say tensor.",
     ),
     "hidden features are gathered": (
-        replaced(transformer, "ACTIVATIONS", {"relu": moved(jax.nn.relu, BATCH)}),
+        replaced(transformer, "activation", lambda name: moved(jax.nn.relu, BATCH)),
         "nn.transformer.FeedForward.__call__() computed a wrong intermediate.",
         "dimension {self.hidden_dim} is not sharded, the rules say tensor.",
     ),
     "logits are gathered": (
-        replaced(
-            layers,
-            "project_to_vocabulary",
-            moved(lambda x, kernel: project(x, kernel, "float32"), BATCH),
-        ),
+        replaced(layers, "project_to_vocabulary", moved(project, BATCH)),
         "nn.transformer.GPT.logits() returned a wrong result.",
         "dimension {self.vocab_size} is not sharded, the rules say tensor.",
     ),

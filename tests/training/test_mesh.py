@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig, sharding
 from jgpt.data.batches import batches
-from jgpt.nn import loss, transformer
-from jgpt.sharding import make_mesh, shardings
+from jgpt.nn import depth, loss
+from jgpt.sharding import make_mesh, shardings, use_mesh
 from jgpt.training import optimizer, step
 from jgpt.training.step import (
     abstract_state,
@@ -210,11 +210,12 @@ def expected_of_data(found: Counter) -> None:
 def expected_of_fsdp(found: Counter) -> None:
     """Each matrix is gathered for the forward and for the backward pass, in the products' dtype.
 
+    The head, which ends one and begins the other, is gathered once for both.
+
     Its gradient is summed once. Accelerators' compilers make a reduce-scatter of the sum and the
     slice that follows; the CPU's doesn't.
     """
-    twice = MATRICES + HEAD
-    assert of_matrices(found, "all-gather", "bf16") == twice + twice
+    assert of_matrices(found, "all-gather", "bf16") == MATRICES + MATRICES + HEAD
     assert of_matrices(found, "all-gather", "f32") == TABLES
     # the token table's gradient is scattered from tokens and activations instead
     assert of_matrices(found, "all-reduce", "f32") == MATRICES + HEAD + Counter({(10, 48): 1})
@@ -255,16 +256,17 @@ def test_the_head_is_gathered_once_for_all_chunks_of_a_loss(tied, tmp_path, monk
     shape = (40, 48) if tied else (48, 40)
     config = config_of("nanogpt", "adamw", model={"tie_embeddings": tied, "dtype": "bfloat16"})
 
-    def gathers(folder) -> int:
+    def loops_around_gathers(folder) -> list[int]:
         folder.mkdir()
-        return of_matrices(collectives(config, "fsdp=8", folder), "all-gather", "bf16")[shape]
+        collectives(config, "fsdp=8", folder)
+        (program,) = folder.glob("*jit_steps*after_spmd-partitioning*.txt")
+        gather = re.compile(r"= bf16\[{},{}\]\S* all-gather\(".format(*shape))
+        lines = program.read_text().splitlines()
+        return [line.count("while/body") for line in lines if gather.search(line)]
 
-    assert gathers(tmp_path / "once") == 1
-    with monkeypatch.context() as patch:  # one that is whole gathers for each pass
-        patch.setattr(loss, "LOGITS_BYTES", 4 * 40 * 30)
-        assert gathers(tmp_path / "whole") == 2
+    assert loops_around_gathers(tmp_path / "once") == [1]  # the loop over the steps
     monkeypatch.setattr(step, "gather_once", lambda *_: None)
-    assert gathers(tmp_path / "control") == 2  # in the loop over the chunks, forward and backward
+    assert loops_around_gathers(tmp_path / "control") == [2]  # and that over the chunks
 
 
 @pytest.mark.parametrize(("rows", "gathers"), [(24 * 10, 0), (24 * 10 - 1, 1)])
@@ -277,6 +279,18 @@ def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, mon
     evaluate = make_eval_step(config.model)
     jax.eval_shape(evaluate, abstract_state(config).weights, windows, counts)
     assert [its.shape for its, _ in gathered] == [(40, 48)] * gathers
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp=8"])
+def test_rematerialised_blocks_are_evaluated_too(mesh):
+    """An evaluation is a loop, whose blocks are made outside it: nothing of them may be set."""
+    config = config_of("nanogpt", "adamw", model={"rematerialise": True})
+    windows, counts = jnp.zeros((2, 24, 11), jnp.int32), jnp.ones((2, 24, 10), bool)
+    with use_mesh(mesh):
+        loss = jax.eval_shape(
+            make_eval_step(config.model), abstract_state(config).weights, windows, counts
+        )
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
 @pytest.mark.slow
@@ -295,6 +309,10 @@ def identity(module, name: str):
     return lambda patch: patch.setattr(module, name, lambda x, *_, **__: x)
 
 
+def kept(policy):
+    return lambda patch: patch.setattr(sharding, "_is_kept", policy)
+
+
 def widely_gathered(patch):
     gather = sharding._gathered
     patch.setattr(
@@ -311,9 +329,10 @@ FAULTS = {
     "the MLP is replicated": ("tensor=8", rule("hidden_dim")),
     "the vocabulary is replicated": ("tensor=8", rule("vocab_size")),
     "gathered in float32": ("fsdp=8", widely_gathered),
-    "gathered once and kept": (
+    "gathered once and kept": ("fsdp=8", kept(lambda *_, **__: True)),
+    "gathered once and kept, but for the casts": (
         "fsdp=8",
-        lambda patch: patch.setattr(sharding.jax, "checkpoint", lambda function: function),
+        kept(lambda operation, *_, **__: operation.name != "convert_element_type"),
     ),
     "not gathered": (
         "fsdp=8",
@@ -321,7 +340,7 @@ FAULTS = {
     ),
     "activations are gathered": (
         "data=8",
-        lambda patch: patch.setattr(transformer, "placed", lambda x, *_: sharding.gathered(x)),
+        lambda patch: patch.setattr(depth, "shard_by_name", lambda x, *_: sharding.replicate(x)),
     ),
 }
 
@@ -338,7 +357,7 @@ def test_a_fault_is_seen(fault, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_muon_s_fault_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(optimizer, "gathered", lambda tree: tree)
+    monkeypatch.setattr(optimizer, "replicate", lambda tree: tree)
     with pytest.raises(AssertionError):
         test_muon_gathers_a_matrix_and_its_momentum_once(tmp_path)
 

@@ -1,0 +1,153 @@
+"""Attention, faster: sliding windows in blocks, cuDNN, and queries in blocks over a KV cache."""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from jgpt.config import AttentionKernel, missing_case
+from jgpt.contracts import typed
+from jgpt.nn.attention import attend, causal_mask
+from jgpt.nn.cache import LayerCache
+from jgpt.sharding import laid_out
+
+MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 128, 8
+"""Long inputs attend over a KV cache in blocks of queries, whose weights then fit a CPU's cache."""
+
+
+def uses_fused_kernel(kernel: AttentionKernel) -> bool:
+    """Whether attention is `fused_attend`; `auto` is decided before, and otherwise it is not."""
+    match kernel:
+        case "cudnn":
+            return True
+        case "xla" | "auto":
+            return False
+        case _:
+            missing_case("attention_kernel", kernel, __file__)
+
+
+@typed
+def query_groups(heads: int, kv_heads: int) -> int:
+    """How many query heads share a key-value head."""
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads must be divisible by {kv_heads} key-value heads")
+    return heads // kv_heads
+
+
+@typed
+@laid_out
+def repeat_heads(
+    x: Float[Array, "batch kv_heads key head_dim"], heads: int
+) -> Float[Array, "batch {heads} key head_dim"]:
+    """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
+    groups = query_groups(heads, x.shape[1])
+    return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
+
+
+@typed
+def attend_windowed(
+    query: Float[Array, "*batch query head_dim"],
+    key: Float[Array, "*batch key head_dim"],
+    value: Float[Array, "*batch key value_dim"],
+    mask: Bool[Array, "query key"] | None,
+    window: int | None,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+) -> Float[Array, "*batch query value_dim"]:
+    """`attend` under `causal_mask(time, window)` or no mask, linear in `time` for a short window.
+
+    Then each block of `window` queries attends to its own keys and to those of the block before
+    (Beltagy et al. 2020, section 3.1).
+    """
+    time, options = query.shape[-2], {"scale": scale, "dropout": dropout}
+    if mask is None or window is None or window >= time:
+        return attend(query, key, value, mask, dropout_key=dropout_key, **options)
+    mask = causal_mask(2 * window, window)
+    windows = -(-time // window)
+
+    def split_windows(x):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, windows * window - time), (0, 0)])
+        return x.reshape(*x.shape[:-2], windows, window, x.shape[-1])
+
+    def with_previous_window(x):
+        return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
+
+    query, key, value = split_windows(query), split_windows(key), split_windows(value)
+    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    at = ..., slice(1), slice(None), slice(None)
+    qkv = query[at], key[at], value[at]
+    first = attend(*qkv, mask[:window, :window], dropout_key=keys[0], **options)
+    qkv = query[..., 1:, :, :], with_previous_window(key), with_previous_window(value)
+    others = attend(*qkv, mask[window:], dropout_key=keys[1], **options)
+    heads = jnp.concatenate([first, others], axis=-3)
+    return heads.reshape(*heads.shape[:-3], windows * window, heads.shape[-1])[..., :time, :]
+
+
+@typed
+@laid_out
+def fused_attend(
+    query: Float[Array, "batch heads query head_dim"],
+    key: Float[Array, "batch kv_heads key head_dim"],
+    value: Float[Array, "batch kv_heads key head_dim"],
+    *,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "batch heads query head_dim"]:
+    """`attend` in a fused kernel that never stores the weights (FlashAttention, Dao et al. 2022).
+
+    The mask is `causal_mask` or none. Query heads share key-value heads in groups (Ainslie et al.
+    2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN has it.
+    """
+    query_groups(query.shape[1], key.shape[1])
+    # jax.nn.dot_product_attention wants time before heads
+    query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=causal,
+        local_window_size=(window - 1, 0) if causal and window is not None else None,
+        implementation=implementation,
+    ).swapaxes(1, 2)
+
+
+@typed
+def attend_over_cache(
+    query: Float[Array, "{cache.batch} heads time {cache.head_dim}"],
+    cache: LayerCache,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "{cache.batch} heads time {cache.head_dim}"]:
+    """Attend from the newest positions over a KV cache, in blocks of queries.
+
+    Where the new positions fill the cache, no block reads the keys after it, or those before its
+    window.
+    """
+    heads, time, head_dim = query.shape[1:]
+    groups = query_groups(heads, cache.num_kv_heads)
+    mask = cache.mask(time, window)
+    block, in_order = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS)), time == cache.capacity
+    query = query.reshape(-1, groups, time, head_dim).astype(cache.keys.dtype)
+    attended = []
+    for start in range(0, time, block):
+        end = min(start + block, time)
+        first = 0 if window is None else max(0, start + 1 - window)
+        keys = slice(first, end) if in_order else slice(None)
+        tiled = jnp.tile(mask[:, start:end, keys], (1, groups, 1))
+        of_block = jax.vmap(functools.partial(attend, scale=scale))(
+            # query heads that share a key-value head are folded into the time axis
+            query[:, :, start:end].reshape(len(query), -1, head_dim),
+            cache.keys[:, keys],
+            cache.values[:, keys],
+            jnp.repeat(tiled, cache.num_kv_heads, axis=0),
+        )
+        attended.append(of_block.reshape(len(query), groups, end - start, head_dim))
+    return jnp.concatenate(attended, axis=2).reshape(-1, heads, time, head_dim)

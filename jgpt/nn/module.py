@@ -1,0 +1,82 @@
+"""The base class of modules, with checked sizes and keys for dropout; the check of tokens."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jaxtyping import Array, Int, Key
+
+from jgpt.contracts import typed
+
+SIZES = (
+    "batch", "block_size", "capacity", "embed_dim", "head_dim", "hidden_dim", "in_features",
+    "num_embeddings", "num_heads", "num_kv_heads", "num_rows", "out_features", "rotary_base",
+    "vocab_size", "window",
+)  # fmt: skip
+"""Attributes validated as positive."""
+
+
+class Module(nnx.Module):
+    """An NNX module whose class keeps its own signature, which NNX's metaclass hides.
+
+    Setting one of `SIZES` to 0 or less, `dropout` outside [0, 1), or a negative `epsilon` raises
+    ValueError.
+    """
+
+    deterministic = True  # `train()` sets it to False, `eval()` to True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "dropout" and not 0 <= value < 1:
+            raise ValueError(f"{name}={value} must be at least 0 and below 1")
+        if name == "epsilon" and not value >= 0:
+            raise ValueError(f"{name}={value} must not be negative")
+        if name in SIZES and value is not None and not value > 0:
+            raise ValueError(f"{name}={value} must be positive")
+        super().__setattr__(name, value)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        signature = inspect.signature(cls.__init__)
+        shown = list(signature.parameters.values())[1:]  # without self
+        cls.__signature__ = inspect.Signature(shown)
+
+    @typed
+    def next_dropout_key(self, rngs: nnx.Rngs | None, rate: float) -> Key[Array, ""] | None:
+        """The next key of the `dropout` stream, or None in evaluation.
+
+        Raises ValueError if `rngs` lack the stream, and after `train()` if dropout lacks `rngs`.
+        """
+        if rngs is not None:
+            if "dropout" not in rngs and "default" not in rngs:
+                raise ValueError("rngs has no stream for dropout: nnx.Rngs(dropout=key) has one")
+            return rngs.dropout()
+        if rate > 0 and not self.deterministic:
+            raise ValueError(
+                f"after train(), dropout={rate} needs the call's rngs=nnx.Rngs(dropout=key); "
+                "the model's eval method switches back to evaluation"
+            )
+        return None
+
+
+@typed
+def require_in_vocabulary(
+    tokens: Int[Array, "*rows"], vocab_size: int, what: str = "token"
+) -> None:
+    """Raise ValueError, with the place, for the first token outside the vocabulary.
+
+    Not under a trace, where values aren't known: there an embedding and a loss are NaN for a token
+    outside, and the tokens from -vocab_size to -1 count from the end of the vocabulary.
+    """
+    if isinstance(tokens, Tracer):
+        return
+    values = np.asarray(tokens)
+    outside = np.argwhere((values < 0) | (values >= vocab_size))
+    if len(outside):
+        *batch, position = outside[0].tolist() or [0]
+        place = "".join(f"batch index {index}, " for index in batch) + f"position {position}"
+        raise ValueError(
+            f"{what} {values[tuple(outside[0])]} at {place} is outside the vocabulary of "
+            f"{vocab_size}: 0 to {vocab_size - 1}"
+        )

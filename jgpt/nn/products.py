@@ -1,0 +1,95 @@
+"""Matrix products: dtypes, accumulation, and shapes that hardware multiplies fast."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jgpt.contracts import typed
+from jgpt.sharding import laid_out
+
+PAD_MIN_FEATURES, PAD_MIN_ROWS, TILE = 1024, 128, 128
+"""Products of more rows with more features are padded to a multiple of the tile size."""
+
+
+@typed
+def project(
+    x: Float[Array, "*rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+    activation_dtype: DTypeLike | None = None,
+) -> Float[Array, "*rows out_features"]:
+    """`x @ kernel` with operands in `dtype` and the result in `activation_dtype`.
+
+    Leading axes are flattened: XLA's CPU backend has no fast path for the gradient of a batched
+    product.
+    """
+    rows, in_features = x.shape[:-1], x.shape[-1]
+    wide = jnp.promote_types(dtype, jnp.float32)
+    flat = x.reshape(math.prod(rows), in_features).astype(wide)
+    product = _low_precision_product if jnp.finfo(dtype).bits < 32 else _product
+    y = product(flat, kernel.astype(wide), dtype, activation_dtype)
+    return y.reshape(*rows, kernel.shape[-1])
+
+
+@typed
+def project_to_vocabulary(
+    x: Float[Array, "*rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+    activation_dtype: DTypeLike | None = None,
+) -> Float[Array, "*rows out_features"]:
+    """`project` to a vocabulary: output features are padded to a multiple of 128 inside.
+
+    GPT-2's 50,257 is slow to multiply. Up to 1,024 features, and for the few rows of a decode step,
+    padding costs more than it saves.
+    """
+    rows, features = math.prod(x.shape[:-1]), kernel.shape[1]
+    padding = -features % TILE if features > PAD_MIN_FEATURES and rows > PAD_MIN_ROWS else 0
+    padded = jnp.pad(kernel, ((0, 0), (0, padding)))
+    return project(x, padded, dtype, activation_dtype)[..., :features]
+
+
+@typed
+def project_to_tied_vocabulary(
+    x: Float[Array, "batch time in_features"],
+    embedding: Float[Array, "vocab in_features"],
+    dtype: DTypeLike,
+    activation_dtype: DTypeLike | None = None,
+) -> Float[Array, "batch time vocab"]:
+    """`project_to_vocabulary` by a transposed embedding table."""
+    if x.shape[:2] == (1, 1):  # else XLA's CPU backend copies the table for one row
+        return project(embedding, x[0].T, dtype, activation_dtype).T[None]
+    return project_to_vocabulary(x, embedding.T, dtype, activation_dtype)
+
+
+@typed
+@laid_out
+def _product(
+    x: Float[Array, "rows in_features"],
+    kernel: Float[Array, "in_features out_features"],
+    dtype: DTypeLike,
+    activation_dtype: DTypeLike | None,
+) -> Float[Array, "rows out_features"]:
+    """`x @ kernel` of operands in `dtype`, accumulated in at least float32."""
+    accumulate = jnp.promote_types(dtype, jnp.float32)
+    y = jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=accumulate)
+    return y.astype(accumulate if activation_dtype is None else activation_dtype)
+
+
+# Autodiff would multiply 16-bit operands by a 32-bit cotangent, which has no fast path.
+_low_precision_product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
+
+
+_low_precision_product.defvjp(
+    lambda x, kernel, dtype, activation_dtype: (
+        _product(x, kernel, dtype, activation_dtype),
+        (x.astype(dtype), kernel.astype(dtype)),
+    ),
+    lambda dtype, activation_dtype, saved, gradient: tuple(
+        _product(*operands, dtype, activation_dtype).astype(jnp.float32)  # the primals are float32
+        for operands in ((gradient, saved[1].T), (saved[0].T, gradient))
+    ),
+)
