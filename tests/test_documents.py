@@ -159,7 +159,7 @@ def check_other_command(line: str) -> None:
 def parse_only(monkeypatch):
     """Commands parse their options and do nothing."""
 
-    def parsed(it: Callable[..., None]) -> Callable[..., None]:
+    def parsed(it: Callable[..., Any]) -> Callable[..., None]:
         return functools.wraps(it)(lambda *args, **options: None)
 
     for each, it in COMMANDS.items():

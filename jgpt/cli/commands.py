@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -35,6 +34,7 @@ from jgpt.config import (
     TrainConfig,
     did_you_mean,
 )
+from jgpt.durable import write_file
 from jgpt.presets import PRESETS
 
 Run = Annotated[str, Shown("RUN", "The run directory.", positional=True)]
@@ -52,8 +52,6 @@ MeshOption = Annotated[
 Lines = list[str]
 """What a command prints at its end."""
 BATCH_SIZE = 16
-PARTIAL = ".jgpt-"
-"""The folder of a file that is being written."""
 SEPARATOR = "---------------"
 
 
@@ -318,8 +316,7 @@ def plot(
         from jgpt.runs.plots import plot_runs
 
     directories = [RunDirectory.open(run) for run in runs]
-    with _replacing(path) as partial:
-        plot_runs(directories, partial)
+    plot_runs(directories, path)
     return [f"wrote {out}"]
 
 
@@ -338,8 +335,7 @@ def attention(
     with _loaded(run, checkpoint) as (model, tokenizer, _):
         from jgpt.runs.plots import plot_attention
 
-        with _replacing(path) as partial:
-            plot_attention(model, tokenizer, prompt, partial)
+        plot_attention(model, tokenizer, prompt, path)
     return [f"wrote {out}"]
 
 
@@ -361,8 +357,7 @@ def look(
         from jgpt.runs.look import look_page
 
         page = look_page(model, tokenizer, prompt, max_new_tokens, name)
-    with _replacing(path) as partial:
-        partial.write_text(page, encoding="utf-8")
+    write_file(path, page)
     return [f"wrote {out}"]
 
 
@@ -517,23 +512,6 @@ def _out(path: str, *suffixes: str) -> Path:
     if Path(path).suffix.lower() not in suffixes:
         raise ValueError(f"{path} must end in {' or '.join(suffixes)}")
     return Path(path)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which replaces the one of this path when all of it is on disk."""
-    from jgpt.runs.manifest import sync_below, sync_directory
-
-    try:
-        with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=path.parent) as folder:
-            yield Path(folder) / path.name
-            sync_below(Path(folder))
-            os.replace(Path(folder) / path.name, path)
-        sync_directory(path.parent)
-    except OSError as error:
-        if error.errno is None or PARTIAL not in str(error.filename or PARTIAL):
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _command(*words: object) -> str:

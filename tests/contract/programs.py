@@ -22,10 +22,12 @@ from jgpt.data import batches, dataset, tokenizers
 from jgpt.generation.text import default_prompt
 from jgpt.interop import huggingface, names
 from jgpt.nn import int8, models
-from jgpt.nn.attention import attend_locally, fused_attend
+from jgpt.nn.attention import causal_mask
 from jgpt.nn.int8 import Int8Linear, quantise
-from jgpt.nn.layers import apply_dropout, project
+from jgpt.nn.kernels import attend_windowed, fused_attend
+from jgpt.nn.layers import apply_dropout
 from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
+from jgpt.nn.products import project
 from jgpt.runs import look, plots, profiling
 from jgpt.training import step
 from tests.contract.calls import Call, overheard
@@ -119,9 +121,10 @@ def functions() -> None:
     traced(lambda key, *qkvm: attend(*qkvm, dropout=0.1, dropout_key=key), KEY, *qkv, mask)
     traced(attention_weights, *qkv[:2], mask)
     local = [FLOAT(BATCH, 2, TIME, size) for size in (12, 12, 13)]
-    traced(lambda *qkv: attend_locally(*qkv, window=5), *local)
+    mask = causal_mask(TIME, 5)
+    traced(lambda *qkv: attend_windowed(*qkv, mask, 5), *local)
     traced(
-        lambda key, *qkv: attend_locally(*qkv, window=5, dropout=0.1, dropout_key=key), KEY, *local
+        lambda key, *qkv: attend_windowed(*qkv, mask, 5, dropout=0.1, dropout_key=key), KEY, *local
     )
     grouped = FLOAT(BATCH, 10, TIME, 12), FLOAT(BATCH, 2, CONTEXT, 12), FLOAT(BATCH, 2, CONTEXT, 12)
     traced(lambda *qkv: fused_attend(*qkv, causal=True, implementation="xla"), *grouped)

@@ -1,5 +1,7 @@
 """How big a model is: counted by hand, and counted in the model itself."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -118,7 +120,8 @@ def test_a_bigram_looks_up_alone():
 def test_a_new_word_is_an_error_in_the_file_to_add_it_in(field, file, monkeypatch):
     """And not another model in silence. Pyright finds the missing case, too."""
     monkeypatch.setattr(ModelConfig, "__post_init__", lambda _: None)
-    config = ModelConfig(num_layers=1, **{field: "new"})
+    changed: dict[str, Any] = {field: "new"}
+    config = ModelConfig(num_layers=1, **changed)
 
     def call():
         return create_model(config, rngs=nnx.Rngs(0))(jnp.zeros((1, 2), jnp.int32))
