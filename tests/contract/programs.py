@@ -122,10 +122,9 @@ def functions() -> None:
     traced(attention_weights, *qkv[:2], mask)
     local = [FLOAT(BATCH, 2, TIME, size) for size in (12, 12, 13)]
     mask = causal_mask(TIME, 5)
-    traced(lambda *qkv: attend_windowed(*qkv, mask, 5), *local)
-    traced(
-        lambda key, *qkv: attend_windowed(*qkv, mask, 5, dropout=0.1, dropout_key=key), KEY, *local
-    )
+    windowed = functools.partial(attend_windowed, mask=mask, window=5)
+    traced(windowed, *local)
+    traced(lambda key, *qkv: windowed(*qkv, dropout=0.1, dropout_key=key), KEY, *local)
     grouped = FLOAT(BATCH, 10, TIME, 12), FLOAT(BATCH, 2, CONTEXT, 12), FLOAT(BATCH, 2, CONTEXT, 12)
     traced(lambda *qkv: fused_attend(*qkv, causal=True, implementation="xla"), *grouped)
     rows, kernel = FLOAT(BATCH, TIME, 23), FLOAT(23, 29)

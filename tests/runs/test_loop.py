@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import types
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,11 @@ def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tm
     write_run(tmp_path / "run", model, ByteTokenizer(), config)
     tokens = jnp.asarray(np.frombuffer(text.encode(), np.uint8), jnp.int32)
     losses = np.asarray(token_losses(model(tokens[None, :-1])[0], tokens[1:]))
-    for split, first, targets, characters in (("validation", 600, 149, 74), ("test", 800, 199, 49)):
+    splits: list[tuple[Literal["validation", "test"], int, int, int]] = [
+        ("validation", 600, 149, 74),
+        ("test", 800, 199, 49),
+    ]
+    for split, first, targets, characters in splits:
         loss = losses[first : first + targets].mean()
         found = evaluate(tmp_path / "run", which="last", split=split)
         bits = losses[first : first + targets].sum() / characters / math.log(2)
