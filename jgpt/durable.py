@@ -44,7 +44,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 def write_file(path: Path, data: str | bytes) -> None:
     """Write a file, or replace it: a crash leaves the old one or the new one."""
-    data, path = data.encode() if isinstance(data, str) else data, path.resolve()
+    data, given, path = data.encode() if isinstance(data, str) else data, path, path.resolve()
     if path.exists() and not path.is_file():  # a pipe or a device has to stay what it is
         path.write_bytes(data)
         return
@@ -57,7 +57,7 @@ def write_file(path: Path, data: str | bytes) -> None:
         os.replace(partial, path)
         sync_directory(path.parent)
     except OSError as error:
-        raise _unwritten(path, error) from error
+        raise _unwritten(given, error) from error
     finally:
         partial.unlink(missing_ok=True)
 

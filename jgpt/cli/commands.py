@@ -466,11 +466,12 @@ def export(
     Args:
         zero_biases: Write zeros for biases that the model lacks and GPT-2's format requires.
     """
-    from jgpt.interop.formats import hf_config
-    from jgpt.runs.directory import RunDirectory
+    with importing():
+        from jgpt.interop.formats import hf_config
+        from jgpt.runs.directory import RunDirectory
 
-    # before the model is loaded, which may take a while
-    hf_config(RunDirectory.open(run).config().model, zero_biases=zero_biases)
+        # before the model is loaded, which may take a while
+        hf_config(RunDirectory.open(run).config().model, zero_biases=zero_biases)
     with _loaded(run, checkpoint) as (model, tokenizer, _):
         from jgpt.data.tokenizers import BPETokenizer
         from jgpt.interop.huggingface import save_hf

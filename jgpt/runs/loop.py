@@ -446,7 +446,7 @@ def _evaluators(
     assert config.micro_batches != "auto"
     rows = config.batch_size // config.micro_batches
     windows, counts = evaluation_windows(held_out, config.model.block_size, rows)
-    few = max(config.steps // 200, -(-ESTIMATE_TOKENS // counts[0].size))
+    few = max(config.steps // 200, -(-ESTIMATE_TOKENS // (rows * config.model.block_size)))
     spread = np.linspace(0, len(counts) - 1, min(few, len(counts))).astype(int)
     some = np.zeros_like(counts)
     some[spread] = counts[spread]

@@ -42,7 +42,7 @@ class MetricsLogger:
         self._started = time.perf_counter() - (seconds[-1] if seconds else 0.0)
         self._clock: float | None = None
         self._tokens = 0
-        self.failure: OSError | None = None
+        self.failure: OSError | ValueError | None = None
         """What process 0 could not write, which `finish` raises in all processes."""
 
     def start_clock(self) -> None:
@@ -109,7 +109,7 @@ class MetricsLogger:
         try:
             if process_index() == 0:
                 self._run.append_metrics(lines, durable=durable)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError for a link or a directory
             self.failure = self.failure or error
         for line in lines:
             values = {name: value for name, value in line.items() if name != "step"}

@@ -89,7 +89,9 @@ def test_a_plan_in_words_by_hand():
     assert numbers(evaluations) == ["250"]
     assert re.findall(r"[\d.]+ MiB", memory) == ["12.0 MiB", "5.0 MiB", "7.0 MiB"]
     parts = dataclasses.replace(planned, config=TrainConfig(micro_batches=3))
-    assert describe(parts)[2].startswith("2,000 steps of 12 x 64 tokens, in 3 micro-batches: 1.5")
+    assert describe(parts)[2].startswith(
+        "2,000 steps of 12 x 64 tokens, in 3 micro-batches into out"
+    )
     sharded = dataclasses.replace(planned, mesh="fsdp=8", replicated=("so much",))
     assert describe(sharded)[4:6] == ["mesh: fsdp=8", "so much"]
 

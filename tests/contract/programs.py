@@ -37,7 +37,7 @@ SIZES: dict[str, set[int]] = {
     "time": {7, 8},
     "query": {7, 5},
     "key": {7, 5, 15},
-    "heads": {10},
+    "heads": {10, 2},
     "kv_heads": {2},
     "head_dim": {12, 6},
     "value_dim": {12, 13},
@@ -48,6 +48,7 @@ SIZES: dict[str, set[int]] = {
     "window": {9},
     "tokens": {31, 162, 18, 180},
     "held_out": {18},
+    "unseen": {0},
 }
 """What a name may stand for in the programs below: no size is another name's by chance."""
 GENERIC = {"rows", "features", "in_features", "out_features", "choices", "chunk", "chunks"}
@@ -231,6 +232,7 @@ def files() -> None:
     data = DataConfig(data=(str(folder / "text"),))
     dataset.prepare(data, folder / "prepared")
     data = DataConfig(data=(str(folder / "prepared"),))
+    dataset.count_characters(np.zeros(31, np.uint16), tokenizers.CharTokenizer("ab"))
     config = dataclasses.replace(
         TRAIN,
         dataset=data,

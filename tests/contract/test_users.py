@@ -122,7 +122,8 @@ def test_signatures_and_help_survive():
     for module in (jgpt.Head, jgpt.MultiHeadAttention, jgpt.FeedForward, jgpt.Block, jgpt.BigramLM):
         shown = re.sub(r"[\s|]", "", pydoc.render_doc(module))  # 3.13 wraps long signatures
         first = next(iter(inspect.signature(module).parameters))
-        assert f"{module.__name__}({first}:int" in shown
+        kind = "jgpt.config.ModelConfig" if first == "config" else "int"
+        assert f"{module.__name__}({first}:{kind}" in shown
     assert str(inspect.signature(jgpt.GPT)) == (
         "(config: jgpt.config.ModelConfig, *, rngs: flax.nnx.rnglib.Rngs)"
     )

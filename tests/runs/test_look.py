@@ -126,7 +126,10 @@ def run(trained) -> Path:
 
 REFUSED = {
     "no page": (["--out", "look.png"], "look.png must end in .html"),
-    "no folder": (["--out", "missing/look.html"], "missing/look.html: No such file or directory"),
+    "no folder": (
+        ["--out", "missing/look.html"],
+        "look.html can't be written: No such file or directory",
+    ),
     "a folder": (["--out", "folder.html"], "folder.html: Is a directory"),
     "empty": (["--prompt", ""], "the prompt is empty: give at least one character"),
     "unknown": (["--prompt", "So #"], "unknown character '#' at position 3"),

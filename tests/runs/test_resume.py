@@ -111,7 +111,7 @@ def test_a_signal_finishes_the_call_saves_and_says_so(tmp_path, number, code):
     process.send_signal(number)
     said, complained = process.communicate(timeout=120)
     assert process.returncode == code, complained
-    assert "finishing this call and saving a checkpoint; a second signal exits at once" in said
+    assert "finishing this call and saving a checkpoint; a second signal exits without it" in said
     saved = RunDirectory.open(out).checkpoint_steps()[-1]
     assert f"stopped after step {saved}; its checkpoint is in {out}\nresume with: " in said
     assert complained == ""
