@@ -137,7 +137,7 @@ def test_what_can_t_be_written_is_raised_where_all_processes_are(clock, tmp_path
     (tmp_path / "metrics.jsonl").mkdir()
     logger.add(0, 2, metrics_of(4.0, 3.5))
     assert isinstance(logger.failure, ValueError)
-    with pytest.raises(ValueError, match="metrics.jsonl is a link or not a file"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a link or not a file"):
         logger.finish()
 
 
