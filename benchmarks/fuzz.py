@@ -331,7 +331,8 @@ def checkpoint(root: Path) -> Target:
     from jgpt.runs.checkpoints import load
 
     run = trained(root)
-    files = sorted(path for path in (run / "checkpoints").rglob("*") if path.is_file())
+    best = run / "checkpoints" / "2"  # the early one is not loaded
+    files = sorted(path for path in best.rglob("*") if path.is_file())
     return Target(files, lambda: load(run), detects_all=True)
 
 

@@ -266,7 +266,7 @@ def test_a_preset_survives_json_exactly(name):
     ),
     learning_rate=st.floats(1e-4, 1e300) | st.integers(1, 9),
     sources=st.lists(st.text(min_size=1), min_size=1, max_size=3),
-    out=st.none() | st.text(),
+    out=st.none() | st.text(min_size=1),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_config_survives_json_exactly(model, learning_rate, sources, out, seed):

@@ -36,7 +36,8 @@ def _run_or_exit(args: list[str]) -> None:
     try:
         try:
             with _without_echoes():
-                say(open_console(), *_run(args))
+                lines = _run(args)
+                say(open_console(), *lines)  # afterwards: processes that join replace stdout
         finally:
             sys.stdout.flush()  # Python would report a failure at exit, which is too late
     except KeyboardInterrupt:

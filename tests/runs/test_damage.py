@@ -246,7 +246,7 @@ jgpt.cli.main(["train", "--out", {str(tmp_path / "run")!r}, "--resume", "--steps
         "(File too large); the last good checkpoint is step 4: free some space and use --resume\n"
     )
     with Checkpoints(RunDirectory.open(tmp_path / "run"), read_only=True) as checkpoints:
-        assert checkpoints.steps() == [4]
+        assert checkpoints.steps() == [1, 4]  # the early one, and the last good one
     load(tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").glob("saving-*"))
 
