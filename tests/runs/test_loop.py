@@ -159,9 +159,9 @@ def test_progress_that_wants_to_hear_sooner_changes_no_number(small_run, trained
     heard = Heard()
     fit(dataclasses.replace(small_run, out=str(tmp_path / "run")), progress=heard)
     assert measured(tmp_path / "run") == measured(trained.directory)
-    assert heard.steps[:6] == [1, 2, 3, 4, 5, 6]  # steps_per_call is 3
-    assert heard.steps[-1] == 11
-    assert len(heard.steps) < 11
+    assert heard.steps[:5] == [1, 2, 3, 4, 5]  # steps_per_call is 3
+    # the call after step 5 may be under way when step 5 is heard
+    assert heard.steps[5:] in ([6, 8, 10, 11], [7, 8, 10, 11])  # evaluated at 8
 
 
 class KillAt(Progress):
