@@ -7,7 +7,7 @@ PATH is a checkout of nanoGPT. All engines of a size have the same random weight
 token and draw at temperature 0.8 from the whole vocabulary: nanoGPT's Shakespeare setting (10.7M
 parameters), and GPT-2's (124M). transformers and CTranslate2 use their caches; nanoGPT has none,
 has random weights of its own, and is left out at 124M. Then each reads a prompt of 1,000 tokens and
-draws one more. Each process loads its engine, draws once, and then measures.
+draws one more. Each process loads its engine, draws once to warm up, and then measures.
 """
 
 import importlib.util
@@ -47,8 +47,8 @@ class Options(Rounds):
     """How many to draw; by default 128 at 10.7M and 48 at 124M."""
     batches: tuple[int, ...] = (1, 16)
     """Texts side by side."""
-    draws: int = 1
-    """How often each process measures each batch, of which the median counts."""
+    draws: int = 2
+    """How often each process measures each batch, of which the mean counts."""
     prepare: Path | None = None
     """Only write the models to this folder; what the comparison does first."""
     engine: str | None = None
@@ -94,18 +94,14 @@ def measure(engine: str, options: Options) -> dict[str, float]:
     """Tokens a second of each batch, and the seconds for a long prompt."""
     kind, *how = engine.split()
     draw, tokens = DRAWS[kind](options, *how), options.tokens or TOKENS[options.model]
-    figures = {}
+    figures: dict[str, float] = {}
     for batch in options.batches:
-
-        def sample(index: int, batch: int = batch) -> None:
-            # only jgpt compiles, a program for the number of tokens
-            draw(batch, 1, tokens if index or kind == "jgpt" else 2)
-
-        taken = draws(sample, options.draws)
-        figures[f"batch {batch}"] = batch * tokens / statistics.median(taken)
+        # the first draw is as long as the measured ones: CTranslate2, too, prepares each length
+        taken = draws(lambda _, batch=batch: draw(batch, 1, tokens), options.draws)
+        figures[f"batch {batch}"] = batch * tokens / statistics.mean(taken)
     if MODELS[options.model].block_size > PROMPT:
         taken = draws(lambda _: draw(1, PROMPT, 1), options.draws)
-        figures["prompt_seconds"] = statistics.median(taken)
+        figures["prompt_seconds"] = statistics.mean(taken)
     return figures
 
 
