@@ -18,11 +18,16 @@ name of the comparison.
   exponent of time over floating-point operations is 1 where growth is linear
 - scan_layers: what a step takes to compile, in seconds of processor time, and to run, with a loop
   and with a scan over the blocks
+- ablation: the exact loss of the default preset and of single changes of it, all with as many steps
+  and the same seeds, of which each round has one; the schedule ends with the steps
+- narrow_loss: nanoGPT's CPU setting in float32 and in bfloat16. A seed decides parameters and
+  batches, so the two runs of a round differ by rounding alone
 """
 
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,7 +43,8 @@ from nanogpt import CPU_SETTING, check_out, trained_by_nanogpt
 from runner import Measured, Rounds, Variant, compare, jgpt, median, python, trained_by_jgpt
 from stepping import variant
 
-from jgpt.presets import preset
+from jgpt.config import TrainConfig, to_json
+from jgpt.presets import DEFAULT_PRESET, preset
 
 SETTING = preset("nanogpt-cpu")
 AXES = {
@@ -47,9 +53,44 @@ AXES = {
     "block_size": (32, 64, 128, 256),
     "batch_size": (6, 12, 24),
 }
-
-
-Name = Literal["step_time", "time_to_loss", "memory", "startup", "scaling", "scan_layers"]
+MODEL_CHANGES: dict[str, dict[str, Any]] = {
+    "learned positions": {"positions": "learned"},
+    "layer norm": {"norm": "layer"},
+    "norms with a scale": {"norm_scale": True},
+    "no QK-norm, scale by head size": {"qk_norm": False, "attention_scale": None},
+    "scale by head size": {"attention_scale": None},
+    "GELU": {"activation": "gelu"},
+    "no zero initialisation": {"zero_init": False},
+    "no embedding shortcut": {"embedding_shortcut": False},
+    "no logit softcap": {"logit_softcap": None},
+    "tied head": {"tie_embeddings": True},
+    "one head of keys and values": {"num_kv_heads": 1},
+    "window of 128": {"attention_window": 128},
+    "no window": {"attention_window": None},
+    "no n-grams": {"ngram_sizes": ()},
+    "no dropout of n-grams": {"ngram_dropout": 0.0},
+    "dropout of n-grams 0.35": {"ngram_dropout": 0.35},
+}
+OPTIMIZER_CHANGES: dict[str, dict[str, Any]] = {
+    "AdamW for matrices too (0.008)": {"optimizer": "adamw"},
+    "head learns at 0.004": {"learning_rate": 4e-3},
+    "cosine": {"schedule": "cosine"},
+    "constant learning rate": {"schedule": "constant"},
+    "embeddings learn at 0.008": {"embedding_learning_rate": None},
+    "no decay": {"weight_decay": 0.0, "muon_weight_decay": 0.0},
+    "beta 0.9 and 0.99": {"beta1": 0.9, "beta2": 0.99},
+    "gradients clipped at 1": {"gradient_clip": 1.0},
+}
+Name = Literal[
+    "step_time",
+    "time_to_loss",
+    "memory",
+    "startup",
+    "scaling",
+    "scan_layers",
+    "ablation",
+    "narrow_loss",
+]
 
 
 @dataclass(frozen=True)
@@ -60,7 +101,7 @@ class Options(Rounds):
     short_steps: int = 45
     """Steps to reach the loss in, for time_to_loss."""
     steps: int = 1000
-    """Steps that end before nanoGPT, for time_to_loss."""
+    """Steps that end before nanoGPT, for time_to_loss; steps of ablation and narrow_loss."""
     gigabytes: float = 1.0
     """The size of the text to prepare, for memory."""
     first_step: Path | None = None
@@ -161,7 +202,7 @@ def scaling(options: Options, folder: Path) -> list[Variant]:
     ]
 
 
-def exponents(measured: Measured) -> dict[str, Any]:
+def exponents(measured: Measured, options: Options) -> dict[str, Any]:
     """The slope of the line through the logarithms of work and time, for each axis."""
     from jgpt.nn.models import flops_per_token
 
@@ -194,6 +235,43 @@ def scan_layers(options: Options, folder: Path) -> list[Variant]:
     ]
 
 
+def ablation(options: Options, folder: Path) -> list[Variant]:
+    base = preset(DEFAULT_PRESET)
+    configs = {"the preset": base}
+    for name, fields in MODEL_CHANGES.items():
+        configs[name] = replace(base, model=replace(base.model, **fields))
+    for name, fields in OPTIMIZER_CHANGES.items():
+        configs[name] = replace(base, optimizer=replace(base.optimizer, **fields))
+    return [trained(name, config, options, folder) for name, config in configs.items()]
+
+
+def narrow_loss(options: Options, folder: Path) -> list[Variant]:
+    return [
+        trained(dtype, changed(dtype=dtype), options, folder) for dtype in ("float32", "bfloat16")
+    ]
+
+
+def trained(name: str, config: TrainConfig, options: Options, folder: Path) -> Variant:
+    """A run that is only evaluated at the end, after this comparison's steps."""
+    file = folder / f"{name}.json"
+    file.write_text(to_json(config))
+    steps = "--steps", options.steps, "--eval-interval", options.steps
+    return trained_by_jgpt(name, "--config", file, *steps)
+
+
+def differences(measured: Measured, options: Options) -> dict[str, Any]:
+    """bfloat16's losses minus float32's of the same seeds, and how far apart seeds are."""
+    wide, narrow = (measured.get(it, {}).get("validation_loss") for it in ("float32", "bfloat16"))
+    if not wide or not narrow:
+        return {}
+    apart = [after - before for before, after in zip(wide, narrow, strict=False)]
+    return {
+        "deviation_over_seeds": statistics.stdev(wide) if len(wide) > 1 else 0.0,
+        "mean_difference": statistics.mean(apart),
+        "largest_difference": max(map(abs, apart)),
+    }
+
+
 COMPARISONS: dict[Name, Callable[[Options, Path], list[Variant]]] = {
     "step_time": step_time,
     "time_to_loss": time_to_loss,
@@ -201,6 +279,13 @@ COMPARISONS: dict[Name, Callable[[Options, Path], list[Variant]]] = {
     "startup": startup,
     "scaling": scaling,
     "scan_layers": scan_layers,
+    "ablation": ablation,
+    "narrow_loss": narrow_loss,
+}
+FACTS: dict[str, Callable[[Measured, Options], dict[str, Any]]] = {
+    "scaling": exponents,
+    "ablation": lambda measured, options: {"steps": options.steps},
+    "narrow_loss": differences,
 }
 
 
@@ -210,8 +295,8 @@ def main(options: Options) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         variants = COMPARISONS[options.comparison](options, Path(folder))
-        facts = exponents if options.comparison == "scaling" else lambda measured: {}
-        compare(options.comparison, variants, options, facts)
+        facts = FACTS.get(options.comparison, lambda measured, options: {})
+        compare(options.comparison, variants, options, lambda measured: facts(measured, options))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
 PACKAGES += ("torch", "transformers", "ctranslate2")
 PROCESSOR = "the processor"
 FIRST_SEED = 1337
+SPEED = "tokens_per_second"
 Figures = dict[str, float]
 Measured = dict[str, dict[str, list[float]]]
 """Of each variant, each figure in each round."""
@@ -153,9 +154,11 @@ def measure(variant: Variant, index: int, directory: Path) -> Figures:
 
 def trained_by_jgpt(name: str, *options: object, target: float = 0.0) -> Variant:
     def read(printed: str, out: Path) -> Figures:
-        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         found = [(it["step"], it["validation_loss"]) for it in lines if "validation_loss" in it]
-        return losses_of(found, target)
+        steps = [it["tokens"] / it["step"] / speed for it in lines if (speed := it.get(SPEED))]
+        taken = {"milliseconds": 1e3 * statistics.median(steps)} if steps else {}
+        return losses_of(found, target) | taken
 
     command = jgpt("train", *options, "--data", "shakespeare", "--sample-tokens", 0)
     return Variant(name, [*command, "--out", "{out}", "--seed", "{seed}"], read)

@@ -13,7 +13,10 @@ from typing import Any
 
 from runner import PROCESSOR, RESULTS, ROOT, median, spread
 
-PAGES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md", ROOT / "README.md"
+PAGES = tuple(
+    ROOT / page
+    for page in ("docs/benchmarks.md", "docs/scale.md", "README.md", "benchmarks/ablation.md")
+)
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = tuple[str, str, str, str, str]
 """What, theirs, jgpt's, the ratio, the target."""
@@ -212,6 +215,21 @@ def candidates_table() -> list[list[str]]:
     return table + [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.get)]
 
 
+def ablation_table() -> list[list[str]]:
+    """The worst change last."""
+    figures = record("ablation")["figures"]
+    figures.pop(PROCESSOR, None)
+    loss = {name: statistics.mean(its["validation_loss"]) for name, its in figures.items()}
+    step = {name: statistics.mean(its["milliseconds"]) for name, its in figures.items()}
+    base = "the preset"
+    table = [["one change", "loss", "each seed", "difference", "a step's time, of the preset's"]]
+    for name in sorted(loss, key=loss.__getitem__):
+        seeds = ", ".join(f"{each:.3f}" for each in figures[name]["validation_loss"])
+        difference, time = f"{loss[name] - loss[base]:+.3f}", f"{step[name] / step[base]:.2f}"
+        table.append([name, f"{loss[name]:.3f}", seeds, difference, time])
+    return table
+
+
 def breakdown_table() -> list[list[str]]:
     dtypes = "float32", "bfloat16"
     shares = [record(f"step_breakdown_{dtype}")["share"] for dtype in dtypes]
@@ -258,6 +276,7 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "decoding": decoding_table,
     "best": best_table,
     "candidates": candidates_table,
+    "ablation": ablation_table,
     "breakdown": breakdown_table,
     "processors": processors_table,
     "ahead": ahead_table,

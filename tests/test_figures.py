@@ -104,17 +104,19 @@ def test_figures_of_rounds_are_compared_round_by_round():
     found = checks.ratios({f"checks {name}": {"trace tiny": its} for name, its in times.items()})
     assert found == {"ratio": {"trace tiny": 1.2}, "added": {"tiny": 2}}
     losses = {"float32": [2.0, 3.0], "bfloat16": [1.5, 3.25]}
-    ablation = importlib.import_module("ablation")
-    found = ablation.differences({it: {"validation_loss": its} for it, its in losses.items()})
+    compare = importlib.import_module("compare")
+    measured = {it: {"validation_loss": its} for it, its in losses.items()}
+    found = compare.differences(measured, compare.Options())
     assert (found["mean_difference"], found["largest_difference"]) == (-0.125, 0.5)
 
 
 def test_time_that_grows_with_the_root_of_work_has_half_its_exponent():
     comparisons = importlib.import_module("compare")
     empty = {f"embed_dim {size}": {"milliseconds": [1.0]} for size in (64, 128)}
-    work = comparisons.exponents(empty)["flops"]
+    work = comparisons.exponents(empty, comparisons.Options())["flops"]
     measured = {name: {"milliseconds": [flops**0.5]} for name, flops in work.items()}
-    assert comparisons.exponents(measured)["exponents"] == {"embed_dim": pytest.approx(0.5)}
+    found = comparisons.exponents(measured, comparisons.Options())
+    assert found["exponents"] == {"embed_dim": pytest.approx(0.5)}
 
 
 def test_the_first_figures_of_shakespeare_best_are_the_results():
