@@ -43,8 +43,7 @@ from nanogpt import CPU_SETTING, check_out, trained_by_nanogpt
 from runner import Measured, Rounds, Variant, compare, jgpt, median, python, trained_by_jgpt
 from stepping import variant
 
-from jgpt.config import TrainConfig, to_json
-from jgpt.presets import DEFAULT_PRESET, preset
+from jgpt.presets import preset
 
 SETTING = preset("nanogpt-cpu")
 AXES = {
@@ -53,34 +52,34 @@ AXES = {
     "block_size": (32, 64, 128, 256),
     "batch_size": (6, 12, 24),
 }
-MODEL_CHANGES: dict[str, dict[str, Any]] = {
-    "learned positions": {"positions": "learned"},
-    "layer norm": {"norm": "layer"},
-    "norms with a scale": {"norm_scale": True},
-    "no QK-norm, scale by head size": {"qk_norm": False, "attention_scale": None},
-    "scale by head size": {"attention_scale": None},
-    "GELU": {"activation": "gelu"},
-    "no zero initialisation": {"zero_init": False},
-    "no embedding shortcut": {"embedding_shortcut": False},
-    "no logit softcap": {"logit_softcap": None},
-    "tied head": {"tie_embeddings": True},
-    "one head of keys and values": {"num_kv_heads": 1},
-    "window of 128": {"attention_window": 128},
-    "no window": {"attention_window": None},
-    "no n-grams": {"ngram_sizes": ()},
-    "no dropout of n-grams": {"ngram_dropout": 0.0},
-    "dropout of n-grams 0.35": {"ngram_dropout": 0.35},
+CHANGES = {
+    "the preset": "",
+    "learned positions": "--positions learned",
+    "layer norm": "--norm layer",
+    "norms with a scale": "--norm-scale",
+    "no QK-norm, scale by head size": "--no-qk-norm --attention-scale None",
+    "scale by head size": "--attention-scale None",
+    "GELU": "--activation gelu",
+    "no zero initialisation": "--no-zero-init",
+    "no embedding shortcut": "--no-embedding-shortcut",
+    "no logit softcap": "--logit-softcap None",
+    "tied head": "--tie-embeddings",
+    "one head of keys and values": "--num-kv-heads 1",
+    "window of 128": "--attention-window 128",
+    "no window": "--attention-window None",
+    "no n-grams": "--ngram-sizes",
+    "no dropout of n-grams": "--ngram-dropout 0",
+    "dropout of n-grams 0.35": "--ngram-dropout 0.35",
+    "AdamW for matrices too (0.008)": "--optimizer adamw",
+    "head learns at 0.004": "--learning-rate 0.004",
+    "cosine": "--schedule cosine",
+    "constant learning rate": "--schedule constant",
+    "embeddings learn at 0.008": "--embedding-learning-rate None",
+    "no decay": "--weight-decay 0 --muon-weight-decay 0",
+    "beta 0.9 and 0.99": "--beta1 0.9 --beta2 0.99",
+    "gradients clipped at 1": "--gradient-clip 1",
 }
-OPTIMIZER_CHANGES: dict[str, dict[str, Any]] = {
-    "AdamW for matrices too (0.008)": {"optimizer": "adamw"},
-    "head learns at 0.004": {"learning_rate": 4e-3},
-    "cosine": {"schedule": "cosine"},
-    "constant learning rate": {"schedule": "constant"},
-    "embeddings learn at 0.008": {"embedding_learning_rate": None},
-    "no decay": {"weight_decay": 0.0, "muon_weight_decay": 0.0},
-    "beta 0.9 and 0.99": {"beta1": 0.9, "beta2": 0.99},
-    "gradients clipped at 1": {"gradient_clip": 1.0},
-}
+"""What ablation compares, as options of `jgpt train`."""
 Name = Literal[
     "step_time",
     "time_to_loss",
@@ -236,27 +235,17 @@ def scan_layers(options: Options, folder: Path) -> list[Variant]:
 
 
 def ablation(options: Options, folder: Path) -> list[Variant]:
-    base = preset(DEFAULT_PRESET)
-    configs = {"the preset": base}
-    for name, fields in MODEL_CHANGES.items():
-        configs[name] = replace(base, model=replace(base.model, **fields))
-    for name, fields in OPTIMIZER_CHANGES.items():
-        configs[name] = replace(base, optimizer=replace(base.optimizer, **fields))
-    return [trained(name, config, options, folder) for name, config in configs.items()]
+    its = evaluated_once(options)
+    return [trained_by_jgpt(name, *its, *change.split()) for name, change in CHANGES.items()]
 
 
 def narrow_loss(options: Options, folder: Path) -> list[Variant]:
-    return [
-        trained(dtype, changed(dtype=dtype), options, folder) for dtype in ("float32", "bfloat16")
-    ]
+    its = "nanogpt-cpu", *evaluated_once(options)
+    return [trained_by_jgpt(dtype, *its, "--dtype", dtype) for dtype in ("float32", "bfloat16")]
 
 
-def trained(name: str, config: TrainConfig, options: Options, folder: Path) -> Variant:
-    """A run that is only evaluated at the end, after this comparison's steps."""
-    file = folder / f"{name}.json"
-    file.write_text(to_json(config))
-    steps = "--steps", options.steps, "--eval-interval", options.steps
-    return trained_by_jgpt(name, "--config", file, *steps)
+def evaluated_once(options: Options) -> tuple[object, ...]:
+    return "--steps", options.steps, "--eval-interval", options.steps
 
 
 def differences(measured: Measured, options: Options) -> dict[str, Any]:
