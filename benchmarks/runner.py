@@ -93,6 +93,7 @@ def compare(
         variants = [it for it in variants if any(word in it.name for word in options.only)]
     machine = provenance()
     measured: Measured = {}
+    path = options.results / f"{name}.json"
     processor = Variant(PROCESSOR, python("runner.py"))
     with tempfile.TemporaryDirectory() as directory:
         for variant in variants:
@@ -108,11 +109,7 @@ def compare(
                     told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                     print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
             if not options.only:
-                path = write(
-                    options.results / f"{name}.json",
-                    {"figures": measured, **facts(measured)},
-                    machine,
-                )
+                write(path, {"figures": measured, **facts(measured)}, machine)
     show(measured)
     if not options.only:
         print(path)

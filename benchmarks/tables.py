@@ -212,7 +212,8 @@ def best_table() -> list[list[str]]:
 def candidates_table() -> list[list[str]]:
     table = [["change of `shakespeare-best`", "loss on the validation half"]]
     losses = record("shakespeare_best").get("candidates", {})
-    return table + [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.get)]
+    table += [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.get)]
+    return table
 
 
 def ablation_table() -> list[list[str]]:
@@ -256,7 +257,8 @@ def ahead_table() -> list[list[str]]:
     for steps in found.values():
         min(steps)[2][3] += " (best)"
     header = "preset, chips, sequences, mesh, memory of a chip, a chip sends, bound by, at least"
-    return [header.split(", "), *(cells for steps in found.values() for *_, cells in steps)]
+    table: list[list[str]] = [header.split(", ")]
+    return table + [cells for steps in found.values() for *_, cells in steps]
 
 
 def processors_table() -> list[list[str]]:
