@@ -105,7 +105,7 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
         signal.signal(signal.SIGPROF, hung)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         count = {"inputs": inputs, "loaded": 0, "refused": 0}
-        escapes: list[str] = []
+        escapes, grown = list[str](), 0.0
         for _ in range(inputs):
             path = chance.choice(target.files)
             original = originals[path]
@@ -262,11 +262,17 @@ def trained(root: Path) -> Path:
     return fit(config).directory
 
 
-def config_json(root: Path) -> Target:
-    from jgpt.runs.checkpoints import load
+def files_of_a_run(pattern: str, **how: Any) -> Callable[[Path], Target]:
+    """A target of the files below a run that match a pattern."""
 
-    run = trained(root)
-    return Target([run / "config.json"], lambda: load(run))
+    def target(root: Path) -> Target:
+        from jgpt.runs.checkpoints import load
+
+        run = trained(root)
+        files = sorted(path for path in run.glob(pattern) if path.is_file())
+        return Target(files, lambda: load(run), **how)
+
+    return target
 
 
 def tokenizer_json(root: Path) -> Target:
@@ -274,7 +280,6 @@ def tokenizer_json(root: Path) -> Target:
     from jgpt.data.tokenizers import tokenizer_from_json
 
     text = "the quick brown fox jumps over the lazy dog\n"
-    path = root / "tokenizer.json"
     kinds = [CharTokenizer.from_text(text), ByteTokenizer(), BPETokenizer.train([text] * 20, 270)]
     files = []
     for index, tokenizer in enumerate(kinds):
@@ -327,27 +332,9 @@ def metrics_jsonl(root: Path) -> Target:
     return Target([run.path / "metrics.jsonl", run.path / "provenance.jsonl"], load)
 
 
-def checkpoint(root: Path) -> Target:
-    from jgpt.runs.checkpoints import load
-
-    run = trained(root)
-    best = run / "checkpoints" / "2"  # the early one is not loaded
-    files = sorted(path for path in best.rglob("*") if path.is_file())
-    return Target(files, lambda: load(run), detects_all=True)
-
-
-def forged_checkpoint(root: Path) -> Target:
-    from jgpt.runs.checkpoints import load
-
-    run = trained(root)
-    weights = run / "checkpoints" / "2" / "weights"
-    files = sorted(path for path in weights.rglob("*") if path.is_file())
-    return Target(files, lambda: load(run), repair=lambda path: forge(run, path))
-
-
-def forge(run: Path, path: Path) -> None:
-    """Make the manifest fit a file."""
-    manifest = run / "checkpoints" / "2" / "manifest.json"
+def forge(path: Path) -> None:
+    """Make the manifest of a checkpoint fit one of the files."""
+    manifest = next(it for it in (each / "manifest.json" for each in path.parents) if it.exists())
     values = json.loads(manifest.read_text())
     del values["sha256"]
     data = path.read_bytes()
@@ -429,10 +416,11 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "tokenizer.json": tokenizer_json,
     "tokens": token_files,
     "metrics.jsonl": metrics_jsonl,
-    "checkpoint": checkpoint,
-    "config.json": config_json,
+    # the early checkpoint is not loaded
+    "checkpoint": files_of_a_run("checkpoints/2/**/*", detects_all=True),
+    "config.json": files_of_a_run("config.json"),
     "safetensors": safetensors,
-    "forged checkpoint": forged_checkpoint,
+    "forged checkpoint": files_of_a_run("checkpoints/2/weights/**/*", repair=forge),
     "options": command_lines,
     "train --config": config_option,
 }

@@ -256,9 +256,9 @@ def ahead_table() -> list[list[str]]:
         found.setdefault((step["preset"], step["on"]), []).append((least, sent, cells))
     for steps in found.values():
         min(steps)[2][3] += " (best)"
-    header = "preset, chips, sequences, mesh, memory of a chip, a chip sends, bound by, at least"
-    table: list[list[str]] = [header.split(", ")]
-    return table + [cells for steps in found.values() for *_, cells in steps]
+    sizes = "preset", "chips", "sequences", "mesh", "memory of a chip"
+    header = [*sizes, "a chip sends", "bound by", "at least"]
+    return [header, *(cells for steps in found.values() for *_, cells in steps)]
 
 
 def processors_table() -> list[list[str]]:
