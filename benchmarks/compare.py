@@ -1,4 +1,4 @@
-"""Comparisons of whole commands and of train steps, each a table of variants.
+"""Comparisons of whole commands and of train steps, each a list of variants.
 
     JGPT_DATA_DIR=DIR python benchmarks/compare.py step_time --nanogpt PATH
 
@@ -148,7 +148,7 @@ def memory(options: Options, folder: Path) -> list[Variant]:
 
 
 def nothing(printed: str, out: Path) -> dict[str, float]:
-    """No figures but those that every variant has."""
+    """No figures besides those of every variant."""
     return {}
 
 
@@ -176,8 +176,8 @@ def startup(options: Options, folder: Path) -> list[Variant]:
 
 
 def seconds_to_first_step(out: Path) -> float:
-    """From the start of the process until its metrics have a line; it is stopped then."""
-    # each step is a call of its own, so that the first is reported when it is taken
+    """From the start of the process to the first line of metrics; then stop the process."""
+    # one step per call, so that the first is reported at once
     command = jgpt("train", "nanogpt-cpu", "--out", out, "--steps-per-call", 1)
     metrics = out / "metrics.jsonl"
     began = time.perf_counter()
@@ -189,7 +189,7 @@ def seconds_to_first_step(out: Path) -> float:
             time.sleep(0.005)
         return time.perf_counter() - began
     finally:
-        process.terminate()  # it saves, in its own time
+        process.terminate()  # saving takes a while
         process.wait()
 
 
@@ -202,7 +202,7 @@ def scaling(options: Options, folder: Path) -> list[Variant]:
 
 
 def exponents(measured: Measured, options: Options) -> dict[str, Any]:
-    """The slope of the line through the logarithms of work and time, for each axis."""
+    """The slope of log time over log FLOPs, for each axis."""
     from jgpt.nn.models import flops_per_token
 
     found: dict[str, Any] = {"exponents": {}, "flops": {}}

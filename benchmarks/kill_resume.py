@@ -3,8 +3,8 @@
     python benchmarks/kill_resume.py --kills 100
 
 Each run is started, killed and started again with the same command and `--resume` until it ends by
-itself. Then the parameters, the optimizer's state and the metrics of every step must be those of a
-run that was never killed, bit for bit. Every other kill waits for a save to begin.
+itself. Then parameters, optimizer state and the metrics of every step must equal those of a run
+that was never killed, bit for bit. Half of the kills wait for a save to begin.
 
     python benchmarks/kill_resume.py --kills 100 --changing-mesh
 
@@ -65,14 +65,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained and killed, and where."""
+    """What is trained and killed, and on which layouts."""
 
     train: tuple[str, ...]
     save_steps: range
     layouts: tuple[Layout, ...]
     """The run that is never killed is on the first."""
     x64: bool
-    """Also decides what is compared: differences with TOLERANCE, or else bits."""
+    """Float64 runs are compared within TOLERANCE, others bit for bit."""
 
 
 ONE_DEVICE = Setting(TRAIN, range(15, 121, 15), (Layout(),), x64=False)
@@ -115,7 +115,7 @@ def main(options: Options) -> None:
 def kill_and_resume(
     directory: Path, kills: int, seed: int, setting: Setting = ONE_DEVICE
 ) -> dict[str, Any]:
-    """Kill so many times; count the runs that were lost, or ended differently."""
+    """Kill and resume runs; count those that were lost or ended differently."""
     chance, layouts = random.Random(seed), setting.layouts
     never_killed, durations = directory / "never-killed", dict[Layout, float]()
     for _ in range(2):  # the first one compiles
@@ -212,12 +212,12 @@ def bits(arrays: list[np.ndarray]) -> list[tuple[Any, ...]]:
 
 
 def fingerprint(run: Path) -> list[tuple[Any, ...]]:
-    """All that must not depend on what happened on the way, bit for bit."""
+    """Steps, metrics and states of a run, bit for bit."""
     return bits(values(run))
 
 
 def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """The largest between two runs; infinite if they don't have the same steps and metrics."""
+    """The largest difference; infinite if steps or metrics differ in number."""
     if [each.shape for each in found] != [each.shape for each in expected]:
         return np.inf
     return max(
@@ -236,7 +236,7 @@ def ended(process: subprocess.Popen[bytes], within: float) -> bool:
 
 
 def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since: float) -> None:
-    """Until a save is under way, of this step or a later one, that began after a time."""
+    """Wait until a save of this step or a later one is under way that began after `since`."""
     while process.poll() is None:
         names = [path.name for path in saves(run, since)]
         if any(int(name.removeprefix("saving-").split(".")[0]) >= step for name in names):
@@ -245,7 +245,7 @@ def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since:
 
 
 def saves(run: Path, since: float) -> list[Path]:
-    """The saves that are under way, without those that were killed before a time."""
+    """The saves under way, without those killed before `since`."""
     found = []
     for path in run.glob("checkpoints/saving-*"):
         with contextlib.suppress(FileNotFoundError):

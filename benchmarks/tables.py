@@ -19,7 +19,7 @@ PAGES = tuple(
 )
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = tuple[str, str, str, str, str]
-"""What, theirs, jgpt's, the ratio, the target."""
+"""The columns of HEADER."""
 
 
 def record(name: str) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def record(name: str) -> dict[str, Any]:
 
 
 def ratio(value: float, target: float, *, more: bool = False) -> tuple[str, str]:
-    """The cells of a ratio and of what was aimed at."""
+    """The cells for a ratio and its target."""
     missed = value < target if more else value > target
     return f"{value:.2f}", f"{target:g}{' (missed)' if missed else ''}"
 
@@ -83,7 +83,7 @@ def command_rows() -> Iterator[Row]:
 
 
 def decoding() -> Iterator[tuple[str, str, dict[str, list[float]]]]:
-    """Of each size and batch, or prompt: its label, its figure, and the engines' measurements."""
+    """For each model and batch size, or prompt: label, figure, and the values by engine."""
     measured = record("sampling")["figures"]
     for model in ("10.7M", "124M"):
         engines = {
@@ -98,7 +98,7 @@ def decoding() -> Iterator[tuple[str, str, dict[str, list[float]]]]:
 
 
 def ctranslate2(found: dict[str, list[float]], dtype: str, figure: str) -> list[float]:
-    """With one thread or with two: the faster."""
+    """The faster of one thread and two."""
     its = [found[f"CTranslate2 {dtype} {threads}"] for threads in (1, 2)]
     return (min if figure == "prompt_seconds" else max)(its, key=statistics.median)
 
@@ -113,7 +113,7 @@ def sampling_rows() -> Iterator[Row]:
 
 
 def best_rows() -> Iterator[Row]:
-    """In windows of each length; theirs are nanoGPT's settings that have it."""
+    """One row per window length; theirs are the nanoGPT settings measured at that length."""
     models = record("shakespeare_best").get("models", {})
     ours = models.get("shakespeare-best", {"test": {}})["test"]
     for size, mine in ours.items():
@@ -130,7 +130,7 @@ def mean_of(found: dict[str, float]) -> str:
 
 
 def own_rows() -> Iterator[Row]:
-    """Start, memory, growth, rounding, and what shape checks cost."""
+    """Startup, memory, scaling, rounding, and the cost of shape checks."""
     started, memory = record("startup")["figures"], record("memory")["figures"]
     if started:
         seconds = median(started, "jgpt --help", "seconds")
