@@ -1,4 +1,4 @@
-"""Figures in the README and the documentation are those of the benchmarks' results."""
+"""The figures in the README and the documentation match the benchmark records."""
 
 import importlib
 import json
