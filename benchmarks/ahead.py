@@ -1,10 +1,8 @@
-"""What a train step takes on hardware that this machine lacks: the table of docs/scale.md.
+"""Compile train steps for hardware that this machine lacks: the table in docs/scale.md.
 
     JAX_PLATFORMS=cpu python benchmarks/ahead.py
 
-Each step is compiled for its chips (jgpt[tpu] and jgpt[cuda12] bring the compilers), on each of the
-meshes to try. Of the meshes that fit, the best is that whose slowest resource takes the least time,
-and of equals the one that sends less.
+Each step is compiled for each mesh (jgpt[tpu] and jgpt[cuda12] bring the compilers).
 """
 
 import argparse

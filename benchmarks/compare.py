@@ -1,4 +1,4 @@
-"""Comparisons of whole commands and of train steps, each a table of variants.
+"""Comparisons of whole commands and of train steps, each a list of variants.
 
     JGPT_DATA_DIR=DIR python benchmarks/compare.py step_time --nanogpt PATH
 
@@ -18,11 +18,16 @@ name of the comparison.
   exponent of time over floating-point operations is 1 where growth is linear
 - scan_layers: what a step takes to compile, in seconds of processor time, and to run, with a loop
   and with a scan over the blocks
+- ablation: the exact loss of the default preset and of single changes of it, all with as many steps
+  and the same seeds, of which each round has one; the schedule ends with the steps
+- narrow_loss: nanoGPT's CPU setting in float32 and in bfloat16. A seed decides parameters and
+  batches, so the two runs of a round differ by rounding alone
 """
 
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,9 +52,44 @@ AXES = {
     "block_size": (32, 64, 128, 256),
     "batch_size": (6, 12, 24),
 }
-
-
-Name = Literal["step_time", "time_to_loss", "memory", "startup", "scaling", "scan_layers"]
+CHANGES = {
+    "the preset": "",
+    "learned positions": "--positions learned",
+    "layer norm": "--norm layer",
+    "norms with a scale": "--norm-scale",
+    "no QK-norm, scale by head size": "--no-qk-norm --attention-scale None",
+    "scale by head size": "--attention-scale None",
+    "GELU": "--activation gelu",
+    "no zero initialisation": "--no-zero-init",
+    "no embedding shortcut": "--no-embedding-shortcut",
+    "no logit softcap": "--logit-softcap None",
+    "tied head": "--tie-embeddings",
+    "one head of keys and values": "--num-kv-heads 1",
+    "window of 128": "--attention-window 128",
+    "no window": "--attention-window None",
+    "no n-grams": "--ngram-sizes",
+    "no dropout of n-grams": "--ngram-dropout 0",
+    "dropout of n-grams 0.35": "--ngram-dropout 0.35",
+    "AdamW for matrices too (0.008)": "--optimizer adamw",
+    "head learns at 0.004": "--learning-rate 0.004",
+    "cosine": "--schedule cosine",
+    "constant learning rate": "--schedule constant",
+    "embeddings learn at 0.008": "--embedding-learning-rate None",
+    "no decay": "--weight-decay 0 --muon-weight-decay 0",
+    "beta 0.9 and 0.99": "--beta1 0.9 --beta2 0.99",
+    "gradients clipped at 1": "--gradient-clip 1",
+}
+"""What ablation compares, as options of `jgpt train`."""
+Name = Literal[
+    "step_time",
+    "time_to_loss",
+    "memory",
+    "startup",
+    "scaling",
+    "scan_layers",
+    "ablation",
+    "narrow_loss",
+]
 
 
 @dataclass(frozen=True)
@@ -60,7 +100,7 @@ class Options(Rounds):
     short_steps: int = 45
     """Steps to reach the loss in, for time_to_loss."""
     steps: int = 1000
-    """Steps that end before nanoGPT, for time_to_loss."""
+    """Steps that end before nanoGPT, for time_to_loss; steps of ablation and narrow_loss."""
     gigabytes: float = 1.0
     """The size of the text to prepare, for memory."""
     first_step: Path | None = None
@@ -108,7 +148,7 @@ def memory(options: Options, folder: Path) -> list[Variant]:
 
 
 def nothing(printed: str, out: Path) -> dict[str, float]:
-    """No figures but those that every variant has."""
+    """No figures besides those of every variant."""
     return {}
 
 
@@ -136,8 +176,8 @@ def startup(options: Options, folder: Path) -> list[Variant]:
 
 
 def seconds_to_first_step(out: Path) -> float:
-    """From the start of the process until its metrics have a line; it is stopped then."""
-    # each step is a call of its own, so that the first is reported when it is taken
+    """From the start of the process to the first line of metrics; then stop the process."""
+    # one step per call, so that the first is reported at once
     command = jgpt("train", "nanogpt-cpu", "--out", out, "--steps-per-call", 1)
     metrics = out / "metrics.jsonl"
     began = time.perf_counter()
@@ -149,7 +189,7 @@ def seconds_to_first_step(out: Path) -> float:
             time.sleep(0.005)
         return time.perf_counter() - began
     finally:
-        process.terminate()  # it saves, in its own time
+        process.terminate()  # saving takes a while
         process.wait()
 
 
@@ -161,8 +201,8 @@ def scaling(options: Options, folder: Path) -> list[Variant]:
     ]
 
 
-def exponents(measured: Measured) -> dict[str, Any]:
-    """The slope of the line through the logarithms of work and time, for each axis."""
+def exponents(measured: Measured, options: Options) -> dict[str, Any]:
+    """The slope of log time over log FLOPs, for each axis."""
     from jgpt.nn.models import flops_per_token
 
     found: dict[str, Any] = {"exponents": {}, "flops": {}}
@@ -194,6 +234,33 @@ def scan_layers(options: Options, folder: Path) -> list[Variant]:
     ]
 
 
+def ablation(options: Options, folder: Path) -> list[Variant]:
+    its = evaluated_once(options)
+    return [trained_by_jgpt(name, *its, *change.split()) for name, change in CHANGES.items()]
+
+
+def narrow_loss(options: Options, folder: Path) -> list[Variant]:
+    its = "nanogpt-cpu", *evaluated_once(options)
+    return [trained_by_jgpt(dtype, *its, "--dtype", dtype) for dtype in ("float32", "bfloat16")]
+
+
+def evaluated_once(options: Options) -> tuple[object, ...]:
+    return "--steps", options.steps, "--eval-interval", options.steps
+
+
+def differences(measured: Measured, options: Options) -> dict[str, Any]:
+    """bfloat16's losses minus float32's of the same seeds, and how far apart seeds are."""
+    wide, narrow = (measured.get(it, {}).get("validation_loss") for it in ("float32", "bfloat16"))
+    if not wide or not narrow:
+        return {}
+    apart = [after - before for before, after in zip(wide, narrow, strict=False)]
+    return {
+        "deviation_over_seeds": statistics.stdev(wide) if len(wide) > 1 else 0.0,
+        "mean_difference": statistics.mean(apart),
+        "largest_difference": max(map(abs, apart)),
+    }
+
+
 COMPARISONS: dict[Name, Callable[[Options, Path], list[Variant]]] = {
     "step_time": step_time,
     "time_to_loss": time_to_loss,
@@ -201,6 +268,13 @@ COMPARISONS: dict[Name, Callable[[Options, Path], list[Variant]]] = {
     "startup": startup,
     "scaling": scaling,
     "scan_layers": scan_layers,
+    "ablation": ablation,
+    "narrow_loss": narrow_loss,
+}
+FACTS: dict[str, Callable[[Measured, Options], dict[str, Any]]] = {
+    "scaling": exponents,
+    "ablation": lambda measured, options: {"steps": options.steps},
+    "narrow_loss": differences,
 }
 
 
@@ -210,8 +284,8 @@ def main(options: Options) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         variants = COMPARISONS[options.comparison](options, Path(folder))
-        facts = exponents if options.comparison == "scaling" else lambda measured: {}
-        compare(options.comparison, variants, options, facts)
+        facts = FACTS.get(options.comparison, lambda measured, options: {})
+        compare(options.comparison, variants, options, lambda measured: facts(measured, options))
 
 
 if __name__ == "__main__":

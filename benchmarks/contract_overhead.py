@@ -2,10 +2,9 @@
 
     python benchmarks/contract_overhead.py
 
-A process has the checks or has none, in turns. It measures what happens once in it (the import, the
-first trace of the train step, its compilation, and the steps of that program), an eager forward
-pass, and tracing the train step of every preset after clearing JAX's caches, in processor time,
-which what else the machine does hardly changes.
+Processes with and without checks take turns. Each measures the import, the first trace of the train
+step, its compilation and steps, an eager forward pass, and tracing the train step of every preset
+after clearing JAX's caches. The last is in processor time, which hardly depends on the load.
 """
 
 import gc
@@ -25,9 +24,9 @@ STEPS = 10
 @dataclass(frozen=True)
 class Options(Rounds):
     preset: str = "nanogpt-cpu"
-    """What is traced, compiled and run."""
+    """The preset that is compiled and run."""
     traced_presets: tuple[str, ...] | None = None
-    """Which are traced; all by default."""
+    """The presets that are traced; by default all."""
     once: bool = False
     """Only measure this process."""
 
@@ -55,7 +54,7 @@ def milliseconds(
 
 
 def once(options: Options) -> dict[str, float]:
-    """What one process measures, in milliseconds."""
+    """The measurements of one process, in milliseconds."""
     start = time.perf_counter()
     import jgpt
 
@@ -96,9 +95,9 @@ def once(options: Options) -> dict[str, float]:
 
 
 def ratios(measured: Measured) -> dict[str, Any]:
-    """The median of the rounds' ratios, and how much longer presets are traced.
+    """The median ratio over the rounds, and the time added to the trace of each preset.
 
-    What else the machine does slows both halves of a round."""
+    Other load slows both halves of a round alike."""
     on, off = (measured.get(f"checks {name}", {}) for name in ("on", "off"))
     pairs = {name: list(zip(on[name], off[name], strict=False)) for name in on if name in off}
     return {

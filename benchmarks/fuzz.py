@@ -2,12 +2,12 @@
 
     python benchmarks/fuzz.py --inputs 10000
 
-Each format is fuzzed in a process of its own: a crash ends it, an alarm ends an input that takes
-too long, a limit on memory ends one that grows. Python's own audit hooks report whatever is
-executed, and whatever is opened, outside the directory that is loaded. Formats: config.json,
-tokenizer.json, token files, safetensors, metrics.jsonl, checkpoints, checkpoints whose manifest
-was made to fit the damage, as one who means harm would, and the options of the commands, which end
-with one line and exit code 2, or are valid.
+Each format is fuzzed in a process of its own, so that a crash is noticed. A timer ends an input
+that takes too long, and a limit ends a format whose memory grows. Audit hooks report programs that
+are executed, and files that are opened outside the directory being loaded. Formats: config.json,
+tokenizer.json, token files, safetensors, metrics.jsonl, checkpoints, checkpoints with a manifest
+forged to fit the damage, and command-line options, which must be valid or end with one line and
+exit code 2.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ import runner
 import tyro
 
 SECONDS, MEBIBYTES = 20, 1024
-"""Of the processor for one input; and how much memory all of a format's may add."""
+"""Processor time per input, and memory growth per format."""
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class")
 NUMBERS = (-1, 0, 1, 2**31, 2**63, 10**18, 10**400, 1e308, float("nan"), float("inf"))
 VALUES = (*NUMBERS, None, True, "", "../../etc/passwd", "/etc/passwd", [], {}, [[[]]], "\ud800")
@@ -45,7 +45,7 @@ class Options:
     inputs: int = 10_000
     """How many mutated files of each format."""
     formats: tuple[str, ...] = ()
-    """Which; all of them by default."""
+    """The formats to fuzz; by default all."""
     seed: int = 0
     """Decides the mutations."""
     child: bool = False
@@ -56,15 +56,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Target:
-    """Files to mutate below a directory, what loads them, and what must be repaired after."""
+    """Files to mutate, a function that loads them, and a repair after each mutation."""
 
     files: list[Path]
     load: Callable[[], Any]
     repair: Callable[[Path], None] = lambda path: None
     detects_all: bool = False
-    """Whether a file that is not as it was must never load."""
+    """Whether every changed file must be refused."""
     opens_anything: bool = False
-    """Whether it may open any file, as a command does whose options name one."""
+    """Whether loading may open any file, as with options that name files."""
 
 
 def main(options: Options) -> None:
@@ -93,19 +93,19 @@ def in_a_process(name: str, options: Options) -> dict[str, Any]:
 
 
 def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
-    """Load so many mutations of one format, and count what came of it."""
+    """Load mutations of one format, and count the outcomes."""
     logging.disable(logging.ERROR)
     chance = random.Random(f"{name} {seed}")
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory).resolve()
         target = TARGETS[name](root)
-        target.load()  # what it imports and compiles is not the input's doing
+        target.load()  # imports and compiles before anything is measured
         originals = {path: path.read_bytes() for path in target.files}
         watched = AuditHook(root)
         signal.signal(signal.SIGPROF, hung)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         count = {"inputs": inputs, "loaded": 0, "refused": 0}
-        escapes: list[str] = []
+        escapes, grown = list[str](), 0.0
         for _ in range(inputs):
             path = chance.choice(target.files)
             original = originals[path]
@@ -138,7 +138,7 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
 
 
 class AuditHook:
-    """Hears Python open files and start programs while `on`."""
+    """Records opened files and started programs while `on`."""
 
     def __init__(self, root: Path) -> None:
         self.on, self.found = False, list[str]()
@@ -159,7 +159,7 @@ class AuditHook:
 
 
 class Hung(BaseException):
-    """What no loader can take for an error of its own."""
+    """An error that no loader catches."""
 
 
 def hung(*_: object) -> None:
@@ -172,7 +172,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def mutated(original: bytes, chance: random.Random) -> bytes:
-    """One to three mutations, of bytes or, where it is JSON, of its values."""
+    """Apply one to three mutations, of bytes or of JSON values."""
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         values = parsed(original) if chance.random() < 0.6 else None
         if values is None:
@@ -209,7 +209,7 @@ def mutated_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_json(values: Any, chance: random.Random) -> Any:
-    """The same with one value, one name or one item changed."""
+    """Change one value, name or item."""
     places = list(containers(values))
     if not places:
         return chance.choice(VALUES)
@@ -245,7 +245,7 @@ def parsed(data: bytes) -> Any:
 
 
 def trained(root: Path) -> Path:
-    """A small run."""
+    """The directory of a small run."""
     from jgpt import DataConfig, ModelConfig, TrainConfig, fit
 
     text = root / "text.txt"
@@ -262,11 +262,17 @@ def trained(root: Path) -> Path:
     return fit(config).directory
 
 
-def config_json(root: Path) -> Target:
-    from jgpt.runs.checkpoints import load
+def files_of_a_run(pattern: str, **how: Any) -> Callable[[Path], Target]:
+    """A target of the files below a run that match a pattern."""
 
-    run = trained(root)
-    return Target([run / "config.json"], lambda: load(run))
+    def target(root: Path) -> Target:
+        from jgpt.runs.checkpoints import load
+
+        run = trained(root)
+        files = sorted(path for path in run.glob(pattern) if path.is_file())
+        return Target(files, lambda: load(run), **how)
+
+    return target
 
 
 def tokenizer_json(root: Path) -> Target:
@@ -274,7 +280,6 @@ def tokenizer_json(root: Path) -> Target:
     from jgpt.data.tokenizers import tokenizer_from_json
 
     text = "the quick brown fox jumps over the lazy dog\n"
-    path = root / "tokenizer.json"
     kinds = [CharTokenizer.from_text(text), ByteTokenizer(), BPETokenizer.train([text] * 20, 270)]
     files = []
     for index, tokenizer in enumerate(kinds):
@@ -327,27 +332,9 @@ def metrics_jsonl(root: Path) -> Target:
     return Target([run.path / "metrics.jsonl", run.path / "provenance.jsonl"], load)
 
 
-def checkpoint(root: Path) -> Target:
-    from jgpt.runs.checkpoints import load
-
-    run = trained(root)
-    best = run / "checkpoints" / "2"  # the early one is not loaded
-    files = sorted(path for path in best.rglob("*") if path.is_file())
-    return Target(files, lambda: load(run), detects_all=True)
-
-
-def forged_checkpoint(root: Path) -> Target:
-    from jgpt.runs.checkpoints import load
-
-    run = trained(root)
-    weights = run / "checkpoints" / "2" / "weights"
-    files = sorted(path for path in weights.rglob("*") if path.is_file())
-    return Target(files, lambda: load(run), repair=lambda path: forge(run, path))
-
-
-def forge(run: Path, path: Path) -> None:
-    """Make the manifest fit a file."""
-    manifest = run / "checkpoints" / "2" / "manifest.json"
+def forge(path: Path) -> None:
+    """Make the manifest of a checkpoint fit one of the files."""
+    manifest = next(it for it in (each / "manifest.json" for each in path.parents) if it.exists())
     values = json.loads(manifest.read_text())
     del values["sha256"]
     data = path.read_bytes()
@@ -429,10 +416,11 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "tokenizer.json": tokenizer_json,
     "tokens": token_files,
     "metrics.jsonl": metrics_jsonl,
-    "checkpoint": checkpoint,
-    "config.json": config_json,
+    # the early checkpoint is not loaded
+    "checkpoint": files_of_a_run("checkpoints/2/**/*", detects_all=True),
+    "config.json": files_of_a_run("config.json"),
     "safetensors": safetensors,
-    "forged checkpoint": forged_checkpoint,
+    "forged checkpoint": files_of_a_run("checkpoints/2/weights/**/*", repair=forge),
     "options": command_lines,
     "train --config": config_option,
 }

@@ -1,4 +1,4 @@
-"""Everything that an accelerator is for, beside nanoGPT on the same one.
+"""Training and sampling on an accelerator, beside nanoGPT on the same one.
 
     JGPT_DATA_DIR=DIR python benchmarks/gpu.py --nanogpt PATH --parts step
 
@@ -30,7 +30,7 @@ from jgpt.config import TrainConfig
 from jgpt.presets import preset
 
 TARGET = 1.4655
-"""What nanoGPT's Shakespeare setting reaches on a GPU: its best of a run, mean of five seeds."""
+"""The best loss of nanoGPT's Shakespeare setting on a GPU, mean of five seeds."""
 TOY_TRAIN = ("--steps=4", "--eval-interval=2", "--steps-per-call=2", "--eval-tokens=100")
 TOY_NANOGPT = (
     *("--device=cpu", "--compile=False", "--eval_iters=1", "--max_iters=2", "--eval_interval=1"),
@@ -43,11 +43,11 @@ class Options(Rounds):
     nanogpt: Path | None = None
     """A checkout of nanoGPT; without it jgpt is measured alone."""
     parts: tuple[Literal["step", "train", "sampling"], ...] = ("step", "train", "sampling")
-    """What to run."""
+    """The parts to run."""
     train_preset: str = "nanogpt-char"
-    """What `jgpt train` trains."""
+    """The preset for `jgpt train`."""
     batch_size: int = 32
-    """Of GPT-2's step."""
+    """Batch size of the GPT-2 step."""
     toy: bool = False
     """Tiny sizes, in float32."""
 
@@ -85,7 +85,7 @@ def training(options: Options, folder: Path) -> list[Variant]:
 
 
 def draws(options: Options, folder: Path) -> list[Variant]:
-    """Without a step beyond the block, where nanoGPT's window would slide."""
+    """At most one block of tokens; beyond it, nanoGPT's window would slide."""
     subprocess.run(python("sampling.py", "--prepare", folder), check=True, capture_output=True)
     its = sampling.Options(
         nanogpt=options.nanogpt,

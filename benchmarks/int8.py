@@ -1,9 +1,9 @@
-"""What weights in int8 cost: the validation loss of trained runs with and without them.
+"""The validation loss of trained runs with and without int8 weights.
 
     python benchmarks/int8.py RUN [RUN ...]
 
 The loss is exact: each token of the validation split is a target once. `agrees` is the share of
-them whose likeliest token stays the same.
+targets whose most likely token stays the same.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def main(options: Options) -> None:
 
 
 def evaluated(model: Any, windows: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:
-    """The mean loss over the targets that count, and the likeliest token at each position."""
+    """The mean loss over the counted targets, and the most likely token at each position."""
     graph, weights = nnx.split(model)
 
     @jax.jit

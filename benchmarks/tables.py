@@ -13,10 +13,13 @@ from typing import Any
 
 from runner import PROCESSOR, RESULTS, ROOT, median, spread
 
-PAGES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md", ROOT / "README.md"
+PAGES = tuple(
+    ROOT / page
+    for page in ("docs/benchmarks.md", "docs/scale.md", "README.md", "benchmarks/ablation.md")
+)
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = tuple[str, str, str, str, str]
-"""What, theirs, jgpt's, the ratio, the target."""
+"""The columns of HEADER."""
 
 
 def record(name: str) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def record(name: str) -> dict[str, Any]:
 
 
 def ratio(value: float, target: float, *, more: bool = False) -> tuple[str, str]:
-    """The cells of a ratio and of what was aimed at."""
+    """The cells for a ratio and its target."""
     missed = value < target if more else value > target
     return f"{value:.2f}", f"{target:g}{' (missed)' if missed else ''}"
 
@@ -80,7 +83,7 @@ def command_rows() -> Iterator[Row]:
 
 
 def decoding() -> Iterator[tuple[str, str, dict[str, list[float]]]]:
-    """Of each size and batch, or prompt: its label, its figure, and the engines' measurements."""
+    """For each model and batch size, or prompt: label, figure, and the values by engine."""
     measured = record("sampling")["figures"]
     for model in ("10.7M", "124M"):
         engines = {
@@ -95,7 +98,7 @@ def decoding() -> Iterator[tuple[str, str, dict[str, list[float]]]]:
 
 
 def ctranslate2(found: dict[str, list[float]], dtype: str, figure: str) -> list[float]:
-    """With one thread or with two: the faster."""
+    """The faster of one thread and two."""
     its = [found[f"CTranslate2 {dtype} {threads}"] for threads in (1, 2)]
     return (min if figure == "prompt_seconds" else max)(its, key=statistics.median)
 
@@ -110,7 +113,7 @@ def sampling_rows() -> Iterator[Row]:
 
 
 def best_rows() -> Iterator[Row]:
-    """In windows of each length; theirs are nanoGPT's settings that have it."""
+    """One row per window length; theirs are the nanoGPT settings measured at that length."""
     models = record("shakespeare_best").get("models", {})
     ours = models.get("shakespeare-best", {"test": {}})["test"]
     for size, mine in ours.items():
@@ -127,7 +130,7 @@ def mean_of(found: dict[str, float]) -> str:
 
 
 def own_rows() -> Iterator[Row]:
-    """Start, memory, growth, rounding, and what shape checks cost."""
+    """Startup, memory, scaling, rounding, and the cost of shape checks."""
     started, memory = record("startup")["figures"], record("memory")["figures"]
     if started:
         seconds = median(started, "jgpt --help", "seconds")
@@ -209,7 +212,23 @@ def best_table() -> list[list[str]]:
 def candidates_table() -> list[list[str]]:
     table = [["change of `shakespeare-best`", "loss on the validation half"]]
     losses = record("shakespeare_best").get("candidates", {})
-    return table + [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.get)]
+    table += [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.get)]
+    return table
+
+
+def ablation_table() -> list[list[str]]:
+    """The worst change last."""
+    figures = record("ablation")["figures"]
+    figures.pop(PROCESSOR, None)
+    loss = {name: statistics.mean(its["validation_loss"]) for name, its in figures.items()}
+    step = {name: statistics.mean(its["milliseconds"]) for name, its in figures.items()}
+    base = "the preset"
+    table = [["one change", "loss", "each seed", "difference", "a step's time, of the preset's"]]
+    for name in sorted(loss, key=loss.__getitem__):
+        seeds = ", ".join(f"{each:.3f}" for each in figures[name]["validation_loss"])
+        difference, time = f"{loss[name] - loss[base]:+.3f}", f"{step[name] / step[base]:.2f}"
+        table.append([name, f"{loss[name]:.3f}", seeds, difference, time])
+    return table
 
 
 def breakdown_table() -> list[list[str]]:
@@ -237,8 +256,9 @@ def ahead_table() -> list[list[str]]:
         found.setdefault((step["preset"], step["on"]), []).append((least, sent, cells))
     for steps in found.values():
         min(steps)[2][3] += " (best)"
-    header = "preset, chips, sequences, mesh, memory of a chip, a chip sends, bound by, at least"
-    return [header.split(", "), *(cells for steps in found.values() for *_, cells in steps)]
+    sizes = "preset", "chips", "sequences", "mesh", "memory of a chip"
+    header = [*sizes, "a chip sends", "bound by", "at least"]
+    return [header, *(cells for steps in found.values() for *_, cells in steps)]
 
 
 def processors_table() -> list[list[str]]:
@@ -258,6 +278,7 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "decoding": decoding_table,
     "best": best_table,
     "candidates": candidates_table,
+    "ablation": ablation_table,
     "breakdown": breakdown_table,
     "processors": processors_table,
     "ahead": ahead_table,

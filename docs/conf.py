@@ -1,4 +1,4 @@
-"""The site, for Sphinx: `make docs`. Its pages are the repository's own files, where they lie.
+"""Sphinx configuration of the site: `make docs`. The pages are the files of the repository.
 
 With `--fail-on-warning` a broken link, a public name without documentation and a page that asks
 another host for something are errors.
@@ -90,7 +90,7 @@ class Legend(SphinxDirective):
 
 
 class Public(SphinxDirective):
-    """The public names that come from the modules in the content."""
+    """The public names of the modules in the content."""
 
     has_content = True
 
@@ -137,7 +137,7 @@ class LinkDimensions(SphinxPostTransform):
 
 
 class UnlinkFolders(SphinxPostTransform):
-    """A folder of the repository is no page of the site: its name stays."""
+    """Show links to folders of the repository, which have no page, as text."""
 
     default_priority = 5
 
@@ -151,7 +151,7 @@ class UnlinkFolders(SphinxPostTransform):
 def simplify_signature(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, arguments: str, result: str
 ) -> tuple[str | None, str | None]:
-    """Write types as the source does; a config's fields are listed below it."""
+    """Write types as in the source; omit the signature of a config, whose fields are listed."""
     if inspect.isclass(thing) and dataclasses.is_dataclass(thing) and options.members:
         return None, None
     return plain(arguments), plain(result)
@@ -180,7 +180,7 @@ def require_public_names(app: Sphinx, env: Any) -> None:
 
 
 def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Give the README, which is also read elsewhere, the site's table of contents."""
+    """Append the table of contents to the README."""
     if docname == root_doc:
         source[0] += CONTENTS
 
@@ -189,11 +189,11 @@ FETCHED = re.compile(
     r"""<(?!a\b)[^>]*\b(?:src|href|srcset|data|action|poster)\s*=\s*["']?\s*((?:https?:)?//[^\s"'>]+)"""
     r"""|(?:url\(|@import|\bfetch\(|\bimport\()\s*["']?((?:https?:)?//[^\s"')]+)"""
 )
-"""What a page, a style or a script gets from another host. Links to follow are none of it."""
+"""Addresses that a page, a style or a script loads from another host; links don't count."""
 
 
 def check_pages(app: Sphinx, exception: Exception | None) -> None:
-    """Show the README at the root, and refuse a page that asks another host for something."""
+    """Copy the README to the index, and refuse pages that load from another host."""
     if exception is not None:
         return
     shutil.copy(Path(app.outdir, "README.html"), Path(app.outdir, "index.html"))
@@ -205,7 +205,6 @@ def check_pages(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register the above."""
     app.add_directive("legend", Legend)
     app.add_directive("public", Public)
     app.add_post_transform(LinkDimensions)

@@ -1,7 +1,7 @@
 """The README's pictures, from a model trained for a minute: `make pictures`.
 
-docs/pictures/terminal.svg is what the two commands show on a terminal, docs/pictures/attention.png
-one of the model's heads beside the sample.
+docs/pictures/terminal.svg shows the two commands on a terminal, docs/pictures/attention.png one
+head of the model beside the sample.
 """
 
 import os
@@ -61,7 +61,7 @@ def _read(terminal: int) -> bytes:
 
 
 def draw_terminal(lines: list[str]) -> None:
-    """Write the lines as rich draws a terminal, with the reader's own monospaced font."""
+    """Write the lines as a terminal drawn by rich, in the reader's monospaced font."""
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
     for line in lines:
         console.print(Text(line, style="bold" if line.startswith("$ ") else ""))
@@ -71,7 +71,7 @@ def draw_terminal(lines: list[str]) -> None:
 
 
 def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer, sample: str) -> None:
-    """Write the weights of the last layer's sharpest head over a line, beside a sample."""
+    """Write the attention weights of the sharpest head in the last layer, beside a sample."""
     weights = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode(LINE))[None])[-1, 0])
     head = weights.max(-1).mean(-1).argmax()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
@@ -87,7 +87,6 @@ def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer, sample: str) 
 
 
 def main() -> None:
-    """Run the commands, and draw."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         output = [shown(command, folder) for command in COMMANDS]

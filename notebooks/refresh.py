@@ -1,8 +1,8 @@
-"""Execute lessons from top to bottom, each in a fresh process, and keep what they give.
+"""Execute lessons from top to bottom, each in a fresh process, and save the outputs.
 
-`make notebooks` runs this on all of them; names of notebooks choose some. Solutions of exercises,
-which are folded in Markdown cells, run where they stand. Pictures get the alternative text that
-their cell's metadata has for MyST-NB, `{"mystnb": {"image": {"alt": "..."}}}`.
+`make notebooks` runs this on all lessons; arguments choose some by path. Solutions of exercises,
+folded in Markdown cells, are run in place. The alternative text of a picture comes from the
+metadata of the cell, as MyST-NB has it: `{"mystnb": {"image": {"alt": "..."}}}`.
 """
 
 import base64
@@ -22,7 +22,7 @@ CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def solutions(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """A code cell for each solution that is folded in a Markdown cell."""
+    """A code cell for each solution folded in a Markdown cell."""
     folded = SOLUTION.findall(cell.source) if cell.cell_type == "markdown" else []
     sources = ["\n".join(CODE.findall(text)) for text in folded]
     return [new_code_cell(source, metadata={"tags": ["solution"]}) for source in sources]
@@ -41,7 +41,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
         coalesce_streams=True,
         resources={"metadata": {"path": str(FOLDER)}},
     )
-    # the package that lies beside the notebooks, whichever is installed
+    # the package beside the notebooks, not an installed one
     client.execute(env={"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(FOLDER.parent)})
     notebook.cells = [c for c in notebook.cells if "solution" not in c.metadata.get("tags", ())]
     code = (cell for cell in notebook.cells if cell.cell_type == "code")
@@ -59,7 +59,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
 
 
 def save_pictures(notebook: nbformat.NotebookNode) -> None:
-    """Write the pictures that the README shows: those of cells that name one."""
+    """Write the README's pictures, from the cells with a `picture` in their metadata."""
     for cell in notebook.cells:
         if name := cell.metadata.get("picture"):
             picture = next(output.data["image/png"] for output in cell.outputs if "data" in output)

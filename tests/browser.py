@@ -24,7 +24,7 @@ OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "
 
 
 class Page:
-    """One page; `errors` and `requests` are all that it complained of and asked for."""
+    """One page, with the console errors and the requested URLs."""
 
     def __init__(self, to: int, of: int) -> None:
         self._to, self._of, self._buffer, self._ids = to, of, b"", itertools.count(1)
@@ -40,7 +40,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **options: Any) -> dict[str, Any]:
-        """The result of a command; events on the way to it are kept."""
+        """Send a command and return the result; errors and requests before it are recorded."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": options, **self._session}
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -71,7 +71,7 @@ class Page:
         return message
 
     def open(self, path: Path, width: int = 1280, scheme: str = "light") -> None:
-        """Open a file at a width, in light or dark colours; phones have touch and sharp screens."""
+        """Open a file at a width, in light or dark colours; a small width emulates a phone."""
         phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -102,12 +102,10 @@ class Page:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
     def click(self, x: float, y: float) -> None:
-        """Click."""
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.mouse(kind, x, y)
 
     def tap(self, x: float, y: float) -> None:
-        """Tap with a finger."""
         self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
@@ -118,7 +116,7 @@ class Page:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
 
     def screenshot(self, *, whole: bool = True) -> bytes:
-        """A PNG of all of the page, or of what is in sight."""
+        """A PNG of the whole page, or of the visible part."""
         data = self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
         return base64.b64decode(data)
 

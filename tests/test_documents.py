@@ -1,6 +1,6 @@
-"""Every code block of the README and the documentation is run, and what it shows compared.
+"""Every code block of the README and the documentation is run, and the output compared.
 
-A block that starts with `$` shows a command and its output, in which `...` stands for anything;
+A block that starts with `$` shows a command and the output, in which `...` stands for anything;
 one that starts with `jgpt:` is a message.
 """
 
@@ -32,8 +32,8 @@ RUN = [
     ROOT / page
     for page in ("README.md", "docs/commands.md", "docs/look.md", "docs/runs.md", "docs/weights.md")
 ]
-"""Pages whose commands are all run. Elsewhere, those that show no output are parsed only: they
-start many processes, or models too large to train here."""
+"""Pages whose commands are all run. On other pages, commands without output are only parsed: they
+start many processes, or train large models."""
 SAME = functools.partial(
     doctest.OutputChecker().check_output,
     optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
@@ -81,7 +81,7 @@ def name(page: Path) -> str:
 
 
 def copy_runs(page: Path, run: Path, folder: Path) -> None:
-    """Put a run where the page has one that it doesn't make."""
+    """Copy a run to each directory that the page uses but doesn't create."""
     text = page.read_text()
     made = set(re.findall(r"--out (runs/\w+)", text))
     for place in set(re.findall(r"\b(runs/\w+)", text)) - made:
@@ -92,7 +92,7 @@ def copy_runs(page: Path, run: Path, folder: Path) -> None:
 
 
 def run_python(block: Block, names: dict[str, Any], page: str) -> str:
-    """What a block prints, or the error that it raises if it shows one."""
+    """The output of a block, or the error if the page shows one."""
     code = compile("\n" * (block.line - 1) + block.code, page, "exec")
     printed = io.StringIO()
     try:
@@ -126,7 +126,7 @@ def test_python_gives_what_the_page_shows(page, trained, tmp_path):
 
 
 def jgpt_words(line: str) -> list[str] | None:
-    """The arguments of jgpt in a line of shell, whoever starts it; None of another command."""
+    """The arguments of jgpt in a line of shell; None for another command."""
     line = re.sub(r"\$'(.*?)'", lambda quoted: f"'{quoted[1]}'", line)
     line = re.sub(r'"\$\(cat .*?\)"', "'So long'", line)
     words = shlex.split(line, comments=True)
@@ -137,7 +137,7 @@ def jgpt_words(line: str) -> list[str] | None:
 
 
 def check_other_command(line: str) -> None:
-    """What a line of another command names exists."""
+    """Check that the targets, extras and files in a line of another command exist."""
     program, *words = shlex.split(line, comments=True)
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -192,7 +192,7 @@ def test_commands_can_be_typed(page, runs):
 
 @pytest.fixture
 def place(tmp_path, shakespeare, poem) -> Path:
-    """A folder with what the pages' commands read."""
+    """A folder with the files that the commands read."""
     torch = pytest.importorskip("torch")
     from tests.parity.test_nanogpt import write
 

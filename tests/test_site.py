@@ -24,7 +24,7 @@ pytestmark = [
 
 
 class Page(HTMLParser):
-    """A page's text, the text and links of each signature, pictures with their text, anchors."""
+    """Text, signatures with their links, pictures with alternative text, and anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def site(tmp_path_factory) -> dict[Path, Page]:
 
 
 def arrays(hint: object) -> list[str]:
-    """The dimensions of each array in an annotation."""
+    """The dimension strings of the arrays in an annotation."""
     if isinstance(hint, type) and issubclass(hint, AbstractArray):
         return [hint.dim_str]
     return [dims for part in typing.get_args(hint) for dims in arrays(part)]
