@@ -1,7 +1,6 @@
 """Plans: the memory and compute of a run before it starts, and whether it is feasible."""
 
 import dataclasses
-import functools
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -33,8 +32,6 @@ from jgpt.training.step import (
     abstract_state,
     dropout_stream,
     make_train_steps,
-    stacked_specs,
-    stacked_state,
     state_specs,
 )
 
@@ -74,8 +71,7 @@ class Plan:
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
     """The train steps of a config, compiled for the mesh that is set, or the default device."""
-    stacked = jax.eval_shape(functools.partial(stacked_state, config), abstract_state(config))
-    state = abstract_arrays(stacked, stacked_specs(config))
+    state = abstract_arrays(abstract_state(config), state_specs(config))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = jax.eval_shape(lambda: dropout_stream(config.seed))
