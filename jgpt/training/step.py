@@ -138,10 +138,9 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     def loss_of(
         weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> Float[Array, ""]:
-        model, at_once = merge(weights), rows_at_once(config.model.vocab_size)
+        model = merge(weights)
         x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
-        if window[:, 1:].size > at_once:
-            _gather_head(model)
+        at_once = _rows_at_once(model, window[:, 1:].size)
         return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
 
     @typed
@@ -230,9 +229,8 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
             window, counted = (shard_by_name(each, "batch", None) for each in batch)
 
             def added():
-                x, at_once = model.hidden(window[:, :-1]), rows_at_once(config.vocab_size)
-                if counted.size > at_once:
-                    _gather_head(model)
+                x = model.hidden(window[:, :-1])
+                at_once = _rows_at_once(model, counted.size)
                 losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
                 return total + jnp.where(counted, losses, 0).sum()
 
@@ -244,11 +242,16 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
     return evaluate
 
 
-def _gather_head(model: LanguageModel) -> None:
-    """Gather the head's weights over the mesh here, or each chunk of a loss would."""
-    if isinstance(model, GPT):
+def _rows_at_once(model: LanguageModel, rows: int) -> int:
+    """How many of a loss's rows of logits to materialise at once.
+
+    If that is not all of them, gather the head over the mesh here, or each chunk would.
+    """
+    at_once = rows_at_once(model.vocab_size)
+    if rows > at_once and isinstance(model, GPT):
         head = model.token_embedding.embedding if model.head is None else model.head.kernel
         gather_once(head, model.dtype)
+    return at_once
 
 
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:
