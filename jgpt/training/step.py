@@ -112,7 +112,7 @@ def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
     """The state that train steps take, from one with each block's own arrays."""
     if not uses_stacked_blocks(config.model):
         return state
-    return jax.device_put(stack_blocks(state), shardings(state_specs(config)))
+    return jax.jit(stack_blocks, out_shardings=shardings(state_specs(config)))(state)
 
 
 def unstack_state(state: TrainState) -> TrainState:
