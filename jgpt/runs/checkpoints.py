@@ -28,7 +28,13 @@ from jgpt.runs.manifest import Manifest, files_below, read_text, sha256_of, veri
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays, current_mesh, weight_specs
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.step import TrainState, abstract_state, layered_state, state_specs
+from jgpt.training.step import (
+    TrainState,
+    abstract_state,
+    stack_state,
+    state_specs,
+    unstack_state,
+)
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
@@ -90,7 +96,7 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps():
             return
-        state = layered_state(self._config, state)
+        state = unstack_state(state)
         partial = self._path / f"saving-{step}"
         ocp = self._open_orbax()
         weights, optimizer = map(ocp.args.StandardSave, (state.weights, state.optimizer))
@@ -135,13 +141,15 @@ class Checkpoints:
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
+        model = dataclasses.replace(config.model, scan_layers=False)
+        unstacked = dataclasses.replace(config, model=model)
 
         def wanted() -> dict[str, Any]:
-            state = abstract_arrays(abstract_state(config), state_specs(config))
+            state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
             return {"weights": state.weights, "optimizer": state.optimizer}
 
         step, restored = self._restore(config, which, wanted)
-        return TrainState(**restored, step=jnp.int32(step))
+        return stack_state(config, TrainState(**restored, step=jnp.int32(step)))
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:

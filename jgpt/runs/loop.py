@@ -59,7 +59,7 @@ from jgpt.training.step import (
     init_state,
     make_eval_step,
     make_train_steps,
-    stacked_state,
+    unstack_state,
 )
 
 ESTIMATE_TOKENS = 2048
@@ -135,11 +135,10 @@ def fit(
             checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
         trackers = stack.enter_context(_recorded(run, saved, start, int(state.step)))
-        progress.started(config, dataset, state, out)
+        progress.started(config, dataset, unstack_state(state), out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
-        state = stacked_state(config, state)
         _train(config, dataset, state, checkpoints, logger, profiler, progress, should_stop)
         checkpoints.wait()
         release_memory()

@@ -57,7 +57,7 @@ def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, 
 
 
 def _dimensions(path: tuple[Any, ...], leaf: Any) -> int:
-    """The dimensions of a parameter, without the one along which blocks are stacked."""
+    """The number of dimensions of a parameter in one block."""
     return leaf.ndim - (STACKED in path)
 
 
@@ -199,5 +199,5 @@ def average_weights(
 def trained_weights(
     weights: PyTree[Float[Array, "?*shape"], "Weights"], state: Any
 ) -> PyTree[Float[Array, "?*shape"], "Weights"]:
-    """The weights to differentiate at: those that are trained, if `weights` are their average."""
+    """The weights to differentiate at: `weights`, or the trained ones if these are an average."""
     return state.trained if isinstance(state, AverageState) else weights

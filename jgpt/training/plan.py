@@ -1,7 +1,6 @@
 """Plans: the memory and compute of a run before it starts, and whether it is feasible."""
 
 import dataclasses
-import functools
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -33,8 +32,6 @@ from jgpt.training.step import (
     abstract_state,
     dropout_stream,
     make_train_steps,
-    stacked_specs,
-    stacked_state,
     state_specs,
 )
 
@@ -44,7 +41,7 @@ class TrainingMemory:
     """The memory of the train steps on each device, in bytes, by XLA's analysis."""
 
     state: int
-    """Parameters and optimizer state; on one device that is a checkpoint's size too."""
+    """Parameters and optimizer state; on one device also the size of a checkpoint."""
     working: int
     """Activations, gradients and batches."""
 
@@ -67,15 +64,14 @@ class Plan:
     mesh: str | None
     """None on one device."""
     replicated: tuple[str, ...]
-    """Dimensions of parameters that the mesh doesn't divide, and what that costs."""
+    """Dimensions that the mesh doesn't divide, and the memory it costs."""
     flops: int
     """For all steps."""
 
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
     """The train steps of a config, compiled for the mesh that is set, or the default device."""
-    stacked = jax.eval_shape(functools.partial(stacked_state, config), abstract_state(config))
-    state = abstract_arrays(stacked, stacked_specs(config))
+    state = abstract_arrays(abstract_state(config), state_specs(config))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = jax.eval_shape(lambda: dropout_stream(config.seed))
@@ -161,7 +157,7 @@ def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
 
 
 def format_bytes(size: int) -> str:
-    """A size in the largest binary unit that it reaches, such as 1.5 MiB."""
+    """Format a size in a binary unit, such as 1.5 MiB."""
     units = "bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"
     power = min(max(size.bit_length() - 1, 0) // 10, len(units) - 1)
     return f"{size / 1024**power:,.{min(power, 1)}f} {units[power]}"
@@ -178,12 +174,12 @@ def default_mesh(config: TrainConfig, devices: int, memory_limit: int | None) ->
 
 @typed
 def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
-    """The bytes of a tree's arrays."""
+    """The total bytes of a tree of arrays."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
-    """The bytes of a tree's arrays that lie on each device of a mesh."""
+    """The bytes of a tree of arrays on each device of a mesh."""
     return sum(
         math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
@@ -192,17 +188,17 @@ def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter lies on a mesh."""
+    """How a parameter is sharded over a mesh."""
 
     name: str
     sharding: str
-    """Its dtype and shape, each dimension with the axes that shard it, as JAX writes them."""
+    """Dtype and shape with the mesh axes of each dimension, as JAX writes them."""
     on_each: int
     """Bytes on each device."""
 
 
 def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement]:
-    """Where each parameter of a model lies on a mesh."""
+    """How each parameter of a model is sharded over a mesh."""
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
         spec = spec_of(dimensions_of(variable), variable.shape, mesh)
@@ -217,7 +213,7 @@ def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement
 
 
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The dimensions of parameters that a mesh doesn't divide, and the memory that costs."""
+    """Dimensions of parameters that a mesh doesn't divide, and the memory it costs."""
     costs: Counter[str] = Counter()
     for _, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
         dimensions, shape = dimensions_of(variable), variable.shape

@@ -1,6 +1,5 @@
 """Train and evaluation steps: pure functions of (state, batch), jit-compiled."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,11 +30,11 @@ from jgpt.sharding import (
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer, trained_weights
 from jgpt.training.stacking import (
     STACKED,
-    model_of,
+    merge_with,
     stack_blocks,
     stack_specs,
-    stacks,
     unstack_blocks,
+    uses_stacked_blocks,
 )
 
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
@@ -44,7 +43,7 @@ _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's ke
 @record
 @dataclass(frozen=True)
 class TrainState:
-    """The train state: weights, optimizer state and step."""
+    """The train state. With `scan_layers`, the arrays of the blocks are stacked."""
 
     weights: Weights
     optimizer: PyTree[Float[Array, "..."] | Int[Array, ""]]
@@ -84,7 +83,8 @@ def _init_state(config: TrainConfig) -> TrainState:
     model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer = make_optimizer(config.optimizer, config.steps)
-    return TrainState(weights, jax.jit(optimizer.init)(weights), jnp.zeros((), jnp.int32))
+    state = TrainState(weights, jax.jit(optimizer.init)(weights), jnp.zeros((), jnp.int32))
+    return stack_blocks(state) if uses_stacked_blocks(config.model) else state
 
 
 @typed
@@ -104,35 +104,21 @@ def abstract_state(config: TrainConfig) -> TrainState:
 def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
     """How the train state is sharded over a mesh, by default the one that is set."""
     specs = weight_specs(abstract_model(config.model), current_mesh() if mesh is None else mesh)
+    specs = stack_specs(specs) if uses_stacked_blocks(config.model) else specs
     return specs_like(abstract_state(config), specs)
 
 
-def stacked_state(config: TrainConfig, state: TrainState) -> TrainState:
-    """The state as steps that scan over the blocks keep it, and as it is for others."""
-    return _stacked(config, state) if stacks(config.model) else state
+def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
+    """The state that train steps take, from one with each block's own arrays."""
+    if not uses_stacked_blocks(config.model):
+        return state
+    return jax.jit(stack_blocks, out_shardings=shardings(state_specs(config)))(state)
 
 
-def layered_state(config: TrainConfig, state: TrainState) -> TrainState:
-    """The state with each block's own arrays again."""
-    return _layered(config, state) if stacks(config.model) else state
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _stacked(config: TrainConfig, state: TrainState) -> TrainState:
-    state = stack_blocks(state)
-    return state if current_mesh().empty else constrain(state, stacked_specs(config))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _layered(config: TrainConfig, state: TrainState) -> TrainState:
-    state = unstack_blocks(state, config.model.num_layers)
-    return state if current_mesh().empty else constrain(state, state_specs(config))
-
-
-def stacked_specs(config: TrainConfig) -> TrainState:
-    """How `stacked_state` is sharded over the mesh that is set."""
-    specs = state_specs(config)
-    return stack_specs(specs) if stacks(config.model) else specs
+def unstack_state(state: TrainState) -> TrainState:
+    """The state with each block's own arrays, as in checkpoints."""
+    is_stacked = STACKED.key in state.weights.get("blocks", {})
+    return jax.jit(unstack_blocks)(state) if is_stacked else state
 
 
 def make_train_steps(config: TrainConfig) -> TrainSteps:
@@ -140,11 +126,11 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
 
     One program serves every count. The state is donated. A step whose loss or gradient is not
     finite is skipped, and so are all after it, in later calls too: their `first_step` is ahead of
-    the state's step. With `scan_layers` a state that isn't stacked yet is stacked for each call.
+    the state's step.
     """
     if (micro_batches := config.micro_batches) == "auto":
         raise ValueError("micro_batches=auto has to be decided first, by plan.with_micro_batches")
-    merged = model_of(config.model)
+    merge = merge_with(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
@@ -152,10 +138,9 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     def loss_of(
         weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> Float[Array, ""]:
-        model, at_once = merged(weights), rows_at_once(config.model.vocab_size)
+        model = merge(weights)
         x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
-        if window[:, 1:].size > at_once:
-            _gather_head(model)
+        at_once = _rows_at_once(model, window[:, 1:].size)
         return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
 
     @typed
@@ -189,7 +174,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         weights = optax.apply_updates(state.weights, updates)
         stepped = TrainState(weights, optimizer_state, state.step + 1)
         if not current_mesh().empty:
-            stepped = constrain(stepped, stacked_specs(config))
+            stepped = constrain(stepped, state_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
         return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
@@ -203,8 +188,6 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         first_step: Int[Array, ""] | None = None,
     ) -> tuple[TrainState, Metrics]:
         first = state.step if first_step is None else first_step
-        layered = stacks(config.model) and STACKED.key not in state.weights["blocks"]
-        state = stacked_state(config, state) if layered else state
 
         # A dynamic trip count: one program for every count, and bitwise equal steps however they
         # are grouped into calls.
@@ -221,7 +204,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         empty = jnp.zeros(windows.shape[0], _loss_dtype(config.model))
         carry = jnp.zeros((), jnp.int32), state, [empty, empty, empty]
         _, state, metrics = jax.lax.while_loop(unfinished, body, carry)
-        return layered_state(config, state) if layered else state, Metrics(*metrics)
+        return state, Metrics(*metrics)
 
     return jax.jit(steps, donate_argnums=0)
 
@@ -231,7 +214,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
 
     A batch without counted targets is skipped at run time.
     """
-    merged = model_of(config)
+    merge = merge_with(config)
 
     @jax.jit
     @typed
@@ -240,15 +223,14 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
         windows: Int[Array, "batches batch window"],
         counts: Bool[Array, "batches batch window-1"],
     ) -> Float[Array, ""]:
-        model = merged(weights)
+        model = merge(weights)
 
         def add(total, batch):
             window, counted = (shard_by_name(each, "batch", None) for each in batch)
 
             def added():
-                x, at_once = model.hidden(window[:, :-1]), rows_at_once(config.vocab_size)
-                if counted.size > at_once:
-                    _gather_head(model)
+                x = model.hidden(window[:, :-1])
+                at_once = _rows_at_once(model, counted.size)
                 losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
                 return total + jnp.where(counted, losses, 0).sum()
 
@@ -260,11 +242,16 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
     return evaluate
 
 
-def _gather_head(model: LanguageModel) -> None:
-    """Gather the head's weights over the mesh here, or each chunk of a loss would."""
-    if isinstance(model, GPT):
+def _rows_at_once(model: LanguageModel, rows: int) -> int:
+    """How many of a loss's rows of logits to materialise at once.
+
+    If that is not all of them, gather the head over the mesh here, or each chunk would.
+    """
+    at_once = rows_at_once(model.vocab_size)
+    if rows > at_once and isinstance(model, GPT):
         head = model.token_embedding.embedding if model.head is None else model.head.kernel
         gather_once(head, model.dtype)
+    return at_once
 
 
 def _loss_dtype(config: ModelConfig) -> jnp.dtype:

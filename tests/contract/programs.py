@@ -190,6 +190,7 @@ def training() -> None:
     """Steps and evaluations."""
     for config in (TRAIN, STACKED):
         state = step.abstract_state(config)
+        traced(step.unstack_state, state)
         train: Any = step.make_train_steps(config)
         evaluate: Any = step.make_eval_step(config.model)
         train.trace(state, INT(6, 4, 9), KEY, 6)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -21,8 +20,16 @@ from jgpt.nn.attention import split_heads
 from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.models import abstract_model
 from jgpt.nn.products import project
-from jgpt.sharding import dimensions_of, make_mesh, read, replicate, shard_by_name, shardings
-from jgpt.training import stacking, step
+from jgpt.sharding import (
+    abstract_arrays,
+    dimensions_of,
+    make_mesh,
+    read,
+    replicate,
+    shard_by_name,
+    shardings,
+)
+from jgpt.training import step
 from jgpt.training.step import (
     abstract_state,
     dropout_stream,
@@ -31,31 +38,9 @@ from jgpt.training.step import (
     state_specs,
 )
 from tests.quick import only
-from tests.training.test_mesh import MESHES, RUNS, config_of, losses, losses_on_one_device
+from tests.training.test_mesh import ALL, CONFIGS, GROUPED, MESHES, config_of
 
-ALL = "data=2,fsdp=2,tensor=2"
 BATCH = ("data", "fsdp")
-GROUPED = {"num_kv_heads": 4, "ngram_sizes": (2,), "ngram_rows": 21, "ngram_dropout": 0.2}
-CONFIGS = {
-    "lecture": config_of("lecture", "adamw", model={"dropout": 0.1}),
-    "lecture in bfloat16": config_of("lecture", "adamw", model={"dtype": "bfloat16"}),
-    "nanogpt": config_of("nanogpt", "adamw"),
-    "gpt2": config_of("gpt2", "muon", 0.9),
-    "modern": config_of("modern", "muon", model={**GROUPED, "attention_window": 4}),
-    "bigram": config_of("bigram", "adamw"),
-    "accumulated": config_of(
-        "nanogpt",
-        "adamw",
-        model={"dropout": 0.2, "attention_window": 4, "rematerialise": True},
-        batch_size=48,
-        micro_batches=2,
-    ),
-    "scanned": config_of("modern", "muon", model={**GROUPED, "scan_layers": True}),
-    "heads that tensor=8 doesn't divide": config_of(
-        "modern", "adamw", model={"num_heads": 6, "num_kv_heads": 3}
-    ),
-    "a vocabulary that no axis divides": config_of("nanogpt", "adamw", model={"vocab_size": 41}),
-}
 
 
 def explicit(mesh: str):
@@ -64,11 +49,7 @@ def explicit(mesh: str):
 
 def arguments(config: TrainConfig, batch: Any = BATCH) -> tuple[Any, Any]:
     """A train state and windows, abstract, sharded over the mesh that is set."""
-    state = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        abstract_state(config),
-        shardings(state_specs(config)),
-    )
+    state = abstract_arrays(abstract_state(config), state_specs(config))
     shape, where = (3, config.batch_size, 11), shardings(P(None, batch, None))
     return state, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
 
@@ -81,22 +62,19 @@ def trace(config: TrainConfig, mesh: str = ALL, batch: Any = BATCH) -> None:
 # --- the whole step ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        *only(
-            [("modern", ALL), ("accumulated", ALL), ("lecture in bfloat16", ALL)],
-            [(name, ALL) for name in CONFIGS],
-        ),
-        ("heads that tensor=8 doesn't divide", "tensor=8"),
-        *(
-            pytest.param(name, mesh, marks=pytest.mark.slow)
-            for name in ("lecture", "modern", "bigram", "accumulated", "scanned")
-            for mesh in MESHES
-            if mesh != ALL
-        ),
-    ],
-)
+TRACED = [
+    *((name, ALL) for name in CONFIGS),
+    ("heads that tensor=8 doesn't divide", "tensor=8"),
+    *(
+        (name, mesh)
+        for name in ("lecture", "modern", "bigram", "accumulated", "scanned")
+        for mesh in MESHES[:-1]
+    ),
+]
+QUICK_TRACES = [(name, ALL) for name in ("modern", "accumulated", "lecture in bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "mesh"), only([*QUICK_TRACES, TRACED[len(CONFIGS)]], TRACED))
 def test_the_step_is_sharded_as_the_names_say(name, mesh):
     trace(CONFIGS[name], mesh)
 
@@ -112,27 +90,13 @@ def test_so_is_the_loss_in_chunks_and_the_evaluation(name, monkeypatch):
         make_eval_step(config.model).trace(state.weights, windows, counts)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "mesh", [ALL, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh != ALL)]
-)
+@pytest.mark.parametrize("mesh", only([ALL], MESHES))
 def test_so_is_the_fused_attention(mesh, monkeypatch):
     monkeypatch.setattr(
         heads, "fused_attend", functools.partial(fused_attend, implementation="xla")
     )
     model = {"attention_kernel": "cudnn", "embed_dim": 64, "num_kv_heads": 4}
     trace(config_of("nanogpt", "adamw", model={**model, "activation_dtype": "bfloat16"}), mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mesh"), [("modern", ALL), ("lecture", "fsdp=8"), ("accumulated", ALL)]
-)
-def test_steps_are_those_of_one_device(name, mesh):
-    with jax.enable_x64(True), explicit(mesh):
-        found = losses(RUNS[name], 3)
-    wanted = losses_on_one_device(name, 3)
-    assert np.abs(found[:-1] - wanted[:-1]).max() < 1e-12
-    assert abs(found[-1] / wanted[-1] - 1) < 1e-12
 
 
 # --- what the names mean -------------------------------------------------------------------------
@@ -192,7 +156,7 @@ EVERYTHING = config_of(
 )
 
 
-def check_rules() -> None:
+def test_each_rule_is_what_the_documentation_says():
     with explicit(ALL):
         found = {
             name: str(jax.typeof(shard_by_name(jnp.zeros((8, 8)), name, None)))[
@@ -203,18 +167,11 @@ def check_rules() -> None:
     assert found == SHARDED
 
 
-def parameters(model: Any) -> dict[str, nnx.Param]:
-    """A model's parameters by path, the block's without its number."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {".".join(map(str, path)).removeprefix("blocks.0."): value for path, value in flat}
-
-
 def dimensions(model: Any) -> dict[str, tuple[Any, ...]]:
-    return {path: dimensions_of(variable) for path, variable in parameters(model).items()}
-
-
-def test_each_rule_is_what_the_documentation_says():
-    check_rules()
+    """The dimensions' names of a model's parameters by path, the block's without its number."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    paths = {".".join(map(str, path)): dimensions_of(variable) for path, variable in flat}
+    return {path.removeprefix("blocks.0."): names for path, names in paths.items()}
 
 
 def test_each_parameter_says_its_dimensions():
@@ -356,10 +313,7 @@ FAULTS = {
 QUICK = ("the batch is replicated", "heads are replicated", "a weight is not gathered")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS],
-)
+@pytest.mark.parametrize("name", only(QUICK, FAULTS))
 def test_a_fault_is_refused_with_its_reason(name, monkeypatch):
     fault, subject, reason = FAULTS[name]
     jax.clear_caches()  # or nothing is traced again
@@ -385,61 +339,6 @@ def test_the_message_has_the_four_lines_of_shapes():
         Got: float32[8,3,10]
         Reason: dimension batch is not sharded, the rules say data."""
     )
-
-
-# --- mutants -------------------------------------------------------------------------------------
-
-AXES = ((), ("data",), ("fsdp",), ("tensor",), ("fsdp", "data"), ("data", "fsdp"))
-
-
-@pytest.mark.slow
-def test_each_mutant_of_a_rule_is_killed(monkeypatch):
-    for name, its in dict(sharding.RULES).items():
-        for axes in AXES:
-            if axes != its:
-                monkeypatch.setitem(sharding.RULES, name, axes)
-                with pytest.raises((AssertionError, ValueError)):
-                    check_rules()
-        monkeypatch.delitem(sharding.RULES, name)
-        with pytest.raises(AssertionError):
-            check_rules()
-        monkeypatch.setitem(sharding.RULES, name, its)
-
-
-def plant(monkeypatch, path: str, place: int, other: Any) -> None:
-    """Let models have another name for a dimension of a parameter."""
-
-    def mutated(config):
-        model = abstract_model(config)
-        variable = parameters(model)[path]
-        names = list(dimensions_of(variable))
-        names[place] = other
-        variable.set_metadata("dimensions", tuple(names))
-        return model
-
-    for module in (step, stacking):
-        monkeypatch.setattr(module, "abstract_model", mutated)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "place"),
-    [
-        (path, place)
-        for path, names in PARAMETERS.items()
-        for place, name in enumerate(names)
-        if path.endswith("kernel") and name != "embed_dim" and ".gate." not in path
-    ],
-)
-def test_the_step_itself_refuses_a_kernel_without_its_name(path, place, monkeypatch):
-    """What is stored whole over fsdp is no error of types: the test of PARAMETERS is for these.
-
-    So it is for a gate, whose features JAX merges with those of the expansion, which are sharded.
-    """
-    plant(monkeypatch, path, place, None)
-    jax.clear_caches()
-    with pytest.raises(TypeCheckError, match="is not sharded"):
-        trace(WITHOUT_BIAS)
 
 
 # --- what the contract does with a sharding -----------------------------------------------------

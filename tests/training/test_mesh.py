@@ -1,4 +1,4 @@
-"""Train steps on a mesh of eight devices: the same numbers, and what is communicated."""
+"""Train steps on eight devices: the numbers of one device, and the collectives one expects."""
 
 import dataclasses
 import functools
@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig, sharding
 from jgpt.data.batches import batches
 from jgpt.nn import depth, loss
-from jgpt.sharding import make_mesh, shardings, use_mesh
+from jgpt.sharding import abstract_arrays, make_mesh, use_mesh
 from jgpt.training import optimizer, step
+from jgpt.training.ahead import _without_compilation_cache
 from jgpt.training.step import (
     abstract_state,
     dropout_stream,
@@ -53,25 +53,41 @@ def config_of(family: str, optimizer: Any, ema_decay: float = 0.0, **changes: An
 
 # --- the same numbers -------------------------------------------------------------------------
 
-FLOAT64 = {"dtype": "float64", "param_dtype": "float64", "activation_dtype": "float64"}
-RUNS = {
-    "lecture": config_of("lecture", "adamw", 0.8, model={**FLOAT64, "dropout": 0.1}),
-    "modern": config_of(
-        "modern",
-        "muon",
-        # four key-value heads can't be split over eight devices, nor 21 rows of n-grams
-        model={**FLOAT64, "num_kv_heads": 4, "ngram_sizes": (2,), "ngram_rows": 21},
-    ),
-    "qwen3": config_of("qwen3", "adamw", model={**FLOAT64, "num_kv_heads": 4}),
+# four key-value heads can't be split over eight devices, nor 21 rows of n-grams
+GROUPED = {"num_kv_heads": 4, "ngram_sizes": (2,), "ngram_rows": 21, "ngram_dropout": 0.2}
+CONFIGS = {
+    "lecture": config_of("lecture", "adamw", 0.8, model={"dropout": 0.1}),
+    "lecture in bfloat16": config_of("lecture", "adamw", model={"dtype": "bfloat16"}),
+    "nanogpt": config_of("nanogpt", "adamw"),
+    "gpt2": config_of("gpt2", "muon", 0.9),
+    "modern": config_of("modern", "muon", model={**GROUPED, "attention_window": 4}),
+    "qwen3": config_of("qwen3", "adamw", model={"num_kv_heads": 4}),
+    "bigram": config_of("bigram", "adamw"),
     "accumulated": config_of(
         "nanogpt",
         "adamw",
         0.9,
-        model={**FLOAT64, "dropout": 0.2, "attention_window": 4, "rematerialise": True},
+        model={"dropout": 0.2, "attention_window": 4, "rematerialise": True},
         batch_size=48,
         micro_batches=2,
     ),
+    "scanned": config_of("modern", "muon", model={**GROUPED, "scan_layers": True}),
+    "heads that tensor=8 doesn't divide": config_of(
+        "modern", "adamw", model={"num_heads": 6, "num_kv_heads": 3}
+    ),
+    "a vocabulary that no axis divides": config_of("nanogpt", "adamw", model={"vocab_size": 41}),
 }
+
+
+def in_float64(name: str) -> TrainConfig:
+    dtypes = dict.fromkeys(("dtype", "param_dtype", "activation_dtype"), "float64")
+    config = CONFIGS[name]
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **dtypes))
+
+
+RUNS = {name: in_float64(name) for name in ("lecture", "modern", "qwen3", "accumulated")}
+ALL = "data=2,fsdp=2,tensor=2"
+MESHES = ("data=8", "fsdp=8", "tensor=8", ALL)
 
 
 def losses(config: TrainConfig, steps: int) -> np.ndarray:
@@ -90,58 +106,30 @@ def losses_on_one_device(name: str, steps: int) -> np.ndarray:
         return losses(RUNS[name], steps)
 
 
-MESHES = ("data=8", "fsdp=8", "tensor=8", "data=2,fsdp=2,tensor=2")
+SAME = [  # the first two are quick
+    ("lecture", "fsdp=8", 4, ""),
+    ("modern", ALL, 3, ""),
+    ("qwen3", ALL, 3, ""),
+    *(("lecture", mesh, 50, "") for mesh in MESHES),
+    *((name, mesh, 50, "") for name in ("modern", "accumulated") for mesh in MESHES[1::2]),
+    *((name, ALL, 4, "loss in chunks") for name in ("lecture", "modern")),  # untied and tied heads
+    ("lecture", "fsdp=8", 3, "explicit axes"),
+    ("modern", ALL, 3, "explicit axes"),
+    ("accumulated", ALL, 3, "explicit axes"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "steps"),
-    [
-        ("lecture", "fsdp=8", 4),
-        ("modern", "data=2,fsdp=2,tensor=2", 3),
-        pytest.param("qwen3", "data=2,fsdp=2,tensor=2", 3, marks=pytest.mark.slow),
-        *(pytest.param("lecture", mesh, 50, marks=pytest.mark.slow) for mesh in MESHES),
-        *(
-            pytest.param(name, mesh, 50, marks=pytest.mark.slow)
-            for name in ("modern", "accumulated")
-            for mesh in MESHES[1::2]
-        ),
-    ],
-)
-def test_steps_are_those_of_one_device(name, mesh, steps):
-    with jax.enable_x64(True), jax.set_mesh(make_mesh(mesh)):
-        found = losses(RUNS[name], steps)
+@pytest.mark.parametrize(("name", "mesh", "steps", "how"), only(SAME[:2], SAME))
+def test_steps_are_those_of_one_device(name, mesh, steps, how, monkeypatch):
     wanted = losses_on_one_device(name, steps)
+    if how == "loss in chunks":
+        monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * 3 * 4)
+    with jax.enable_x64(True), jax.set_mesh(make_mesh(mesh, explicit=how == "explicit axes")):
+        found = losses(RUNS[name], steps)
     assert found.dtype == np.float64
     assert np.abs(found[:-1] - wanted[:-1]).max() < 1e-12
     assert abs(found[-1] / wanted[-1] - 1) < 1e-12
     assert np.abs(np.diff(wanted[:-1])).min() > 1e-9  # each step would show a mistake
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lecture", "modern"])  # an untied head, and a tied one
-def test_so_are_steps_whose_loss_is_in_chunks(name, monkeypatch):
-    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * 3 * 4)
-    with jax.enable_x64(True), jax.set_mesh(make_mesh("data=2,fsdp=2,tensor=2")):
-        found = losses(RUNS[name], 4)
-    assert np.abs(found[:-1] - losses_on_one_device(name, 4)[:-1]).max() < 1e-12
-
-
-def test_a_state_is_initialised_in_shards():
-    def shapes() -> set[tuple[int, ...]]:
-        expansion = init_state(config).weights["blocks"][0]["feed_forward"]["expansion"]
-        return {shard.data.shape for shard in expansion["kernel"].addressable_shards}
-
-    config = config_of("lecture", "adamw")
-    with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
-        assert shapes() == {(48 // 2, 56 // 4)}
-    assert shapes() == {(48, 56)}
-
-
-def test_another_seed_is_seen():
-    """The negative control: the bound tells apart what a seed changes."""
-    with jax.enable_x64(True):
-        other = losses(dataclasses.replace(RUNS["lecture"], seed=5), 4)
-    assert np.abs(other - losses_on_one_device("lecture", 4)).min() > 1e-9
 
 
 # --- the communication that one expects --------------------------------------------------------
@@ -156,21 +144,11 @@ def collectives(config: TrainConfig, mesh: str, folder) -> Counter:
         "xla_dump_hlo_pass_re": "spmd-partitioning",
     }
     with jax.set_mesh(make_mesh(mesh)):
-        state = jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            abstract_state(config),
-            shardings(state_specs(config)),
-        )
+        state = abstract_arrays(abstract_state(config), state_specs(config))
         windows = jax.ShapeDtypeStruct((3, config.batch_size, 11), jnp.int32)
         lowered = make_train_steps(config).lower(state, windows, dropout_stream(1), 3, 0)
-        # a program that is kept from before would not be dumped
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        try:
+        with _without_compilation_cache():  # a program from the cache would not be dumped
             lowered.compile(compiler_options=options)
-        finally:
-            jax.config.update("jax_enable_compilation_cache", True)
-            compilation_cache.reset_cache()
     (program,) = folder.glob("*jit_steps*after_spmd-partitioning*.txt")
     found: Counter = Counter()
     for line in program.read_text().splitlines():
@@ -197,6 +175,7 @@ def kinds(found: Counter) -> set[str]:
 
 
 UNTIED = config_of("nanogpt", "adamw", model={"tie_embeddings": False, "dtype": "bfloat16"})
+MUON = config_of("nanogpt", "muon", model={"tie_embeddings": False})
 TABLES = Counter({(40, 48): 1, (10, 48): 1})
 HEAD = Counter({(48, 40): 1})
 
@@ -237,16 +216,31 @@ def expected_of_tensor(found: Counter) -> None:
     assert sum(sums.values()) == sum(activations.values()) + 3
 
 
+def expected_of_muon(found: Counter) -> None:
+    """Muon gathers each matrix and its momentum once more."""
+    gathered = of_matrices(found, "all-gather", "f32")
+    forward_and_backward = MATRICES + MATRICES
+    assert {
+        shape: gathered[shape] for shape in MATRICES
+    } == forward_and_backward + MATRICES + MATRICES
+
+
 EXPECTED = {
-    "data=8": expected_of_data,
-    "fsdp=8": expected_of_fsdp,
-    "tensor=8": expected_of_tensor,
+    "data=8": (UNTIED, expected_of_data),
+    "fsdp=8": (UNTIED, expected_of_fsdp),
+    "tensor=8": (UNTIED, expected_of_tensor),
+    "fsdp=8 with Muon": (MUON, expected_of_muon),
 }
 
 
-@pytest.mark.parametrize("mesh", only(["fsdp=8"], EXPECTED))
-def test_what_is_communicated(mesh, tmp_path):
-    EXPECTED[mesh](collectives(UNTIED, mesh, tmp_path))
+def check_collectives(of: str, folder) -> None:
+    config, expected = EXPECTED[of]
+    expected(collectives(config, of.split()[0], folder))
+
+
+@pytest.mark.parametrize("of", only(["fsdp=8"], EXPECTED))
+def test_what_is_communicated(of, tmp_path):
+    check_collectives(of, tmp_path)
 
 
 @pytest.mark.slow
@@ -293,20 +287,8 @@ def test_rematerialised_blocks_are_evaluated_too(mesh):
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
-@pytest.mark.slow
-def test_muon_gathers_a_matrix_and_its_momentum_once(tmp_path):
-    config = config_of("nanogpt", "muon", model={"tie_embeddings": False})
-    found = of_matrices(collectives(config, "fsdp=8", tmp_path), "all-gather", "f32")
-    forward_and_backward = MATRICES + MATRICES
-    assert {shape: found[shape] for shape in MATRICES} == forward_and_backward + MATRICES + MATRICES
-
-
 def rule(name: str, *axes: str):
     return lambda patch: patch.setitem(sharding.RULES, name, axes)
-
-
-def identity(module, name: str):
-    return lambda patch: patch.setattr(module, name, lambda x, *_, **__: x)
 
 
 def kept(policy):
@@ -342,24 +324,21 @@ FAULTS = {
         "data=8",
         lambda patch: patch.setattr(depth, "shard_by_name", lambda x, *_: sharding.replicate(x)),
     ),
+    "Muon's products gather": (
+        "fsdp=8 with Muon",
+        lambda patch: patch.setattr(optimizer, "replicate", lambda tree: tree),
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault, tmp_path, monkeypatch):
-    mesh, plant = FAULTS[fault]
+    of, plant = FAULTS[fault]
     plant(monkeypatch)
     jax.clear_caches()
     with pytest.raises(AssertionError):
-        EXPECTED[mesh](collectives(UNTIED, mesh, tmp_path))
-
-
-@pytest.mark.slow
-def test_muon_s_fault_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(optimizer, "replicate", lambda tree: tree)
-    with pytest.raises(AssertionError):
-        test_muon_gathers_a_matrix_and_its_momentum_once(tmp_path)
+        check_collectives(of, tmp_path)
 
 
 # --- where the state lies ------------------------------------------------------------------------
@@ -377,14 +356,8 @@ def test_no_device_holds_the_whole_state():
     for leaf in jax.tree.leaves((stepped.weights, stepped.optimizer)):
         if leaf.ndim == 2:
             assert leaf.addressable_shards[0].data.size <= leaf.size // 4, leaf.shape
-    before, after = (
-        [leaf.sharding for leaf in jax.tree.leaves((each.weights, each.optimizer))]
-        for each in (again, stepped)
+    # as the state that the call took, so that the next one compiles nothing
+    same = jax.tree.map(
+        lambda one, other: one.sharding.is_equivalent_to(other.sharding, one.ndim), again, stepped
     )
-    # what a call returns lies as what it took: the next one compiles nothing anew
-    assert all(
-        one.is_equivalent_to(other, leaf.ndim)
-        for one, other, leaf in zip(
-            before, after, jax.tree.leaves((again.weights, again.optimizer)), strict=True
-        )
-    )
+    assert jax.tree.all(same)

@@ -1,6 +1,5 @@
 """Steps that scan over stacked blocks: the numbers of a loop, in a program of constant size."""
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -12,18 +11,19 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jgpt.data.batches import batches, evaluation_windows
-from jgpt.sharding import make_mesh
-from jgpt.training import optimizer, step
-from jgpt.training.optimizer import decay_mask, partition
-from jgpt.training.plan import compile_steps
-from jgpt.training.stacking import STACKED, stack_blocks, stack_specs, stacks, unstack_blocks
+from jgpt.sharding import make_mesh, use_mesh
+from jgpt.training import optimizer
+from jgpt.training.optimizer import decay_mask, make_optimizer, partition
+from jgpt.training.stacking import STACKED, stack_blocks, stack_specs, unstack_blocks
 from jgpt.training.step import (
+    abstract_state,
     dropout_stream,
     init_state,
-    layered_state,
     make_eval_step,
     make_train_steps,
-    stacked_state,
+    stack_state,
+    state_specs,
+    unstack_state,
 )
 from tests.training.test_mesh import RUNS, TOKENS, config_of
 
@@ -36,19 +36,13 @@ def with_layers(config: Any, layers: int = LAYERS, *, scan: bool) -> Any:
     return dataclasses.replace(config, model=model)
 
 
-def on(mesh: str | None):
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
-
-
-def trained(config: Any, *, stacked: bool = False) -> tuple[np.ndarray, Any]:
-    """The losses of a few steps, and the state after them."""
+def trained(config: Any) -> tuple[np.ndarray, Any]:
+    """The losses of a few steps, and the unstacked state after them."""
     state = init_state(config)
-    state = stacked_state(config, state) if stacked else state
     windows = batches(TOKENS, config.seed, 0, STEPS, config.batch_size, 10)
     key = dropout_stream(config.seed)
     state, metrics = make_train_steps(config)(state, windows, key, STEPS, 0)
-    assert (STACKED.key in state.weights["blocks"]) == stacked
-    return np.asarray(metrics.loss), layered_state(config, state) if stacked else state
+    return np.asarray(metrics.loss), unstack_state(state)
 
 
 @functools.cache
@@ -69,19 +63,19 @@ def furthest(one: Any, other: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "stacked"),
+    ("name", "mesh"),
     [
-        ("modern", None, False),
-        ("modern", "data=2,fsdp=2,tensor=2", True),
-        pytest.param("lecture", "data=2,fsdp=2,tensor=2", False, marks=pytest.mark.slow),
-        pytest.param("accumulated", "fsdp=8", True, marks=pytest.mark.slow),
+        ("modern", None),
+        ("modern", "data=2,fsdp=2,tensor=2"),
+        pytest.param("lecture", "data=2,fsdp=2,tensor=2", marks=pytest.mark.slow),
+        pytest.param("accumulated", "fsdp=8", marks=pytest.mark.slow),
     ],
 )
-def test_a_scan_trains_as_a_loop_does(name, mesh, stacked):
+def test_a_scan_trains_as_a_loop_does(name, mesh):
     with jax.enable_x64(True):
         wanted, state = trained_in_a_loop(name)
-        with on(mesh):
-            found, scanned = trained(with_layers(RUNS[name], scan=True), stacked=stacked)
+        with use_mesh(mesh):
+            found, scanned = trained(with_layers(RUNS[name], scan=True))
             assert abs(found - wanted).max() < 1e-12
             assert furthest(jax.device_get(scanned), state) < 1e-11
     assert abs(np.diff(wanted)).min() > 1e-9  # each step would show a mistake
@@ -118,7 +112,7 @@ def test_blocks_are_stacked_in_order_and_nothing_else_is():
     assert stacked[0]["blocks"]["stacked"]["a"]["b"].shape == (11, 2, 3)
     assert stacked[0]["blocks"]["stacked"]["c"][:, 0].tolist() == [-i for i in range(11)]
     assert stacked[0]["head"] is tree[0]["head"]
-    again = unstack_blocks(stacked, 11)
+    again = unstack_blocks(stacked)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     assert [its["a"]["b"][0, 0] for its in again[0]["blocks"].values()] == list(range(11))
 
@@ -129,33 +123,33 @@ def test_the_stack_s_own_axis_is_whole():
     assert stack_specs(specs) == stacked
     config = with_layers(config_of("lecture", "adamw"), scan=True)
     with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
-        state = stacked_state(config, init_state(config))
-        kernel = state.weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
-        moments = state.optimizer[1][0].mu["blocks"]["stacked"]["feed_forward"]["expansion"]
-        for each in kernel, moments["kernel"]:
-            assert {shard.data.shape for shard in each.addressable_shards} == {(3, 24, 14)}
+        state = init_state(config)
+        again = stack_state(config, unstack_state(state))
+        assert jax.tree.map(lambda leaf: leaf.sharding.spec, state) == state_specs(config)
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, again, state))
+        assert furthest(again, state) == 0
+    kernel = state.weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
+    moments = state.optimizer[1][0].mu["blocks"]["stacked"]["feed_forward"]["expansion"]
+    for each in kernel, moments["kernel"]:
+        assert {shard.data.shape for shard in each.addressable_shards} == {(3, 24, 14)}
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"scan_layers": True, "num_layers": 2}, True),
+        ({"scan_layers": True}, True),
         ({"scan_layers": True, "num_layers": 1}, False),
-        ({"scan_layers": False, "num_layers": 2}, False),
-        ({"scan_layers": True, "num_layers": 2, "architecture": "bigram"}, False),
+        ({"scan_layers": False}, False),
+        ({"scan_layers": True, "architecture": "bigram"}, False),
     ],
 )
 def test_only_scans_over_several_blocks_stack(changes, expected):
-    config = dataclasses.replace(
-        config_of("nanogpt", "adamw"),
-        model=dataclasses.replace(config_of("nanogpt", "adamw").model, **changes),
-    )
-    assert stacks(config.model) == expected
-    state = init_state(config)
-    assert (stacked_state(config, state) is state) == (not expected)
+    config = config_of("nanogpt", "adamw", model=changes)
+    state = abstract_state(config)
+    assert (STACKED.key in state.weights.get("blocks", {})) == expected
     if not expected:
-        assert layered_state(config, state) is state
-    windows = batches(TOKENS, 1, 0, 1, config.batch_size, 10)
+        assert stack_state(config, state) is state is unstack_state(state)
+    windows = jax.ShapeDtypeStruct((1, config.batch_size, 11), jnp.int32)
     make_train_steps(config).trace(state, windows, dropout_stream(1), 1, 0)
 
 
@@ -165,50 +159,34 @@ def test_an_evaluation_takes_both():
         windows, counts = map(jnp.asarray, evaluation_windows(TOKENS, 10, 24))
         state = init_state(config)
         evaluate = make_eval_step(config.model)
-        layered = evaluate(state.weights, windows, counts)
-        stacked = evaluate(stacked_state(config, state).weights, windows, counts)
-        assert layered == stacked
+        stacked, unstacked = evaluate(state.weights, windows, counts), unstack_state(state).weights
+        assert stacked == evaluate(unstacked, windows, counts)
         loop = make_eval_step(with_layers(config, scan=False).model)
-        assert abs(loop(state.weights, windows, counts) - layered) < 1e-9 * layered
+        assert abs(loop(unstacked, windows, counts) - stacked) < 1e-9 * stacked
 
 
 # --- one program ---------------------------------------------------------------------------------
 
 
-def size_of(layers: int, monkeypatch, *, scan: bool) -> int:
-    """The number of operations of the program that `compile_steps` would compile."""
-    lowered: list[str] = []
-
-    class Uncompiled:
-        def __init__(self, config):
-            self.steps = make_train_steps(config)
-
-        def lower(self, *arguments):
-            lowered.append(self.steps.lower(*arguments).as_text())
-            return self
-
-        def compile(self):
-            return None
-
-    monkeypatch.setattr("jgpt.training.plan.make_train_steps", Uncompiled)
-    compile_steps(with_layers(MODERN, layers, scan=scan))
-    return lowered[0].count(" = ")
+def size_of(layers: int, *, scan: bool) -> int:
+    """The number of operations of a program of train steps."""
+    config = with_layers(MODERN, layers, scan=scan)
+    windows = jax.ShapeDtypeStruct((3, config.batch_size, 11), jnp.int32)
+    arguments = abstract_state(config), windows, dropout_stream(1), 3, 0
+    return make_train_steps(config).lower(*arguments).as_text().count(" = ")
 
 
 @pytest.mark.slow
-def test_a_program_does_not_grow_with_its_layers(monkeypatch):
+def test_a_program_does_not_grow_with_its_layers():
     """But for the slice of each layer's input, which nothing reads."""
-    small, large = (size_of(layers, monkeypatch, scan=True) for layers in (5, 7))
-    assert large - small <= 2 * 2
-    small, large = (size_of(layers, monkeypatch, scan=False) for layers in (5, 7))
-    assert large - small > 100 * 2  # the control
+    assert size_of(7, scan=True) - size_of(5, scan=True) <= 2 * 2
+    assert size_of(7, scan=False) - size_of(5, scan=False) > 100 * 2  # the control
 
 
 def test_muon_takes_one_layer_at_a_time():
     config = with_layers(MODERN, 7, scan=True)
-    state = jax.eval_shape(lambda: stacked_state(config, init_state(config)))
-    optimizer = step.make_optimizer(config.optimizer, 1)
-    weights = state.weights
+    state = abstract_state(config)
+    optimizer, weights = make_optimizer(config.optimizer, 1), state.weights
     text = str(jax.make_jaxpr(optimizer.update)(weights, state.optimizer, weights))
     assert "48,56]" in text
     products = [line for line in text.splitlines() if "dot_general" in line]

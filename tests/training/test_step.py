@@ -73,14 +73,10 @@ def test_grouping_steps_into_calls_changes_no_bit(train_steps, initial):
     assert np.isfinite(metrics).all()
 
 
-def test_one_program_takes_any_count(train_steps, initial):
-    run(train_steps, initial(), [1, 2, 3])
-    assert train_steps._cache_size() == 1
-
-
-def test_the_state_is_donated(train_steps, initial):
+def test_one_program_takes_any_count_and_the_donated_state(train_steps, initial):
     state = initial()
-    run(train_steps, state, [1])
+    run(train_steps, state, [1, 2, 3])
+    assert train_steps._cache_size() == 1
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
 
 
