@@ -285,7 +285,7 @@ def shardings(specs: Any) -> Any:
 
 
 def abstract_arrays(tree: Any, specs: Any) -> Any:
-    """The shapes and dtypes of a tree's arrays, to be sharded so."""
+    """The shapes, dtypes and shardings of a tree of arrays."""
     abstract = jax.ShapeDtypeStruct
     return jax.tree.map(
         lambda leaf, where: abstract(leaf.shape, leaf.dtype, sharding=where), tree, shardings(specs)
