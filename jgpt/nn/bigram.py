@@ -37,7 +37,7 @@ class BigramLM(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Next-token logits. Neither `cache` nor `rngs` has anything to do.
+        """Next-token logits; `cache` and `rngs` are unused.
 
         Raises ValueError as `require_in_vocabulary`.
         """

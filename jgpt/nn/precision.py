@@ -35,12 +35,12 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
 
 
 def portable(config: ModelConfig) -> ModelConfig:
-    """The config with each `auto` decided as works on every platform: as for a CPU."""
+    """The config with each `auto` decided as for a CPU, which works on every platform."""
     return for_platform(config, Platform("cpu"))
 
 
 def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
-    """A run's config with its model's `auto` decided, to compile from.
+    """The config of a run with each `auto` of the model decided, to compile from.
 
     The config that a run saves keeps its `auto`, so that it can go on elsewhere.
     """
