@@ -126,11 +126,12 @@ def test_attend_is_scaled_dot_product_attention(kv_heads, causal, dtype):
         for heads, width in ((6, 7), (kv_heads, 7), (kv_heads, 7))
     )
     mask = jgpt.causal_mask(TIME) if causal else None
-    repeated = (repeat_heads(jnp.asarray(each), 6) for each in (key, value))
-    mine = jgpt.attend(jnp.asarray(query), *repeated, mask)
+    keys, values = (repeat_heads(jnp.asarray(each), 6) for each in (key, value))
+    mine = jgpt.attend(jnp.asarray(query), keys, values, mask)
     for its_causal in (False, True):
-        options = {"is_causal": its_causal, "enable_gqa": True}
-        its = F.scaled_dot_product_attention(query, key, value, **options)
+        its = F.scaled_dot_product_attention(
+            query, key, value, is_causal=its_causal, enable_gqa=True
+        )
         assert close(mine, its, dtype) == (causal == its_causal)
 
 

@@ -1,0 +1,373 @@
+"""Directories of GPT-2, Llama and Qwen3 against transformers: what it saves we load, and back."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.torch import load_file, save_file
+
+import jgpt
+from jgpt.interop.formats import HF_FORMATS
+from jgpt.interop.names import write_tensors
+from tests.models import random_gpt, weights_of
+from tests.quick import only
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+NO_SPECIAL = {"vocab_size": 17, "bos_token_id": None, "eos_token_id": None}
+GPT2 = {**NO_SPECIAL, "n_positions": 11, "n_embd": 21, "n_layer": 2, "n_head": 3}
+LLAMA = {
+    **NO_SPECIAL,
+    "max_position_embeddings": 11,
+    "hidden_size": 24,
+    "intermediate_size": 29,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-6,
+}
+BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+QWEN3 = {**LLAMA, **BASE, "head_dim": 10}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, one head": ("GPT2", {**GPT2, "n_head": 1, "n_layer": 1, "n_inner": 29}),
+    "gpt2, many heads": (
+        "GPT2",
+        {**GPT2, "n_embd": 24, "n_head": 8, "activation_function": "gelu"},
+    ),
+    "gpt2, odd vocabulary": ("GPT2", {**GPT2, "vocab_size": 1009, "n_positions": 37}),
+    "gpt2, untied, relu": (
+        "GPT2",
+        {**GPT2, "tie_word_embeddings": False, "activation_function": "relu"},
+    ),
+    "gpt2, squared relu": ("GPT2", {**GPT2, "activation_function": "relu2"}),
+    "gpt2, epsilon": ("GPT2", {**GPT2, "layer_norm_epsilon": 1e-3, "n_layer": 3}),
+    "llama": ("Llama", {**LLAMA, **BASE}),
+    "llama, tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "llama, no groups": ("Llama", {**LLAMA, "num_key_value_heads": 6, "num_hidden_layers": 1}),
+    "llama, wide heads": ("Llama", {**LLAMA, "head_dim": 14, "vocab_size": 1009}),
+    "llama, GELU": ("Llama", {**LLAMA, "hidden_act": "gelu"}),
+    "qwen3": ("Qwen3", QWEN3),
+    "qwen3, tied": ("Qwen3", {**QWEN3, "tie_word_embeddings": True}),
+}
+QUICK = ("gpt2", "gpt2, untied, relu", "llama", "qwen3, tied")
+
+
+def random_model(name: str, seed: int = 0) -> Any:
+    """A model of transformers, every parameter of which is random and matters."""
+    kind, fields = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    random = torch.Generator().manual_seed(seed)
+    for path, parameter in model.named_parameters():
+        mean = 0.1 if kind == "GPT2" else float("norm" in path)
+        torch.nn.init.normal_(parameter, mean, 0.4 if kind == "GPT2" else 0.3, generator=random)
+    return model
+
+
+def tokens_for(model, seed=1):
+    shape = (2, model.config.max_position_embeddings)
+    return np.random.default_rng(seed).integers(model.config.vocab_size, size=shape)
+
+
+def assert_same_logits(model, reference, tolerance=1e-5):
+    tokens = tokens_for(reference)
+    mine = np.asarray(model(jnp.asarray(tokens)))
+    with torch.no_grad():
+        its = reference(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(mine, its, rtol=tolerance, atol=tolerance * np.abs(its).max())
+
+
+def read_back(directory) -> Any:
+    """The model as transformers reads it, without any remark."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True
+    )
+    model, notes = model
+    assert not any(notes.values()), notes
+    return model.eval()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    random_model("qwen3").save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+def change(directory, **fields):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("name", only(QUICK, MODELS))
+def test_import_and_export(name, tmp_path):
+    reference = random_model(name)
+    reference.save_pretrained(tmp_path / "theirs")
+    model = jgpt.load_hf(tmp_path / "theirs")
+    assert_same_logits(model, reference)
+
+    jgpt.save_hf(model, tmp_path / "ours")
+    again = read_back(tmp_path / "ours")
+    assert type(again) is type(reference)
+    assert again.config.to_dict().keys() == reference.config.to_dict().keys()
+    for (path, theirs), (_, ours) in zip(
+        reference.named_parameters(), again.named_parameters(), strict=True
+    ):
+        assert torch.equal(theirs, ours), path
+    assert_same_logits(model, again)
+    hidden_dim = model.config.hidden_dim or 4 * model.config.embed_dim
+    expected = dataclasses.replace(model.config, hidden_dim=hidden_dim)
+    assert jgpt.load_hf(tmp_path / "ours").config == expected
+
+
+@pytest.mark.parametrize("name", only(["gpt2", "qwen3, tied"], QUICK))
+def test_gradients_and_greedy_tokens(name, tmp_path):
+    reference = random_model(name)
+    reference.save_pretrained(tmp_path)
+    model = jgpt.load_hf(tmp_path)
+    tokens = tokens_for(reference)
+    labels = torch.tensor(tokens)
+    loss = reference(labels, labels=labels).loss
+    loss.backward()
+    graph, weights = nnx.graphdef(model), weights_of(model)
+
+    def loss_of(weights):
+        logits = nnx.merge(graph, weights)(jnp.asarray(tokens))
+        return jgpt.cross_entropy(logits[:, :-1], jnp.asarray(tokens[:, 1:]))
+
+    mine, gradients = jax.jit(jax.value_and_grad(loss_of))(weights)
+    assert float(mine) == pytest.approx(loss.item(), rel=1e-5)
+    format = HF_FORMATS[reference.config.model_type]
+    found = write_tensors(nnx.merge(graph, gradients), format)
+    wanted = {path: leaf.grad.numpy() for path, leaf in reference.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for path, its in wanted.items():
+        np.testing.assert_allclose(found[path], its, atol=1e-5 * np.abs(its).max(), err_msg=path)
+        assert np.abs(its).max() > 1e-4, path
+
+    prompt = tokens[:1, :3]
+    continued = jgpt.generate(model, jnp.asarray(prompt), 8, key=jax.random.key(0), temperature=0.0)
+    its = reference.generate(
+        torch.tensor(prompt), max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert continued.tolist() == its.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("gpt2", {"layer_norm_epsilon": 1e-6}),
+        ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"n_head": 7}),
+        ("llama, no groups", {"rms_norm_eps": 1e-2}),
+        ("llama, no groups", {"hidden_act": "gelu"}),
+        (
+            "llama, no groups",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0}},
+        ),
+        (
+            "llama, no groups",
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
+        ),
+    ],
+    ids=str,
+)
+def test_the_comparison_sees_what_jgpt_would_get_wrong(name, wrong, tmp_path):
+    reference = random_model(name)
+    reference.save_pretrained(tmp_path)
+    change(tmp_path, **wrong)
+    with pytest.raises(AssertionError, match="Not equal"):
+        assert_same_logits(jgpt.load_hf(tmp_path), reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gpt2", "float16"), ("gpt2", "float64"), ("gpt2", "bfloat16"), ("qwen3, tied", "bfloat16")],
+)
+def test_shards_of_other_precisions_are_read_into_float32(name, dtype, tmp_path):
+    reference = random_model(name).to(getattr(torch, dtype))
+    reference.save_pretrained(tmp_path, max_shard_size="5KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    model = jgpt.load_hf(tmp_path)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {np.dtype("float32")}
+    read: Any = transformers.AutoModelForCausalLM.from_pretrained
+    assert_same_logits(model, read(tmp_path, dtype=torch.float32).eval())
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "buffers"),
+    [
+        (
+            "gpt2",
+            "wte.weight",
+            {
+                "h.0.attn.bias": torch.ones(1, 1, 11, 11, dtype=torch.bool).tril(),
+                "h.1.attn.masked_bias": torch.tensor(-1e4),
+            },
+        ),
+        (
+            "qwen3, tied",
+            "embed_tokens.weight",
+            {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)},
+        ),
+    ],
+    ids=["gpt2", "qwen3"],
+)
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_stored_buffers_and_a_stored_tied_head(name, table, buffers, prefixed, tmp_path):
+    reference = random_model(name)
+    reference.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    prefix = next(iter(tensors)).partition(".")[0] + "."
+    tensors |= {prefix + path: tensor for path, tensor in buffers.items()}
+    tensors["lm_head.weight"] = tensors[prefix + table].clone()
+    if not prefixed:
+        tensors = {path.removeprefix(prefix): tensor for path, tensor in tensors.items()}
+    save_file(tensors, file)
+    assert_same_logits(jgpt.load_hf(tmp_path), reference)
+
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=rf"lm_head\.weight differs from {table}"):
+        jgpt.load_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "changes"),
+    [
+        ("nanogpt", "gpt2", {}),  # without biases: the same function with zeros
+        ("qwen3", "qwen3", {"num_kv_heads": None, "head_dim": None, "hidden_dim": None}),
+        ("qwen3", "qwen3", {"attention_scale": 10**-0.5}),
+        ("qwen3", "llama", {"qk_norm": False, "qk_norm_scale": False, "zero_init": True}),
+        ("qwen3", "qwen3", {"dropout": 0.1}),
+    ],
+    ids=str,
+)
+def test_a_model_of_ours_is_transformers_(family, kind, changes, tmp_path):
+    """Trained here, with what is only of training, and with sizes that defaults give."""
+    model = random_gpt(family, **changes)
+    jgpt.save_hf(model, tmp_path / kind, zero_biases=family == "nanogpt")
+    theirs = read_back(tmp_path / kind)
+    assert theirs.config.model_type == kind
+    assert_same_logits(model, theirs)
+
+
+def test_a_base_where_older_configs_have_it(directory):
+    config = json.loads((directory / "config.json").read_text())
+    del config["rope_parameters"]
+    (directory / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    assert_same_logits(jgpt.load_hf(directory), random_model("qwen3"))
+
+
+def test_a_shorter_context_is_the_same_function(directory):
+    model, shorter = jgpt.load_hf(directory), jgpt.load_hf(directory, block_size=5)
+    assert (model.block_size, shorter.block_size) == (11, 5)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_array_equal(shorter(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"model_type": "mistral"}, "model_type='mistral' is not supported, only 'gpt2', 'llama'"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not supported"),
+        ({"hidden_act": "gelu_fast"}, "hidden_act='gelu_fast' is not supported, only gelu_new"),
+        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported, only 0.0"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported, only 1e-06"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+            r"rope_parameters=\{.*'yarn'.*\} is not supported, only \{'rope_type': 'default'\}",
+        ),
+        ({"rope_parameters": "llama3"}, "rope_parameters='llama3' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling=\{.* is not supp"),
+        ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types=\['full_attention', 'sliding_attention'\] is not supported",
+        ),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
+        ({"hidden_size": 26}, r"embed_tokens\.weight has shape \[17, 24\], not \[17, 26\]"),
+        ({"head_dim": 9}, "positions='rotary' needs an even head size"),
+        ({"num_hidden_layers": 3}, "the config has 3 layers, the weights 2"),
+        ({"intermediate_size": None}, r"gate_proj\.weight has shape \[29, 24\], not \[96, 24\]"),
+        ({"rope_theta": -1.0, "rope_parameters": None}, "rope_parameters=None is not supported"),
+        ({"rope_theta": -1.0, "rope_parameters": {}}, r"rope_parameters=\{\} is not supported"),
+    ],
+)
+def test_what_jgpt_lacks_is_refused_by_the_field_s_name(fields, complaint, directory):
+    change(directory, **fields)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        jgpt.load_hf(directory)
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_qwen3_s_norms_are_not_llama_s(directory):
+    change(directory, model_type="llama")
+    with pytest.raises(ValueError, match=r"unexpected tensors \(4\): layers.0.self_attn.k_norm"):
+        jgpt.load_hf(directory)
+    with pytest.raises(ValueError, match="model_type='llama' is not supported, only 'gpt2'"):
+        jgpt.load_gpt2(directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"norm": "layer"}, "Qwen3's format doesn't support norm='layer', only norm='rms'"),
+        ({"gated": False}, "support gated=False, only gated=True"),
+        ({"qk_norm_scale": False}, "support qk_norm_scale=False"),
+        ({"norm_epsilon": 1e-5}, "support norm_epsilon=1e-05, only norm_epsilon=1e-06"),
+        ({"qkv_bias": True}, "support qkv_bias=True, only qkv_bias=False"),
+        ({"use_bias": True}, "support use_bias=True"),
+        ({"attention_window": 3}, "support attention_window=3"),
+        ({"logit_softcap": 15.0}, "support logit_softcap=15.0"),
+        ({"attention_scale": 0.7}, "support attention_scale=0.7"),
+        (
+            {"qk_norm": False, "qk_norm_scale": False, "norm_scale": False},
+            "Llama's format doesn't support norm_scale=False",
+        ),
+    ],
+)
+def test_what_the_format_cannot_say_is_refused(fields, complaint, tmp_path):
+    model = random_gpt("qwen3", **fields)
+    with pytest.raises(ValueError, match=complaint):
+        jgpt.save_hf(model, tmp_path / "hf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_its_tokenizer_goes_in_and_out(tmp_path):
+    text = "It was 1984. <|im_start|>Once upon a time<|im_end|>\n" * 9
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, in_bytes])
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=290, special_tokens=special, show_progress=False)
+    )
+    tokenizer = jgpt.BPETokenizer(backend)
+    model = random_gpt("qwen3", vocab_size=tokenizer.vocab_size)
+    jgpt.save_hf(model, tmp_path / "hf", tokenizer=tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.encode(text) == tokenizer.encode(text).tolist()
+    assert theirs.decode(theirs.encode(text)) == text == tokenizer.decode(tokenizer.encode(text))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.end_of_text == 0
