@@ -1,4 +1,4 @@
-"""The mesh of devices, and which dimension names are sharded over which of its axes."""
+"""The device mesh, and the mesh axes that each dimension name is sharded over."""
 
 import contextlib
 import functools
@@ -68,20 +68,20 @@ def current_mesh() -> AbstractMesh:
 
 
 def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes of a mesh that a dimension is to be sharded over, without those of size 1."""
+    """The mesh axes of a dimension, without those of size 1."""
     name = dimension[0] if isinstance(dimension, tuple) else dimension
     return tuple(axis for axis in RULES.get(name or "", ()) if mesh.shape.get(axis, 1) > 1)
 
 
 def shards_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> int:
-    """Into how many shards a mesh is to split a dimension."""
+    """The number of shards of a dimension."""
     return math.prod(mesh.shape[axis] for axis in axes_of(dimension, mesh))
 
 
 def spec_of(
     dimensions: Dimensions, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, exclude: str = ""
 ) -> PartitionSpec:
-    """How the rules shard an array, with an axis to `exclude`.
+    """The spec of an array by the rules, without the axis to `exclude`.
 
     A dimension that the axes don't divide evenly is replicated. So is a vector over fsdp, which
     costs more to gather than to store.
@@ -114,7 +114,7 @@ def replicate(tree: Any) -> Any:
 
 
 def split_batch(x: Any, parts: int) -> Any:
-    """The rows of a batch in several parts, each sharded as a batch if a mesh is set."""
+    """Split a batch into `parts`, each sharded as a batch if a mesh is set."""
     shape, mesh = (parts, len(x) // parts, *x.shape[1:]), current_mesh()
     names = None, "batch", *[None] * (x.ndim - 1)
     spec = spec_of(names, shape, mesh) if mesh.explicit_axes else None
@@ -122,7 +122,7 @@ def split_batch(x: Any, parts: int) -> Any:
 
 
 def laid_out(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Under explicit axes, shard the result as the dimension names of its annotation say.
+    """Under explicit axes, shard the result by the dimension names in the annotation.
 
     For operations whose sharding JAX can't infer. A name is sharded as in the arguments, and as
     the rules say if no argument has it.
@@ -229,17 +229,17 @@ _gathered.defvjp(
 
 
 def parameter(value: Any, *dimensions: Dimension) -> nnx.Param:
-    """A parameter that knows its dimensions' names."""
+    """A parameter with named dimensions."""
     return nnx.Param(value, dimensions=dimensions)
 
 
 def dimensions_of(variable: nnx.Variable) -> Dimensions:
-    """The names of a parameter's dimensions."""
+    """The dimension names of a parameter."""
     return variable.get_metadata().get("dimensions", (None,) * len(variable.shape))
 
 
 def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """How each parameter of a model is sharded, in the structure of its weights."""
+    """The spec of each parameter of a model, in the structure of the weights."""
 
     def spec(_: Any, variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(spec_of(dimensions_of(variable), variable.shape, mesh))
@@ -248,7 +248,7 @@ def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def stacked(layers: Sequence[Any], module: Any) -> Any:
-    """The weights of modules like this one, stacked on a new first axis, sharded as they are."""
+    """Stack the weights of modules like this one on a new first axis, which is not sharded."""
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     mesh = current_mesh()
     if mesh.empty:
@@ -260,7 +260,7 @@ def stacked(layers: Sequence[Any], module: Any) -> Any:
 
 
 def specs_like(tree: Any, weights: Any) -> Any:
-    """How the arrays of a tree are sharded, from the specs of weights.
+    """The specs of the arrays of a tree, from those of the weights.
 
     An array whose path ends with a parameter's is sharded like it, as an optimizer's moments are;
     any other is replicated.
@@ -285,7 +285,7 @@ def shardings(specs: Any) -> Any:
 
 
 def abstract_arrays(tree: Any, specs: Any) -> Any:
-    """The shapes and dtypes of a tree's arrays, to be sharded so."""
+    """The shapes, dtypes and shardings of a tree of arrays."""
     abstract = jax.ShapeDtypeStruct
     return jax.tree.map(
         lambda leaf, where: abstract(leaf.shape, leaf.dtype, sharding=where), tree, shardings(specs)

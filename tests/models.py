@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from jgpt import GPT, Head, ModelConfig, MultiHeadAttention
+from jgpt import GPT, ModelConfig, MultiHeadAttention
 from jgpt.nn.models import LanguageModel, abstract_model
 
 # no two sizes alike, not even those of products: a wrong transposition has nowhere to hide
@@ -84,11 +84,6 @@ def attention(embed_dim: int, num_heads: int, *, causal: bool = True, **options:
     options = {"use_bias": True} | {names.get(name, name): of for name, of in options.items()}
     config = ModelConfig(embed_dim=embed_dim, num_heads=num_heads, **options)
     return MultiHeadAttention(config, causal=causal, rngs=nnx.Rngs(0))
-
-
-def head(embed_dim: int, head_dim: int, *, use_bias: bool = False, **options: Any) -> Head:
-    """The only head of attention: it may have biases, and any dtype."""
-    return attention(embed_dim, 1, head_dim=head_dim, qkv_bias=use_bias, **options).head(0)
 
 
 def loud(module: Any, size: float = 1.0, seed: int = 5) -> Any:

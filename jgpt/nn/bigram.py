@@ -22,16 +22,11 @@ class BigramLM(Module):
 
     @typed
     def __init__(
-        self,
-        vocab_size: int,
-        *,
-        init_std: float = 1.0,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        self, vocab_size: int, *, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
     ) -> None:
         self.vocab_size = vocab_size
         self.table = Embedding(
-            vocab_size, vocab_size, init_std=init_std, param_dtype=param_dtype, rngs=rngs
+            vocab_size, vocab_size, init_std=1.0, param_dtype=param_dtype, rngs=rngs
         )
 
     @typed
@@ -42,7 +37,7 @@ class BigramLM(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Next-token logits. Neither `cache` nor `rngs` has anything to do.
+        """Next-token logits; `cache` and `rngs` are unused.
 
         Raises ValueError as `require_in_vocabulary`.
         """

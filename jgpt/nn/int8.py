@@ -1,4 +1,4 @@
-"""Weights in int8, to decode with: a quarter of the memory that a token reads."""
+"""Int8 weights for decoding: a token reads a quarter of the memory."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Int8Linear(Module):
 def quantise(
     x: Float[Array, "rows features"],
 ) -> tuple[Int8[Array, "rows features"], Float[Array, " rows"]]:
-    """Each row as integers from -127 to 127 and the scale that they are multiples of."""
+    """Rows as integers from -127 to 127, and the scale of each row."""
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=-1)
     scale = jnp.where(largest > 0, largest, 1) / 127

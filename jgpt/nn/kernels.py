@@ -128,8 +128,7 @@ def attend_over_cache(
 ) -> Float[Array, "{cache.batch} heads time {cache.head_dim}"]:
     """Attend from the newest positions over a KV cache, in blocks of queries.
 
-    Where the new positions fill the cache, no block reads the keys after it, or those before its
-    window.
+    Where the new positions fill the cache, a block skips the keys after it and before the window.
     """
     heads, time, head_dim = query.shape[1:]
     groups = query_groups(heads, cache.num_kv_heads)

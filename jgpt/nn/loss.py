@@ -99,10 +99,6 @@ def cross_entropy_from(
         losses = token_losses(head(x, *weights), targets)
         return jnp.where(counts, losses, 0).sum() / rows
 
-    def loss(xs, weights, parts, counts):
-        chunks = xs, parts, counts
-        return jax.lax.map(lambda chunk: loss_of(chunk[0], weights, *chunk[1:]), chunks).sum()
-
     def loss_and_gradients(xs, weights, parts, counts):
         def add(total, chunk):
             value, (of_x, of_weights) = jax.value_and_grad(loss_of, argnums=(0, 1))(
@@ -118,7 +114,7 @@ def cross_entropy_from(
         scaled = jax.tree.map(lambda leaf: (leaf * cotangent).astype(leaf.dtype), saved)
         return *scaled, None, None
 
-    differentiable = jax.custom_vjp(loss)
+    differentiable = jax.custom_vjp(lambda *arrays: loss_and_gradients(*arrays)[0])
     differentiable.defvjp(loss_and_gradients, gradients)
     return differentiable(xs, weights, parts, counts)
 

@@ -1,10 +1,8 @@
 """Models from configs: the LanguageModel protocol, create and abstract, parameters and FLOPs."""
 
-import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -89,23 +87,21 @@ class Part:
 
 def parts_of(config: ModelConfig) -> tuple[Part, ...]:
     """A model's parts and their parameter counts, in the order of the forward pass."""
-    weights = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
-    leaves: dict[str, list[tuple[str, jax.ShapeDtypeStruct]]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-        names = [str(entry.key) for entry in path]
-        part = f"{names[0]}.{names[2]}" if names[0] == "blocks" else names[0]
-        leaves.setdefault(part, []).append((names[-1], leaf))
+    leaves: dict[str, list[tuple[str, nnx.Variable]]] = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
+        part = f"{path[0]}.{path[2]}" if path[0] == "blocks" else str(path[0])
+        leaves.setdefault(part, []).append((str(path[-1]), leaf))
     tied = {"token_embedding"} if config.tie_embeddings else set()
     parts = (
         Part(
             name,
-            parameters=sum(math.prod(leaf.shape) for _, leaf in its),
-            size=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in its),
+            parameters=sum(leaf.size for _, leaf in own),
+            size=sum(leaf.size * leaf.dtype.itemsize for _, leaf in own),
             product_parameters=sum(
-                math.prod(leaf.shape) for kind, leaf in its if kind == "kernel" or name in tied
+                leaf.size for kind, leaf in own if kind == "kernel" or name in tied
             ),
         )
-        for name, its in leaves.items()
+        for name, own in leaves.items()
     )
     order = ("token", "position", "ngram", "shortcut", "blocks", "final", "head", "table")
     return tuple(sorted(parts, key=lambda part: order.index(part.name.split("_")[0].split(".")[0])))

@@ -12,7 +12,7 @@ from jgpt.contracts import typed
 
 SIZES = (
     "batch", "block_size", "capacity", "embed_dim", "head_dim", "hidden_dim", "in_features",
-    "num_embeddings", "num_heads", "num_kv_heads", "num_rows", "out_features", "rotary_base",
+    "num_embeddings", "num_heads", "num_kv_heads", "out_features", "rotary_base",
     "vocab_size", "window",
 )  # fmt: skip
 """Attributes validated as positive."""

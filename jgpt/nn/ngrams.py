@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jgpt.config import ModelConfig
 from jgpt.contracts import typed
-from jgpt.nn.layers import INIT_STD, Embedding
+from jgpt.nn.layers import Embedding
 from jgpt.nn.module import Module
 
 
@@ -18,22 +18,11 @@ class NGramEmbedding(Module):
     """
 
     @typed
-    def __init__(
-        self,
-        sizes: tuple[int, ...],
-        num_rows: int,
-        embed_dim: int,
-        *,
-        init_std: float = INIT_STD,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        if not sizes or list(sizes) != sorted({size for size in sizes if size > 0}):
-            raise ValueError(f"sizes={sizes} must be positive and ascending")
-        self.sizes, self.num_rows, self.embed_dim = sizes, num_rows, embed_dim
-        self.table = Embedding(
-            len(sizes) * num_rows, embed_dim, init_std=init_std, param_dtype=param_dtype, rngs=rngs
-        )
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.sizes, self.num_rows = config.ngram_sizes, config.ngram_rows
+        self.embed_dim = config.embed_dim
+        rows = len(self.sizes) * self.num_rows
+        self.table = Embedding(rows, self.embed_dim, param_dtype=config.param_dtype, rngs=rngs)
 
     @typed
     def __call__(

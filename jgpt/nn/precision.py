@@ -21,7 +21,8 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
     """
     dtype, activation, kernel = config.dtype, config.activation_dtype, config.attention_kernel
     if dtype == "auto":
-        dtype = "bfloat16" if _has_fast_bfloat16(platform) else "float32"
+        fast = platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
+        dtype = "bfloat16" if fast else "float32"
     if activation == "auto":
         is_cpu = platform.name == "cpu"
         activation = jnp.promote_types(dtype, jnp.float32 if is_cpu else dtype).name
@@ -34,21 +35,16 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
 
 
 def portable(config: ModelConfig) -> ModelConfig:
-    """The config with each `auto` decided as works on every platform: as for a CPU."""
+    """The config with each `auto` decided as for a CPU, which works on every platform."""
     return for_platform(config, Platform("cpu"))
 
 
 def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
-    """A run's config with its model's `auto` decided, to compile from.
+    """The config of a run with each `auto` of the model decided, to compile from.
 
     The config that a run saves keeps its `auto`, so that it can go on elsewhere.
     """
     return dataclasses.replace(config, model=for_platform(config.model, platform))
-
-
-def _has_fast_bfloat16(platform: Platform) -> bool:
-    """Whether bfloat16 products are reliably faster than float32."""
-    return platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
 
 
 def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:

@@ -130,11 +130,7 @@ class GPT(Module):
             else None
         )
         self.supports_rolling_cache = config.positions == "rotary"
-        self.ngram_embedding = (
-            NGramEmbedding(config.ngram_sizes, config.ngram_rows, config.embed_dim, **new)
-            if config.ngram_sizes
-            else None
-        )
+        self.ngram_embedding = NGramEmbedding(config, rngs=rngs) if config.ngram_sizes else None
         scales = jnp.zeros(config.num_layers, config.param_dtype)
         self.shortcut = nnx.Param(scales) if config.embedding_shortcut else None
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))

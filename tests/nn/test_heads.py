@@ -1,4 +1,4 @@
-"""Heads whose queries and keys are normed and turned, heads in groups, and heads with a cache."""
+"""Attention over a KV cache, and the sizes of heads and groups."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError
 
 from jgpt import Head
 from jgpt.nn import kernels
-from jgpt.nn.attention import apply_rotary, attend
+from jgpt.nn.attention import attend
 from jgpt.nn.cache import LayerCache
 from tests.models import attention, loud, normal
 
@@ -18,70 +18,8 @@ BATCH, TIME, CONTEXT = 2, 5, 7
 EMBED_DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 6, 2, 4
 
 
-def make_head(**options):
-    return loud(Head(EMBED_DIM, HEAD_DIM, rngs=nnx.Rngs(0), **options))
-
-
 def make_heads(num_kv_heads: int | None = KV_HEADS, **options):
     return loud(attention(EMBED_DIM, HEADS, num_kv_heads=num_kv_heads, **options))
-
-
-def softmax(affinity):
-    weights = np.exp(affinity - affinity.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale": 0.25},
-        {"qk_norm": True, "scale": 1.5},
-        {"rotary": True},
-        {"rotary": True, "qk_norm": True, "scale": 2.0},
-    ],
-    ids=str,
-)
-def test_what_a_head_weighs_by(options):
-    head = make_head(causal=False, **options)
-    x, context = normal(1, BATCH, TIME, EMBED_DIM), normal(2, BATCH, CONTEXT, EMBED_DIM)
-    placed = []
-    for layer, y in ((head.query, x), (head.key, context)):
-        z = np.asarray(y @ layer.kernel[...])
-        if head.query_norm is not None:
-            z = z / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-6)
-        if head.rotary:
-            z = apply_rotary(jnp.asarray(z), jnp.arange(y.shape[1]))
-        placed.append(np.asarray(z))
-    scale = options.get("scale", HEAD_DIM**-0.5)
-    weights = softmax(placed[0] @ placed[1].swapaxes(-1, -2) * scale)
-    np.testing.assert_allclose(head.weights(x, context), weights, rtol=1e-3, atol=1e-5)
-    read = weights @ np.asarray(context @ head.value.kernel[...])
-    np.testing.assert_allclose(head(x, context), read, rtol=1e-3, atol=1e-3)
-    assert np.abs(weights - make_head(causal=False).weights(x, context)).max() > 0.1
-
-
-def test_normed_queries_and_keys_forget_their_size():
-    head, x = make_head(qk_norm=True), normal(1, BATCH, TIME, EMBED_DIM)
-    before = head.weights(x)
-    head.query.kernel[...] = 7 * head.query.kernel[...]
-    head.key.kernel[...] = head.key.kernel[...] / 3
-    np.testing.assert_allclose(head.weights(x), before, rtol=1e-4, atol=1e-6)
-    # no entry of a normed vector's product with another is above their length
-    assert float(jnp.log(before[:, -1].max() / before[:, -1].min())) < 2 * HEAD_DIM**0.5
-
-
-def test_rotary_heads_know_distances_and_not_places():
-    """Where everything is the same word, a weight depends on how far away it is alone."""
-    head = make_head(rotary=True, causal=False)
-    x = jnp.broadcast_to(normal(1, 1, 1, EMBED_DIM), (1, TIME, EMBED_DIM))
-    affinity = np.log(head.weights(x)[0])
-    affinity = affinity - np.diagonal(affinity)[:, None]  # the softmax shifts each row
-    for distance in range(1 - TIME, TIME):
-        diagonal = np.diagonal(affinity, distance)
-        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
-    assert np.ptp(affinity[0]) > 1
-    plain = make_head(causal=False).weights(x)
-    np.testing.assert_allclose(plain, np.full_like(plain, 1 / TIME), rtol=1e-5)
 
 
 def test_rotary_heads_have_an_even_size():
@@ -89,36 +27,6 @@ def test_rotary_heads_have_an_even_size():
         Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))(jnp.ones((1, 1, EMBED_DIM)))
     with pytest.raises(ValueError, match="'rotary' needs an even head size"):
         attention(15, 3, rotary=True)
-
-
-@pytest.mark.parametrize("cross", [False, True])
-def test_a_group_reads_the_same_keys_and_values(cross):
-    """Equal to as many heads of keys and values as of queries, each group's all alike."""
-    grouped, whole = make_heads(qkv_bias=True), make_heads(None, qkv_bias=True)
-    assert grouped.key.kernel.shape == grouped.value.kernel.shape == (24, 8)
-    assert (grouped.num_kv_heads, whole.num_kv_heads) == (KV_HEADS, HEADS)
-    x = normal(1, BATCH, TIME, EMBED_DIM)
-    context = normal(2, BATCH, CONTEXT, EMBED_DIM) if cross else None
-
-    def share(spread):
-        for name in ("query", "projection", "key", "value"):
-            its, mine = getattr(whole, name), getattr(grouped, name)
-            same = name in ("query", "projection")
-            for parameter in ("kernel", "bias"):
-                columns = getattr(mine, parameter)[...]
-                getattr(its, parameter)[...] = columns if same else spread(columns)
-
-    def each_three_times(columns):
-        heads = columns.reshape(*columns.shape[:-1], KV_HEADS, HEAD_DIM)
-        return jnp.repeat(heads, 3, axis=-2).reshape(*columns.shape[:-1], EMBED_DIM)
-
-    share(each_three_times)
-    np.testing.assert_allclose(grouped(x, context), whole(x, context), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(
-        grouped.weights(x, context), whole.weights(x, context), rtol=1e-4, atol=1e-6
-    )
-    share(lambda columns: jnp.tile(columns, 3))
-    assert float(jnp.abs(grouped(x, context) - whole(x, context)).max()) > 0.1
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 12])
@@ -129,34 +37,7 @@ def test_query_heads_divide_into_groups(num_kv_heads):
         make_heads(num_kv_heads)
 
 
-def test_one_head_is_enough_and_so_is_one_of_keys_and_values():
-    x = normal(1, BATCH, TIME, EMBED_DIM)
-    only = loud(attention(EMBED_DIM, 1))
-    assert (only.num_heads, only.num_kv_heads, only.head_dim) == (1, 1, EMBED_DIM)
-    np.testing.assert_allclose(only(x), only.projection(only.head(0)(x)), rtol=1e-4, atol=1e-4)
-    shared = make_heads(1)
-    assert (shared.num_heads, shared.num_kv_heads) == (HEADS, 1)
-    read = jnp.concatenate([shared.head(index)(x) for index in range(HEADS)], axis=-1)
-    np.testing.assert_allclose(shared(x), shared.projection(read), rtol=1e-3, atol=1e-3)
-
-
 MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
-
-
-def test_each_head_of_a_group_is_a_head():
-    module = make_heads(**MODERN, qkv_bias=True, use_bias=False)
-    x = normal(1, BATCH, TIME, EMBED_DIM)
-    heads = [module.head(index) for index in range(HEADS)]
-    beside = np.concatenate([head(x) for head in heads], axis=-1)
-    projected = beside @ np.asarray(module.projection.kernel[...])
-    np.testing.assert_allclose(module(x), projected, rtol=1e-3, atol=1e-3)
-    weights = np.stack([head.weights(x) for head in heads], axis=1)
-    np.testing.assert_allclose(module.weights(x), weights, rtol=1e-4, atol=1e-5)
-    keys = [np.asarray(head.key.kernel[...]).tobytes() for head in heads]
-    assert keys == [keys[0]] * 3 + [keys[3]] * 3
-    assert keys[0] != keys[3]
-
-
 PLACES = 8
 
 

@@ -12,7 +12,6 @@ from jgpt import GPT, ModelConfig
 from jgpt.nn.ngrams import NGramEmbedding
 
 SIZES, ROWS, EMBED_DIM, LONGEST = (2, 4), 19, 6, 4
-EMBEDDING = NGramEmbedding(SIZES, ROWS, EMBED_DIM, rngs=nnx.Rngs(0))
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2], [50256, 0, 0, 50256, 1, 4, 1]])
 RATE = 0.4
 CONFIG = ModelConfig(
@@ -25,6 +24,7 @@ CONFIG = ModelConfig(
     ngram_rows=ROWS,
     ngram_dropout=RATE,
 )
+EMBEDDING = NGramEmbedding(CONFIG, rngs=nnx.Rngs(0))
 
 
 def row_by_hand(text, size, place):
@@ -56,7 +56,8 @@ def test_an_n_gram_has_one_row_wherever_it_stands():
 def test_the_order_matters_and_rows_are_used_evenly():
     count, num_rows = 65, 8192
     pairs = np.stack(np.meshgrid(np.arange(count), np.arange(count)), axis=-1).reshape(-1, 2)
-    embedding = NGramEmbedding((2,), num_rows, 1, rngs=nnx.Rngs(0))
+    config = ModelConfig(ngram_sizes=(2,), ngram_rows=num_rows)
+    embedding = NGramEmbedding(config, rngs=nnx.Rngs(0))
     rows = np.asarray(embedding.rows(jnp.asarray(pairs)))[:, 1, 0]
     expected = num_rows * (1 - (1 - 1 / num_rows) ** len(pairs))  # of so many fair draws
     assert len(set(rows.tolist())) > 0.95 * expected

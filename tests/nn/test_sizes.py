@@ -19,7 +19,6 @@ ARGUMENTS = {
     jgpt.BigramLM: {"vocab_size": 5},
     Linear: {"in_features": 3, "out_features": 5},
     Embedding: {"num_embeddings": 3, "embed_dim": 5},
-    NGramEmbedding: {"sizes": (2, 3), "num_rows": 7, "embed_dim": 5},
     LayerNorm: {"embed_dim": 5},
     RMSNorm: {"embed_dim": 5},
     LayerCache: {"batch": 2, "capacity": 7, "num_kv_heads": 3, "head_dim": 5},
@@ -51,7 +50,8 @@ def test_every_module_is_tried():
         return {kind, *(each for child in kind.__subclasses__() for each in below(child))}
 
     ours = {kind for kind in below(Module) if kind.__module__.startswith("jgpt.")}
-    of_config = {jgpt.GPT, jgpt.Block, jgpt.FeedForward, jgpt.MultiHeadAttention}
+    parts = {jgpt.FeedForward, jgpt.MultiHeadAttention, NGramEmbedding}
+    of_config = {jgpt.GPT, jgpt.Block, *parts}
     known = {*ARGUMENTS, *of_config, Int8Linear, Module}
     assert {kind for kind in ours - known if kind.__name__ != "_Attention"} == set()
     assert all(set(sizes_of(kind)) <= set(given) for kind, given in ARGUMENTS.items())
@@ -84,13 +84,6 @@ def test_an_epsilon_is_not_negative(kind):
         with pytest.raises(ValueError, match=f"^epsilon={epsilon} must not be negative"):
             make(kind, epsilon=epsilon)
     assert make(kind, epsilon=0.0).epsilon == 0
-
-
-@pytest.mark.parametrize("sizes", [(), (0, 2), (2, 2), (3, 2)])
-def test_sizes_of_n_grams_ascend(sizes):
-    with pytest.raises(ValueError, match="must be positive and ascending"):
-        make(NGramEmbedding, sizes=sizes)
-    assert make(NGramEmbedding, sizes=(1, 4)).sizes == (1, 4)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "auto", int, "float23"])

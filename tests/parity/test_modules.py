@@ -1,6 +1,8 @@
-"""Each module against the port with the same weights, and against PyTorch's own code."""
+"""Attention and norms, by themselves, against the port and PyTorch's own code.
 
-import functools
+The ladder compares them inside a model; here are cross-attention, weights and encoders too.
+"""
+
 from typing import Any
 
 import jax
@@ -13,15 +15,15 @@ from torch.nn import functional as F
 
 import jgpt
 from jgpt.interop.names import from_torch, to_torch
+from jgpt.nn.kernels import repeat_heads
 from jgpt.nn.layers import LayerNorm, RMSNorm
 from jgpt.training.optimizer import clip_by_global_norm
-from tests import models
-from tests.models import randomised, weights_of
+from tests.models import GROUPS, randomised, weights_of
 from tests.parity import torch_gpt
 from tests.parity.ladder import TOLERANCE, errors
 from tests.quick import only
 
-BATCH, TIME, KEYS, EMBED, HEADS, HIDDEN = 2, 5, 13, 21, 3, 29
+BATCH, TIME, KEYS, EMBED, HEADS = 2, 5, 13, 21, 3
 
 
 @pytest.fixture(params=only(["float64"], TOLERANCE))
@@ -42,265 +44,158 @@ def close(mine, its, dtype):
     return errors({"": mine}, {"": its})[1] < TOLERANCE[dtype]
 
 
-def of_config(kind, embed_dim, *sizes, param_dtype, rotary=False, scale=None, **options):
-    """A module with the port's arguments: heads, if it has them, and hidden features."""
-    *heads, hidden_dim = sizes
-    config = jgpt.ModelConfig(
-        **{"use_bias": True, **options},
-        embed_dim=embed_dim,
-        num_heads=heads[0] if heads else 1,
-        hidden_dim=hidden_dim,
-        positions="rotary" if rotary else "learned",
-        attention_scale=scale,
-        dtype=param_dtype,
-        param_dtype=param_dtype,
-    )
-    return kind(config, rngs=nnx.Rngs(0))
+def tensors_of(module):
+    return {name: torch.tensor(array) for name, array in to_torch(weights_of(module)).items()}
 
 
-def in_dtype(make):
-    return lambda *sizes, param_dtype, **options: make(
-        *sizes, dtype=param_dtype, param_dtype=param_dtype, **options
-    )
-
-
-MODULES = {
-    "LayerNorm": LayerNorm,
-    "RMSNorm": RMSNorm,
-    "Head": in_dtype(models.head),
-    "MultiHeadAttention": in_dtype(models.attention),
-    "FeedForward": functools.partial(of_config, jgpt.FeedForward),
-    "Block": functools.partial(of_config, jgpt.Block),
-}
-
-
-def pair(name, dtype, *sizes, **options) -> tuple[Any, Any]:
-    """A module of jgpt with random weights, and the port's with the same."""
-    module = MODULES[name](*sizes, **options, param_dtype=dtype)
+def attention(dtype, causal=True, **options) -> tuple[Any, Any]:
+    """Attention with random weights, and the port's with the same; one head is a `Head`."""
+    sizes = {"embed_dim": EMBED, "num_heads": HEADS}
+    dtypes = {"dtype": dtype, "param_dtype": dtype}
+    config = jgpt.ModelConfig(**{**sizes, **dtypes, **options})
+    module: Any = jgpt.MultiHeadAttention(config, causal=causal, rngs=nnx.Rngs(0))
     nnx.update(module, randomised(weights_of(module)))
-    port = getattr(torch_gpt, name)(*sizes, **options).to(getattr(torch, dtype))
-    tensors = to_torch(weights_of(module))
-    port.load_state_dict({name: torch.tensor(tensor) for name, tensor in tensors.items()})
+    port: Any = torch_gpt.MultiHeadAttention(config, causal=causal)
+    if config.num_heads == 1:
+        module, port = module.head(0), torch_gpt.Head(config, causal=causal)
+    port.to(getattr(torch, dtype)).load_state_dict(tensors_of(module))
     return module, port
 
 
-ATTENTION = [("Head", (EMBED, 7)), ("MultiHeadAttention", (EMBED, HEADS))]
+HEAD = {"num_heads": 1, "head_dim": 8}
+MODERN = {"positions": "rotary", "qk_norm": True, "attention_scale": 0.7}
+WRONG = {"scale": 0.5}
+WRONG_MODERN = {**WRONG, "base": 100.0, "epsilon": 1e-4}
 
 
-@pytest.mark.parametrize(("name", "sizes"), ATTENTION)
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention(name, sizes, biases, causal, dtype):
-    options = {"use_bias": biases, "causal": causal}
-    if name == "MultiHeadAttention":
-        options["qkv_bias"] = biases
-    module, port = pair(name, dtype, *sizes, **options)
-    x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
-    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-    cross = module(jnp.asarray(x), jnp.asarray(context))
-    assert close(cross, port(torch.tensor(x), torch.tensor(context)), dtype)
-    weights = np.asarray(module.weights(jnp.asarray(x)))
-    if name == "Head":
-        weights = weights[:, None]
-    assert close(weights, port.weights(torch.tensor(x)), dtype)
-
-    port.scale = 1.0
-    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-
-
-@pytest.mark.parametrize(("name", "sizes"), ATTENTION)
-def test_attention_sees_a_future_leak(name, sizes, dtype):
-    module, port = pair(name, dtype, *sizes)
-    port.causal = False
-    x = inputs(dtype)
-    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-
-
-PLACED = {"rotary": True, "qk_norm": True, "scale": 0.7}
-
-
-@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(
-    ("name", "sizes", "groups"),
+    ("options", "wrong"),
     [
-        ("Head", (EMBED, 8), {}),
-        ("MultiHeadAttention", (24, 6), {"num_kv_heads": 3}),
-        ("MultiHeadAttention", (24, 6), {"num_kv_heads": 1}),
+        (HEAD, WRONG),
+        ({**HEAD, "qkv_bias": True}, WRONG),
+        ({**HEAD, **MODERN, "qkv_bias": True}, WRONG_MODERN),
+        ({"use_bias": True}, WRONG),
+        ({"qkv_bias": True, "use_bias": True}, WRONG),
+        ({"qkv_bias": True}, WRONG),
+        ({**GROUPS, **MODERN, "qkv_bias": True, "use_bias": True}, WRONG_MODERN),
+        ({**GROUPS, **MODERN, "num_kv_heads": 1}, WRONG_MODERN),
     ],
+    ids=str,
 )
-def test_attention_with_rotary_positions_norms_and_groups(name, sizes, groups, biases, dtype):
-    options = {**PLACED, **groups, "use_bias": biases}
-    if name == "MultiHeadAttention":
-        options["qkv_bias"] = biases
-    module, port = pair(name, dtype, *sizes, **options)
-    x, context = (inputs(dtype, time, time, embed=sizes[0]) for time in (TIME, KEYS))
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(options, wrong, causal, dtype):
+    module, port = attention(dtype, causal, **options)
+    x, context = (inputs(dtype, time, time, embed=module.embed_dim) for time in (TIME, KEYS))
 
-    def agrees():
+    def agrees() -> list[bool]:
+        """In self-attention and in cross-attention."""
         mine = module(jnp.asarray(x)), module(jnp.asarray(x), jnp.asarray(context))
         its = port(torch.tensor(x)), port(torch.tensor(x), torch.tensor(context))
-        same = [close(*outputs, dtype) for outputs in zip(mine, its, strict=True)]
-        assert same[0] == same[1]
-        return same[0]
+        return [close(*outputs, dtype) for outputs in zip(mine, its, strict=True)]
 
-    assert agrees()
+    assert agrees() == [True, True]
     weights = np.asarray(module.weights(jnp.asarray(x)))
-    if name == "Head":
-        weights = weights[:, None]
+    weights = weights[:, None] if isinstance(module, jgpt.Head) else weights
     assert close(weights, port.weights(torch.tensor(x)), dtype)
-    for attribute, broken in (("base", 100.0), ("epsilon", 1e-4), ("scale", 0.6)):
+    port.causal = not causal
+    assert agrees() == [False, True]  # in cross-attention there is no future
+    port.causal = causal
+    for attribute, value in wrong.items():
         right = getattr(port, attribute)
-        setattr(port, attribute, broken)
-        assert not agrees(), attribute
+        setattr(port, attribute, value)
+        assert agrees() == [False, False], attribute
         setattr(port, attribute, right)
 
 
-@pytest.mark.parametrize(("name", "sizes"), ATTENTION)
 @pytest.mark.parametrize("window", only([1, 3], [1, 2, 3, TIME]))
-def test_attention_in_a_window(name, sizes, window, dtype):
-    module, port = pair(name, dtype, *sizes, window=window)
-    x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
+@pytest.mark.parametrize("options", [HEAD, {}], ids=str)
+def test_attention_in_a_window(options, window, dtype):
+    module, port = attention(dtype, attention_window=window, **options)
+    x = inputs(dtype)
     assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-    cross = module(jnp.asarray(x), jnp.asarray(context))  # across sequences there is none
-    assert close(cross, port(torch.tensor(x), torch.tensor(context)), dtype)
     port.window = window % TIME + 1
     assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 3])
-def test_grouped_heads_are_torchs(num_kv_heads, dtype):
-    module, port = pair("MultiHeadAttention", dtype, 24, 6, num_kv_heads=num_kv_heads)
-    x = torch.tensor(inputs(dtype, embed=24))
-    query = port.split(port.query(x), 6)
-    key, value = (port.split(part(x), num_kv_heads) for part in (port.key, port.value))
-    for causal in (True, False):
-        heads = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-        its = port.projection(heads.transpose(1, 2).flatten(-2))
-        assert close(module(jnp.asarray(x)), its, dtype) == causal
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "relu_squared"])
-@pytest.mark.parametrize("biases", [False, True])
-def test_feed_forward(activation, biases, dtype):
-    options = {"activation": activation, "use_bias": biases}
-    module, port = pair("FeedForward", dtype, EMBED, HIDDEN, **options)
-    x = inputs(dtype)
-    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-    wrong = {"relu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "gelu", "relu_squared": "relu"}
-    port.activation = wrong[activation]
-    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-
-
-@pytest.mark.parametrize("biases", [False, True])
-def test_block(biases, dtype):
-    options = {"qkv_bias": biases, "use_bias": biases, "activation": "relu"}
-    module, port = pair("Block", dtype, EMBED, HEADS, HIDDEN, **options)
-    x = inputs(dtype)
-    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-    port.attention_norm.epsilon = 1e-6
-    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-
-
-def test_layer_norm_is_torchs(dtype):
-    module, port = pair("LayerNorm", dtype, EMBED)
-    x = torch.tensor(inputs(dtype))
-    norm = torch.nn.LayerNorm(EMBED).to(x.dtype)
-    norm.load_state_dict(port.state_dict())
-    y = module(jnp.asarray(x))
-    assert close(y, port(x), dtype)
-    assert close(y, norm(x), dtype)
-    norm.eps = 1e-6
-    assert not close(y, norm(x), dtype)
-
-
-@pytest.mark.parametrize("norm_scale", [False, True])
-def test_a_block_of_the_modern_family(norm_scale, dtype):
-    options = {**PLACED, "num_kv_heads": 3, "activation": "relu_squared", "use_bias": False}
-    options |= {"norm": "rms", "norm_scale": norm_scale}
-    module, port = pair("Block", dtype, 24, 6, HIDDEN, **options)
-    x = inputs(dtype, embed=24)
-    assert close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-    port.feed_forward_norm.epsilon = 1e-6
-    assert not close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-
-
-@pytest.mark.parametrize("use_scale", [False, True])
-def test_rms_norm_is_torchs(use_scale, dtype):
-    module, port = pair("RMSNorm", dtype, EMBED, epsilon=1e-3, use_scale=use_scale)
-    x = torch.tensor(inputs(dtype))
-    norm = torch.nn.RMSNorm(EMBED, eps=1e-3, elementwise_affine=use_scale).to(x.dtype)
-    norm.load_state_dict(port.state_dict())
-    y = module(jnp.asarray(x))
-    assert close(y, port(x), dtype)
-    assert close(y, norm(x), dtype)
-    norm.eps = 1e-4
-    assert not close(y, norm(x), dtype)
-
-
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("causal", [False, True])
-def test_attend_is_scaled_dot_product_attention(causal, dtype):
+def test_attend_is_scaled_dot_product_attention(kv_heads, causal, dtype):
     random = np.random.default_rng(5)
     query, key, value = (
-        torch.tensor(random.standard_normal((BATCH, HEADS, TIME, width)).astype(dtype))
-        for width in (7, 7, 11)
+        torch.tensor(random.standard_normal((BATCH, heads, TIME, width)).astype(dtype))
+        for heads, width in ((6, 7), (kv_heads, 7), (kv_heads, 7))
     )
     mask = jgpt.causal_mask(TIME) if causal else None
-    mine = jgpt.attend(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), mask)
-    its = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
-    assert close(mine, its, dtype)
-    its = F.scaled_dot_product_attention(query, key, value, is_causal=not causal)
-    assert not close(mine, its, dtype)
+    keys, values = (repeat_heads(jnp.asarray(each), 6) for each in (key, value))
+    mine = jgpt.attend(jnp.asarray(query), keys, values, mask)
+    for its_causal in (False, True):
+        its = F.scaled_dot_product_attention(
+            query, key, value, is_causal=its_causal, enable_gqa=True
+        )
+        assert close(mine, its, dtype) == (causal == its_causal)
 
 
-@pytest.mark.parametrize("biases", [False, True])
-def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(biases, dtype):
-    reference = torch.nn.MultiheadAttention(EMBED, HEADS, bias=biases, batch_first=True)
+def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(dtype):
+    reference = torch.nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
     reference = reference.to(getattr(torch, dtype))
     random = torch.Generator().manual_seed(6)
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=random)
     tensors: dict[str, torch.Tensor] = dict(reference.named_parameters())
-    unpacked = {"projection.weight": tensors["out_proj.weight"]}
-    names = [f"{name}.weight" for name in ("query", "key", "value")]
-    unpacked |= zip(names, tensors["in_proj_weight"].chunk(3), strict=True)
-    if biases:
-        names = [f"{name}.bias" for name in ("query", "key", "value")]
-        unpacked |= zip(names, tensors["in_proj_bias"].chunk(3), strict=True)
-        unpacked["projection.bias"] = tensors["out_proj.bias"]
-    options = {"qkv_bias": biases, "use_bias": biases}
-    module = models.attention(EMBED, HEADS, param_dtype=dtype, dtype=dtype, **options)
-    arrays = {name: tensor.detach().numpy() for name, tensor in unpacked.items()}
+    arrays = {}
+    for kind in ("weight", "bias"):
+        arrays[f"projection.{kind}"] = tensors[f"out_proj.{kind}"]
+        parts = tensors[f"in_proj_{kind}"].chunk(3)
+        names = [f"{name}.{kind}" for name in ("query", "key", "value")]
+        arrays |= zip(names, parts, strict=True)
+    module, _ = attention(dtype, qkv_bias=True, use_bias=True)
+    arrays = {name: tensor.detach().numpy() for name, tensor in arrays.items()}
     nnx.update(module, from_torch(arrays, weights_of(module)))
 
     x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
-    future = torch.ones(TIME, TIME).triu(1).bool()
-    its = reference(*[torch.tensor(x)] * 3, attn_mask=future, need_weights=False)[0]
-    assert close(module(jnp.asarray(x)), its, dtype)
     query, source = torch.tensor(x), torch.tensor(context)
+    future = torch.ones(TIME, TIME).triu(1).bool()
+    for mask, agrees in ((future, True), (None, False)):
+        its = reference(query, query, query, attn_mask=mask, need_weights=False)[0]
+        assert close(module(jnp.asarray(x)), its, dtype) == agrees
     its, weights = reference(query, source, source, average_attn_weights=False)
     assert close(module(jnp.asarray(x), jnp.asarray(context)), its, dtype)
     assert close(module.weights(jnp.asarray(x), jnp.asarray(context)), weights, dtype)
 
 
-def test_cross_entropy_is_torchs(dtype):
-    random = np.random.default_rng(7)
-    logits = 10 * random.standard_normal((BATCH, TIME, 17)).astype(dtype)
-    targets = random.integers(17, size=(BATCH, TIME))
-    mine = jgpt.cross_entropy(jnp.asarray(logits), jnp.asarray(targets))
-    its = F.cross_entropy(torch.tensor(logits).mT, torch.tensor(targets))
-    assert close(mine, its, dtype)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "torchs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)]
+)
+def test_norms_are_torchs(kind, torchs, scaled, dtype):
+    biased = {"use_bias": scaled} if kind is LayerNorm else {}
+    module = kind(EMBED, epsilon=1e-3, use_scale=scaled, param_dtype=dtype, **biased)
+    nnx.update(module, randomised(weights_of(module)))
+    norm = torchs(EMBED, eps=1e-3, elementwise_affine=scaled).to(getattr(torch, dtype))
+    norm.load_state_dict(tensors_of(module))
+    x = inputs(dtype)
+    assert close(module(jnp.asarray(x)), norm(torch.tensor(x)), dtype)
+    norm.eps = 1e-4
+    assert not close(module(jnp.asarray(x)), norm(torch.tensor(x)), dtype)
 
 
-@pytest.mark.parametrize("limit", [1.0, 1e9])
-def test_clipping_is_torchs(limit, dtype):
+def test_clipping_is_torchs(dtype):
     gradients = [3 * inputs(dtype), inputs(dtype, seed=8)]
-    clip = clip_by_global_norm(limit)
-    mine: Any = clip.update([jnp.asarray(gradient) for gradient in gradients], clip.init([]))[0]
-    parameters = [torch.nn.Parameter(torch.zeros(gradient.shape)) for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.data = parameter.data.to(getattr(torch, dtype))
-        parameter.grad = torch.tensor(gradient)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-    assert norm > 1  # so that a limit of 1 clips
-    for array, parameter in zip(mine, parameters, strict=True):
-        assert parameter.grad is not None
-        assert close(array, parameter.grad, dtype)
+
+    def clipped(limit):
+        clip = clip_by_global_norm(limit)
+        mine: Any = clip.update([jnp.asarray(each) for each in gradients], clip.init([]))[0]
+        return mine
+
+    def torch_clipped(limit):
+        parameters = [torch.nn.Parameter(torch.tensor(each)) for each in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = torch.tensor(gradient)
+        assert torch.nn.utils.clip_grad_norm_(parameters, limit) > 1  # a limit of 1 clips
+        return [parameter.grad for parameter in parameters]
+
+    for limit in (1.0, 1e9):
+        for its_limit in (1.0, 1e9):
+            pairs = zip(clipped(limit), torch_clipped(its_limit), strict=True)
+            same = [close(*pair, dtype) for pair in pairs]
+            assert same == [limit == its_limit] * 2

@@ -1,4 +1,4 @@
-"""nanoGPT's checkpoints: a module with its names and layout writes one, and we compute the same."""
+"""nanoGPT's checkpoints: GPT-2's names, linear layers' layout, and biases or none."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
+import transformers
 
 from jgpt.interop.names import crop_vocabulary
 from jgpt.interop.nanogpt import load_nanogpt
@@ -15,66 +14,40 @@ from jgpt.interop.nanogpt import load_nanogpt
 SIZES = {"vocab_size": 17, "block_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 21}
 
 
-class Attention(nn.Module):
-    def __init__(self, width, heads, bias):
-        super().__init__()
-        self.heads = heads
-        self.c_attn = nn.Linear(width, 3 * width, bias=bias)
-        self.c_proj = nn.Linear(width, width, bias=bias)
+def random_gpt2(vocab_size, block_size, n_layer, n_head, n_embd, bias) -> Any:
+    """What nanoGPT computes: transformers' GPT-2 with the exact GELU; without `bias`, zeros."""
+    config = transformers.GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=block_size,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+        activation_function="gelu",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    random = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.4, generator=random)
+        if name.endswith("bias") and not bias:
+            torch.nn.init.zeros_(parameter)
+    return model
 
-    def forward(self, x):
-        qkv = (part.unflatten(-1, (self.heads, -1)) for part in self.c_attn(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in qkv), is_causal=True)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
 
-
-class NanoGPT(nn.Module):
-    """The names and the layout of nanoGPT's state, and what they compute."""
-
-    def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, bias):
-        super().__init__()
-        self.transformer = nn.Module()
-        self.transformer.wte = wte = nn.Embedding(vocab_size, n_embd)
-        self.transformer.wpe = nn.Embedding(block_size, n_embd)
-        blocks = (self.block(n_embd, n_head, bias) for _ in range(n_layer))
-        self.transformer.h = nn.ModuleList(blocks)
-        self.transformer.ln_f = nn.LayerNorm(n_embd, bias=bias)
-        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = wte.weight
-        random = torch.Generator().manual_seed(0)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, 0.1, 0.4, generator=random)
-
-    @staticmethod
-    def block(width, heads, bias):
-        return nn.ModuleDict(
-            {
-                "ln_1": nn.LayerNorm(width, bias=bias),
-                "attn": Attention(width, heads, bias),
-                "ln_2": nn.LayerNorm(width, bias=bias),
-                "mlp": nn.ModuleDict(
-                    {
-                        "c_fc": nn.Linear(width, 4 * width, bias=bias),
-                        "c_proj": nn.Linear(4 * width, width, bias=bias),
-                    }
-                ),
-            }
-        )
-
-    def forward(self, tokens):
-        parts: Any = self.transformer
-        x = parts.wte(tokens) + parts.wpe.weight[: tokens.shape[1]]
-        for block in parts.h:
-            x = x + block["attn"](block["ln_1"](x))
-            mlp = block["mlp"]
-            x = x + mlp["c_proj"](F.gelu(mlp["c_fc"](block["ln_2"](x))))
-        return self.lm_head(parts.ln_f(x))
+def state_of(model, bias) -> dict[str, torch.Tensor]:
+    """The state in nanoGPT's layout: its kernels are those of linear layers."""
+    return {
+        name: tensor.T.contiguous() if ".c_" in name and name.endswith("weight") else tensor
+        for name, tensor in model.state_dict().items()
+        if bias or not name.endswith("bias")
+    }
 
 
 def write(path, *, bias=False, prefix="", sizes=SIZES, **more):
-    model = NanoGPT(**sizes, bias=bias)
+    model = random_gpt2(**sizes, bias=bias)
     checkpoint = {
-        "model": {prefix + name: tensor for name, tensor in model.state_dict().items()},
+        "model": {prefix + name: tensor for name, tensor in state_of(model, bias).items()},
         "model_args": {**sizes, "bias": bias, "dropout": 0.1},
         "optimizer": {"state": {}, "param_groups": []},
         "iter_num": 60,
@@ -88,9 +61,9 @@ def write(path, *, bias=False, prefix="", sizes=SIZES, **more):
 
 def logits(model, vocab_size=17):
     tokens = np.random.default_rng(1).integers(vocab_size, size=(2, 11))
-    if isinstance(model, nn.Module):
+    if isinstance(model, torch.nn.Module):
         with torch.no_grad():
-            return model(torch.tensor(tokens)).numpy()
+            return model(torch.tensor(tokens)).logits.numpy()
     return np.asarray(model(jnp.asarray(tokens)))
 
 
@@ -105,8 +78,8 @@ def test_the_same_logits(bias, prefix, tmp_path):
 
 
 def test_masks_that_it_once_stored_are_passed_over(tmp_path):
-    reference = NanoGPT(**SIZES, bias=True)
-    state = reference.state_dict()
+    reference = random_gpt2(**SIZES, bias=True)
+    state = state_of(reference, bias=True)
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 11, 11).tril()
     write(tmp_path / "ckpt.pt", bias=True, model=state)
     its = logits(reference)
@@ -169,7 +142,8 @@ def test_other_files_are_refused(more, complaint, tmp_path):
 )
 def test_a_tensor_that_would_fill_the_memory_is_not_read(tensor, complaint, tmp_path):
     """In the file it is one number, repeated."""
-    state = NanoGPT(**SIZES, bias=False).state_dict() | {"transformer.wte.weight": tensor}
+    state = state_of(random_gpt2(**SIZES, bias=False), bias=False)
+    state["transformer.wte.weight"] = tensor
     write(tmp_path / "ckpt.pt", model=state | {"lm_head.weight": torch.zeros(17, 21)})
     with pytest.raises(ValueError, match=complaint):
         load_nanogpt(tmp_path / "ckpt.pt")

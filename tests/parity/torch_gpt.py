@@ -18,15 +18,6 @@ ACTIVATIONS = {
 }
 
 
-PLAIN = {
-    "rotary": False,
-    "base": 10_000.0,
-    "qk_norm": False,
-    "qk_norm_scale": False,
-    "scale": None,
-}
-
-
 def over_its_root_mean_square(x: Tensor, epsilon: float) -> Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
 
@@ -36,32 +27,23 @@ class Attention(nn.Module):
 
     epsilon = 1e-6
 
-    def __init__(
-        self,
-        embed_dim,
-        num_heads,
-        head_dim,
-        *,
-        num_kv_heads=None,
-        causal,
-        window,
-        qkv_bias,
-        rotary,
-        base,
-        qk_norm,
-        qk_norm_scale,
-        scale,
-    ):
+    def __init__(self, config, *, causal=True):
         super().__init__()
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.causal, self.window = causal, window
-        self.rotary, self.base, self.qk_norm = rotary, base, qk_norm
-        self.query_norm = RMSNorm(head_dim, use_scale=qk_norm_scale)
-        self.key_norm = RMSNorm(head_dim, use_scale=qk_norm_scale)
-        self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
-        self.query = nn.Linear(embed_dim, self.num_heads * head_dim, bias=qkv_bias)
-        self.key = nn.Linear(embed_dim, self.num_kv_heads * head_dim, bias=qkv_bias)
-        self.value = nn.Linear(embed_dim, self.num_kv_heads * head_dim, bias=qkv_bias)
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.head_dim = config.head_dim or config.embed_dim // config.num_heads
+        self.causal, self.window = causal, config.attention_window
+        self.rotary, self.base = config.positions == "rotary", config.rotary_base
+        self.scale = config.attention_scale or 1 / math.sqrt(self.head_dim)
+        self.qk_norm = config.qk_norm
+        self.query_norm = RMSNorm(self.head_dim, use_scale=config.qk_norm_scale)
+        self.key_norm = RMSNorm(self.head_dim, use_scale=config.qk_norm_scale)
+        self.query = self.linear(config, self.num_heads)
+        self.key = self.linear(config, self.num_kv_heads)
+        self.value = self.linear(config, self.num_kv_heads)
+
+    def linear(self, config, heads) -> nn.Linear:
+        return nn.Linear(config.embed_dim, heads * self.head_dim, bias=config.qkv_bias)
 
     @staticmethod
     def split(x: Tensor, heads: int) -> Tensor:
@@ -104,64 +86,28 @@ class Attention(nn.Module):
 
 
 class Head(Attention):
-    def __init__(
-        self,
-        embed_dim,
-        head_dim,
-        *,
-        causal=True,
-        window=None,
-        use_bias=False,
-        **options,
-    ):
-        options = {**PLAIN, **options, "window": window}
-        super().__init__(embed_dim, 1, head_dim, causal=causal, qkv_bias=use_bias, **options)
-
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self.heads(x, context)
 
 
 class MultiHeadAttention(Attention):
-    def __init__(
-        self,
-        embed_dim,
-        num_heads,
-        *,
-        num_kv_heads=None,
-        head_dim=None,
-        causal=True,
-        window=None,
-        qkv_bias=False,
-        use_bias=True,
-        **options,
-    ):
-        head_dim = head_dim or embed_dim // num_heads
-        super().__init__(
-            embed_dim,
-            num_heads,
-            head_dim,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            window=window,
-            qkv_bias=qkv_bias,
-            **{**PLAIN, **options},
-        )
-        self.projection = nn.Linear(num_heads * head_dim, embed_dim, bias=use_bias)
+    def __init__(self, config, *, causal=True):
+        super().__init__(config, causal=causal)
+        features = self.num_heads * self.head_dim
+        self.projection = nn.Linear(features, config.embed_dim, bias=config.use_bias)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self.projection(self.heads(x, context))
 
 
 class FeedForward(nn.Module):
-    def __init__(
-        self, embed_dim, hidden_dim=None, *, activation="gelu", gated=False, use_bias=True
-    ):
+    def __init__(self, config):
         super().__init__()
-        self.activation = activation
-        hidden_dim = hidden_dim or 4 * embed_dim
-        self.gate = nn.Linear(embed_dim, hidden_dim, bias=use_bias) if gated else None
-        self.expansion = nn.Linear(embed_dim, hidden_dim, bias=use_bias)
-        self.projection = nn.Linear(hidden_dim, embed_dim, bias=use_bias)
+        self.activation = config.activation
+        sizes = config.embed_dim, config.hidden_dim or 4 * config.embed_dim
+        self.gate = nn.Linear(*sizes, bias=config.use_bias) if config.gated else None
+        self.expansion = nn.Linear(*sizes, bias=config.use_bias)
+        self.projection = nn.Linear(*sizes[::-1], bias=config.use_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         activate = ACTIVATIONS[self.activation]
@@ -171,7 +117,7 @@ class FeedForward(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, embed_dim, *, epsilon=1e-5, use_scale=True, use_bias=True):
+    def __init__(self, embed_dim, *, epsilon, use_scale, use_bias):
         super().__init__()
         self.epsilon = epsilon
         self.weight = nn.Parameter(torch.ones(embed_dim)) if use_scale else None
@@ -195,34 +141,20 @@ class RMSNorm(nn.Module):
         return y if self.weight is None else y * self.weight
 
 
-def norm_of(kind, embed_dim, epsilon, use_scale, use_bias):
-    if kind == "rms":
-        return RMSNorm(embed_dim, epsilon=epsilon, use_scale=use_scale)
-    return LayerNorm(embed_dim, epsilon=epsilon, use_scale=use_scale, use_bias=use_bias)
+def norm_of(config):
+    options = {"epsilon": config.norm_epsilon, "use_scale": config.norm_scale}
+    if config.norm == "rms":
+        return RMSNorm(config.embed_dim, **options)
+    return LayerNorm(config.embed_dim, **options, use_bias=config.use_bias)
 
 
 class Block(nn.Module):
-    def __init__(
-        self,
-        embed_dim,
-        num_heads,
-        hidden_dim=None,
-        *,
-        activation="gelu",
-        gated=False,
-        use_bias=True,
-        norm="layer",
-        norm_scale=True,
-        norm_epsilon=1e-5,
-        **attention,
-    ):
+    def __init__(self, config):
         super().__init__()
-        self.attention_norm = norm_of(norm, embed_dim, norm_epsilon, norm_scale, use_bias)
-        self.attention = MultiHeadAttention(embed_dim, num_heads, use_bias=use_bias, **attention)
-        self.feed_forward_norm = norm_of(norm, embed_dim, norm_epsilon, norm_scale, use_bias)
-        self.feed_forward = FeedForward(
-            embed_dim, hidden_dim, activation=activation, gated=gated, use_bias=use_bias
-        )
+        self.attention_norm = norm_of(config)
+        self.attention = MultiHeadAttention(config)
+        self.feed_forward_norm = norm_of(config)
+        self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -274,32 +206,8 @@ class GPT(nn.Module):
         self.shortcut = (
             nn.Parameter(torch.zeros(config.num_layers)) if config.embedding_shortcut else None
         )
-        self.blocks = nn.ModuleList(
-            Block(
-                config.embed_dim,
-                config.num_heads,
-                config.hidden_dim,
-                activation=config.activation,
-                gated=config.gated,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                window=config.attention_window,
-                qkv_bias=config.qkv_bias,
-                use_bias=config.use_bias,
-                rotary=config.positions == "rotary",
-                base=config.rotary_base,
-                qk_norm=config.qk_norm,
-                qk_norm_scale=config.qk_norm_scale,
-                scale=config.attention_scale,
-                norm=config.norm,
-                norm_scale=config.norm_scale,
-                norm_epsilon=config.norm_epsilon,
-            )
-            for _ in range(config.num_layers)
-        )
-        self.final_norm = norm_of(
-            config.norm, config.embed_dim, config.norm_epsilon, config.norm_scale, config.use_bias
-        )
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = norm_of(config)
         self.head = (
             None
             if config.tie_embeddings

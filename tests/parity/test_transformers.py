@@ -1,4 +1,4 @@
-"""Directories of Llama and Qwen3 against transformers: what it saves we load, and back."""
+"""Directories of GPT-2, Llama and Qwen3 against transformers: what it saves we load, and back."""
 
 import dataclasses
 import json
@@ -13,14 +13,22 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 
 import jgpt
-from jgpt.interop.formats import LLAMA
+from jgpt.interop.formats import HF_FORMATS
 from jgpt.interop.names import write_tensors
-from tests.models import config_of, random_gpt, weights_of
-from tests.parity.test_gpt2 import assert_same_logits, tokens_for, transformers
+from tests.models import random_gpt, weights_of
 from tests.quick import only
 
-SMALL = {
-    "vocab_size": 17,
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+NO_SPECIAL = {"vocab_size": 17, "bos_token_id": None, "eos_token_id": None}
+GPT2 = {**NO_SPECIAL, "n_positions": 11, "n_embd": 21, "n_layer": 2, "n_head": 3}
+LLAMA = {
+    **NO_SPECIAL,
     "max_position_embeddings": 11,
     "hidden_size": 24,
     "intermediate_size": 29,
@@ -28,38 +36,67 @@ SMALL = {
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
     "rms_norm_eps": 1e-6,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
 BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-QWEN3 = {"head_dim": 10, **BASE}
+QWEN3 = {**LLAMA, **BASE, "head_dim": 10}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {**SMALL, **BASE}),
-    "llama, tied": ("Llama", {**SMALL, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
-    "llama, no groups": ("Llama", {**SMALL, "num_key_value_heads": 6, "num_hidden_layers": 1}),
-    "llama, wide heads": ("Llama", {**SMALL, "head_dim": 14, "vocab_size": 1009}),
-    "llama, GELU": ("Llama", {**SMALL, "hidden_act": "gelu"}),
-    "qwen3": ("Qwen3", {**SMALL, **QWEN3}),
-    "qwen3, tied": ("Qwen3", {**SMALL, **QWEN3, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, one head": ("GPT2", {**GPT2, "n_head": 1, "n_layer": 1, "n_inner": 29}),
+    "gpt2, many heads": (
+        "GPT2",
+        {**GPT2, "n_embd": 24, "n_head": 8, "activation_function": "gelu"},
+    ),
+    "gpt2, odd vocabulary": ("GPT2", {**GPT2, "vocab_size": 1009, "n_positions": 37}),
+    "gpt2, untied, relu": (
+        "GPT2",
+        {**GPT2, "tie_word_embeddings": False, "activation_function": "relu"},
+    ),
+    "gpt2, squared relu": ("GPT2", {**GPT2, "activation_function": "relu2"}),
+    "gpt2, epsilon": ("GPT2", {**GPT2, "layer_norm_epsilon": 1e-3, "n_layer": 3}),
+    "llama": ("Llama", {**LLAMA, **BASE}),
+    "llama, tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "llama, no groups": ("Llama", {**LLAMA, "num_key_value_heads": 6, "num_hidden_layers": 1}),
+    "llama, wide heads": ("Llama", {**LLAMA, "head_dim": 14, "vocab_size": 1009}),
+    "llama, GELU": ("Llama", {**LLAMA, "hidden_act": "gelu"}),
+    "qwen3": ("Qwen3", QWEN3),
+    "qwen3, tied": ("Qwen3", {**QWEN3, "tie_word_embeddings": True}),
 }
+QUICK = ("gpt2", "gpt2, untied, relu", "llama", "qwen3, tied")
 
 
-def random_model(name: str, seed: int = 0, **options: Any) -> Any:
+def random_model(name: str, seed: int = 0) -> Any:
     """A model of transformers, every parameter of which is random and matters."""
     kind, fields = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**fields, **options)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     random = torch.Generator().manual_seed(seed)
     for path, parameter in model.named_parameters():
-        mean = 1.0 if "norm" in path else 0.0
-        torch.nn.init.normal_(parameter, mean, 0.3, generator=random)
+        mean = 0.1 if kind == "GPT2" else float("norm" in path)
+        torch.nn.init.normal_(parameter, mean, 0.4 if kind == "GPT2" else 0.3, generator=random)
     return model
 
 
-def with_positions(model: Any) -> Any:
-    """As the tests of GPT-2 ask for the size of a context."""
-    model.config.n_positions = model.config.max_position_embeddings
-    return model
+def tokens_for(model, seed=1):
+    shape = (2, model.config.max_position_embeddings)
+    return np.random.default_rng(seed).integers(model.config.vocab_size, size=shape)
+
+
+def assert_same_logits(model, reference, tolerance=1e-5):
+    tokens = tokens_for(reference)
+    mine = np.asarray(model(jnp.asarray(tokens)))
+    with torch.no_grad():
+        its = reference(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(mine, its, rtol=tolerance, atol=tolerance * np.abs(its).max())
+
+
+def read_back(directory) -> Any:
+    """The model as transformers reads it, without any remark."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True
+    )
+    model, notes = model
+    assert not any(notes.values()), notes
+    return model.eval()
 
 
 @pytest.fixture
@@ -73,34 +110,33 @@ def change(directory, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-@pytest.mark.parametrize("name", only(["llama", "qwen3, tied"], MODELS))
+@pytest.mark.parametrize("name", only(QUICK, MODELS))
 def test_import_and_export(name, tmp_path):
-    reference = with_positions(random_model(name))
+    reference = random_model(name)
     reference.save_pretrained(tmp_path / "theirs")
     model = jgpt.load_hf(tmp_path / "theirs")
     assert_same_logits(model, reference)
 
     jgpt.save_hf(model, tmp_path / "ours")
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True
-    )
-    again, notes = loaded
+    again = read_back(tmp_path / "ours")
     assert type(again) is type(reference)
-    assert not any(notes.values()), notes
+    assert again.config.to_dict().keys() == reference.config.to_dict().keys()
     for (path, theirs), (_, ours) in zip(
         reference.named_parameters(), again.named_parameters(), strict=True
     ):
         assert torch.equal(theirs, ours), path
-    assert_same_logits(model, with_positions(again.eval()))
-    assert jgpt.load_hf(tmp_path / "ours").config == model.config
+    assert_same_logits(model, again)
+    hidden_dim = model.config.hidden_dim or 4 * model.config.embed_dim
+    expected = dataclasses.replace(model.config, hidden_dim=hidden_dim)
+    assert jgpt.load_hf(tmp_path / "ours").config == expected
 
 
-@pytest.mark.parametrize("name", only(["qwen3, tied"], ["llama", "qwen3, tied"]))
+@pytest.mark.parametrize("name", only(["gpt2", "qwen3, tied"], QUICK))
 def test_gradients_and_greedy_tokens(name, tmp_path):
-    reference = with_positions(random_model(name))
+    reference = random_model(name)
     reference.save_pretrained(tmp_path)
     model = jgpt.load_hf(tmp_path)
-    tokens = tokens_for(reference, 11)
+    tokens = tokens_for(reference)
     labels = torch.tensor(tokens)
     loss = reference(labels, labels=labels).loss
     loss.backward()
@@ -112,7 +148,8 @@ def test_gradients_and_greedy_tokens(name, tmp_path):
 
     mine, gradients = jax.jit(jax.value_and_grad(loss_of))(weights)
     assert float(mine) == pytest.approx(loss.item(), rel=1e-5)
-    found = write_tensors(nnx.merge(graph, gradients), LLAMA)
+    format = HF_FORMATS[reference.config.model_type]
+    found = write_tensors(nnx.merge(graph, gradients), format)
     wanted = {path: leaf.grad.numpy() for path, leaf in reference.named_parameters()}
     assert found.keys() == wanted.keys()
     for path, its in wanted.items():
@@ -128,51 +165,110 @@ def test_gradients_and_greedy_tokens(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "wrong"),
     [
-        {"rms_norm_eps": 1e-2},
-        {"hidden_act": "gelu"},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0}},
-        {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
+        ("gpt2", {"layer_norm_epsilon": 1e-6}),
+        ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"n_head": 7}),
+        ("llama, no groups", {"rms_norm_eps": 1e-2}),
+        ("llama, no groups", {"hidden_act": "gelu"}),
+        (
+            "llama, no groups",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0}},
+        ),
+        (
+            "llama, no groups",
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
+        ),
     ],
     ids=str,
 )
-def test_the_comparison_sees_what_jgpt_would_get_wrong(wrong, tmp_path):
-    reference = with_positions(random_model("llama, no groups"))
+def test_the_comparison_sees_what_jgpt_would_get_wrong(name, wrong, tmp_path):
+    reference = random_model(name)
     reference.save_pretrained(tmp_path)
     change(tmp_path, **wrong)
     with pytest.raises(AssertionError, match="Not equal"):
         assert_same_logits(jgpt.load_hf(tmp_path), reference)
 
 
-def test_shards_bfloat16_and_a_stored_tied_head(tmp_path):
-    random_model("qwen3, tied").to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="5KB")
-    read: Any = transformers.AutoModelForCausalLM.from_pretrained
-    reference = with_positions(read(tmp_path, dtype=torch.float32).eval())
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gpt2", "float16"), ("gpt2", "float64"), ("gpt2", "bfloat16"), ("qwen3, tied", "bfloat16")],
+)
+def test_shards_of_other_precisions_are_read_into_float32(name, dtype, tmp_path):
+    reference = random_model(name).to(getattr(torch, dtype))
+    reference.save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     model = jgpt.load_hf(tmp_path)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {np.dtype("float32")}
-    assert_same_logits(model, reference)
-    for file in tmp_path.glob("model*"):
-        file.unlink()
+    read: Any = transformers.AutoModelForCausalLM.from_pretrained
+    assert_same_logits(model, read(tmp_path, dtype=torch.float32).eval())
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "buffers"),
+    [
+        (
+            "gpt2",
+            "wte.weight",
+            {
+                "h.0.attn.bias": torch.ones(1, 1, 11, 11, dtype=torch.bool).tril(),
+                "h.1.attn.masked_bias": torch.tensor(-1e4),
+            },
+        ),
+        (
+            "qwen3, tied",
+            "embed_tokens.weight",
+            {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)},
+        ),
+    ],
+    ids=["gpt2", "qwen3"],
+)
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_stored_buffers_and_a_stored_tied_head(name, table, buffers, prefixed, tmp_path):
+    reference = random_model(name)
     reference.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(5)
+    prefix = next(iter(tensors)).partition(".")[0] + "."
+    tensors |= {prefix + path: tensor for path, tensor in buffers.items()}
+    tensors["lm_head.weight"] = tensors[prefix + table].clone()
+    if not prefixed:
+        tensors = {path.removeprefix(prefix): tensor for path, tensor in tensors.items()}
     save_file(tensors, file)
     assert_same_logits(jgpt.load_hf(tmp_path), reference)
+
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from embed_tokens\.weight"):
+    with pytest.raises(ValueError, match=rf"lm_head\.weight differs from {table}"):
         jgpt.load_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "changes"),
+    [
+        ("nanogpt", "gpt2", {}),  # without biases: the same function with zeros
+        ("qwen3", "qwen3", {"num_kv_heads": None, "head_dim": None, "hidden_dim": None}),
+        ("qwen3", "qwen3", {"attention_scale": 10**-0.5}),
+        ("qwen3", "llama", {"qk_norm": False, "qk_norm_scale": False, "zero_init": True}),
+        ("qwen3", "qwen3", {"dropout": 0.1}),
+    ],
+    ids=str,
+)
+def test_a_model_of_ours_is_transformers_(family, kind, changes, tmp_path):
+    """Trained here, with what is only of training, and with sizes that defaults give."""
+    model = random_gpt(family, **changes)
+    jgpt.save_hf(model, tmp_path / kind, zero_biases=family == "nanogpt")
+    theirs = read_back(tmp_path / kind)
+    assert theirs.config.model_type == kind
+    assert_same_logits(model, theirs)
 
 
 def test_a_base_where_older_configs_have_it(directory):
     config = json.loads((directory / "config.json").read_text())
     del config["rope_parameters"]
     (directory / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
-    assert_same_logits(jgpt.load_hf(directory), with_positions(random_model("qwen3")))
+    assert_same_logits(jgpt.load_hf(directory), random_model("qwen3"))
 
 
 def test_a_shorter_context_is_the_same_function(directory):
@@ -252,22 +348,6 @@ def test_what_the_format_cannot_say_is_refused(fields, complaint, tmp_path):
     with pytest.raises(ValueError, match=complaint):
         jgpt.save_hf(model, tmp_path / "hf")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_of_ours_is_transformers_(tmp_path):
-    """Trained here, with what is only of training, and with sizes that defaults give."""
-    for changes in (
-        {"num_kv_heads": None, "head_dim": None, "hidden_dim": None, "attention_scale": 0.5},
-        {"qk_norm": False, "qk_norm_scale": False, "zero_init": True, "dropout": 0.1},
-    ):
-        model = random_gpt("qwen3", **changes)
-        kind = "qwen3" if model.config.qk_norm else "llama"
-        jgpt.save_hf(model, tmp_path / kind)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
-        assert theirs.config.model_type == kind
-        assert_same_logits(model, with_positions(theirs.eval()))
-    scaled = dataclasses.replace(config_of("qwen3"), attention_scale=10**-0.5)
-    jgpt.save_hf(jgpt.GPT(scaled, rngs=nnx.Rngs(0)), tmp_path / "scaled")
 
 
 def test_its_tokenizer_goes_in_and_out(tmp_path):
