@@ -12,7 +12,7 @@ from flax import nnx
 from torch.nn import functional as F
 
 import jgpt
-from jgpt.interop.names import from_torch, to_torch
+from jgpt.interop.names import to_torch
 from jgpt.nn.layers import LayerNorm, RMSNorm
 from jgpt.training.optimizer import clip_by_global_norm
 from tests import models
@@ -259,17 +259,16 @@ def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(biases, dty
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=random)
     tensors: dict[str, torch.Tensor] = dict(reference.named_parameters())
-    unpacked = {"projection.weight": tensors["out_proj.weight"]}
-    names = [f"{name}.weight" for name in ("query", "key", "value")]
-    unpacked |= zip(names, tensors["in_proj_weight"].chunk(3), strict=True)
+    names = ("query", "key", "value", "projection")
+    kernels = (*tensors["in_proj_weight"].chunk(3), tensors["out_proj.weight"])
+    weights = {name: {"kernel": kernel.T} for name, kernel in zip(names, kernels, strict=True)}
     if biases:
-        names = [f"{name}.bias" for name in ("query", "key", "value")]
-        unpacked |= zip(names, tensors["in_proj_bias"].chunk(3), strict=True)
-        unpacked["projection.bias"] = tensors["out_proj.bias"]
+        values = (*tensors["in_proj_bias"].chunk(3), tensors["out_proj.bias"])
+        for name, bias in zip(names, values, strict=True):
+            weights[name]["bias"] = bias
     options = {"qkv_bias": biases, "use_bias": biases}
     module = models.attention(EMBED, HEADS, param_dtype=dtype, dtype=dtype, **options)
-    arrays = {name: tensor.detach().numpy() for name, tensor in unpacked.items()}
-    nnx.update(module, from_torch(arrays, weights_of(module)))
+    nnx.update(module, jax.tree.map(lambda tensor: jnp.asarray(tensor.detach()), weights))
 
     x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
     future = torch.ones(TIME, TIME).triu(1).bool()
