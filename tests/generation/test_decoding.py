@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,16 +149,6 @@ def test_a_cache_that_is_smaller_than_the_block_is_written_around_its_end(name):
         assert row[: length + 24].tolist() == expected[0].tolist()
 
 
-def test_learned_positions_are_read_again_in_every_row_at_its_own_length(model):
-    """As soon as the longest row is full; the others' windows are not, and grow."""
-    lengths = np.array([6, 2])
-    prompts = jnp.array([[3, 1, 4, 1, 5, 9], [2, 6, 0, 0, 0, 0]])
-    drawn = generate(model, prompts, 13, key=KEY, lengths=lengths, temperature=0.0)
-    for row, length in zip(drawn, lengths, strict=True):
-        prompt = row[None, :length]
-        assert row[None, : length + 13].tolist() == by_hand(model, prompt, 13, likeliest).tolist()
-
-
 def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
     alone = generate(model, PROMPT[:1], 9, key=KEY)
     together = generate(model, PROMPT, 9, key=KEY)
@@ -169,21 +158,8 @@ def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
     assert not jnp.array_equal(twice[0], twice[1])
 
 
-def test_one_choice_left_is_greedy(model):
-    greedy = generate(model, PROMPT, 11, key=KEY, temperature=0.0)
-    narrow: list[dict[str, Any]] = [
-        {"top_k": 1},
-        {"top_p": 1e-6},
-        {"min_p": 1.0},
-        {"temperature": 1e-37},
-        {"temperature": 1e-44},
-    ]
-    for options in narrow:
-        assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY, **options), greedy), options
-
-
 def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
-    draw = functools.partial(next_token, sampling=Sampling(jnp.float32(1)))
+    draw = functools.partial(next_token, sampling=Sampling())
     drawn = by_hand(model, PROMPT, 11, draw)
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
@@ -196,7 +172,7 @@ def test_each_token_is_drawn_with_a_key_of_its_own_in_every_piece():
     nnx.update(uniform, jax.tree.map(jnp.zeros_like, nnx.state(uniform, nnx.Param)))
     count = 2 * TOKENS_PER_CALL + 3
     found = generate(uniform, PROMPT, count, key=KEY)[:, 3:]
-    draw = functools.partial(next_token, jnp.zeros((2, VOCAB)), sampling=Sampling(jnp.float32(1)))
+    draw = functools.partial(next_token, jnp.zeros((2, VOCAB)), sampling=Sampling())
     at = jax.jit(jax.vmap(lambda place: draw(jax.random.fold_in(KEY, place))))
     np.testing.assert_array_equal(found, at(jnp.arange(count)).T)
 
@@ -210,37 +186,58 @@ def test_a_long_prompt_is_kept_whole_and_read_by_its_end(family):
     assert jnp.array_equal(whole[:, 9:], cropped[:, BLOCK_SIZE:])
 
 
-def test_one_continuation_begins_the_longer_one(model):
-    many = TOKENS_PER_CALL + 3
-    long = generate(model, PROMPT, many, key=KEY)
-    assert jnp.array_equal(generate(model, PROMPT, many - 5, key=KEY), long[:, : many - 5 + 3])
-    assert jnp.array_equal(generate(model, PROMPT, 0, key=KEY), PROMPT)
-
-
-def test_the_pieces_of_a_stream_are_what_generate_appends(model):
-    count = 2 * TOKENS_PER_CALL + 5
-    pieces = list(stream(model, PROMPT, count, key=KEY, top_k=9))
+def test_a_stream_is_what_generate_appends_and_a_shorter_one_its_beginning(model):
+    count, lengths = 2 * TOKENS_PER_CALL + 5, np.array([3, 3])
+    pieces = list(stream(model, PROMPT, lengths, count, Sampling(top_k=9), key=KEY))
     assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 2 + [(2, 5)]
     whole = generate(model, PROMPT, count, key=KEY, top_k=9)
     assert np.array_equal(np.concatenate(pieces, axis=1), whole[:, 3:])
+    shorter = generate(model, PROMPT, TOKENS_PER_CALL - 2, key=KEY, top_k=9)
+    assert jnp.array_equal(shorter, whole[:, : TOKENS_PER_CALL + 1])
+    assert jnp.array_equal(generate(model, PROMPT, 0, key=KEY), PROMPT)
 
 
-def test_the_next_tokens_are_on_their_way_while_these_are_read(model, monkeypatch):
-    compiled_draw, starts = decoding._compiled_draw, []
+@pytest.fixture
+def prefills(monkeypatch):
+    """The calls of `_prefill`, which computes nothing."""
+    calls = []
 
-    def draw(weights, window, length, cache, start, *rest, **options):
-        starts.append(start)
-        return compiled_draw(weights, window, length, cache, start, *rest, **options)
+    def prefill(weights, tokens, length, *, graph, capacity):
+        calls.append({"width": tokens.shape[1], "capacity": capacity})
+
+    monkeypatch.setattr(decoding, "_prefill", prefill)
+    return calls
+
+
+@pytest.fixture
+def draws(prefills, monkeypatch):
+    """The calls of `_compiled_draw`, which computes nothing either."""
+    calls = []
+
+    def draw(weights, window, length, cache, start, count, key, sampling, *, graph, recomputes):
+        calls.append({"start": start, "sampling": sampling, "recomputes": recomputes})
+        return window, length, cache, np.zeros((len(window), TOKENS_PER_CALL), np.int32), True
 
     monkeypatch.setattr(decoding, "_compiled_draw", draw)
-    ahead = []
-    for _ in stream(model, PROMPT, 2 * TOKENS_PER_CALL + 5, key=KEY):
-        ahead.append(list(starts))
+    return calls
+
+
+def test_the_next_tokens_are_on_their_way_while_these_are_read(model, draws):
+    lengths, ahead = np.array([3, 3]), []
+    for _ in stream(model, PROMPT, lengths, 2 * TOKENS_PER_CALL + 5, Sampling(), key=KEY):
+        ahead.append([call["start"] for call in draws])
     assert ahead == [[0, 32], [0, 32, 64], [0, 32, 64]]
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "modern"])
-@pytest.mark.parametrize("count", [2, 3 * BLOCK_SIZE])
+def test_each_sampling_parameter_is_passed_on(model, draws):
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125}
+    generate(model, PROMPT, 1, key=KEY, **options)
+    assert vars(draws[0]["sampling"]) == options
+    generate(model, PROMPT, 1, key=KEY)
+    assert draws[1]["sampling"] == Sampling()
+
+
+@pytest.mark.parametrize(("name", "count"), [("nanogpt", 3 * BLOCK_SIZE), ("modern", 2)])
 def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
     model = small_model(name, vocab_size=VOCAB + count)  # compiled by no other test
     compiled = []
@@ -257,49 +254,32 @@ def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "width"),
-    [([1, 1], 0), ([2, 1], 1), ([3, 3], 2), ([4, 2], 4), ([2, 5], 4), ([6, 1], 6), ([8, 8], 6)],
-    ids=str,
-)
-def test_a_prompt_is_read_at_the_next_power_of_two(model, monkeypatch, lengths, width):
-    """All but its last token: so that few programs serve prompts of every length."""
-    widths = []
-
-    def prefill(weights, tokens, length, *, graph, capacity):
-        widths.append(tokens.shape[1])
-        return model.empty_cache(2, capacity)
-
-    monkeypatch.setattr(decoding, "_prefill", prefill)
-    prompt = jnp.ones((2, max(lengths)), jnp.int32)
-    list(stream(model, prompt, 0, key=KEY, lengths=np.array(lengths)))
-    assert widths == [width]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "count", "capacity"),
+    ("lengths", "count", "width", "capacity"),
     [
-        ([1, 1], 0, 32),
-        ([1, 1], 32, 32),  # the last token is drawn but not read
-        ([1, 1], 33, 64),
-        ([9, 30], 3, 32),
-        ([30, 9], 4, 64),
-        ([2, 66], 1, 100),
-        ([66, 65], 1000, 100),
+        ([1, 1], 0, 0, 32),
+        ([1, 1], 32, 0, 32),  # the last token is drawn but not read
+        ([1, 1], 33, 0, 64),
+        ([2, 1], 0, 1, 32),
+        ([3, 3], 0, 2, 32),
+        ([4, 2], 0, 4, 32),
+        ([2, 5], 0, 4, 32),
+        ([9, 30], 3, 32, 32),
+        ([30, 9], 4, 32, 64),
+        ([2, 66], 1, 100, 100),
+        ([66, 65], 1000, 100, 100),
+        ([120, 1], 0, 100, 100),
     ],
     ids=str,
 )
-def test_a_cache_holds_the_next_power_of_two(monkeypatch, lengths, count, capacity):
-    """What it holds is read for each token, so it is no larger than the longest text needs."""
-    model, capacities = random_model("modern", block_size=100), []
+def test_prompts_and_caches_have_the_next_power_of_two(prefills, lengths, count, width, capacity):
+    """Few programs serve all prompts, whose last token is not in the prefill.
 
-    def prefill(weights, tokens, length, *, graph, capacity):
-        capacities.append(capacity)
-        return model.empty_cache(2, capacity)
-
-    monkeypatch.setattr(decoding, "_prefill", prefill)
+    Each token reads the whole cache, so it is no larger than the longest text needs.
+    """
+    model = random_model("modern", block_size=100)
     prompt = jnp.ones((2, max(lengths)), jnp.int32)
-    stream(model, prompt, count, key=KEY, lengths=np.array(lengths))
-    assert capacities == [capacity]
+    stream(model, prompt, np.array(lengths), count, Sampling(), key=KEY)
+    assert prefills == [{"width": width, "capacity": capacity}]
 
 
 @pytest.mark.parametrize(
@@ -311,20 +291,10 @@ def test_a_cache_holds_the_next_power_of_two(monkeypatch, lengths, count, capaci
         ("modern", 3, 5 * BLOCK_SIZE, False),
     ],
 )
-def test_only_learned_positions_past_the_block_are_read_again(
-    monkeypatch, name, time, count, recomputes
-):
+def test_only_learned_positions_past_the_block_are_read_again(draws, name, time, count, recomputes):
     """The block full, its last token is followed by one more from the cache."""
-    asked = []
-
-    def draw(*arguments, **options):
-        asked.append(options["recomputes"])
-        return compiled_draw(*arguments, **options)
-
-    compiled_draw = decoding._compiled_draw
-    monkeypatch.setattr(decoding, "_compiled_draw", draw)
     generate(small_model(name), jnp.ones((2, time), jnp.int32), count, key=KEY)
-    assert asked == [recomputes]
+    assert [call["recomputes"] for call in draws] == [recomputes]
 
 
 @pytest.mark.parametrize(("length", "of_cache"), [(4, 3), (BLOCK_SIZE, 1), (BLOCK_SIZE + 1, 0)])
@@ -340,9 +310,9 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
             layer.values[...] += jnp.nan if broken else 0
         cache = jax.tree.map(jnp.copy, cache)  # it is donated: no array may be there twice
         window, lengths = jnp.ones((1, BLOCK_SIZE), jnp.int32), jnp.array([length])
-        rules, how = Sampling(jnp.float32(0.0)), {"graph": graph, "top_k": None, "recomputes": True}
+        greedy = jax.tree.map(jnp.float32, Sampling(0.0))
         draw = functools.partial(decoding._compiled_draw, weights, window, lengths, cache)
-        return bool(draw(0, count, KEY, rules, **how)[-1])
+        return bool(draw(0, count, KEY, greedy, graph=graph, recomputes=True)[-1])
 
     assert finite(False, 5)
     assert finite(True, 5) == (of_cache == 0)
@@ -351,15 +321,6 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 must be 0 or more"),
-        ({"temperature": float("nan")}, "temperature=nan must be 0 or more"),
-        ({"temperature": float("inf")}, "temperature=inf must be 0 or more"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
-        ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
-        ({"top_p": 1.1}, r"top_p=1.1 must be in \(0, 1\]"),
-        ({"top_p": float("nan")}, r"top_p=nan must be in \(0, 1\]"),
-        ({"min_p": -0.1}, r"min_p=-0.1 must be in \[0, 1\]"),
-        ({"min_p": 1.5}, r"min_p=1.5 must be in \[0, 1\]"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 must be 0 or more"),
         ({"max_new_tokens": 10**20}, r"max_new_tokens=10+ must be 0 or more, below 2\*\*31"),
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "the prompt is empty"),
@@ -377,9 +338,15 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
     ],
 )
 def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, message):
-    arguments = {"prompt": PROMPT, "max_new_tokens": 5, "key": KEY} | options
+    arguments = {
+        "prompt": PROMPT,
+        "max_new_tokens": 5,
+        "sampling": Sampling(),
+        "key": KEY,
+    } | options
+    full = np.full(arguments["prompt"].shape[0], arguments["prompt"].shape[1])
     with pytest.raises(ValueError, match=message):
-        stream(model, **arguments)
+        stream(model, **{"lengths": full} | arguments)
 
 
 @pytest.mark.parametrize(
