@@ -6,7 +6,6 @@ import http.client
 import io
 import os
 import platform
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -27,9 +26,6 @@ CORPORA = {
     "pydocs": "the Python language reference, which CPython includes",
     "shakespeare": "tiny Shakespeare, 1,115,394 characters",
 }
-
-_UP_TO_A_LINE = re.compile(r"(?s:.*)\S\n(?=\S)")
-"""Up to the last line that no white space ends or follows, where all tokenizers split."""
 
 Warn = Callable[[str], None]
 """Called with a message for the user."""
@@ -69,11 +65,21 @@ def text_chunks(
     pending = ""
     for chunk in _read_sources(sources, chunk_size, universal_newlines, warn):
         pending += chunk
-        if len(pending) >= chunk_size and (found := _UP_TO_A_LINE.match(pending)):
-            yield found[0]
-            pending = pending[found.end() :]
+        if len(pending) >= chunk_size and (split := _last_split_point(pending)):
+            yield pending[:split]
+            pending = pending[split:]
     if pending:
         yield pending
+
+
+def _last_split_point(text: str) -> int:
+    """The last index after a single newline between words, where all tokenizers split, or 0."""
+    end = len(text) - 1
+    while (newline := text.rfind("\n", 1, end)) > 0:
+        if not (text[newline - 1].isspace() or text[newline + 1].isspace()):
+            return newline + 1
+        end = newline
+    return 0
 
 
 def _read_sources(

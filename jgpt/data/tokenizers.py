@@ -149,10 +149,8 @@ class BPETokenizer:
             raise FileNotFoundError(
                 f"{directory} has neither encoder.json and vocab.bpe nor vocab.json and merges.txt"
             )
-        try:
+        with _failures_raised(f"{directory}: not GPT-2's vocabulary and merges"):
             model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
-        except Exception as error:  # the library raises a bare Exception for a bad vocabulary
-            raise ValueError(f"{directory}: not GPT-2's vocabulary and merges: {error}") from error
         backend = _byte_level(model)
         if model.token_to_id(END_OF_TEXT) is not None:
             backend.add_special_tokens([END_OF_TEXT])
@@ -252,14 +250,14 @@ def _growth(part: Any) -> int:
 
 
 @contextlib.contextmanager
-def _failures_raised() -> Iterator[None]:
+def _failures_raised(what: str = "the tokenizer failed") -> Iterator[None]:
     """Raise ValueError for a bare Exception of tokenizers, or a panic, which is no Exception."""
     try:
         yield
     except (TypeError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"the tokenizer failed: {error}") from None
+        raise ValueError(f"{what}: {error}") from None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Weights under other names: of PyTorch's modules, and of the formats of other projects."""
+"""Weights under the names and in the layouts of other projects."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from jaxtyping import Float, PyTree
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 from jgpt.interop.formats import Format
-from jgpt.nn.models import LanguageModel, Weights, abstract_model
+from jgpt.nn.models import LanguageModel, abstract_model
 from jgpt.nn.transformer import GPT
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
@@ -30,15 +30,6 @@ class Entry(NamedTuple):
 
     shape: Sequence[int]
     read: Callable[[], Any]
-
-
-@typed
-def to_torch(weights: Weights) -> Tensors:
-    """Weights, or gradients, with the names and layouts of PyTorch modules."""
-    return {
-        _torch_name(name): np.ascontiguousarray(leaf.T if name.endswith("kernel") else leaf)
-        for name, leaf in _by_name(weights).items()
-    }
 
 
 def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry]) -> GPT:
@@ -148,7 +139,7 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
         for index in range(config.num_layers if "{}" in ours else 1):
             for kind in ("kernel", "scale", "embedding", "bias"):
                 if (name := f"{ours}.{kind}".format(index)) in leaves:
-                    tensor = f"{theirs}.{_torch_name(kind)}".format(index)
+                    tensor = f"{theirs}.{'bias' if kind == 'bias' else 'weight'}".format(index)
                     parts[tensor] = (*parts.get(tensor, ()), name)
     layout = {}
     for tensor, names in parts.items():
@@ -159,11 +150,6 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
         shape = (*leaves[names[0]].shape[:-1], sum(sizes))
         layout[tensor] = _Stored(names, sizes, shape[::-1] if transposed else shape, transposed)
     return layout
-
-
-def _torch_name(name: str) -> str:
-    """PyTorch's name of a parameter: kernels, scales and embeddings are called weight."""
-    return re.sub(r"(kernel|scale|embedding)$", "weight", name)
 
 
 def _weights(model: LanguageModel) -> Any:

@@ -1,8 +1,8 @@
 """Text is found, downloaded whole or not at all, and read strictly."""
 
-import http.server
 import io
 import shutil
+import socket
 import threading
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -62,42 +62,19 @@ def test_a_wrong_copy_is_named_and_kept(monkeypatch, tmp_path):
 
 @contextmanager
 def server(answer):
-    """A web server on this machine whose every answer `answer(handler)` gives."""
+    """A web server on this machine that answers one request with these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            answer(self)
+        def serve():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 " + answer)
 
-        def log_message(self, format, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
-        thread = threading.Thread(target=web.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=serve)
         thread.start()
-        try:
-            yield f"http://127.0.0.1:{web.server_port}/input.txt"
-        finally:
-            web.shutdown()
-            thread.join()
-
-
-def sends(data, *, promised=None, status=200):
-    def answer(handler):
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(promised or len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    return answer
-
-
-def cuts_a_chunk(handler):
-    handler.protocol_version = "HTTP/1.1"
-    handler.send_response(200)
-    handler.send_header("Transfer-Encoding", "chunked")
-    handler.end_headers()
-    handler.wfile.write(b"ff\r\nshort")
-    handler.close_connection = True
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/input.txt"
+        thread.join()
 
 
 @pytest.fixture
@@ -111,7 +88,7 @@ def offline(monkeypatch):
 def test_tiny_shakespeare_is_downloaded_once(shakespeare, user_cache, offline, monkeypatch):
     data = shakespeare.encode()
     said = []
-    with server(sends(data)) as url:
+    with server(b"200 OK\r\n\r\n" + data) as url:
         monkeypatch.setattr(corpus, "SHAKESPEARE_URL", url)
         assert read_text(["shakespeare"], warn=said.append) == shakespeare
     assert said == [f"downloading tiny Shakespeare from {url}"]
@@ -124,13 +101,13 @@ def test_tiny_shakespeare_is_downloaded_once(shakespeare, user_cache, offline, m
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (sends(b"To be or not to be"), "SHA-256 "),
+        (b"200 OK\r\n\r\nTo be or not to be", "SHA-256 "),
         (
-            sends(b"To be or", promised=1_115_394),
+            b"200 OK\r\nContent-Length: 1115394\r\n\r\nTo be or",
             "IncompleteRead(8 bytes read, 1115386 more expected)",
         ),
-        (sends(b"gone", status=404), "404"),
-        (cuts_a_chunk, "IncompleteRead"),
+        (b"404 Not Found\r\n\r\ngone", "404"),
+        (b"200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nshort", "IncompleteRead"),
         (None, "refused"),
     ],
     ids=["wrong", "cut", "missing", "cut chunk", "no network"],

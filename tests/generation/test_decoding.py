@@ -1,5 +1,6 @@
 """Sampling: what is drawn, from what, and that a cache changes nothing."""
 
+import dataclasses
 import functools
 import logging
 
@@ -9,17 +10,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import attend, generate
+from jgpt import GPT, generate
 from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
-from jgpt.nn.attention import merge_heads, split_heads
-from tests.models import FAMILIES, SIZES, random_model
+from tests.models import FAMILIES, SIZES, loud, random_model
 from tests.quick import only
 
 VOCAB, BLOCK_SIZE = SIZES["vocab_size"], 6
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
 KEY = jax.random.key(8)
+
+
+NGRAMS = {"ngram_sizes": (2, 5), "ngram_rows": 23}
+VARIANTS = {
+    **{family: {"family": family} for family in FAMILIES},
+    "windows": {"family": "modern", **NGRAMS, "attention_window": 3},
+    "n-grams": {"family": "nanogpt", **NGRAMS, "tie_embeddings": False},
+}
+ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [8, 9, 7, 9]]  # the longest n-gram is of 5
 
 
 def small_model(family, **changes):
@@ -32,121 +41,115 @@ def model():
     return small_model("nanogpt")
 
 
-@pytest.fixture(scope="module", params=only(["nanogpt", "modern"], FAMILIES))
-def family(request):
-    return request.param, small_model(request.param)
+@pytest.fixture(scope="module")
+def windows():
+    """A seed whose greedy tokens don't end in a short circle."""
+    return loud(small_model(**VARIANTS["windows"]), size=0.5, seed=11)
 
 
-def by_hand(model, prompt, count, choose, read=None):
-    """The loop as the lecture writes it: crop, read, choose, append."""
-    crop = BLOCK_SIZE if read is None else 0
-    run = nnx.jit(read or (lambda model, tokens: model(tokens)[:, -1]))
-    tokens = np.asarray(prompt)
-    for index in range(count):
-        token = choose(run(model, tokens[:, -crop:]), jax.random.fold_in(KEY, index))
-        tokens = np.concatenate([tokens, token[:, None]], axis=1)
-    return tokens
+@pytest.fixture(scope="module", params=only(["nanogpt", "windows"], VARIANTS))
+def variant(request, windows):
+    return windows if request.param == "windows" else small_model(**VARIANTS[request.param])
 
 
 def likeliest(logits, _):
     return logits.argmax(-1)
 
 
-def read_through_a_band(model, tokens):
-    """The last logits without any cache: each layer reads the block_size positions before it."""
-    age = jnp.arange(tokens.shape[1])[:, None] - jnp.arange(tokens.shape[1])
-    band = (age >= 0) & (age < model.block_size)
-    x = embedded = model.token_embedding(tokens)
-    shares = [0.0] * len(model.blocks) if model.shortcut is None else model.shortcut
-    for share, block in zip(shares, model.blocks, strict=True):
-        its = block.attention
-        x = x + share * embedded
-        y = block.attention_norm(x)
-        query = its._normalise_and_rotate(split_heads(its.query(y), its.num_heads), its.query_norm)
-        key = its._normalise_and_rotate(split_heads(its.key(y), its.num_kv_heads), its.key_norm)
-        value = split_heads(its.value(y), its.num_kv_heads)
-        key, value = (jnp.repeat(each, 2, axis=1) for each in (key, value))
-        heads = attend(query, key, value, band, scale=its.scale)
-        x = x + its.projection(merge_heads(heads))
-        x = x + block.feed_forward(block.feed_forward_norm(x))
-    return model.logits(model.final_norm(x))[:, -1]
+def without_a_cache(model, rows, count, choose=likeliest, crop=BLOCK_SIZE, **fields):
+    """The loop as the lecture writes it: crop, read, choose, append.
+
+    A rolling cache is a window in a block that is never full; `fields` change that model.
+    """
+    if isinstance(model, GPT) and model.supports_rolling_cache:
+        crop, window = 64, model.config.attention_window or model.block_size
+        fields = {"block_size": crop, "attention_window": window} | fields
+        larger = GPT(dataclasses.replace(model.config, **fields), rngs=nnx.Rngs(1))
+        nnx.update(larger, nnx.state(model, nnx.Param))
+        model = larger
+
+    @jax.jit
+    def following(tokens, last):  # what is behind the last one is not read
+        return model(tokens)[jnp.arange(len(tokens)), last]
+
+    rows = [list(row) for row in rows]
+    for index in range(count):
+        read = [row[-crop:] for row in rows]
+        padded = np.array([row + [0] * (crop - len(row)) for row in read])
+        last = np.array([len(row) - 1 for row in read])
+        drawn = choose(following(padded, last), jax.random.fold_in(KEY, index))
+        rows = [[*row, token] for row, token in zip(rows, drawn.tolist(), strict=True)]
+    return rows
 
 
-def test_greedy_with_a_cache_is_greedy_without_one(family):
-    name, model = family
-    read = read_through_a_band if name in ("modern", "qwen3") else None
-    greedy = by_hand(model, PROMPT, 3 * BLOCK_SIZE, likeliest, read)
-    assert len(set(np.asarray(greedy[:, 3:]).flat)) > 3 or name == "bigram"
-    drawn = generate(model, PROMPT, 3 * BLOCK_SIZE, key=KEY, temperature=0.0)
-    assert jnp.array_equal(drawn, greedy)
+def greedy(model, rows, count):
+    lengths = np.array([len(row) for row in rows])
+    padded = jnp.array([row + [16] * (max(lengths) - len(row)) for row in rows])
+    drawn = generate(model, padded, count, key=KEY, lengths=lengths, temperature=0.0)
+    assert not any(row[n + count :].any() for row, n in zip(drawn, lengths, strict=True))
+    return [row[: n + count].tolist() for row, n in zip(drawn, lengths, strict=True)]
 
 
-def test_a_model_with_rotary_positions_sees_beyond_its_window():
-    """Else the band in the test above could be any other way to slide."""
-    model = small_model("modern")
-    cropped = by_hand(model, PROMPT, 3 * BLOCK_SIZE, likeliest)
-    drawn = generate(model, PROMPT, 3 * BLOCK_SIZE, key=KEY, temperature=0.0)
-    assert jnp.array_equal(drawn[:, : BLOCK_SIZE + 1], cropped[:, : BLOCK_SIZE + 1])
-    assert not jnp.array_equal(drawn, cropped)
+def test_greedy_with_a_cache_is_greedy_without_one(variant):
+    """Within the block and past it, in a second call too, of prompts together and alone."""
+    count = TOKENS_PER_CALL + 2
+    expected = without_a_cache(variant, ROWS, count)
+    assert greedy(variant, ROWS, count) == expected
+    assert greedy(variant, ROWS[1:2], count) == expected[1:2]
+    assert all(len(set(row[-BLOCK_SIZE:])) > 2 for row in expected) or not isinstance(variant, GPT)
 
 
-def continued(model, rows, steps, error=0):
-    """The logits of each row's last `steps` tokens, read one by one after the rest at once."""
+@pytest.mark.parametrize("fields", [{"attention_window": 4}, {"ngram_sizes": (2, 3)}], ids=str)
+def test_another_window_or_n_gram_continues_otherwise(windows, fields):
+    expected = without_a_cache(windows, ROWS, TOKENS_PER_CALL, **fields)
+    for found, wanted in zip(greedy(windows, ROWS, TOKENS_PER_CALL), expected, strict=True):
+        assert found != wanted
+
+
+def continued(model, rows, sizes, error=0):
+    """The logits of each row's last tokens, read in pieces of these sizes after the rest."""
+    steps = sum(sizes)
     lengths = jnp.array([len(row) - steps for row in rows])
     width = int(lengths.max())
     # what stands before a shorter row is not read
     first = [[VOCAB - 1] * (width - len(row) + steps) + row[: len(row) - steps] for row in rows]
-    cache = model.empty_cache(len(rows))
-    cache.set_lengths(lengths - width)
-    model(jnp.array(first), cache=cache)
-    cache.set_lengths(lengths + error)
-    found = []
-    for i in range(steps):
-        last = jnp.array([[row[len(row) - steps + i]] for row in rows])
-        found.append(model(last, cache=cache))
-    return jnp.concatenate(found, axis=1)
+    newest = [row[-steps:] for row in rows]
+
+    @jax.jit
+    def read(first, newest):
+        cache = model.empty_cache(len(rows))
+        cache.set_lengths(lengths - width)
+        model(first, cache=cache)
+        cache.set_lengths(lengths + error)
+        pieces = jnp.split(newest, np.cumsum(sizes)[:-1], axis=1)
+        return jnp.concatenate([model(piece, cache=cache) for piece in pieces], axis=1)
+
+    return read(jnp.array(first), jnp.array(newest))
 
 
-ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [8, 9, 7, 9]]
-
-
-def test_logits_with_a_cache_are_those_without(family):
-    _, model = family
-    found = continued(model, ROWS, 2)
+@pytest.mark.parametrize("sizes", [(1, 1), (2,)], ids=str)
+def test_logits_with_a_cache_are_those_without(variant, sizes):
+    found = continued(variant, ROWS, sizes)
+    whole = jax.jit(variant.__call__)(jnp.array([row + [0] * (6 - len(row)) for row in ROWS]))
     for i, row in enumerate(ROWS):
-        expected = model(jnp.array([row]))[0, -2:]
+        expected = whole[i, len(row) - 2 : len(row)]
         np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * abs(expected).max())
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "modern"])
 def test_a_length_that_is_one_too_short_is_noticed(name):
     model = small_model(name)
-    found, wrong = continued(model, ROWS, 2), continued(model, ROWS, 2, error=-1)
+    found, wrong = continued(model, ROWS, (2,)), continued(model, ROWS, (2,), error=-1)
     assert all(abs(found - wrong).max(axis=(1, 2)) > 1e-3)
-
-
-def test_a_row_of_a_batch_is_what_it_is_alone(family):
-    _, model = family
-    lengths = np.array([6, 3, 4])
-    prompts = jnp.array([row + [16] * (6 - len(row)) for row in ROWS])
-    for count in (3, 15):  # within the block, and past it
-        together = generate(model, prompts, count, key=KEY, lengths=lengths, temperature=0.0)
-        for row, tokens in zip(ROWS, together, strict=True):
-            alone = generate(model, jnp.array([row]), count, key=KEY, temperature=0.0)[0]
-            assert tokens[: len(row) + count].tolist() == alone.tolist()
-            assert not tokens[len(row) + count :].any()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nanogpt", "modern"])
 def test_a_cache_that_is_smaller_than_the_block_is_written_around_its_end(name):
     """Of 64 positions after a prompt that was read as 64 and has 40; the next one stands first."""
-    model, lengths = random_model(name, block_size=100), np.array([40, 3])
-    prompts = jnp.arange(80).reshape(2, 40) ** 2 % VOCAB
-    drawn = generate(model, prompts, 24, key=KEY, lengths=lengths, temperature=0.0)
-    for row, length in zip(drawn, lengths, strict=True):
-        expected = by_hand(model, row[None, :length], 24, likeliest, lambda m, x: m(x)[:, -1])
-        assert row[: length + 24].tolist() == expected[0].tolist()
+    model = random_model(name, block_size=100)
+    rows = [(np.arange(40) ** 2 % VOCAB).tolist(), [1, 5, 9]]
+    assert greedy(model, rows, 24) == without_a_cache(model, rows, 24, crop=100, block_size=100)
 
 
 def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
@@ -160,7 +163,7 @@ def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
 
 def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
     draw = functools.partial(next_token, sampling=Sampling())
-    drawn = by_hand(model, PROMPT, 11, draw)
+    drawn = jnp.array(without_a_cache(model, PROMPT.tolist(), 11, draw))
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert not jnp.array_equal(generate(model, PROMPT, 11, key=jax.random.key(9)), drawn)
@@ -177,13 +180,10 @@ def test_each_token_is_drawn_with_a_key_of_its_own_in_every_piece():
     np.testing.assert_array_equal(found, at(jnp.arange(count)).T)
 
 
-def test_a_long_prompt_is_kept_whole_and_read_by_its_end(family):
-    _, model = family
-    long = jnp.tile(PROMPT, (1, 3))
-    whole = generate(model, long, 4, key=KEY, temperature=0.0)
-    cropped = generate(model, long[:, -BLOCK_SIZE:], 4, key=KEY, temperature=0.0)
-    assert jnp.array_equal(whole[:, :9], long)
-    assert jnp.array_equal(whole[:, 9:], cropped[:, BLOCK_SIZE:])
+def test_a_long_prompt_is_kept_whole_and_read_by_its_end(variant):
+    long = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    (whole,), (cropped,) = (greedy(variant, [row], 9) for row in (long, long[-BLOCK_SIZE:]))
+    assert whole == long + cropped[BLOCK_SIZE:]
 
 
 def test_a_stream_is_what_generate_appends_and_a_shorter_one_its_beginning(model):
@@ -377,7 +377,7 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
     # on a CPU a narrow cache would be copied whenever it is written to
     layer = narrow.empty_cache(2).layers[0]
     assert layer.keys.dtype == layer.values.dtype == jnp.float32
-    found = continued(narrow, ROWS[:1], 2)
+    found = continued(narrow, ROWS[:1], (1, 1))
     expected = exact(jnp.array(ROWS[:1]))[:, -2:]
     rounding = abs(narrow(jnp.array(ROWS[:1]))[:, -2:] - expected).max()
     assert 0 < abs(found - expected).max() < 1.5 * rounding

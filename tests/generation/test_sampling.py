@@ -1,5 +1,7 @@
 """Drawing the next token: how often each one is drawn, and which never are."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,6 +129,7 @@ def test_a_parameter_of_another_type_is_refused():
 
 def test_under_jit_only_top_k_and_what_is_absent_make_another_program():
     traces = []
+    programs: list[dict[str, Any]] = [{}, {"top_k": 1}, {"top_k": 2}, {"min_p": 0.1}]
 
     @jax.jit
     def sample(logits, sampling):
@@ -135,6 +138,6 @@ def test_under_jit_only_top_k_and_what_is_absent_make_another_program():
 
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
     for temperature in (0.5, 1.0):
-        for options in ({}, {"top_k": 1}, {"top_k": 2}, {"min_p": 0.1}):
+        for options in programs:
             sample(logits, jax.tree.map(jnp.float32, Sampling(temperature, **options)))
     assert len(traces) == 4

@@ -12,11 +12,10 @@ from flax import nnx
 from torch.nn import functional as F
 
 import jgpt
-from jgpt.interop.names import to_torch
 from jgpt.nn.layers import LayerNorm, RMSNorm
 from jgpt.training.optimizer import clip_by_global_norm
 from tests import models
-from tests.models import randomised, weights_of
+from tests.models import randomised, to_torch, weights_of
 from tests.parity import torch_gpt
 from tests.parity.ladder import TOLERANCE, errors
 from tests.quick import only
