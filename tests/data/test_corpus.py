@@ -64,6 +64,7 @@ def test_a_wrong_copy_is_named_and_kept(monkeypatch, tmp_path):
 def server(answer):
     """A web server on this machine that answers one request with these bytes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(30)
 
         def serve():
             connection, _ = listening.accept()
