@@ -96,7 +96,10 @@ def test_greedy_with_a_cache_is_greedy_without_one(variant):
     expected = without_a_cache(variant, ROWS, count)
     assert greedy(variant, ROWS, count) == expected
     assert greedy(variant, ROWS[1:2], count) == expected[1:2]
-    assert all(len(set(row[-BLOCK_SIZE:])) > 2 for row in expected) or not isinstance(variant, GPT)
+    drawn = {
+        token for row, wanted in zip(ROWS, expected, strict=True) for token in wanted[len(row) :]
+    }
+    assert len(drawn) > 3 or not isinstance(variant, GPT)
 
 
 @pytest.mark.parametrize("fields", [{"attention_window": 4}, {"ngram_sizes": (2, 3)}], ids=str)
