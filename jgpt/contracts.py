@@ -119,19 +119,23 @@ def check(value: Result, annotation: Any) -> Result:
 def record(kind: type[Record]) -> type[Record]:
     """Check a dataclass's fields against their annotations when it is made.
 
-    JAX can take it apart, and rebuilds it unchecked: in a tree, leaves may be anything.
+    JAX can take it apart, and rebuilds it unchecked: in a tree, leaves may be anything. As for
+    `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
     """
     import jax
 
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [field.name for field in fields if not field.metadata.get("static")]
+    static = [field.name for field in fields if field.metadata.get("static")]
     kind.__init__ = typed(kind.__init__)
 
     def flatten(made):
-        return [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names], None
+        leaves = [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names]
+        return leaves, tuple(getattr(made, name) for name in static)
 
-    def unflatten(_, values):
+    def unflatten(fixed, values):
         made = object.__new__(kind)
-        vars(made).update(zip(names, values, strict=True))
+        vars(made).update(zip([*names, *static], [*values, *fixed], strict=True))
         return made
 
     jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)

@@ -1,6 +1,7 @@
 """The models that tests are about, once: families, sizes, and parameters that hide no mistake."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -140,3 +141,13 @@ def randomised(abstract: Any, seed: int = 1) -> Any:
 
 def weights_of(model: Any) -> Any:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def to_torch(weights: Any) -> dict[str, np.ndarray]:
+    """Weights, or gradients, with the names and layouts of PyTorch modules."""
+    tensors = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        leaf = np.ascontiguousarray(leaf.T if name.endswith("kernel") else leaf)
+        tensors[re.sub(r"(kernel|scale|embedding)$", "weight", name)] = leaf
+    return tensors

@@ -35,15 +35,15 @@ def batches(
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
     """The windows of steps `first_step` to `first_step + steps`: a pure function of (seed, step).
 
-    A window holds a block of inputs and, shifted by one, its targets. Of a memory-mapped text a
-    process reads the windows of its own devices only.
+    A window is a block of inputs and one more token, the last target. From memory-mapped tokens, a
+    process reads only the windows of its own devices.
     """
     starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
 
     rows = np.asarray(starts)[..., None] + np.arange(block_size + 1)
-    if current_mesh().empty:  # on no device in particular, as what is computed: one compilation
+    if current_mesh().empty:  # uncommitted, as computed arrays are: no second compilation
         return jnp.asarray(tokens[rows].astype(np.int32))
     where = shardings(spec_of((None, "batch", None), rows.shape, current_mesh()))
     read = lambda part: tokens[rows[part]].astype(np.int32)  # noqa: E731
@@ -58,7 +58,7 @@ def batch(
     batch_size: int,
     block_size: int,
 ) -> tuple[Int[Array, "{batch_size} {block_size}"], Int[Array, "{batch_size} {block_size}"]]:
-    """One step's inputs and targets, which are the inputs shifted by one token."""
+    """A step's inputs and targets, the inputs shifted by one token."""
     window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
     return window[:, :-1], window[:, 1:]
 
@@ -67,7 +67,7 @@ def batch(
 def window_starts(
     seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
 ) -> Integer[Array, "{steps} {batch_size}"]:
-    """The offsets of the steps' windows in a text of `tokens` tokens."""
+    """The offsets of windows in a text of `tokens` tokens."""
     positions = tokens - block_size
     if not 0 < positions < 1 << 32:
         raise ValueError(

@@ -6,7 +6,6 @@ import http.client
 import io
 import os
 import platform
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import BinaryIO
 import platformdirs
 
 from jgpt.config import did_you_mean
+from jgpt.durable import write_file
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -28,7 +28,7 @@ CORPORA = {
 }
 
 Warn = Callable[[str], None]
-"""A callback: a message for the user."""
+"""Called with a message for the user."""
 
 
 def read_text(
@@ -37,18 +37,18 @@ def read_text(
     """The text of corpora, files and folders of .txt, concatenated.
 
     With `universal_newlines`, CR LF and CR are read as newlines, and a file's byte-order mark is
-    dropped; `warn` is told of it once.
+    dropped, with one warning.
     """
     return "".join(_read_sources(sources, 1 << 30, universal_newlines, warn))
 
 
 def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -> str:
-    """The text of one open file, which errors name so."""
+    """The text of an open file; errors use this name."""
     return "".join(_decode(file, name, 1 << 30, universal_newlines))
 
 
 def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
-    """The versions of the corpora among the sources: `pydocs` is another in each Python."""
+    """The versions of the corpora among the sources: `pydocs` differs between Pythons."""
     versions = {"shakespeare": f"SHA-256 {SHAKESPEARE_SHA256[:12]}…"}
     versions["pydocs"] = f"Python {platform.python_version()}"
     return {name: versions[name] for name in sources if name in versions}
@@ -61,10 +61,7 @@ def text_chunks(
     universal_newlines: bool = True,
     warn: Warn = lambda message: None,
 ) -> Iterator[str]:
-    """The same text in chunks of about `chunk_size` characters, for text larger than memory.
-
-    Chunks end between a line end and a word, where tokenizers would split anyway.
-    """
+    """The text of `read_text` in chunks of about `chunk_size` characters."""
     pending = ""
     for chunk in _read_sources(sources, chunk_size, universal_newlines, warn):
         pending += chunk
@@ -76,7 +73,7 @@ def text_chunks(
 
 
 def _last_split_point(text: str) -> int:
-    """The last index after a single newline between two non-space characters, or 0."""
+    """The last index after a single newline between words, where all tokenizers split, or 0."""
     end = len(text) - 1
     while (newline := text.rfind("\n", 1, end)) > 0:
         if not (text[newline - 1].isspace() or text[newline + 1].isspace()):
@@ -111,7 +108,7 @@ def _read_sources(
 
 
 def python_reference() -> str:
-    """The topics that `help()` shows, in alphabetical order: about 0.47 million characters."""
+    """The topics of `help()`, in alphabetical order: about 0.47 million characters."""
     try:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
@@ -138,10 +135,7 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
         if wrong := _wrong_checksum(data):
             raise ConnectionError(wrong)
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent) as partial:
-            file = Path(partial, cached.name)
-            file.write_bytes(data)
-            os.replace(file, cached)
+        write_file(cached, data)
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection open
@@ -167,7 +161,7 @@ def _files(source: str) -> list[Path]:
         )
     if not path.is_dir():
         return [path]
-    # not what runs in it have written, such as their samples.txt
+    # files of runs, such as samples.txt, are left out
     runs = {
         file.parent
         for file in path.glob("**/config.json")
@@ -185,7 +179,7 @@ def _files(source: str) -> list[Path]:
 def _decode(
     file: BinaryIO, name: str, chunk_size: int, universal_newlines: bool
 ) -> Generator[str, None, tuple[int, bool]]:
-    """Decode UTF-8 in chunks, strictly; return the length, and if newlines or a mark changed."""
+    """Decode UTF-8 in chunks, strictly; return the length, and whether anything was replaced."""
     utf8 = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(utf8, translate=True)
     decoder = newlines if universal_newlines else utf8
@@ -196,7 +190,7 @@ def _decode(
         received += len(block)
         try:
             text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:  # of the block, after what the last one left
+        except UnicodeDecodeError as error:  # its object is this block, after the last one's rest
             place = received - len(error.object) + error.start
             raise ValueError(
                 f"{name} is not UTF-8 text: byte {place} can't be read; convert it to UTF-8"

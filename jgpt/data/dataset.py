@@ -34,7 +34,7 @@ class Dataset:
     digest: str
     """SHA-256 of all tokens."""
     text_digest: str | None = None
-    """SHA-256 of the text; None of prepared data, where only its tokens are left."""
+    """SHA-256 of the text; None for prepared data, which has only tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class KnownText:
     """The text that a run was trained on."""
 
     tokens_digest: str
-    """SHA-256 of its tokens."""
+    """SHA-256 of the tokens."""
     digest: str | None
-    """Its SHA-256, which old runs did not record."""
+    """SHA-256 of the text, which old runs did not record."""
     versions: dict[str, str]
-    """Of the corpora in it."""
+    """The versions of corpora."""
 
 
 def load_dataset(
@@ -57,20 +57,20 @@ def load_dataset(
     known: KnownText | None = None,
     warn: Warn = lambda message: None,
 ) -> Dataset:
-    """Read, tokenize and split the data of a config, with the given tokenizer or its own.
+    """Read, tokenize and split the data of a config, with a given tokenizer or a new one.
 
-    Raises ValueError or OSError for text that can't be read, is not the known one, is too short, or
-    that the given tokenizer can't encode.
+    Raises ValueError or OSError for text that can't be read or encoded, is too short, or differs
+    from the known text.
     """
     text_digest = None
     prepared = [source for source in config.data if Path(source, INDEX_FILE).is_file()]
     if prepared:
         if len(config.data) > 1:
             raise ValueError(f"prepared data {prepared[0]} can't be mixed with other data")
-        tokens, its_tokenizer = _open_prepared(Path(prepared[0]))
-        if tokenizer is not None and tokenizer.to_json() != its_tokenizer.to_json():
+        given = tokenizer
+        tokens, tokenizer = _open_prepared(Path(prepared[0]))
+        if given is not None and given.to_json() != tokenizer.to_json():
             raise ValueError(f"{prepared[0]} was prepared with another tokenizer: prepare it again")
-        tokenizer = its_tokenizer
     else:
         try:
             text = read_text(config.data, universal_newlines=config.universal_newlines, warn=warn)
@@ -82,7 +82,7 @@ def load_dataset(
             ) from None
         text_digest = hashlib.sha256(text.encode()).hexdigest()
         if known is not None and known.digest is not None:
-            # before it meets a tokenizer that can't encode it
+            # before a tokenizer fails to encode another text
             _require_known(config, known, "", text_digest, known.digest)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
         tokens = tokenizer.encode(text)
@@ -106,7 +106,7 @@ def count_characters(tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenize
     """The number of characters that begin in tokens."""
     starts = range(0, len(tokens), DECODED_AT_ONCE)
     texts = (tokenizer.decode(tokens[start : start + DECODED_AT_ONCE]) for start in starts)
-    # what begins before is no UTF-8 here
+    # a character that began before decodes to replacement characters
     return sum(len(text.lstrip("\N{REPLACEMENT CHARACTER}")) for text in texts)
 
 
@@ -129,8 +129,8 @@ def _require_known(config: DataConfig, known: KnownText, of: str, found: str, wa
 def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message: None) -> int:
     """Tokenize text of any size into a folder to train from; return the number of tokens.
 
-    The folder holds the tokens as uint16 or uint32, the tokenizer, and an index. It is written
-    atomically.
+    The folder holds the tokens as uint16 or uint32, the tokenizer and an index. It appears whole or
+    not at all.
     """
     read = functools.partial(text_chunks, config.data, universal_newlines=config.universal_newlines)
     for source in config.data:

@@ -94,14 +94,9 @@ class BPETokenizer:
     """Byte-level byte-pair encoding on the tokenizers library."""
 
     def __init__(self, backend: Any) -> None:
-        # a file may say that texts are cut or filled up, or encoded at random
-        backend.no_truncation()
-        backend.no_padding()
-        if isinstance(backend.model, tokenizers.models.BPE):
-            backend.model.dropout = None
         self._backend = backend
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
-        """The size of the vocabulary, with the tokens that it leaves out."""
+        """The size of the vocabulary, unused tokens included."""
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
@@ -119,20 +114,23 @@ class BPETokenizer:
     def from_hf(cls, values: dict[str, Any]) -> Self:
         """The tokenizer of a Hugging Face `tokenizer.json`.
 
-        Raises ValueError for one that may make a text much longer, or whose regular expressions
-        take too long.
+        Raises ValueError if it may make a text much longer, or its regular expressions take too
+        long.
         """
+        # encode texts whole, and always alike
+        model = {**values["model"], "dropout": None}
+        values = {**values, "model": model, "truncation": None, "padding": None}
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             if _growth(values.get(part)) > MAX_GROWTH:
                 raise ValueError(f"its {part} may make a text more than {MAX_GROWTH} times longer")
         text = json.dumps(values)
         patterns = re.findall(r'"Regex": "(.*?)"', text)
         letters = sorted({*"".join(patterns), *"aA0 "})[:64] if patterns else []
-        # letters repeated are the worst case of most expressions
+        # repeated letters are the worst case of most expressions
         samples = [" aA0\n", *(letter * 256 + "\0" for letter in letters)]
         with _stderr_ignored(), _failures_raised():
             tokenizer = cls(tokenizers.Tokenizer.from_str(text))
-            for sample in samples:  # by the tokenizer, which doesn't pad any more
+            for sample in samples:
                 tokenizer._backend.encode(sample)
         return tokenizer
 
@@ -151,10 +149,8 @@ class BPETokenizer:
             raise FileNotFoundError(
                 f"{directory} has neither encoder.json and vocab.bpe nor vocab.json and merges.txt"
             )
-        try:
+        with _failures_raised(f"{directory}: not GPT-2's vocabulary and merges"):
             model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
-        except Exception as error:  # the library raises a bare Exception for a bad vocabulary
-            raise ValueError(f"{directory}: not GPT-2's vocabulary and merges: {error}") from error
         backend = _byte_level(model)
         if model.token_to_id(END_OF_TEXT) is not None:
             backend.add_special_tokens([END_OF_TEXT])
@@ -172,7 +168,7 @@ class BPETokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The token of `<|endoftext|>`, which separates documents, if there is one."""
+        """The token of `<|endoftext|>`, which separates documents, if any."""
         return self._backend.token_to_id(END_OF_TEXT)
 
     @typed
@@ -200,7 +196,7 @@ Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` wrote, or tokenizers' own JSON. Raises ValueError for others."""
+    """The tokenizer that `to_json` or Hugging Face wrote. Raises ValueError for other text."""
     try:
         values = json.loads(text)
         if "added_tokens" in values:
@@ -238,7 +234,7 @@ def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
 
 
 def _growth(part: Any) -> int:
-    """How many times longer a part of a tokenizer may make a text, at most."""
+    """An upper bound of how many times longer a part of a tokenizer may make a text."""
     if isinstance(part, list):
         return math.prod(map(_growth, part))
     if not isinstance(part, dict):
@@ -254,19 +250,19 @@ def _growth(part: Any) -> int:
 
 
 @contextlib.contextmanager
-def _failures_raised() -> Iterator[None]:
-    """Raise ValueError for a bare Exception of tokenizers, and for a panic, which is none."""
+def _failures_raised(what: str = "the tokenizer failed") -> Iterator[None]:
+    """Raise ValueError for a bare Exception of tokenizers, or a panic, which is no Exception."""
     try:
         yield
     except (TypeError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"the tokenizer failed: {error}") from None
+        raise ValueError(f"{what}: {error}") from None
 
 
 @contextlib.contextmanager
 def _stderr_ignored() -> Iterator[None]:
-    """Ignore what is written to the process's stderr, where a panic prints its stack."""
+    """Discard what the process writes to stderr, where a panic prints a stack trace."""
     stderr = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:

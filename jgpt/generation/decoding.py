@@ -34,17 +34,17 @@ def generate(
 ) -> Int[Array, "batch {prompt.shape[1]+max_new_tokens}"]:
     """Continue each prompt by `max_new_tokens` sampled tokens, with a KV cache.
 
-    Prompts of different `lengths` are right-padded; each continuation starts where its prompt
-    ends, and the rest is 0. A row depends only on its prompt, the key and its index, up to
-    rounding. Raises ValueError for an empty prompt or an invalid sampling parameter.
+    Prompts of different `lengths` are right-padded. Each continuation follows its prompt, and 0
+    fills the rest. A row depends only on its prompt, the key and the row's index, up to rounding.
+    Raises ValueError for an empty prompt or an invalid sampling parameter.
 
     The context is the last `block_size` tokens. Past it, models with rotary positions go on with a
     rolling cache; models with learned positions recompute the whole context for each token, for
     all rows as soon as the longest one needs it.
     """
-    rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling = Sampling(temperature, top_k, top_p, min_p)
     ends = np.full(prompt.shape[0], prompt.shape[1]) if lengths is None else lengths
-    pieces = stream(model, prompt, max_new_tokens, key=key, lengths=ends, **rules)
+    pieces = stream(model, prompt, ends, max_new_tokens, sampling, key=key)
     new = np.concatenate([np.zeros((len(ends), 0), np.int32), *pieces], axis=1)
     whole = np.pad(np.asarray(prompt), ((0, 0), (0, max_new_tokens)))
     for row, end in enumerate(ends):
@@ -57,14 +57,11 @@ def generate(
 def stream(
     model: LanguageModel,
     prompt: Int[Array, "batch time"],
+    lengths: Int[np.ndarray, " batch"],
     max_new_tokens: int,
+    sampling: Sampling,
     *,
     key: Key[Array, ""],
-    lengths: Int[np.ndarray, " batch"] | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     """The tokens that `generate` appends, in pieces, as they are sampled."""
     graph, weights = nnx.split(model)
@@ -73,42 +70,35 @@ def stream(
         raise ValueError(
             "generate can't be called under jit, vmap or grad: its loop is compiled already"
         )
-    for name, value, valid, requirement in (
-        ("temperature", temperature, 0 <= temperature < float("inf"), "0 or more"),
-        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "in (0, 1]"),
-        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "in [0, 1]"),
-        ("max_new_tokens", max_new_tokens, 0 <= max_new_tokens < 2**31, "0 or more, below 2**31"),
-    ):
-        if not valid:
-            raise ValueError(f"{name}={value} must be {requirement}")
-    ends = np.full(prompt.shape[0], prompt.shape[1]) if lengths is None else lengths
-    if prompt.size == 0 or ends.min() < 1:
+    if not 0 <= max_new_tokens < 2**31:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be 0 or more, below 2**31")
+    if prompt.size == 0 or lengths.min() < 1:
         raise ValueError("the prompt is empty: give at least one token to continue from")
-    if ends.max() > prompt.shape[1]:
-        raise ValueError(f"lengths={ends.max()} is more than the prompt's {prompt.shape[1]} tokens")
+    if lengths.max() > prompt.shape[1]:
+        raise ValueError(
+            f"lengths={lengths.max()} is more than the prompt's {prompt.shape[1]} tokens"
+        )
     require_in_vocabulary(prompt, model.vocab_size, "the prompt's token")
-    nucleus, least = (None if p is None else jnp.float32(p) for p in (top_p, min_p))
-    sampling, size = Sampling(jnp.float32(temperature), nucleus, least), model.block_size
-    length = np.minimum(ends, size).astype(np.int32)
-    rows = [row[:end][-size:] for row, end in zip(np.asarray(prompt, np.int32), ends, strict=True)]
+    sampling, size = jax.tree.map(jnp.float32, sampling), model.block_size
+    rows = [row[:n][-size:] for row, n in zip(np.asarray(prompt, np.int32), lengths, strict=True)]
+    length = np.minimum(lengths, size).astype(np.int32)
     window = np.stack([np.pad(row, (size - len(row), 0)) for row in rows])
     context = int(length.max()) - 1  # without the last token, which the decode loop starts with
     # padded to a power of two, so that few programs serve prompts of all lengths
     width = min(size, 1 << (context - 1).bit_length()) if context else 0
     tokens = np.pad(window, ((0, 0), (1, 0)))[:, size - width : size]
-    # a cache is read whole for each token: no larger than this text needs, by powers of two again
+    # every token reads the whole cache: no larger than this text needs, by powers of two again
     longest = max(context + max_new_tokens, width, TOKENS_PER_CALL)
     capacity = min(size, 1 << (longest - 1).bit_length())
     cache = _prefill(weights, tokens, length - 1, graph=graph, capacity=capacity)
     recomputes = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
-    how = {"graph": graph, "top_k": top_k, "recomputes": recomputes}
+    draw = functools.partial(_compiled_draw, graph=graph, recomputes=recomputes)
 
     def calls(window, length, cache):
         for start in range(0, max_new_tokens, TOKENS_PER_CALL):
             count = min(TOKENS_PER_CALL, max_new_tokens - start)
-            window, length, cache, drawn, finite = _compiled_draw(
-                weights, window, length, cache, start, count, key, sampling, **how
+            window, length, cache, drawn, finite = draw(
+                weights, window, length, cache, start, count, key, sampling
             )
             yield drawn, finite, count
 
@@ -159,7 +149,6 @@ def _draw(
     sampling: Sampling,
     *,
     graph: nnx.GraphDef,
-    top_k: int | None,
     recomputes: bool,
 ) -> tuple[
     Int[Array, "batch time"],
@@ -179,7 +168,7 @@ def _draw(
             tokens, past = window, model.empty_cache(batch)
             past.set_lengths(jnp.minimum(length + i, size) - size)
         logits = model.logits(model.hidden(tokens, cache=past)[:, -1:])[:, 0]
-        token = next_token(logits, jax.random.fold_in(key, start + i), sampling, top_k)
+        token = next_token(logits, jax.random.fold_in(key, start + i), sampling)
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
         return window, cache, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()
 
@@ -197,10 +186,10 @@ def _draw(
 
 _compiled_draw = jax.jit(
     _draw,
-    static_argnames=("graph", "top_k", "recomputes"),
+    static_argnames=("graph", "recomputes"),
     donate_argnames=("window", "cache"),
-    # With AVX-512 a product of one row then reads weights faster; other platforms ignore it.
-    # Not a decorator: JAX refuses compiler options below another trace, where `_draw`'s shapes
-    # are proven.
+    # With AVX-512, a product of one row then reads weights faster; other platforms ignore it.
+    # Not a decorator: JAX refuses compiler options under another trace, where the shapes of
+    # `_draw` are proven.
     compiler_options={"xla_cpu_prefer_vector_width": 512},
 )

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,27 @@ from jgpt.contracts import record, typed
 @record
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters that are traced: changing them needs no new compilation."""
+    """Sampling parameters. Under jit all but `top_k` are traced: changing them compiles nothing."""
 
-    temperature: Float[Array, ""]
-    top_p: Float[Array, ""] | None = None
-    min_p: Float[Array, ""] | None = None
+    temperature: float = 1.0
+    top_k: int | None = field(default=None, metadata={"static": True})
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, valid, requirement in (
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]"),
+        ):
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)} must be {requirement}")
 
 
 @typed
 def next_token(
-    logits: Float[Array, "batch vocab"],
-    key: Key[Array, ""],
-    sampling: Sampling,
-    top_k: int | None = None,
+    logits: Float[Array, "batch vocab"], key: Key[Array, ""], sampling: Sampling
 ) -> Int[Array, " batch"]:
     """Sample a token for each row, independently.
 
@@ -36,19 +44,19 @@ def next_token(
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     # below the smallest normal number, division overflows
-    warm = sampling.temperature >= jnp.finfo(sampling.temperature.dtype).tiny
-    drawn = functools.partial(_sample, key=key, sampling=sampling, top_k=top_k)
+    warm = sampling.temperature >= jnp.finfo(jnp.float32).tiny
+    drawn = functools.partial(_sample, key=key, sampling=sampling)
     return jax.lax.cond(warm, drawn, lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32), logits)
 
 
 @typed
 def _sample(
-    logits: Float[Array, "batch vocab"], key: Key[Array, ""], sampling: Sampling, top_k: int | None
+    logits: Float[Array, "batch vocab"], key: Key[Array, ""], sampling: Sampling
 ) -> Int[Array, " batch"]:
     # shifted to a maximum of 0, logits can't overflow at any temperature
     logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        smallest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     if sampling.top_p is not None:
         descending = jnp.sort(logits, axis=-1)[:, ::-1]
@@ -59,8 +67,8 @@ def _sample(
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     if sampling.min_p is not None:
         logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)  # the maximum is 0
-    # by inverse transform, a block of tokens and then one of its tokens: two random numbers for a
-    # row, where the Gumbel trick of `jax.random.categorical` takes one for each token
+    # by inverse transform, first a block of tokens and then a token in it: two random numbers a
+    # row, where the Gumbel trick of `jax.random.categorical` needs one for each token
     batch, vocab = logits.shape
     size = math.isqrt(vocab)
     blocks = jnp.pad(jnp.exp(logits), ((0, 0), (0, -vocab % size))).reshape(batch, -1, size)
@@ -74,8 +82,8 @@ def _sample(
 def _inverse_transform(
     weights: Float[Array, "batch choices"], uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """A choice for each row, by weight, from a number in [0, 1); one of weight 0 never."""
-    # as sums over a tree may round, what has no weight is told by its weight
+    """A choice for each row, by weight, from a number in [0, 1); never one of weight 0."""
+    # partial sums may round, so weight 0 is not seen in them
     total = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)
     reached = total >= (1 - uniform[:, None]) * total.max(axis=-1, keepdims=True)
     return jnp.argmax(reached, axis=-1).astype(jnp.int32)

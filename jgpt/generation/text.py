@@ -10,6 +10,7 @@ from jaxtyping import Array, Integer, Key
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import stream
+from jgpt.generation.sampling import Sampling
 from jgpt.nn.models import LanguageModel
 
 
@@ -42,19 +43,21 @@ def stream_text(
 ) -> Iterator[tuple[str, ...]]:
     """Stream the continuations of prompts, which are sampled as one batch.
 
-    `sampling` are the parameters of `jgpt.generate`. A text ends before the first `stop` string in
-    it, or after `max_new_tokens`; sampling ends when all texts have. A stop string may span
-    tokens, but not begin in the prompt. An empty prompt stands for a newline.
+    `sampling` are the parameters of `jgpt.generate`. A text ends before its first `stop` string, or
+    after `max_new_tokens`; sampling ends with the last text. A stop string may span tokens, but not
+    begin in the prompt. An empty prompt stands for a newline.
     Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
     encode, or an invalid sampling parameter.
     """
     if not prompts:
         raise ValueError("prompts is empty: give at least one, which may be an empty string")
+    if "" in stop:
+        raise ValueError("a stop string is empty: it would end every text at once")
     writers = tuple(_Detokenizer(tokenizer, stop) for _ in prompts)
     rows = [tokenizer.encode(prompt) if prompt else default_prompt(tokenizer) for prompt in prompts]
     lengths = np.array([len(row) for row in rows])
     tokens = jnp.asarray(np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows]))
-    pieces = stream(model, tokens, max_new_tokens, key=key, lengths=lengths, **sampling)
+    pieces = stream(model, tokens, lengths, max_new_tokens, Sampling(**sampling), key=key)
     return _texts(writers, pieces)
 
 
@@ -66,7 +69,8 @@ def _texts(
         yield tuple(writer.write(row) for writer, row in zip(writers, piece, strict=True))
         if all(writer.ended for writer in writers):
             return
-    yield tuple(writer.finish() for writer in writers)
+    nothing = np.zeros(0, np.int32)
+    yield tuple(writer.write(nothing, final=True) for writer in writers)
 
 
 @typed
@@ -82,39 +86,27 @@ class _Detokenizer:
     """Incremental detokenizer of one sequence, which ends before a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        if "" in stop:
-            raise ValueError("a stop string is empty: it would end every text at once")
         self._tokenizer, self._stop = tokenizer, stop
         self._tokens: list[int] = []
         self._emitted = 0
         self.ended = False
 
     @typed
-    def write(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
+    def write(self, tokens: Integer[np.ndarray, " tokens"], *, final: bool = False) -> str:
         """Add tokens; return the text that has become certain."""
         if self.ended:
             return ""
         self._tokens.extend(tokens.tolist())
-        # an incomplete character decodes to the replacement character: wait for its other bytes
-        text = self._tokenizer.decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-        return self._emit(text, len(text) - self._held_back(text))
-
-    def finish(self) -> str:
-        """The rest of the text, after the last token."""
         text = self._tokenizer.decode(self._tokens)
-        return "" if self.ended else self._emit(text, len(text))
-
-    def _held_back(self, text: str) -> int:
-        """How many characters at the end may begin a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0
-
-    def _emit(self, text: str, end: int) -> str:
-        stops = [at for stop in self._stop if (at := text.find(stop, self._emitted)) >= 0]
+        if not final:
+            # an incomplete character decodes to the replacement character: wait for its other bytes
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new = range(self._emitted, len(text))
+        stops = [at for at in new if text.startswith(self._stop, at)]
         self.ended = bool(stops)
-        new = text[self._emitted : min(stops, default=end)]
-        self._emitted += len(new)
-        return new
+        if not stops and not final:
+            # what may begin a stop string is held back
+            stops = [at for at in new if any(each.startswith(text[at:]) for each in self._stop)]
+        end = min(stops, default=len(text))
+        start, self._emitted = self._emitted, max(end, self._emitted)
+        return text[start:end]

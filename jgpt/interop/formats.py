@@ -1,4 +1,4 @@
-"""The formats of other projects: their names for our modules and config fields, one row each."""
+"""The formats of other projects: their names for modules and config fields."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,19 +10,21 @@ from jgpt.presets import PRESETS
 
 @dataclass(frozen=True)
 class Format:
-    """What a project calls our modules and fields, and what else its config says."""
+    """How another project names modules and config fields."""
 
     name: str
     modules: dict[str, str]
-    """Our modules, and theirs. Where several of ours have one of theirs, they are concatenated."""
+    """From our modules to theirs. Several of ours with one name are concatenated."""
     fields: tuple[tuple[str, str], ...]
-    """The fields of their config, and ours."""
+    """Pairs of their config field and ours."""
     defaults: dict[str, Any]
-    """Of fields that may be missing. For one that jgpt lacks it is the only value supported."""
+    """Values of missing fields. Of a field without a pair, the only supported value."""
     implied: dict[str, Any]
-    """Our fields that it has no word for and that aren't our defaults."""
+    """Our fields without a pair, where the value is not our default."""
     linear: bool = True
-    """Whether kernels are (out, in), as in PyTorch's Linear, or (in, out), as in GPT-2's Conv1D."""
+    """Kernels are (out, in), as in PyTorch's Linear; in GPT-2's Conv1D they are (in, out)."""
+    prefix: str = "transformer"
+    """The outer module in names of tensors."""
     architecture: str = ""
     """The class in transformers."""
 
@@ -44,7 +46,7 @@ _MODULES = (
     ("final_norm", "ln_f", "norm"),
     ("head", "lm_head", "lm_head"),
 )
-"""Our modules, those of GPT-2 and nanoGPT, and those of Llama and Qwen3."""
+"""Names in jgpt, in GPT-2 and nanoGPT, and in Llama and Qwen3."""
 
 GPT2 = Format(
     "GPT-2", {ours: name for ours, name, _ in _MODULES if name},
@@ -71,7 +73,7 @@ NANOGPT = Format(
         ("n_head", "num_heads"), ("n_embd", "embed_dim"), ("dropout", "dropout"),
         ("bias", "use_bias"), ("bias", "qkv_bias"),
     ),
-    defaults={"bias": True, "dropout": 0.0},  # of checkpoints that are older than the option
+    defaults={"bias": True, "dropout": 0.0},  # older checkpoints lack these
     implied={"positions": "learned", "norm": "layer", "activation": "gelu"},
 )  # fmt: skip
 LLAMA = Format(
@@ -92,18 +94,18 @@ LLAMA = Format(
         "quantization_config": None,
     },
     implied={"positions": "rotary", "norm": "rms", "gated": True},
-    architecture="LlamaForCausalLM",
+    prefix="model", architecture="LlamaForCausalLM",
 )  # fmt: skip
 QWEN3 = dataclasses.replace(
     LLAMA, name="Qwen3", architecture="Qwen3ForCausalLM",
-    # all norms have this epsilon, and ours of queries and keys is fixed
+    # one epsilon for all norms, and that of QK-norm is fixed in jgpt
     fields=tuple(pair for pair in LLAMA.fields if pair[1] != "norm_epsilon"),
     defaults=LLAMA.defaults
     | {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
     implied=LLAMA.implied | {"qk_norm": True, "qk_norm_scale": True, "norm_epsilon": 1e-6},
 )  # fmt: skip
 HF_FORMATS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
-"""The formats of Hugging Face, by `model_type`."""
+"""By `model_type`."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -113,19 +115,20 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu_squared",
     "silu": "silu",
 }
-_NOT_OF_THE_FUNCTION = (
+_IRRELEVANT = (
     "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype",
     "activation_dtype", "attention_kernel", "param_dtype", "rematerialise", "scan_layers",
 )  # fmt: skip
-"""Fields of ours that no format needs to have: the function is the same with any value."""
+"""Our fields that don't change what a trained model computes."""
 
 
 def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
-    """The config of another project. Raises ValueError for what is missing or jgpt doesn't have."""
+    """Read another project's config. Raises ValueError for missing or unsupported fields."""
     if isinstance(rope := values.get("rope_parameters"), dict):
-        # transformers has the base in it since version 5
-        base = {name: rope[name] for name in rope.keys() & {"rope_theta"}}
-        values = values | base | {"rope_parameters": dict(rope.items() - base.items())}
+        # since version 5, transformers writes rope_theta there
+        rope = dict(rope)
+        base = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
+        values = values | base | {"rope_parameters": rope}
     values, names = format.defaults | values, dict(format.fields)
     if missing := [name for name in names if name not in values]:
         raise ValueError(f"it has no {', '.join(missing)}")
@@ -137,7 +140,7 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
     for theirs, ours in format.fields:
         value = values[theirs]
         if ours == "activation":
-            if value not in [*_ACTIVATIONS]:
+            if not isinstance(value, str) or value not in _ACTIVATIONS:
                 known = ", ".join(_ACTIVATIONS)
                 raise ValueError(f"{theirs}={value!r} is not supported, only {known}")
             value = _ACTIVATIONS[value]
@@ -152,9 +155,8 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
 def hf_config(
     config: ModelConfig, model_type: str | None = None, *, zero_biases: bool = False
 ) -> dict[str, Any]:
-    """The `config.json` of a model for transformers.
+    """A model's `config.json` for transformers, of the `model_type` that `save_hf` describes.
 
-    By default the `model_type` is gpt2 for learned positions, else qwen3 for QK-norm, else llama.
     Raises ValueError for a model that the format can't express.
     """
     rotary = "qwen3" if config.qk_norm else "llama"
@@ -187,16 +189,16 @@ def hf_config(
 
 
 def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str | None:
-    """The first field that a format doesn't have, in words."""
+    """The first field that a format can't express, in words."""
     default, fields = ModelConfig(**format.implied), [ours for _, ours in format.fields]
-    meant = {  # by None
+    meant = {  # the values that None stands for
         "num_kv_heads": config.num_heads,
         "head_dim": config.embed_dim / config.num_heads,
         "attention_scale": config.head_size**-0.5,
     }
     for name in dict.fromkeys([*format.implied, *dataclasses.asdict(config)]):
         value, only = getattr(config, name), getattr(default, name)
-        if name in (*fields, *_NOT_OF_THE_FUNCTION) or value in (only, meant.get(name, only)):
+        if name in (*fields, *_IRRELEVANT) or value in (only, meant.get(name, only)):
             continue
         refused = f"{format.name}'s format doesn't support {name}={value!r}"
         if only is not True or not name.endswith("_bias"):

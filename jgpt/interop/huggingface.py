@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.durable import new_directory
 from jgpt.interop.formats import HF_FORMATS, Format, hf_config, read_config
 from jgpt.interop.names import (
+    Entry,
     Tensors,
     plain_names,
     prefix_errors,
@@ -31,7 +33,7 @@ from jgpt.nn.transformer import GPT
 HF_CONFIG, HF_WEIGHTS, HF_INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PRECISIONS = ("F32", "F16", "BF16", "F64")
 _HEADER_BYTES = 1 << 16
-"""The most bytes of a file's header for each layer, whose tensors need about 2,000."""
+"""The limit of a file's header per layer; a layer's tensors need about 2,000."""
 
 
 @typed
@@ -40,9 +42,9 @@ def load_hf(
 ) -> GPT:
     """Load a Hugging Face directory of GPT-2, Llama (SmolLM2, too) or Qwen3, in float32.
 
-    `block_size` replaces the config's context length, where positions are rotary; `model_type` is
-    the only one that will do. Raises FileNotFoundError for a missing file, and ValueError for
-    another format or a feature that jgpt doesn't have.
+    `block_size` replaces the config's context length, where positions are rotary. With
+    `model_type`, no other is accepted. Raises FileNotFoundError for a missing file, and ValueError
+    for another format or an unsupported feature.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -62,17 +64,7 @@ def load_hf(
     if block_size is not None:
         config = dataclasses.replace(config, block_size=block_size)
     with prefix_errors(directory), contextlib.ExitStack() as stack:
-        names = _open_weights(directory, config.num_layers, stack)
-        shapes = {short: file.get_slice(name).get_shape() for short, (file, name) in names.items()}
-
-        def read(short: str) -> Any:
-            file, name = names[short]
-            try:
-                return file.get_tensor(name)
-            except MemoryError:
-                raise ValueError(f"{name} of shape {shapes[short]} exceeds the memory") from None
-
-        return read_tensors(config, format, shapes, read)
+        return read_tensors(config, format, _open_weights(directory, config.num_layers, stack))
 
 
 @typed
@@ -93,8 +85,8 @@ def save_hf(
     """Save a directory for `transformers.AutoModelForCausalLM.from_pretrained`, atomically.
 
     By default the `model_type` is gpt2 for learned positions, else qwen3 for QK-norm, else llama. A
-    byte-pair tokenizer is saved too. `zero_biases` saves zeros for biases that the model lacks and
-    GPT-2 has. Raises ValueError for a model that the format can't express.
+    byte-pair tokenizer is saved too. `zero_biases` saves zeros for biases that GPT-2's format has
+    and the model lacks. Raises ValueError for a model that the format can't express.
     """
     if not isinstance(model, GPT):
         raise ValueError("Hugging Face's format doesn't support architecture='bigram'")
@@ -131,20 +123,18 @@ def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
         return parse(values)
 
 
-def _open_weights(
-    directory: Path, layers: int, stack: contextlib.ExitStack
-) -> dict[str, tuple[Any, str]]:
-    """Each tensor's open file and its name there, of one file or of all shards of an index."""
+def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> dict[str, Entry]:
+    """The tensors of one file, or of all shards of an index."""
     if (directory / HF_WEIGHTS).is_file() or not (directory / HF_INDEX).is_file():
         return _open_file(directory / HF_WEIGHTS, layers, stack)
-    tensors, shard_of = {}, _read_json(directory / HF_INDEX, _shards)
+    entries, shard_of = {}, _read_json(directory / HF_INDEX, _shards)
     for shard in sorted(set(shard_of.values())):
         found = _open_file(directory / shard, layers, stack)
-        listed = plain_names(name for name, its in shard_of.items() if its == shard)
+        listed = plain_names(name for name, file in shard_of.items() if file == shard)
         with prefix_errors(Path(shard)):
             require_names({*found}, {*listed})
-        tensors |= found
-    return tensors
+        entries |= found
+    return entries
 
 
 def _shards(index: dict[str, Any]) -> dict[str, str]:
@@ -157,7 +147,7 @@ def _shards(index: dict[str, Any]) -> dict[str, str]:
     return shard_of
 
 
-def _open_file(path: Path, layers: int, stack: contextlib.ExitStack) -> dict[str, tuple[Any, str]]:
+def _open_file(path: Path, layers: int, stack: contextlib.ExitStack) -> dict[str, Entry]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: only safetensors weights are supported")
     with prefix_errors(Path(path.name)):
@@ -168,12 +158,14 @@ def _open_file(path: Path, layers: int, stack: contextlib.ExitStack) -> dict[str
         try:
             # as JAX arrays, which support bfloat16
             file: Any = stack.enter_context(safe_open(path, "flax"))
-            names = plain_names(file.keys())
-            for name in names.values():
-                precision = file.get_slice(name).get_dtype()
-                if precision not in _PRECISIONS:
+            entries = {}
+            for short, name in plain_names(file.keys()).items():
+                tensor = file.get_slice(name)
+                if (precision := tensor.get_dtype()) not in _PRECISIONS:
                     raise ValueError(f"{name} is {precision}, not {', '.join(_PRECISIONS)}")
-            return {short: (file, name) for short, name in names.items()}
+                read = functools.partial(file.get_tensor, name)
+                entries[short] = Entry(tensor.get_shape(), read)
+            return entries
         except SafetensorError as error:
             raise ValueError(f"not a complete safetensors file: {error}") from None
 
@@ -183,7 +175,7 @@ def _write_weights(tensors: Tensors, path: Path) -> None:
     for name, tensor in tensors.items():
         if not np.isfinite(tensor).all():
             raise ValueError(f"{name} has NaN or infinity: the model diverged or is damaged")
-    # safetensors 0.8.0 saves wrong values for arrays that are not C-contiguous, such as transposed
+    # safetensors 0.8.0 saves wrong values of arrays that are not C-contiguous, such as transposed
     # kernels (huggingface/safetensors#825)
     named = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     try:

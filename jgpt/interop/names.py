@@ -1,4 +1,4 @@
-"""Weights under other names: of PyTorch's modules, and of the formats of other projects."""
+"""Weights under the names and in the layouts of other projects."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 from jgpt.interop.formats import Format
-from jgpt.nn.models import LanguageModel, Weights, abstract_model
+from jgpt.nn.models import LanguageModel, abstract_model
 from jgpt.nn.transformer import GPT
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
@@ -25,60 +25,37 @@ _BLOCK = re.compile(r"(h|layers)\.\d+\.")
 _NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
 
 
-@typed
-def to_torch(weights: Weights) -> Tensors:
-    """Weights, or gradients, with the names and layouts of PyTorch modules."""
-    return {
-        torch_name(name): np.ascontiguousarray(_kernel_transposed(name, leaf))
-        for name, leaf in _by_name(weights).items()
-    }
+class Entry(NamedTuple):
+    """A tensor in a file."""
+
+    shape: Sequence[int]
+    read: Callable[[], Any]
 
 
-@typed
-def from_torch(
-    tensors: Tensors, like: PyTree[Float[Array | jax.ShapeDtypeStruct, "..."]]
-) -> Weights:
-    """The inverse of `to_torch`, with the structure, shapes and dtypes of `like`.
-
-    Raises ValueError for a missing or unexpected tensor, or another shape.
-    """
-    names = {name: torch_name(name) for name in _by_name(like)}
-    require_names(set(tensors), set(names.values()))
-    leaves = {name: _kernel_transposed(name, tensors[torch]) for name, torch in names.items()}
-    return _from_names(leaves, like)
-
-
-def torch_name(name: str) -> str:
-    """PyTorch's name of a parameter: kernels, scales and embeddings are called weight."""
-    return re.sub(r"(kernel|scale|embedding)$", "weight", name)
-
-
-def read_tensors(
-    config: ModelConfig,
-    format: Format,
-    shapes: dict[str, Sequence[int]],
-    read: Callable[[str], Any],
-) -> GPT:
-    """A model with the tensors of another project, which are read one by one.
+def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry]) -> GPT:
+    """A model with the tensors of another project, read one by one.
 
     Raises ValueError for a missing or unexpected tensor, or another shape, before any is read.
     """
-    blocks = {found[0] for name in shapes if (found := _BLOCK.match(name))}
+    blocks = {found[0] for name in entries if (found := _BLOCK.match(name))}
     if len(blocks) != config.num_layers:  # before a wrong config makes a huge layout
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
-    layout, table = _layout(config, format), f"{format.modules['token_embedding']}.weight"
+    layout = _layout(config, format)
+    head, table = "lm_head.weight", f"{format.modules['token_embedding']}.weight"
     # a tied head may be stored too
-    copies = {"lm_head.weight": table} if config.tie_embeddings else {}
-    require_names(shapes.keys() - copies, {*layout})
-    for name in (*layout, *(copies.keys() & shapes)):
-        if list(shapes[name]) != (wanted := [*layout[copies.get(name, name)].shape]):
-            raise ValueError(f"{name} has shape {list(shapes[name])}, not {wanted}")
-    for name in copies.keys() & shapes:
-        if not np.array_equal(read(name), read(table)):
-            raise ValueError(f"{name} differs from {table}, but tie_word_embeddings=True")
+    copies = {head: layout[table]} if config.tie_embeddings and head in entries else {}
+    require_names({*entries}, {*layout, *copies})
+    for name, stored in (layout | copies).items():
+        if (shape := [*entries[name].shape]) != [*stored.shape]:
+            raise ValueError(f"{name} has shape {shape}, not {[*stored.shape]}")
+    if copies and not np.array_equal(entries[head].read(), entries[table].read()):
+        raise ValueError(f"{head} differs from {table}, but tie_word_embeddings=True")
     leaves = {}
     for name, stored in layout.items():
-        tensor = jnp.asarray(read(name))
+        try:
+            tensor = jnp.asarray(entries[name].read())
+        except MemoryError:
+            raise ValueError(f"{name} of shape {[*stored.shape]} exceeds the memory") from None
         tensor = tensor.T if stored.transposed else tensor
         ends = itertools.accumulate(stored.sizes[:-1])
         leaves |= zip(stored.parts, jnp.split(tensor, [*ends], axis=-1), strict=True)
@@ -99,9 +76,9 @@ def write_tensors(model: GPT, format: Format) -> Tensors:
         has_bias = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
         if has_bias and bias not in tensors:
             tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
-    outer = "transformer." if "position_embedding" in format.modules else "model."
-    prefixed = {name: outer + name for name in tensors} | {"lm_head.weight": "lm_head.weight"}
-    return {prefixed[name]: tensor for name, tensor in tensors.items()}
+    head = tensors.pop("lm_head.weight", None)
+    prefixed = {f"{format.prefix}.{name}": tensor for name, tensor in tensors.items()}
+    return prefixed if head is None else prefixed | {"lm_head.weight": head}
 
 
 def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
@@ -131,6 +108,21 @@ def require_names(found: set[str], wanted: set[str]) -> None:
             raise ValueError(f"{problem} tensors ({len(names)}): {shown}")
 
 
+@contextlib.contextmanager
+def prefix_errors(path: Path) -> Iterator[None]:
+    """Prefix ValueErrors with the file that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Parameter names without the outer module's, to those in the file; buffers are left out."""
+    plain = {re.sub(r"^(transformer|model)\.", "", name): name for name in names}
+    return {short: name for short, name in plain.items() if not _NO_PARAMETER.fullmatch(short)}
+
+
 class _Stored(NamedTuple):
     """Parameters of ours, concatenated along the last axis, as a tensor of another project."""
 
@@ -147,7 +139,7 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
         for index in range(config.num_layers if "{}" in ours else 1):
             for kind in ("kernel", "scale", "embedding", "bias"):
                 if (name := f"{ours}.{kind}".format(index)) in leaves:
-                    tensor = f"{theirs}.{torch_name(kind)}".format(index)
+                    tensor = f"{theirs}.{'bias' if kind == 'bias' else 'weight'}".format(index)
                     parts[tensor] = (*parts.get(tensor, ()), name)
     layout = {}
     for tensor, names in parts.items():
@@ -160,19 +152,8 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
     return layout
 
 
-def _kernel_transposed(name: str, leaf: Any) -> Any:
-    return leaf.T if name.endswith("kernel") else leaf
-
-
 def _weights(model: LanguageModel) -> Any:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-
-def _model(config: ModelConfig, leaves: dict[str, Any]) -> GPT:
-    abstract = abstract_model(config)
-    model = nnx.merge(nnx.graphdef(abstract), _from_names(leaves, _weights(abstract)))
-    assert isinstance(model, GPT)
-    return model
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
@@ -183,27 +164,12 @@ def _by_name(tree: Any) -> dict[str, Any]:
     }
 
 
-def _from_names(leaves: dict[str, Any], like: Any) -> Any:
-    """The inverse of `_by_name`. Raises ValueError for a shape that differs from `like`."""
-    for name, wanted in _by_name(like).items():
-        if leaves[name].shape != wanted.shape:
-            raise ValueError(
-                f"{torch_name(name)} has shape {list(leaves[name].shape)}, not {list(wanted.shape)}"
-            )
-    named = [jnp.asarray(leaves[name], wanted.dtype) for name, wanted in _by_name(like).items()]
-    return jax.tree.unflatten(jax.tree.structure(like), named)
-
-
-@contextlib.contextmanager
-def prefix_errors(path: Path) -> Iterator[None]:
-    """Prefix ValueErrors with the file that they are about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Names without the outer module's, to those in the file; what is no parameter is left out."""
-    plain = {re.sub(r"^(transformer|model)\.", "", name): name for name in names}
-    return {short: name for short, name in plain.items() if not _NO_PARAMETER.fullmatch(short)}
+def _model(config: ModelConfig, leaves: dict[str, Any]) -> GPT:
+    """The model with these parameters by name, in its dtypes."""
+    abstract = abstract_model(config)
+    like = _weights(abstract)
+    named = [jnp.asarray(leaves[name], leaf.dtype) for name, leaf in _by_name(like).items()]
+    weights = jax.tree.unflatten(jax.tree.structure(like), named)
+    model = nnx.merge(nnx.graphdef(abstract), weights)
+    assert isinstance(model, GPT)
+    return model

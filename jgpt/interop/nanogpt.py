@@ -1,11 +1,12 @@
 """nanoGPT's checkpoints, read with `torch.load(weights_only=True)`."""
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
 
 from jgpt.interop.formats import NANOGPT, read_config
-from jgpt.interop.names import plain_names, prefix_errors, read_tensors
+from jgpt.interop.names import Entry, plain_names, prefix_errors, read_tensors
 from jgpt.nn.transformer import GPT
 
 
@@ -24,13 +25,15 @@ def load_nanogpt(file: str | Path) -> GPT:
             with warnings.catch_warnings(action="ignore"):  # the error below says it in one line
                 checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
             arguments = dict(checkpoint["model_args"])
-            # torch.compile adds the prefix
+            # the prefix is from torch.compile
             stored = {
                 name.removeprefix("_orig_mod."): tensor
                 for name, tensor in checkpoint["model"].items()
             }
-            names = plain_names(stored)
-            shapes = {short: stored[name].shape for short, name in names.items()}
+            entries = {
+                short: Entry(stored[name].shape, functools.partial(_read, short, stored[name]))
+                for short, name in plain_names(stored).items()
+            }
         except Exception as error:  # a damaged file can raise anything
             # a sentence of PyTorch's, and not its advice on how to run code from the file
             reason = (str(error).splitlines() or [""])[0].split(". ")[0][:200]
@@ -38,10 +41,11 @@ def load_nanogpt(file: str | Path) -> GPT:
                 f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None
 
-        def read(short: str) -> Any:
-            try:
-                return stored[names[short]].float().numpy()
-            except (RuntimeError, TypeError) as error:  # quantised, sparse
-                raise ValueError(f"{short} can't be read: {str(error).splitlines()[0]}") from None
+        return read_tensors(read_config(arguments, NANOGPT), NANOGPT, entries)
 
-        return read_tensors(read_config(arguments, NANOGPT), NANOGPT, shapes, read)
+
+def _read(name: str, tensor: Any) -> Any:
+    try:
+        return tensor.float().numpy()
+    except (RuntimeError, TypeError) as error:  # quantised, sparse
+        raise ValueError(f"{name} can't be read: {str(error).splitlines()[0]}") from None

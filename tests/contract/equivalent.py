@@ -2,7 +2,6 @@
 
 from tests.contract.edits import Edit
 
-WHOLE_STOP = "a whole stop string at the end has ended the text already"
 LAZY = "beartype looks at neither the calls nor the items to come"
 VALUES = {
     (
@@ -15,11 +14,6 @@ VALUES = {
         "shutil.get_terminal_size().columns < 40",
         "shutil.get_terminal_size().columns <= 40",
     ): "40 columns are made 40",
-    (
-        "interop/names.py",
-        '{"lm_head.weight", table} <= tensors.keys()',
-        "{'lm_head.weight', table} < tensors.keys()",
-    ): "no transformer has these two tensors alone",
     ("nn/kernels.py", "window >= time", "window > time"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),
@@ -27,9 +21,11 @@ VALUES = {
         "so many features are whole tiles already: nothing is added"
     ),
     ("nn/precision.py", "0.0", "1.0"): "no GPU is as old as one, and no capability counts as none",
-    ("generation/sampling.py", "top_k < logits.shape[-1]", "top_k <= logits.shape[-1]"): (
-        "as many tokens as there are: all are kept, whether they are counted or not"
-    ),
+    (
+        "generation/sampling.py",
+        "sampling.top_k < logits.shape[-1]",
+        "sampling.top_k <= logits.shape[-1]",
+    ): "as many tokens as there are: all are kept, whether they are counted or not",
     (
         "data/corpus.py",
         '(newline := text.rfind("\\n", 1, end)) > 0',
@@ -38,16 +34,6 @@ VALUES = {
     ("training/step.py", "counted.size > at_once", "counted.size >= at_once"): (
         "an evaluation has one pass: the head is gathered once for it in any case"
     ),
-    (
-        "generation/text.py",
-        "max(map(len, self._stop), default=1) - 1",
-        "max(map(len, self._stop), default=1) + 1",
-    ): WHOLE_STOP,
-    (
-        "generation/text.py",
-        "max(map(len, self._stop), default=1) - 1",
-        "max(map(len, self._stop), default=1)",
-    ): WHOLE_STOP,
 }
 """Of a file, what was there and what took its place."""
 HALVES = {"jgpt.data.batches.batches", "jgpt.data.batches.batch"}

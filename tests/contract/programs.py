@@ -20,7 +20,7 @@ from jgpt.cli.console import describe_optimizer_groups
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data import batches, dataset, tokenizers
 from jgpt.generation.text import default_prompt
-from jgpt.interop import huggingface, names
+from jgpt.interop import huggingface
 from jgpt.nn import int8, models
 from jgpt.nn.attention import causal_mask
 from jgpt.nn.int8 import Int8Linear, quantise
@@ -243,9 +243,7 @@ def files() -> None:
     jgpt.fit(config)
     model, *_ = jgpt.load(folder / "run")
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    tensors = names.to_torch(weights)
-    names.from_torch(tensors, weights)
-    huggingface._write_weights(tensors, folder / "tensors")
+    huggingface._write_weights({"table.weight": np.ones((17, 17))}, folder / "tensors")
     describe_optimizer_groups(OptimizerConfig(), weights)
     profiling.Profiler(folder, 0).stepped(1, weights)
     gpt = dataclasses.replace(LECTURE, dropout=0.0, use_bias=True, qkv_bias=True)

@@ -1,8 +1,8 @@
 """Sampling: what is drawn, from what, and that a cache changes nothing."""
 
+import dataclasses
 import functools
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import attend, generate
+from jgpt import GPT, generate
 from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
-from jgpt.nn.attention import merge_heads, split_heads
-from tests.models import FAMILIES, SIZES, random_model
+from tests.models import FAMILIES, SIZES, loud, random_model
 from tests.quick import only
 
 VOCAB, BLOCK_SIZE = SIZES["vocab_size"], 6
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
 KEY = jax.random.key(8)
+
+
+NGRAMS = {"ngram_sizes": (2, 5), "ngram_rows": 23}
+VARIANTS = {
+    **{family: {"family": family} for family in FAMILIES},
+    "windows": {"family": "modern", **NGRAMS, "attention_window": 3},
+    "n-grams": {"family": "nanogpt", **NGRAMS, "tie_embeddings": False},
+}
+ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [8, 9, 7, 9]]  # the longest n-gram is of 5
 
 
 def small_model(family, **changes):
@@ -33,131 +41,118 @@ def model():
     return small_model("nanogpt")
 
 
-@pytest.fixture(scope="module", params=only(["nanogpt", "modern"], FAMILIES))
-def family(request):
-    return request.param, small_model(request.param)
+@pytest.fixture(scope="module")
+def windows():
+    """A seed whose greedy tokens don't end in a short circle."""
+    return loud(small_model(**VARIANTS["windows"]), size=0.5, seed=11)
 
 
-def by_hand(model, prompt, count, choose, read=None):
-    """The loop as the lecture writes it: crop, read, choose, append."""
-    crop = BLOCK_SIZE if read is None else 0
-    run = nnx.jit(read or (lambda model, tokens: model(tokens)[:, -1]))
-    tokens = np.asarray(prompt)
-    for index in range(count):
-        token = choose(run(model, tokens[:, -crop:]), jax.random.fold_in(KEY, index))
-        tokens = np.concatenate([tokens, token[:, None]], axis=1)
-    return tokens
+@pytest.fixture(scope="module", params=only(["nanogpt", "windows"], VARIANTS))
+def variant(request, windows):
+    return windows if request.param == "windows" else small_model(**VARIANTS[request.param])
 
 
 def likeliest(logits, _):
     return logits.argmax(-1)
 
 
-def read_through_a_band(model, tokens):
-    """The last logits without any cache: each layer reads the block_size positions before it."""
-    age = jnp.arange(tokens.shape[1])[:, None] - jnp.arange(tokens.shape[1])
-    band = (age >= 0) & (age < model.block_size)
-    x = embedded = model.token_embedding(tokens)
-    shares = [0.0] * len(model.blocks) if model.shortcut is None else model.shortcut
-    for share, block in zip(shares, model.blocks, strict=True):
-        its = block.attention
-        x = x + share * embedded
-        y = block.attention_norm(x)
-        query = its._normalise_and_rotate(split_heads(its.query(y), its.num_heads), its.query_norm)
-        key = its._normalise_and_rotate(split_heads(its.key(y), its.num_kv_heads), its.key_norm)
-        value = split_heads(its.value(y), its.num_kv_heads)
-        key, value = (jnp.repeat(each, 2, axis=1) for each in (key, value))
-        heads = attend(query, key, value, band, scale=its.scale)
-        x = x + its.projection(merge_heads(heads))
-        x = x + block.feed_forward(block.feed_forward_norm(x))
-    return model.logits(model.final_norm(x))[:, -1]
+def without_a_cache(model, rows, count, choose=likeliest, crop=BLOCK_SIZE, **fields):
+    """The loop as the lecture writes it: crop, read, choose, append.
+
+    A rolling cache is a window in a block that is never full; `fields` change that model.
+    """
+    if isinstance(model, GPT) and model.supports_rolling_cache:
+        crop, window = 64, model.config.attention_window or model.block_size
+        fields = {"block_size": crop, "attention_window": window} | fields
+        larger = GPT(dataclasses.replace(model.config, **fields), rngs=nnx.Rngs(1))
+        nnx.update(larger, nnx.state(model, nnx.Param))
+        model = larger
+
+    @jax.jit
+    def following(tokens, last):  # what is behind the last one is not read
+        return model(tokens)[jnp.arange(len(tokens)), last]
+
+    rows = [list(row) for row in rows]
+    for index in range(count):
+        read = [row[-crop:] for row in rows]
+        padded = np.array([row + [0] * (crop - len(row)) for row in read])
+        last = np.array([len(row) - 1 for row in read])
+        drawn = choose(following(padded, last), jax.random.fold_in(KEY, index))
+        rows = [[*row, token] for row, token in zip(rows, drawn.tolist(), strict=True)]
+    return rows
 
 
-def test_greedy_with_a_cache_is_greedy_without_one(family):
-    name, model = family
-    read = read_through_a_band if name in ("modern", "qwen3") else None
-    greedy = by_hand(model, PROMPT, 3 * BLOCK_SIZE, likeliest, read)
-    assert len(set(np.asarray(greedy[:, 3:]).flat)) > 3 or name == "bigram"
-    drawn = generate(model, PROMPT, 3 * BLOCK_SIZE, key=KEY, temperature=0.0)
-    assert jnp.array_equal(drawn, greedy)
+def greedy(model, rows, count):
+    lengths = np.array([len(row) for row in rows])
+    padded = jnp.array([row + [16] * (max(lengths) - len(row)) for row in rows])
+    drawn = generate(model, padded, count, key=KEY, lengths=lengths, temperature=0.0)
+    assert not any(row[n + count :].any() for row, n in zip(drawn, lengths, strict=True))
+    return [row[: n + count].tolist() for row, n in zip(drawn, lengths, strict=True)]
 
 
-def test_a_model_with_rotary_positions_sees_beyond_its_window():
-    """Else the band in the test above could be any other way to slide."""
-    model = small_model("modern")
-    cropped = by_hand(model, PROMPT, 3 * BLOCK_SIZE, likeliest)
-    drawn = generate(model, PROMPT, 3 * BLOCK_SIZE, key=KEY, temperature=0.0)
-    assert jnp.array_equal(drawn[:, : BLOCK_SIZE + 1], cropped[:, : BLOCK_SIZE + 1])
-    assert not jnp.array_equal(drawn, cropped)
+def test_greedy_with_a_cache_is_greedy_without_one(variant):
+    """Within the block and past it, in a second call too, of prompts together and alone."""
+    count = TOKENS_PER_CALL + 2
+    expected = without_a_cache(variant, ROWS, count)
+    assert greedy(variant, ROWS, count) == expected
+    assert greedy(variant, ROWS[1:2], count) == expected[1:2]
+    drawn = {
+        token for row, wanted in zip(ROWS, expected, strict=True) for token in wanted[len(row) :]
+    }
+    assert len(drawn) > 3 or not isinstance(variant, GPT)
 
 
-def continued(model, rows, steps, error=0):
-    """The logits of each row's last `steps` tokens, read one by one after the rest at once."""
+@pytest.mark.parametrize("fields", [{"attention_window": 4}, {"ngram_sizes": (2, 3)}], ids=str)
+def test_another_window_or_n_gram_continues_otherwise(windows, fields):
+    expected = without_a_cache(windows, ROWS, TOKENS_PER_CALL, **fields)
+    for found, wanted in zip(greedy(windows, ROWS, TOKENS_PER_CALL), expected, strict=True):
+        assert found != wanted
+
+
+def continued(model, rows, sizes, error=0):
+    """The logits of each row's last tokens, read in pieces of these sizes after the rest."""
+    steps = sum(sizes)
     lengths = jnp.array([len(row) - steps for row in rows])
     width = int(lengths.max())
     # what stands before a shorter row is not read
     first = [[VOCAB - 1] * (width - len(row) + steps) + row[: len(row) - steps] for row in rows]
-    cache = model.empty_cache(len(rows))
-    cache.set_lengths(lengths - width)
-    model(jnp.array(first), cache=cache)
-    cache.set_lengths(lengths + error)
-    found = []
-    for i in range(steps):
-        last = jnp.array([[row[len(row) - steps + i]] for row in rows])
-        found.append(model(last, cache=cache))
-    return jnp.concatenate(found, axis=1)
+    newest = [row[-steps:] for row in rows]
+
+    @jax.jit
+    def read(first, newest):
+        cache = model.empty_cache(len(rows))
+        cache.set_lengths(lengths - width)
+        model(first, cache=cache)
+        cache.set_lengths(lengths + error)
+        pieces = jnp.split(newest, np.cumsum(sizes)[:-1], axis=1)
+        return jnp.concatenate([model(piece, cache=cache) for piece in pieces], axis=1)
+
+    return read(jnp.array(first), jnp.array(newest))
 
 
-ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [8, 9, 7, 9]]
-
-
-def test_logits_with_a_cache_are_those_without(family):
-    _, model = family
-    found = continued(model, ROWS, 2)
+@pytest.mark.parametrize("sizes", [(1, 1), (2,)], ids=str)
+def test_logits_with_a_cache_are_those_without(variant, sizes):
+    found = continued(variant, ROWS, sizes)
+    whole = jax.jit(variant.__call__)(jnp.array([row + [0] * (6 - len(row)) for row in ROWS]))
     for i, row in enumerate(ROWS):
-        expected = model(jnp.array([row]))[0, -2:]
+        expected = whole[i, len(row) - 2 : len(row)]
         np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * abs(expected).max())
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "modern"])
 def test_a_length_that_is_one_too_short_is_noticed(name):
     model = small_model(name)
-    found, wrong = continued(model, ROWS, 2), continued(model, ROWS, 2, error=-1)
+    found, wrong = continued(model, ROWS, (2,)), continued(model, ROWS, (2,), error=-1)
     assert all(abs(found - wrong).max(axis=(1, 2)) > 1e-3)
-
-
-def test_a_row_of_a_batch_is_what_it_is_alone(family):
-    _, model = family
-    lengths = np.array([6, 3, 4])
-    prompts = jnp.array([row + [16] * (6 - len(row)) for row in ROWS])
-    for count in (3, 15):  # within the block, and past it
-        together = generate(model, prompts, count, key=KEY, lengths=lengths, temperature=0.0)
-        for row, tokens in zip(ROWS, together, strict=True):
-            alone = generate(model, jnp.array([row]), count, key=KEY, temperature=0.0)[0]
-            assert tokens[: len(row) + count].tolist() == alone.tolist()
-            assert not tokens[len(row) + count :].any()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nanogpt", "modern"])
 def test_a_cache_that_is_smaller_than_the_block_is_written_around_its_end(name):
     """Of 64 positions after a prompt that was read as 64 and has 40; the next one stands first."""
-    model, lengths = random_model(name, block_size=100), np.array([40, 3])
-    prompts = jnp.arange(80).reshape(2, 40) ** 2 % VOCAB
-    drawn = generate(model, prompts, 24, key=KEY, lengths=lengths, temperature=0.0)
-    for row, length in zip(drawn, lengths, strict=True):
-        expected = by_hand(model, row[None, :length], 24, likeliest, lambda m, x: m(x)[:, -1])
-        assert row[: length + 24].tolist() == expected[0].tolist()
-
-
-def test_learned_positions_are_read_again_in_every_row_at_its_own_length(model):
-    """As soon as the longest row is full; the others' windows are not, and grow."""
-    lengths = np.array([6, 2])
-    prompts = jnp.array([[3, 1, 4, 1, 5, 9], [2, 6, 0, 0, 0, 0]])
-    drawn = generate(model, prompts, 13, key=KEY, lengths=lengths, temperature=0.0)
-    for row, length in zip(drawn, lengths, strict=True):
-        prompt = row[None, :length]
-        assert row[None, : length + 13].tolist() == by_hand(model, prompt, 13, likeliest).tolist()
+    model = random_model(name, block_size=100)
+    rows = [(np.arange(40) ** 2 % VOCAB).tolist(), [1, 5, 9]]
+    assert greedy(model, rows, 24) == without_a_cache(model, rows, 24, crop=100, block_size=100)
 
 
 def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
@@ -169,22 +164,9 @@ def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
     assert not jnp.array_equal(twice[0], twice[1])
 
 
-def test_one_choice_left_is_greedy(model):
-    greedy = generate(model, PROMPT, 11, key=KEY, temperature=0.0)
-    narrow: list[dict[str, Any]] = [
-        {"top_k": 1},
-        {"top_p": 1e-6},
-        {"min_p": 1.0},
-        {"temperature": 1e-37},
-        {"temperature": 1e-44},
-    ]
-    for options in narrow:
-        assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY, **options), greedy), options
-
-
 def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
-    draw = functools.partial(next_token, sampling=Sampling(jnp.float32(1)))
-    drawn = by_hand(model, PROMPT, 11, draw)
+    draw = functools.partial(next_token, sampling=Sampling())
+    drawn = jnp.array(without_a_cache(model, PROMPT.tolist(), 11, draw))
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
     assert not jnp.array_equal(generate(model, PROMPT, 11, key=jax.random.key(9)), drawn)
@@ -196,51 +178,69 @@ def test_each_token_is_drawn_with_a_key_of_its_own_in_every_piece():
     nnx.update(uniform, jax.tree.map(jnp.zeros_like, nnx.state(uniform, nnx.Param)))
     count = 2 * TOKENS_PER_CALL + 3
     found = generate(uniform, PROMPT, count, key=KEY)[:, 3:]
-    draw = functools.partial(next_token, jnp.zeros((2, VOCAB)), sampling=Sampling(jnp.float32(1)))
+    draw = functools.partial(next_token, jnp.zeros((2, VOCAB)), sampling=Sampling())
     at = jax.jit(jax.vmap(lambda place: draw(jax.random.fold_in(KEY, place))))
     np.testing.assert_array_equal(found, at(jnp.arange(count)).T)
 
 
-def test_a_long_prompt_is_kept_whole_and_read_by_its_end(family):
-    _, model = family
-    long = jnp.tile(PROMPT, (1, 3))
-    whole = generate(model, long, 4, key=KEY, temperature=0.0)
-    cropped = generate(model, long[:, -BLOCK_SIZE:], 4, key=KEY, temperature=0.0)
-    assert jnp.array_equal(whole[:, :9], long)
-    assert jnp.array_equal(whole[:, 9:], cropped[:, BLOCK_SIZE:])
+def test_a_long_prompt_is_kept_whole_and_read_by_its_end(variant):
+    long = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    (whole,), (cropped,) = (greedy(variant, [row], 9) for row in (long, long[-BLOCK_SIZE:]))
+    assert whole == long + cropped[BLOCK_SIZE:]
 
 
-def test_one_continuation_begins_the_longer_one(model):
-    many = TOKENS_PER_CALL + 3
-    long = generate(model, PROMPT, many, key=KEY)
-    assert jnp.array_equal(generate(model, PROMPT, many - 5, key=KEY), long[:, : many - 5 + 3])
-    assert jnp.array_equal(generate(model, PROMPT, 0, key=KEY), PROMPT)
-
-
-def test_the_pieces_of_a_stream_are_what_generate_appends(model):
-    count = 2 * TOKENS_PER_CALL + 5
-    pieces = list(stream(model, PROMPT, count, key=KEY, top_k=9))
+def test_a_stream_is_what_generate_appends_and_a_shorter_one_its_beginning(model):
+    count, lengths = 2 * TOKENS_PER_CALL + 5, np.array([3, 3])
+    pieces = list(stream(model, PROMPT, lengths, count, Sampling(top_k=9), key=KEY))
     assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 2 + [(2, 5)]
     whole = generate(model, PROMPT, count, key=KEY, top_k=9)
     assert np.array_equal(np.concatenate(pieces, axis=1), whole[:, 3:])
+    shorter = generate(model, PROMPT, TOKENS_PER_CALL - 2, key=KEY, top_k=9)
+    assert jnp.array_equal(shorter, whole[:, : TOKENS_PER_CALL + 1])
+    assert jnp.array_equal(generate(model, PROMPT, 0, key=KEY), PROMPT)
 
 
-def test_the_next_tokens_are_on_their_way_while_these_are_read(model, monkeypatch):
-    compiled_draw, starts = decoding._compiled_draw, []
+@pytest.fixture
+def prefills(monkeypatch):
+    """The calls of `_prefill`, which computes nothing."""
+    calls = []
 
-    def draw(weights, window, length, cache, start, *rest, **options):
-        starts.append(start)
-        return compiled_draw(weights, window, length, cache, start, *rest, **options)
+    def prefill(weights, tokens, length, *, graph, capacity):
+        calls.append({"width": tokens.shape[1], "capacity": capacity})
+
+    monkeypatch.setattr(decoding, "_prefill", prefill)
+    return calls
+
+
+@pytest.fixture
+def draws(prefills, monkeypatch):
+    """The calls of `_compiled_draw`, which computes nothing either."""
+    calls = []
+
+    def draw(weights, window, length, cache, start, count, key, sampling, *, graph, recomputes):
+        calls.append({"start": start, "sampling": sampling, "recomputes": recomputes})
+        return window, length, cache, np.zeros((len(window), TOKENS_PER_CALL), np.int32), True
 
     monkeypatch.setattr(decoding, "_compiled_draw", draw)
-    ahead = []
-    for _ in stream(model, PROMPT, 2 * TOKENS_PER_CALL + 5, key=KEY):
-        ahead.append(list(starts))
+    return calls
+
+
+def test_the_next_tokens_are_on_their_way_while_these_are_read(model, draws):
+    lengths, ahead = np.array([3, 3]), []
+    for _ in stream(model, PROMPT, lengths, 2 * TOKENS_PER_CALL + 5, Sampling(), key=KEY):
+        ahead.append([call["start"] for call in draws])
     assert ahead == [[0, 32], [0, 32, 64], [0, 32, 64]]
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "modern"])
-@pytest.mark.parametrize("count", [2, 3 * BLOCK_SIZE])
+def test_each_sampling_parameter_is_passed_on(model, draws):
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125}
+    generate(model, PROMPT, 1, key=KEY, **options)
+    assert vars(draws[0]["sampling"]) == options
+    generate(model, PROMPT, 1, key=KEY)
+    assert draws[1]["sampling"] == Sampling()
+
+
+@pytest.mark.parametrize(("name", "count"), [("nanogpt", 3 * BLOCK_SIZE), ("modern", 2)])
 def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
     model = small_model(name, vocab_size=VOCAB + count)  # compiled by no other test
     compiled = []
@@ -257,49 +257,32 @@ def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "width"),
-    [([1, 1], 0), ([2, 1], 1), ([3, 3], 2), ([4, 2], 4), ([2, 5], 4), ([6, 1], 6), ([8, 8], 6)],
-    ids=str,
-)
-def test_a_prompt_is_read_at_the_next_power_of_two(model, monkeypatch, lengths, width):
-    """All but its last token: so that few programs serve prompts of every length."""
-    widths = []
-
-    def prefill(weights, tokens, length, *, graph, capacity):
-        widths.append(tokens.shape[1])
-        return model.empty_cache(2, capacity)
-
-    monkeypatch.setattr(decoding, "_prefill", prefill)
-    prompt = jnp.ones((2, max(lengths)), jnp.int32)
-    list(stream(model, prompt, 0, key=KEY, lengths=np.array(lengths)))
-    assert widths == [width]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "count", "capacity"),
+    ("lengths", "count", "width", "capacity"),
     [
-        ([1, 1], 0, 32),
-        ([1, 1], 32, 32),  # the last token is drawn but not read
-        ([1, 1], 33, 64),
-        ([9, 30], 3, 32),
-        ([30, 9], 4, 64),
-        ([2, 66], 1, 100),
-        ([66, 65], 1000, 100),
+        ([1, 1], 0, 0, 32),
+        ([1, 1], 32, 0, 32),  # the last token is drawn but not read
+        ([1, 1], 33, 0, 64),
+        ([2, 1], 0, 1, 32),
+        ([3, 3], 0, 2, 32),
+        ([4, 2], 0, 4, 32),
+        ([2, 5], 0, 4, 32),
+        ([9, 30], 3, 32, 32),
+        ([30, 9], 4, 32, 64),
+        ([2, 66], 1, 100, 100),
+        ([66, 65], 1000, 100, 100),
+        ([120, 1], 0, 100, 100),
     ],
     ids=str,
 )
-def test_a_cache_holds_the_next_power_of_two(monkeypatch, lengths, count, capacity):
-    """What it holds is read for each token, so it is no larger than the longest text needs."""
-    model, capacities = random_model("modern", block_size=100), []
+def test_prompts_and_caches_have_the_next_power_of_two(prefills, lengths, count, width, capacity):
+    """Few programs serve all prompts, whose last token is not in the prefill.
 
-    def prefill(weights, tokens, length, *, graph, capacity):
-        capacities.append(capacity)
-        return model.empty_cache(2, capacity)
-
-    monkeypatch.setattr(decoding, "_prefill", prefill)
+    Each token reads the whole cache, so it is no larger than the longest text needs.
+    """
+    model = random_model("modern", block_size=100)
     prompt = jnp.ones((2, max(lengths)), jnp.int32)
-    stream(model, prompt, count, key=KEY, lengths=np.array(lengths))
-    assert capacities == [capacity]
+    stream(model, prompt, np.array(lengths), count, Sampling(), key=KEY)
+    assert prefills == [{"width": width, "capacity": capacity}]
 
 
 @pytest.mark.parametrize(
@@ -311,20 +294,10 @@ def test_a_cache_holds_the_next_power_of_two(monkeypatch, lengths, count, capaci
         ("modern", 3, 5 * BLOCK_SIZE, False),
     ],
 )
-def test_only_learned_positions_past_the_block_are_read_again(
-    monkeypatch, name, time, count, recomputes
-):
+def test_only_learned_positions_past_the_block_are_read_again(draws, name, time, count, recomputes):
     """The block full, its last token is followed by one more from the cache."""
-    asked = []
-
-    def draw(*arguments, **options):
-        asked.append(options["recomputes"])
-        return compiled_draw(*arguments, **options)
-
-    compiled_draw = decoding._compiled_draw
-    monkeypatch.setattr(decoding, "_compiled_draw", draw)
     generate(small_model(name), jnp.ones((2, time), jnp.int32), count, key=KEY)
-    assert asked == [recomputes]
+    assert [call["recomputes"] for call in draws] == [recomputes]
 
 
 @pytest.mark.parametrize(("length", "of_cache"), [(4, 3), (BLOCK_SIZE, 1), (BLOCK_SIZE + 1, 0)])
@@ -340,9 +313,9 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
             layer.values[...] += jnp.nan if broken else 0
         cache = jax.tree.map(jnp.copy, cache)  # it is donated: no array may be there twice
         window, lengths = jnp.ones((1, BLOCK_SIZE), jnp.int32), jnp.array([length])
-        rules, how = Sampling(jnp.float32(0.0)), {"graph": graph, "top_k": None, "recomputes": True}
+        greedy = jax.tree.map(jnp.float32, Sampling(0.0))
         draw = functools.partial(decoding._compiled_draw, weights, window, lengths, cache)
-        return bool(draw(0, count, KEY, rules, **how)[-1])
+        return bool(draw(0, count, KEY, greedy, graph=graph, recomputes=True)[-1])
 
     assert finite(False, 5)
     assert finite(True, 5) == (of_cache == 0)
@@ -351,15 +324,6 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 must be 0 or more"),
-        ({"temperature": float("nan")}, "temperature=nan must be 0 or more"),
-        ({"temperature": float("inf")}, "temperature=inf must be 0 or more"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
-        ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
-        ({"top_p": 1.1}, r"top_p=1.1 must be in \(0, 1\]"),
-        ({"top_p": float("nan")}, r"top_p=nan must be in \(0, 1\]"),
-        ({"min_p": -0.1}, r"min_p=-0.1 must be in \[0, 1\]"),
-        ({"min_p": 1.5}, r"min_p=1.5 must be in \[0, 1\]"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 must be 0 or more"),
         ({"max_new_tokens": 10**20}, r"max_new_tokens=10+ must be 0 or more, below 2\*\*31"),
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "the prompt is empty"),
@@ -377,9 +341,15 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
     ],
 )
 def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, message):
-    arguments = {"prompt": PROMPT, "max_new_tokens": 5, "key": KEY} | options
+    arguments = {
+        "prompt": PROMPT,
+        "max_new_tokens": 5,
+        "sampling": Sampling(),
+        "key": KEY,
+    } | options
+    full = np.full(arguments["prompt"].shape[0], arguments["prompt"].shape[1])
     with pytest.raises(ValueError, match=message):
-        stream(model, **arguments)
+        stream(model, **{"lengths": full} | arguments)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +380,7 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
     # on a CPU a narrow cache would be copied whenever it is written to
     layer = narrow.empty_cache(2).layers[0]
     assert layer.keys.dtype == layer.values.dtype == jnp.float32
-    found = continued(narrow, ROWS[:1], 2)
+    found = continued(narrow, ROWS[:1], (1, 1))
     expected = exact(jnp.array(ROWS[:1]))[:, -2:]
     rounding = abs(narrow(jnp.array(ROWS[:1]))[:, -2:] - expected).max()
     assert 0 < abs(found - expected).max() < 1.5 * rounding

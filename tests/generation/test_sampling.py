@@ -1,5 +1,7 @@
 """Drawing the next token: how often each one is drawn, and which never are."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,10 @@ from jgpt.generation.sampling import Sampling, _inverse_transform, next_token
 KEY = jax.random.key(8)
 
 
-def probabilities(logits, count=20_000, temperature=1.0, top_k=None, **nucleus):
+def probabilities(logits, count=20_000, **sampling):
     """How often each token is drawn."""
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
-    arrays = {name: jnp.float32(value) for name, value in nucleus.items()}
-    drawn = next_token(rows, KEY, Sampling(jnp.float32(temperature), **arrays), top_k)
+    drawn = next_token(rows, KEY, Sampling(**sampling))
     return np.bincount(np.asarray(drawn), minlength=len(logits)) / count
 
 
@@ -23,9 +24,14 @@ def probabilities(logits, count=20_000, temperature=1.0, top_k=None, **nucleus):
     [
         ({}, [0.1, 0.4, 0.2, 0.3]),
         ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        ({"temperature": 0}, [0, 1, 0, 0]),
+        ({"temperature": 1e-37}, [0, 1, 0, 0]),
+        ({"temperature": 1e-44}, [0, 1, 0, 0]),
+        ({"top_k": 1}, [0, 1, 0, 0]),
         ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
         ({"top_k": 3}, [0, 4 / 9, 2 / 9, 3 / 9]),
         ({"top_k": 99}, [0.1, 0.4, 0.2, 0.3]),
+        ({"top_p": 1e-6}, [0, 1, 0, 0]),
         ({"top_p": 0.39}, [0, 1, 0, 0]),
         ({"top_p": 0.5}, [0, 4 / 7, 0, 3 / 7]),
         ({"top_p": 0.8}, [0, 4 / 9, 2 / 9, 3 / 9]),
@@ -95,3 +101,43 @@ def test_an_inverse_transform_by_hand(weights, uniform, chosen):
     """Also at the ends of the interval, where nothing must be drawn that has no weight."""
     row, number = jnp.array([weights], jnp.float32), jnp.array([uniform], jnp.float32)
     assert _inverse_transform(row, number).tolist() == [chosen]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0 or more"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0 or more"),
+        ({"temperature": float("inf")}, "temperature=inf must be 0 or more"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
+        ({"top_p": 1.1}, r"top_p=1.1 must be in \(0, 1\]"),
+        ({"top_p": float("nan")}, r"top_p=nan must be in \(0, 1\]"),
+        ({"min_p": -0.1}, r"min_p=-0.1 must be in \[0, 1\]"),
+        ({"min_p": 1.5}, r"min_p=1.5 must be in \[0, 1\]"),
+    ],
+)
+def test_a_bad_parameter_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_a_parameter_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="wrong argument `temperature`"):
+        Sampling(temperature="hot")  # type: ignore[arg-type]
+
+
+def test_under_jit_only_top_k_and_what_is_absent_make_another_program():
+    traces = []
+    programs: list[dict[str, Any]] = [{}, {"top_k": 1}, {"top_k": 2}, {"min_p": 0.1}]
+
+    @jax.jit
+    def sample(logits, sampling):
+        traces.append(sampling)
+        return next_token(logits, KEY, sampling)
+
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
+    for temperature in (0.5, 1.0):
+        for options in programs:
+            sample(logits, jax.tree.map(jnp.float32, Sampling(temperature, **options)))
+    assert len(traces) == 4

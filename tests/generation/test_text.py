@@ -90,21 +90,22 @@ def test_prompts_are_continued_side_by_side(model):
     assert said == generate_text(model, LETTERS, prompts, 9, key=KEY)
 
 
-def test_each_text_ends_at_a_stop_string_of_its_own(model):
-    said = generate_text(model, LETTERS, ("a", "d"), 99, key=KEY, stop=("e", "\na"))
-    assert said == ("bcd", "")
-    said = generate_text(model, LETTERS, ("a", "d"), 4, key=KEY, stop=("ef\na", "x"))
-    assert said == ("bcde", "")
-
-
-@pytest.mark.parametrize("stop", [("e", "c"), ("c", "e"), ("de", "cde", "f"), ("\n", "f", "cd")])
-def test_the_first_stop_string_to_appear_ends_a_text_wherever_it_is_listed(model, stop):
-    """All of them come in one piece."""
-    assert generate_text(model, LETTERS, ("a",), 9, key=KEY, stop=stop) == ("b",)
-
-
-def test_a_stop_string_that_begins_in_the_prompt_is_none(model):
-    assert generate_text(model, LETTERS, ("ab",), 9, key=KEY, stop=("bc",)) == ("cdef\na",)
+@pytest.mark.parametrize(
+    ("prompts", "count", "stop", "texts"),
+    [
+        (("a", "d"), 99, ("e", "\na"), ("bcd", "")),
+        (("a", "d"), 4, ("ef\na", "x"), ("bcde", "")),
+        # the first one to appear, in whatever order they are listed; all of them in one piece
+        (("a",), 9, ("e", "c"), ("b",)),
+        (("a",), 9, ("c", "e"), ("b",)),
+        (("a",), 9, ("de", "cde", "f"), ("b",)),
+        (("a",), 9, ("\n", "f", "cd"), ("b",)),
+        # what begins in the prompt is none
+        (("ab",), 9, ("bc",), ("cdef\na",)),
+    ],
+)
+def test_each_text_ends_at_a_stop_string_of_its_own(model, prompts, count, stop, texts):
+    assert generate_text(model, LETTERS, prompts, count, key=KEY, stop=stop) == texts
 
 
 def test_drawing_ends_with_the_last_text(model):

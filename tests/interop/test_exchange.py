@@ -11,7 +11,7 @@ import jgpt
 from jgpt.runs.checkpoints import load
 from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
-from tests.models import FAMILIES, SIZES, random_gpt
+from tests.models import random_gpt
 
 TEXT = "abcdefghijklmnop\n" * 40
 
@@ -36,9 +36,9 @@ def write_nanogpt():
 def gpt2(tmp_path_factory):
     """A directory with byte-pairs of its own, in GPT-2's files."""
     tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
-    config = jgpt.ModelConfig(**{**SIZES, **FAMILIES["gpt2"], "vocab_size": tokenizer.vocab_size})
     directory = tmp_path_factory.mktemp("models") / "gpt2"
-    jgpt.save_gpt2(random_model(config), directory, tokenizer=tokenizer)
+    model = random_model(vocab_size=tokenizer.vocab_size)
+    jgpt.save_gpt2(model, directory, tokenizer=tokenizer)
     return directory
 
 

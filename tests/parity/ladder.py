@@ -21,13 +21,12 @@ from flax import nnx
 from torch.nn import functional as F
 
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
-from jgpt.interop.names import to_torch
 from jgpt.nn.loss import cross_entropy, token_losses
 from jgpt.nn.models import abstract_model
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, dropout_stream, make_train_steps
 from tests import models
-from tests.models import GROUPS, SIZES, randomised, weights_of
+from tests.models import GROUPS, SIZES, randomised, to_torch, weights_of
 from tests.parity import torch_gpt
 
 Arrays = dict[str, np.ndarray]

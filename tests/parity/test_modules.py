@@ -14,11 +14,10 @@ from flax import nnx
 from torch.nn import functional as F
 
 import jgpt
-from jgpt.interop.names import from_torch, to_torch
 from jgpt.nn.kernels import repeat_heads
 from jgpt.nn.layers import LayerNorm, RMSNorm
 from jgpt.training.optimizer import clip_by_global_norm
-from tests.models import GROUPS, randomised, weights_of
+from tests.models import GROUPS, randomised, to_torch, weights_of
 from tests.parity import torch_gpt
 from tests.parity.ladder import TOLERANCE, errors
 from tests.quick import only
@@ -142,15 +141,15 @@ def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(dtype):
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=random)
     tensors: dict[str, torch.Tensor] = dict(reference.named_parameters())
-    arrays = {}
-    for kind in ("weight", "bias"):
-        arrays[f"projection.{kind}"] = tensors[f"out_proj.{kind}"]
-        parts = tensors[f"in_proj_{kind}"].chunk(3)
-        names = [f"{name}.{kind}" for name in ("query", "key", "value")]
-        arrays |= zip(names, parts, strict=True)
+    names = ("query", "key", "value", "projection")
+    kernels = (*tensors["in_proj_weight"].chunk(3), tensors["out_proj.weight"])
+    biases = (*tensors["in_proj_bias"].chunk(3), tensors["out_proj.bias"])
+    weights = {
+        name: {"kernel": kernel.T, "bias": bias}
+        for name, kernel, bias in zip(names, kernels, biases, strict=True)
+    }
     module, _ = attention(dtype, qkv_bias=True, use_bias=True)
-    arrays = {name: tensor.detach().numpy() for name, tensor in arrays.items()}
-    nnx.update(module, from_torch(arrays, weights_of(module)))
+    nnx.update(module, jax.tree.map(lambda tensor: jnp.asarray(tensor.detach()), weights))
 
     x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
     query, source = torch.tensor(x), torch.tensor(context)
