@@ -50,6 +50,21 @@ class RunDirectory:
         run.write_config(config)
         return run
 
+    def begin(
+        self, config: TrainConfig, tokenizer: Tokenizer, *, resume: bool, overwrite: bool
+    ) -> None:
+        """Write a new run, also in place of one to overwrite, or the config of one to resume."""
+        exists = self.exists(self.path)
+        if exists and resume:
+            self.write_config(config)
+            return
+        if exists and not overwrite:
+            raise FileExistsError(
+                f"{self.path} was created by another process: choose another directory"
+            )
+        self.clear()
+        self.create(self.path, config, tokenizer)
+
     def write_config(self, config: TrainConfig) -> None:
         """Write the config, which may change when a run is resumed."""
         write_file(self.path / CONFIG, to_json(config))
@@ -203,10 +218,6 @@ class RunDirectory:
     def provenance(self) -> list[dict[str, Any]]:
         """The provenance of the start and of each resumption."""
         return [line for line, _ in self._lines(PROVENANCE)]
-
-    def write_samples(self, text: str) -> None:
-        """Write the sample of the end of training."""
-        write_file(self.path / SAMPLES, text)
 
     def clear(self) -> None:
         """Delete what runs write, except the files that `create` replaces. The rest stays.

@@ -122,8 +122,9 @@ class MetricsLogger:
         sizes = self._training_tokens, config.batch_size, config.model.block_size
         starts = window_starts(config.seed, step - 1, steps, *sizes)[0].tolist()
         name = "gradient_norm" if math.isfinite(line["loss"]) else "loss"
+        tokens = f"{', '.join(map(str, starts[:8]))}{', …' if starts[8:] else ''}"
         return (
             f"{name} is {line[name]} at step {step} (learning_rate {line['learning_rate']:.3g}, "
             f"gradient_norm {line['gradient_norm']:.3g}; the batch's windows start at tokens "
-            f"{', '.join(map(str, starts[:8]))}{', …' if starts[8:] else ''} of the training text)"
+            f"{tokens} of the training text): lower learning_rate"
         )

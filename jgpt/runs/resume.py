@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,17 +24,21 @@ _OF_THE_STATE = (
 
 
 def require_same_run(
-    saved: TrainConfig, given: TrainConfig, *, text_is_known: bool = False, imported: bool = False
+    saved: TrainConfig,
+    given: TrainConfig,
+    checkpoints: Sequence[int] = (),
+    *,
+    text_is_known: bool = False,
 ) -> None:
     """Raise ValueError naming the fields of a config that a run can't be resumed with.
 
     The place of the text may differ if the text itself is compared, and learning rates may be
-    lower. Of a run that was `imported`, and has taken no step, only what its state was made with
-    may not differ.
+    lower. An imported run, whose only checkpoint is of step 0, keeps only what its state was made
+    with.
     """
     may_differ = _MAY_DIFFER | ({"dataset.data"} if text_is_known else set())
     may_differ |= {f"optimizer.{name}" for name, _, _ in _lowered_rates(saved, given)}
-    if imported:
+    if [*checkpoints] == [0]:
         names = (name for name, _ in fields_of(saved))
         may_differ |= {name for name in names if not name.startswith(_OF_THE_STATE)}
     differences = [
@@ -46,6 +50,11 @@ def require_same_run(
         raise ValueError(
             f"the config doesn't match the run to resume: {'; '.join(differences)}. "
             "Use the same values, or another directory"
+        )
+    if given.steps < (done := max(checkpoints, default=0)):
+        raise ValueError(
+            f"steps={given.steps} is below the {done} steps that {given.out} has taken: give steps="
+            f"{done} or more, or another directory"
         )
 
 
