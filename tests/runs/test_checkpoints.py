@@ -329,7 +329,7 @@ def test_a_checkpoint_that_training_deletes_while_it_is_read_is_followed_by_the_
     """The run trains on between the look at the directory and the look at a file."""
     one_each = dataclasses.replace(small_run, keep_best=1, keep_last=1)
     saved.write_config(one_each)
-    place = "verify" if moment == "listed" else "_require_plausible_arrays"
+    place = "verify" if moment == "listed" else "_require_plausible"
     read = getattr(checkpoints_module, place)
 
     def read_late(directory, *arguments):
