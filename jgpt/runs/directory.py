@@ -54,16 +54,14 @@ class RunDirectory:
         self, config: TrainConfig, tokenizer: Tokenizer, *, resume: bool, overwrite: bool
     ) -> None:
         """Write a new run, also in place of one to overwrite, or the config of one to resume."""
-        exists = self.exists(self.path)
-        if exists and resume:
-            self.write_config(config)
-            return
-        if exists and not overwrite:
+        if self.exists(self.path) and not (resume or overwrite):
             raise FileExistsError(
                 f"{self.path} was created by another process: choose another directory"
             )
-        self.clear()
-        self.create(self.path, config, tokenizer)
+        if not (self.exists(self.path) and resume):
+            self.clear()
+            write_file(self.path / TOKENIZER, tokenizer.to_json())
+        self.write_config(config)
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the config, which may change when a run is resumed."""

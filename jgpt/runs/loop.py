@@ -42,7 +42,7 @@ from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
-from jgpt.runs.trackers import Tracker, open_tracker, require_tracker
+from jgpt.runs.trackers import Tracker, require_tracker
 from jgpt.sharding import current_mesh, shard_by_name, use_mesh
 from jgpt.training.plan import (
     Plan,
@@ -144,7 +144,7 @@ def fit(
             if process_index() == 0:
                 run.truncate_metrics(step)
                 for name in saved.trackers:
-                    tracker = open_tracker(name, run.path, step)
+                    tracker = require_tracker(name)(run.path, step)
                     trackers.append(stack.enter_context(contextlib.closing(tracker)))
                 run.append_provenance({"step": step} | start)
         progress.started(config, dataset, state, out)
@@ -201,6 +201,7 @@ def _prepare(
     universal = config.dataset.universal_newlines and before.dataset.universal_newlines
     data = replace(config.dataset, universal_newlines=universal)
     tokenizer, known, warn = run and run.tokenizer(), known_text(lines), progress.warned
+    used = known_micro_batches(lines)
     size = config.model.block_size
     dataset = load_dataset(data, size, tokenizer=tokenizer, known=known, warn=warn)
     model = replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
@@ -220,7 +221,6 @@ def _prepare(
         progress.warned("micro_batches=auto: steps are compiled to see how many of them it takes")
     with use_mesh(mesh):
         decided = with_micro_batches(decided, memory_limit())
-    used = known_micro_batches(lines)
     if used not in (None, decided.micro_batches):
         progress.warned(
             f"{decided.micro_batches} micro-batches fit here, {used} were used before: gradients "
@@ -258,8 +258,8 @@ def _train(
 ) -> None:
     """Calls of many steps, with one in flight while the metrics of the last one are read."""
     held_out = dataset.validation[: config.eval_tokens]
-    train_steps, (evaluate, estimate) = make_train_steps(config), _evaluators(config, held_out)
     tokens, key = resident(dataset.train), dropout_stream(config.seed)
+    train_steps, (exact, estimate) = make_train_steps(config), _evaluators(config, held_out)
     sizes = config.steps_per_call, config.batch_size, config.model.block_size
     lines = checkpoints.run.metrics()
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
@@ -305,7 +305,7 @@ def _train(
                 logger.add(call_start, count, metrics)
                 if step == boundary:
                     logger.wait()
-                    loss = evaluate(state.weights)
+                    loss = exact(state.weights)
                     if not math.isfinite(loss):
                         message = f"the validation loss is {loss} after step {step}: lower {blamed}"
                         raise FloatingPointError(message)

@@ -227,8 +227,7 @@ def test_trackers_are_given_every_line_and_closed(small_run, tmp_path, monkeypat
     tracker = Tracker(
         lambda values, step: logged.append({"step": step, **values}), lambda: logged.append({})
     )
-    monkeypatch.setattr("jgpt.runs.loop.open_tracker", lambda *_: tracker)
-    monkeypatch.setattr("jgpt.runs.loop.require_tracker", lambda name: None)
+    monkeypatch.setattr("jgpt.runs.loop.require_tracker", lambda name: lambda *_: tracker)
     run = fit(dataclasses.replace(small_run, out=str(tmp_path / "run"), trackers=("wandb",)))
     written = (run.directory / "metrics.jsonl").read_text().splitlines()
     assert logged == [*map(json.loads, written), {}]
