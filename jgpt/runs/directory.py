@@ -145,7 +145,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run's lock, which ends with this process.
+        """Hold the lock of the run, at most as long as this process lives.
 
         Raises BlockingIOError if another process holds it.
         """
@@ -186,7 +186,7 @@ class RunDirectory:
     def delete_checkpoints(self, steps: Iterable[int]) -> None:
         """Delete checkpoints, and what a killed process left of others.
 
-        They are renamed first, durably, so that none with the name of a step is ever partial.
+        They are renamed first, durably: a directory named by a step is never partial.
         """
         folder, steps = self.path / CHECKPOINTS, list(steps)
         for step in steps:
@@ -220,7 +220,7 @@ class RunDirectory:
     def clear(self) -> None:
         """Delete what runs write, except the files that `create` replaces. The rest stays.
 
-        Its config makes the directory a run, which can be overwritten if this is interrupted.
+        The config stays: a directory with one can be overwritten if this is interrupted.
         """
         self.delete_checkpoints(self.checkpoint_steps())
         by_wandb = _BY_WANDB if (self.path / WANDB_ID).is_file() else ()

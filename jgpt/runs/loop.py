@@ -64,7 +64,7 @@ from jgpt.training.step import (
 )
 
 ESTIMATE_TOKENS = 2048
-"""The validation tokens of an estimate, at least: shorter ones say little."""
+"""The fewest validation tokens of an estimate."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def fit(
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
 
-    It trains on the mesh of the config, or by default on all accelerators. Of many processes each
-    calls it alike; process 0 writes and reports.
+    It trains on the mesh of the config, or by default on all accelerators. Every process calls it
+    with the same arguments; process 0 writes and reports.
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
@@ -190,7 +190,7 @@ def _prepare(
 ) -> tuple[TrainConfig, TrainConfig, Dataset, Path]:
     """Load the data and check everything that can be checked before compiling and writing.
 
-    The first config is the run's to save, the second has all that is decided for this machine.
+    The first config is saved; the second has every `auto` decided for this machine.
     """
     out = RunDirectory.choose(config, resume=resume, overwrite=overwrite)
     for name in config.trackers:
@@ -256,7 +256,7 @@ def _train(
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> None:
-    """Calls of many steps, with one in flight while the metrics of the last one are read."""
+    """Calls of many steps: while one runs, the metrics of the one before are read."""
     held_out = dataset.validation[: config.eval_tokens]
     tokens, key = resident(dataset.train), dropout_stream(config.seed)
     train_steps, (exact, estimate) = make_train_steps(config), _evaluators(config, held_out)
@@ -387,8 +387,8 @@ def _evaluators(
 ) -> tuple[Callable[[Weights], float], Callable[[Weights], float]]:
     """Functions from weights to the mean loss on held-out tokens: exact, and an estimate.
 
-    Batches are as large as micro-batches, which fit the device. Those of the estimate are spread
-    over the split, and so few that the estimates of a run take about 1% of its time.
+    Batches are as large as micro-batches, which fit the device. The estimate takes a few, spread
+    over the split: all estimates of a run take about 1% of the time.
     """
     evaluate_windows = make_eval_step(config.model)
     assert config.micro_batches != "auto"

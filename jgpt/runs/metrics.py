@@ -50,14 +50,14 @@ class MetricsLogger:
         self._clock, self._tokens = time.perf_counter(), 0
 
     def add(self, first_step: int, count: int, metrics: Metrics) -> None:
-        """Record the last call, and keep one that was just dispatched until it is ready."""
+        """Record the call before, and this one as soon as it is ready."""
         self.wait()
         self._pending = first_step, count, metrics
         if metrics.loss.is_ready():  # type: ignore[attr-defined]
             self.wait()
 
     def wait(self) -> None:
-        """Record the pending call, but for its last line, which may get a validation loss.
+        """Record the pending call, except the last line, which waits for a validation loss.
 
         Raises FloatingPointError for the first step whose loss or gradient is not finite.
         """

@@ -1,4 +1,4 @@
-"""Resuming: what may differ from the run's config, and what other steps do to the learning rate."""
+"""Resuming: which fields of a config may differ, and what that does to the learning rate."""
 
 import dataclasses
 import math
@@ -73,8 +73,8 @@ def describe_learning_rate(
 ) -> str | None:
     """What other steps and lower rates do to the learning rate; None if it is as before.
 
-    `checkpoints` are the run's, by their steps; the last one is resumed. Where the steps alone
-    change it, it is said how to avoid a jump.
+    `checkpoints` are steps; the last is resumed. A jump that the number of steps alone causes comes
+    with a way to avoid it.
     """
     done = max(checkpoints, default=0)
     span = saved.optimizer.schedule_steps or saved.steps
@@ -107,7 +107,7 @@ def describe_learning_rate(
 
 
 def _lowered_rates(saved: TrainConfig, given: TrainConfig) -> Iterator[tuple[str, float, float]]:
-    """Each learning rate that is lower than the run's: its name, the run's, and the lower one."""
+    """The name, old and new value of each learning rate that was lowered."""
     for name in _MAY_BE_LOWERED:
         old, new = getattr(saved.optimizer, name), getattr(given.optimizer, name)
         if old is not None and new is not None and new < old:
