@@ -24,7 +24,7 @@ from jgpt.hardware import Platform, current_platform, process_count, process_ind
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
-from jgpt.runs.manifest import Manifest, files_below, read_text, sha256_of, verify
+from jgpt.runs.manifest import Manifest, files_below, parse_file, sha256_of, verify
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays
 from jgpt.training.optimizer import make_optimizer
@@ -299,25 +299,25 @@ def _require_plausible(directory: Path, largest: int) -> None:
     TensorStore allocates what a header says before it reads, and aborts the process if that fails;
     it knows other formats, with other headers. A forged manifest could vouch for either.
     """
+
+    def require_plausible(text: str) -> None:
+        header = json.loads(text)
+        if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
+            raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
+        if header["compressor"]["id"] != "zstd" or header["filters"] is not None:
+            raise ValueError("its compressor is not zstd alone, which jgpt writes")
+        for field in ("shape", "chunks"):
+            sizes = header[field]
+            if not all(type(size) is int and size > 0 for size in sizes):
+                raise ValueError(f"{field} is {sizes!r}")
+            if math.prod(sizes) > largest:
+                raise ValueError(f"{field} {sizes!r} is larger than the model's largest array")
+
     for name, path in files_below(directory):
         if not _LAYOUT.fullmatch(name):
             raise ValueError(f"{path} is not a file that jgpt writes")
-        if path.name != ".zarray":
-            continue
-        try:
-            header = json.loads(read_text(path))
-            if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
-                raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
-            if header["compressor"]["id"] != "zstd" or header["filters"] is not None:
-                raise ValueError("its compressor is not zstd alone, which jgpt writes")
-            for field in ("shape", "chunks"):
-                sizes = header[field]
-                if not all(type(size) is int and size > 0 for size in sizes):
-                    raise ValueError(f"{field} is {sizes!r}")
-                if math.prod(sizes) > largest:
-                    raise ValueError(f"{field} {sizes!r} is larger than the model's largest array")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+        if path.name == ".zarray":
+            parse_file(path, require_plausible)
 
 
 def _reason(error: Exception) -> str:

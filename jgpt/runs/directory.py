@@ -11,19 +11,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from jgpt.config import TrainConfig, UnknownField, from_json, to_json
+from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 from jgpt.durable import append, make_directory, own_file, sync_directory, write_file
-from jgpt.runs.manifest import MANIFEST, read_text, refuse_foreign
+from jgpt.runs.manifest import MANIFEST, Parsed, parse_file, refuse_foreign
 
 if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
 
-Parsed = TypeVar("Parsed")
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
 CHECKPOINTS, SAMPLES, LOSS_PICTURE = "checkpoints", "samples.txt", "loss.png"
@@ -274,14 +273,7 @@ def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     if path.exists() and not path.is_file():
         hint = f": give {path / CONFIG}" * RunDirectory.exists(path)
         raise ValueError(f"{path} is not a file{hint}")
-    try:
-        return parse(read_text(path))
-    except UnknownField as error:
-        raise ValueError(
-            f"{path} was written by a newer version of jgpt, or by another program: {error}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    return parse_file(path, parse)
 
 
 def _is_plain(value: Any) -> bool:

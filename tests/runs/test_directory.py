@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from jgpt import CharTokenizer
 from jgpt.config import TrainConfig, to_json
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.plots import plot_losses
@@ -93,3 +94,10 @@ def test_a_checkpoint_is_no_run_directory_and_its_run_is_named(tmp_path):
         RunDirectory.open(inside)
     with pytest.raises(FileNotFoundError, match="it has no config"):
         RunDirectory.open(tmp_path / "checkpoints" / "newest")
+
+
+def test_a_run_that_another_process_has_begun_meanwhile_is_kept(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", TrainConfig(), CharTokenizer("ab"))
+    with pytest.raises(FileExistsError, match="run was created by another process: choose another"):
+        run.begin(TrainConfig(steps=7), CharTokenizer("ab"), resume=False, overwrite=False)
+    assert run.config() == TrainConfig()
