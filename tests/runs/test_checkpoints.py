@@ -215,8 +215,9 @@ def test_a_config_of_another_model_is_refused(saved, small_run, changes):
 
 def test_a_run_with_n_grams_is_saved_and_loaded_and_no_other_is(small_run, tmp_path):
     """Tuples are lists in JSON: the config's, and the manifest's."""
-    sizes = {"vocab_size": 3, "block_size": 7, "num_layers": 1, "num_heads": 2, "embed_dim": 12}
-    its = ModelConfig(**sizes, ngram_sizes=(2, 3), ngram_rows=5)
+    its = ModelConfig(
+        vocab_size=3, num_layers=1, num_heads=2, embed_dim=12, ngram_sizes=(2, 3), ngram_rows=5
+    )
     config = dataclasses.replace(small_run, model=its)
     model = create_model(its, rngs=nnx.Rngs(0))
     write_run(tmp_path / "run", model, CharTokenizer("abc"), config)
