@@ -1,4 +1,4 @@
-"""Durable writes: what has its name is whole and on disk, and nothing foreign is deleted."""
+"""Durable writes: a finished name means a whole file on disk; nothing foreign is deleted."""
 
 import contextlib
 import errno

@@ -24,9 +24,9 @@ from jgpt.hardware import Platform, current_platform, process_count, process_ind
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
-from jgpt.runs.manifest import Manifest, files_below, read_text, sha256_of, verify
+from jgpt.runs.manifest import Manifest, files_below, parse_file, sha256_of, verify
 from jgpt.runs.processes import together
-from jgpt.sharding import abstract_arrays, current_mesh, weight_specs
+from jgpt.sharding import abstract_arrays
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import (
     TrainState,
@@ -141,39 +141,29 @@ class Checkpoints:
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
-        model = dataclasses.replace(config.model, scan_layers=False)
-        unstacked = dataclasses.replace(config, model=model)
-
-        def wanted() -> dict[str, Any]:
-            state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
-            return {"weights": state.weights, "optimizer": state.optimizer}
-
-        step, restored = self._restore(config, which, wanted)
-        return stack_state(config, TrainState(**restored, step=jnp.int32(step)))
+        step, arrays = self._restore(config, which, ("weights", "optimizer"))
+        return stack_state(config, TrainState(**arrays, step=jnp.int32(step)))
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """Restore verified weights only. Raises ValueError if they are damaged."""
-
-        def wanted() -> dict[str, Any]:
-            model = abstract_model(config.model)
-            weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            return {"weights": abstract_arrays(weights, weight_specs(model, current_mesh()))}
-
-        return self._restore(config, which, wanted)[1]["weights"]
+        return self._restore(config, which, ("weights",))[1]["weights"]
 
     def _restore(
-        self, config: TrainConfig, which: Which, wanted: Callable[[], dict[str, Any]]
+        self, config: TrainConfig, which: Which, parts: tuple[str, ...]
     ) -> tuple[int, dict[str, Any]]:
-        """Verify a checkpoint and read it; if training deletes it meanwhile, the next.
+        """Verify a checkpoint and read parts of it; if training deletes it meanwhile, the next.
 
-        It is verified before what is `wanted` is made, which may be huge.
+        A checkpoint has the arrays of each block, also where steps scan over stacked blocks.
         """
+        model = dataclasses.replace(config.model, scan_layers=False)
+        unstacked = dataclasses.replace(config, model=model)
         while True:
             before = self.steps()
             try:
-                step = self._verified_step(config, which)
-                return step, self._read_arrays(step, wanted())
+                step = self._verified_step(config, which)  # before a state that may be huge
+                state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
+                return step, self._read_arrays(step, {part: getattr(state, part) for part in parts})
             except (ValueError, OSError):
                 if {*before} <= {*self.steps()}:
                     raise
@@ -220,7 +210,7 @@ class Checkpoints:
 
     def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         directory = self._path / str(step)
-        _require_plausible_arrays(directory, jax.tree.leaves(wanted))
+        _require_plausible(directory, max(leaf.size for leaf in jax.tree.leaves(wanted)))
         ocp = self._open_orbax()
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         try:
@@ -264,9 +254,8 @@ class Checkpoints:
         self._delete_old()
 
     def _failed(self, step: int, error: Exception) -> OSError:
-        last = "there is no checkpoint yet"
-        if steps := self.steps():
-            last = f"the last good checkpoint is step {steps[-1]}"
+        steps = self.steps()
+        last = f"the last good checkpoint is step {steps[-1]}" if steps else "there is no other yet"
         return OSError(
             f"the checkpoint of step {step} could not be written to {self._path} "
             f"({_reason(error)}); {last}: free some space and use resume=True"
@@ -315,35 +304,31 @@ def write_run(
     return RunDirectory(path)
 
 
-def _require_plausible_arrays(directory: Path, leaves: list[Any]) -> None:
+def _require_plausible(directory: Path, largest: int) -> None:
     """Raise ValueError for files that jgpt doesn't write, and headers that claim too much memory.
 
     TensorStore allocates what a header says before it reads, and aborts the process if that fails;
     it knows other formats, with other headers. A forged manifest could vouch for either.
     """
-    largest = max(math.prod(leaf.shape) for leaf in leaves)
-    for name, path in files_below(directory):
-        if not _LAYOUT.fullmatch(name):
-            raise ValueError(f"{path} is not a file that jgpt writes")
-        if path.name == ".zarray":
-            _require_plausible(path, largest)
 
-
-def _require_plausible(path: Path, largest: int) -> None:
-    try:
-        header = json.loads(read_text(path))
+    def require_plausible(text: str) -> None:
+        header = json.loads(text)
         if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
             raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
         if header["compressor"]["id"] != "zstd" or header["filters"] is not None:
             raise ValueError("its compressor is not zstd alone, which jgpt writes")
-        for name in ("shape", "chunks"):
-            sizes = header[name]
+        for field in ("shape", "chunks"):
+            sizes = header[field]
             if not all(type(size) is int and size > 0 for size in sizes):
-                raise ValueError(f"{name} is {sizes!r}")
+                raise ValueError(f"{field} is {sizes!r}")
             if math.prod(sizes) > largest:
-                raise ValueError(f"{name} {sizes!r} is larger than the model's largest array")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+                raise ValueError(f"{field} {sizes!r} is larger than the model's largest array")
+
+    for name, path in files_below(directory):
+        if not _LAYOUT.fullmatch(name):
+            raise ValueError(f"{path} is not a file that jgpt writes")
+        if path.name == ".zarray":
+            parse_file(path, require_plausible)
 
 
 def _reason(error: Exception) -> str:

@@ -11,19 +11,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from jgpt.config import TrainConfig, UnknownField, from_json, to_json
+from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 from jgpt.durable import append, make_directory, own_file, sync_directory, write_file
-from jgpt.runs.manifest import MANIFEST, read_text, refuse_foreign
+from jgpt.runs.manifest import MANIFEST, Parsed, parse_file, refuse_foreign
 
 if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
 
-Parsed = TypeVar("Parsed")
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
 CHECKPOINTS, SAMPLES, LOSS_PICTURE = "checkpoints", "samples.txt", "loss.png"
@@ -49,6 +48,19 @@ class RunDirectory:
         run = cls(path)
         run.write_config(config)
         return run
+
+    def begin(
+        self, config: TrainConfig, tokenizer: Tokenizer, *, resume: bool, overwrite: bool
+    ) -> None:
+        """Write a new run, also in place of one to overwrite, or the config of one to resume."""
+        if self.exists(self.path) and not (resume or overwrite):
+            raise FileExistsError(
+                f"{self.path} was created by another process: choose another directory"
+            )
+        if not (self.exists(self.path) and resume):
+            self.clear()
+            write_file(self.path / TOKENIZER, tokenizer.to_json())
+        self.write_config(config)
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the config, which may change when a run is resumed."""
@@ -132,7 +144,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run's lock, which ends with this process.
+        """Hold the lock of the run, at most as long as this process lives.
 
         Raises BlockingIOError if another process holds it.
         """
@@ -173,7 +185,7 @@ class RunDirectory:
     def delete_checkpoints(self, steps: Iterable[int]) -> None:
         """Delete checkpoints, and what a killed process left of others.
 
-        They are renamed first, durably, so that none with the name of a step is ever partial.
+        They are renamed first, durably: a directory named by a step is never partial.
         """
         folder, steps = self.path / CHECKPOINTS, list(steps)
         for step in steps:
@@ -204,14 +216,10 @@ class RunDirectory:
         """The provenance of the start and of each resumption."""
         return [line for line, _ in self._lines(PROVENANCE)]
 
-    def write_samples(self, text: str) -> None:
-        """Write the sample of the end of training."""
-        write_file(self.path / SAMPLES, text)
-
     def clear(self) -> None:
         """Delete what runs write, except the files that `create` replaces. The rest stays.
 
-        Its config makes the directory a run, which can be overwritten if this is interrupted.
+        The config stays: a directory with one can be overwritten if this is interrupted.
         """
         self.delete_checkpoints(self.checkpoint_steps())
         by_wandb = _BY_WANDB if (self.path / WANDB_ID).is_file() else ()
@@ -265,14 +273,7 @@ def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     if path.exists() and not path.is_file():
         hint = f": give {path / CONFIG}" * RunDirectory.exists(path)
         raise ValueError(f"{path} is not a file{hint}")
-    try:
-        return parse(read_text(path))
-    except UnknownField as error:
-        raise ValueError(
-            f"{path} was written by a newer version of jgpt, or by another program: {error}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    return parse_file(path, parse)
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,7 +15,7 @@ from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
 
 MOST_WEIGHTS = 4_000_000
-"""The attention weights of a page, ten bytes each."""
+"""The limit of a page, at ten bytes each."""
 
 
 @typed
@@ -35,9 +35,9 @@ def encode_prompt(
 def logit_lens(
     model: GPT, tokens: Int[Array, " time"]
 ) -> Float[Array, "{len(model.blocks)+1} time {model.vocab_size}"]:
-    """Log-probabilities of the next token, in nats, as read from the input of each block.
+    """Log-probabilities of the next token in nats, decoded from each block's input and the output.
 
-    The last are the model's own. The logit lens: nostalgebraist 2020, "interpreting GPT".
+    The logit lens: nostalgebraist 2020, "interpreting GPT".
     """
     states = jnp.concatenate(model.hidden_states(tokens[None]))
     logits = model.logits(model.final_norm(states))
@@ -49,8 +49,8 @@ def look_page(
 ) -> str:
     """An HTML page of the forward pass over a prompt and what the model samples after it.
 
-    Samples end where the block does, and are the same each time. Raises ValueError as
-    `encode_prompt`, and for more tokens than the block or a page holds.
+    Sampling is deterministic and stops at `block_size`. Raises ValueError as `encode_prompt`, and
+    for more tokens than the block or a page holds.
     """
     model, given = encode_prompt(model, tokenizer, prompt)
     size, layers, heads = model.block_size, len(model.blocks), model.config.num_heads

@@ -4,10 +4,10 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jgpt.contracts import typed
 from jgpt.data.batches import batches, evaluation_windows, resident
 from jgpt.data.dataset import Dataset, count_characters, load_dataset
 from jgpt.data.tokenizers import Tokenizer
+from jgpt.durable import write_file
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.hardware import (
@@ -34,14 +35,14 @@ from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
-from jgpt.runs.directory import LOSS_PICTURE, PROFILE, RunDirectory
+from jgpt.runs.directory import LOSS_PICTURE, PROFILE, SAMPLES, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import CompilationWatch, Profiler
 from jgpt.runs.progress import Progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
-from jgpt.runs.trackers import Tracker, open_tracker, require_tracker
+from jgpt.runs.trackers import Tracker, require_tracker
 from jgpt.sharding import current_mesh, shard_by_name, use_mesh
 from jgpt.training.plan import (
     Plan,
@@ -63,29 +64,25 @@ from jgpt.training.step import (
 )
 
 ESTIMATE_TOKENS = 2048
-"""The validation tokens of an estimate, at least: shorter ones say little."""
+"""The fewest validation tokens of an estimate."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The result of `fit`: the best model and its loss."""
+    """The result of `fit`: the model of the best checkpoint and its loss."""
 
     directory: Path
-    """The run directory."""
     model: LanguageModel
-    """The model of the best checkpoint."""
     tokenizer: Tokenizer
-    """The tokenizer of the text."""
     config: TrainConfig
-    """The config, as the directory has it."""
+    """As saved in the directory."""
     validation_loss: float
-    """The model's exact validation loss in nats per token: the best of the run."""
+    """Exact, in nats per token."""
     best_step: int
-    """The step of the best checkpoint."""
     sample: str
-    """Text that the model wrote."""
+    """Text that the model generated."""
     seconds: float
-    """How long the call took."""
+    """The duration of the call."""
 
 
 class TrainingStopped(Exception):
@@ -109,8 +106,8 @@ def fit(
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
 
-    It trains on the mesh of the config, or by default on all accelerators. Of many processes each
-    calls it alike; process 0 writes and reports.
+    It trains on the mesh of the config, or by default on all accelerators. Every process calls it
+    with the same arguments; process 0 writes and reports.
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
@@ -128,13 +125,28 @@ def fit(
     with together():
         saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     start = provenance(config, dataset)
-    _require_same_in_all_processes(config, start, out, resume=resume, overwrite=overwrite)
+    asked = {"resume": resume, "overwrite": overwrite}
+    asked |= {"checkpoints": RunDirectory(out).checkpoint_steps()}
+    texts = {name: start[name] for name in ("text_sha256", "corpus_sha256")}
+    require_same(dict(fields_of(config)) | asked | texts | start["versions"])
     with use_mesh(config.mesh), contextlib.ExitStack() as stack:
-        run = stack.enter_context(_opened(out, saved, dataset, resume, overwrite))
         with together():
+            if process_index() == 0:
+                run = RunDirectory(out)
+                stack.enter_context(run.locked())
+                run.begin(saved, dataset.tokenizer, resume=resume, overwrite=overwrite)
+        with together():
+            run = RunDirectory.open(out)
             checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
-        trackers = stack.enter_context(_recorded(run, saved, start, int(state.step)))
+        step, trackers = int(state.step), list[Tracker]()
+        with together():
+            if process_index() == 0:
+                run.truncate_metrics(step)
+                for name in saved.trackers:
+                    tracker = require_tracker(name)(run.path, step)
+                    trackers.append(stack.enter_context(contextlib.closing(tracker)))
+                run.append_provenance({"step": step} | start)
         progress.started(config, dataset, unstack_state(state), out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
@@ -144,9 +156,14 @@ def fit(
         release_memory()
         best = checkpoints.best()
         model, tokenizer, _ = load(run.path, platform=platform)
-        sample = _sample(saved, model, tokenizer)
+        sample = _sample(model, tokenizer, saved.sample_tokens, saved.seed)
         release_memory()
-        _write_results(run, sample)
+        with together():
+            if process_index() == 0:
+                from jgpt.runs.plots import plot_losses  # 40 MiB that training doesn't need
+
+                plot_losses(run.metrics(), run.path / LOSS_PICTURE)
+                write_file(run.path / SAMPLES, sample)
     assert best.validation_loss is not None  # the last step is always evaluated
     seconds = time.perf_counter() - started
     return Run(run.path, model, tokenizer, saved, best.validation_loss, best.step, sample, seconds)
@@ -172,32 +189,27 @@ def _prepare(
 ) -> tuple[TrainConfig, TrainConfig, Dataset, Path]:
     """Load the data and check everything that can be checked before compiling and writing.
 
-    The first config is the run's to save, the second has all that is decided for this machine.
+    The first config is saved; the second has every `auto` decided for this machine.
     """
     out = RunDirectory.choose(config, resume=resume, overwrite=overwrite)
     for name in config.trackers:
         require_tracker(name)
     run = RunDirectory.open(out) if resume and RunDirectory.exists(out) else None
-    before = run.config() if run else config
-    known = known_text(run.provenance()) if run else None
+    lines, before = (run.provenance(), run.config()) if run else ([], config)
     # a run's text stays as it was first read, in runs from before universal newlines too
     universal = config.dataset.universal_newlines and before.dataset.universal_newlines
     data = replace(config.dataset, universal_newlines=universal)
-    tokenizer, size = run.tokenizer() if run else None, config.model.block_size
-    dataset = load_dataset(data, size, tokenizer=tokenizer, known=known, warn=progress.warned)
+    tokenizer, known, warn = run and run.tokenizer(), known_text(lines), progress.warned
+    used = known_micro_batches(lines)
+    size = config.model.block_size
+    dataset = load_dataset(data, size, tokenizer=tokenizer, known=known, warn=warn)
     model = replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     # the run's config records the dtype that `auto` was resolved to
     model = replace(model, dtype=for_platform(model, platform).dtype)
     config = replace(config, model=model, dataset=data)
     if run:
-        checkpoints, known_place = run.checkpoint_steps(), known is not None
-        imported = checkpoints == [0]
-        require_same_run(before, config, text_is_known=known_place, imported=imported)
-        if config.steps < (done := max(checkpoints, default=0)):
-            raise ValueError(
-                f"steps={config.steps} is below the {done} steps that {out} has taken: give steps="
-                f"{done} or more, or another directory"
-            )
+        checkpoints = run.checkpoint_steps()
+        require_same_run(before, config, checkpoints, text_is_known=known is not None)
         if (changed := describe_learning_rate(before, config, checkpoints)) is not None:
             progress.warned(changed)
     mesh = config.mesh or default_mesh(config, accelerators(), memory_limit())
@@ -208,7 +220,6 @@ def _prepare(
         progress.warned("micro_batches=auto: steps are compiled to see how many of them it takes")
     with use_mesh(mesh):
         decided = with_micro_batches(decided, memory_limit())
-    used = known_micro_batches(run.provenance()) if run else None
     if used not in (None, decided.micro_batches):
         progress.warned(
             f"{decided.micro_batches} micro-batches fit here, {used} were used before: gradients "
@@ -228,72 +239,10 @@ def _require_room(config: TrainConfig, out: Path) -> None:
         )
 
 
-def _require_same_in_all_processes(
-    config: TrainConfig, start: dict[str, Any], out: Path, **asked: bool
-) -> None:
-    texts = {name: start[name] for name in ("text_sha256", "corpus_sha256")}
-    steps = {"checkpoints": RunDirectory(out).checkpoint_steps()}
-    require_same(dict(fields_of(config)) | asked | texts | start["versions"] | steps)
-
-
-@contextlib.contextmanager
-def _opened(
-    out: Path, config: TrainConfig, dataset: Dataset, resume: bool, overwrite: bool
-) -> Iterator[RunDirectory]:
-    """The run, which process 0 locks and writes."""
-    with contextlib.ExitStack() as stack:
-        with together():
-            if process_index() == 0:
-                stack.enter_context(RunDirectory(out).locked())
-                _open_run(out, config, dataset, resume, overwrite)
-        with together():
-            run = RunDirectory.open(out)
-        yield run
-
-
-def _open_run(
-    out: Path, config: TrainConfig, dataset: Dataset, resume: bool, overwrite: bool
-) -> RunDirectory:
-    if RunDirectory.exists(out) and resume:
-        run = RunDirectory.open(out)
-        run.write_config(config)
-        return run
-    if RunDirectory.exists(out) and not overwrite:
-        raise FileExistsError(f"{out} was created by another process: choose another directory")
-    RunDirectory(out).clear()
-    return RunDirectory.create(out, config, dataset.tokenizer)
-
-
-@contextlib.contextmanager
-def _recorded(
-    run: RunDirectory, config: TrainConfig, start: dict[str, Any], step: int
-) -> Iterator[list[Tracker]]:
-    """Record the start or resumption at a step; the trackers of process 0."""
-    with contextlib.ExitStack() as stack:
-        trackers = []
-        with together():
-            if process_index() == 0:
-                run.truncate_metrics(step)
-                for name in config.trackers:
-                    trackers.append(open_tracker(name, run.path, step))
-                    stack.callback(trackers[-1].close)
-                run.append_provenance({"step": step} | start)
-        yield trackers
-
-
-def _sample(config: TrainConfig, model: LanguageModel, tokenizer: Tokenizer) -> str:
-    prompt, key = jnp.asarray(default_prompt(tokenizer)), jax.random.key(np.uint32(config.seed))
-    drawn = generate(model, prompt[None], config.sample_tokens, key=key, temperature=0.8)
+def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
+    prompt, key = jnp.asarray(default_prompt(tokenizer)), jax.random.key(np.uint32(seed))
+    drawn = generate(model, prompt[None], tokens, key=key, temperature=0.8)
     return tokenizer.decode(np.asarray(drawn[0]))
-
-
-def _write_results(run: RunDirectory, sample: str) -> None:
-    with together():
-        if process_index() == 0:
-            from jgpt.runs.plots import plot_losses  # 40 MiB that training doesn't need
-
-            plot_losses(run.metrics(), run.path / LOSS_PICTURE)
-            run.write_samples(sample)
 
 
 def _train(
@@ -306,10 +255,10 @@ def _train(
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> None:
-    """Calls of many steps, with one in flight while the metrics of the last one are read."""
+    """Calls of many steps: while one runs, the metrics of the one before are read."""
     held_out = dataset.validation[: config.eval_tokens]
-    train_steps, (evaluate, estimate) = make_train_steps(config), _evaluators(config, held_out)
     tokens, key = resident(dataset.train), dropout_stream(config.seed)
+    train_steps, (exact, estimate) = make_train_steps(config), _evaluators(config, held_out)
     sizes = config.steps_per_call, config.batch_size, config.model.block_size
     lines = checkpoints.run.metrics()
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
@@ -318,7 +267,8 @@ def _train(
     halves = {interval >> halvings for halvings in range(1, 5)}
     early = {at for at in halves if at > step} | ({0} if step == 0 and not lines else set())
     first_save = min(halves - {0}, default=interval)
-    vote, advice = Vote(), "lower learning_rate"
+    blamed = "ema_decay or learning_rate" if config.optimizer.ema_decay else "learning_rate"
+    vote = Vote()
     with CompilationWatch(progress.warned) as watch:
         try:
             while step < config.steps and not _stops_early(losses, config.patience):
@@ -335,7 +285,6 @@ def _train(
                         logger.start_clock()
                 failed = checkpoints.have_failed() or logger.failure is not None
                 if vote(should_stop() or failed):
-                    checkpoints.wait()
                     logger.finish()
                     checkpoints.save(state, None)
                     checkpoints.wait()
@@ -355,11 +304,10 @@ def _train(
                 logger.add(call_start, count, metrics)
                 if step == boundary:
                     logger.wait()
-                    loss = evaluate(state.weights)
+                    loss = exact(state.weights)
                     if not math.isfinite(loss):
-                        if config.optimizer.ema_decay:
-                            advice = "lower ema_decay or learning_rate"
-                        raise FloatingPointError(f"the validation loss is {loss} after step {step}")
+                        message = f"the validation loss is {loss} after step {step}: lower {blamed}"
+                        raise FloatingPointError(message)
                     losses.append(loss)
                     logger.add_evaluation(validation_loss=loss)
                     logger.finish()
@@ -379,7 +327,7 @@ def _train(
             checkpoints.wait()  # a pending one doesn't count yet
             good = checkpoints.steps()
             kept = f"checkpoint {good[-1]} is kept" if good else "nothing was saved yet"
-            raise FloatingPointError(f"{error}: {advice}; {kept}") from None
+            raise FloatingPointError(f"{error}; {kept}") from None
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
@@ -438,8 +386,8 @@ def _evaluators(
 ) -> tuple[Callable[[Weights], float], Callable[[Weights], float]]:
     """Functions from weights to the mean loss on held-out tokens: exact, and an estimate.
 
-    Batches are as large as micro-batches, which fit the device. Those of the estimate are spread
-    over the split, and so few that the estimates of a run take about 1% of its time.
+    Batches are as large as micro-batches, which fit the device. The estimate takes a few, spread
+    over the split: all estimates of a run take about 1% of the time.
     """
     evaluate_windows = make_eval_step(config.model)
     assert config.micro_batches != "auto"

@@ -3,15 +3,17 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, Self, TypeVar, get_type_hints
 
 from beartype.door import is_bearable
 
+from jgpt.config import UnknownField
 from jgpt.durable import write_file
 
+Parsed = TypeVar("Parsed")
 MANIFEST = "manifest.json"
 _LARGEST_TEXT = 1 << 28
 
@@ -32,24 +34,26 @@ class Manifest:
     def read(cls, directory: Path) -> Self:
         """Read a checkpoint's manifest. Raises ValueError if it is missing or damaged."""
         path = directory / MANIFEST
-        try:
-            refuse_foreign(path)
-            values = json.loads(read_text(path))
-            digest = values.pop("sha256")
-            if digest != hashlib.sha256(json.dumps(values).encode()).hexdigest():
-                raise ValueError("its SHA-256 does not match")
-            files = {name: (size, sha) for name, (size, sha) in values["files"].items()}
-            manifest = cls(**values | {"files": files})
-            for name, hint in get_type_hints(cls).items():
-                if not is_bearable(getattr(manifest, name), hint):
-                    raise ValueError(f"{name} is not {hint}")
-            if directory.name != str(manifest.step):
-                raise ValueError(f"it belongs to step {manifest.step}")
-            return manifest
-        except FileNotFoundError:
-            raise ValueError(f"{path} is missing") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+        refuse_foreign(path)
+        if not path.exists():
+            raise ValueError(f"{path} is missing")
+        manifest = parse_file(path, cls._parse)
+        if directory.name != str(manifest.step):
+            raise ValueError(f"{path} is damaged: it belongs to step {manifest.step}")
+        return manifest
+
+    @classmethod
+    def _parse(cls, text: str) -> Self:
+        values = json.loads(text)
+        digest = values.pop("sha256")
+        if digest != hashlib.sha256(json.dumps(values).encode()).hexdigest():
+            raise ValueError("its SHA-256 does not match")
+        files = {name: (size, sha) for name, (size, sha) in values["files"].items()}
+        manifest = cls(**values | {"files": files})
+        for name, hint in get_type_hints(cls).items():
+            if not is_bearable(getattr(manifest, name), hint):
+                raise ValueError(f"{name} is not {hint}")
+        return manifest
 
     def write(self, directory: Path) -> None:
         """Write it durably, with its own SHA-256."""
@@ -84,11 +88,18 @@ def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
             yield path.relative_to(directory).as_posix(), path
 
 
-def read_text(path: Path) -> str:
-    """Read a text file. Raises ValueError if it is larger than any that a run has."""
-    if (size := path.stat().st_size) > _LARGEST_TEXT:
-        raise ValueError(f"it has {size:,} bytes")
-    return path.read_text(encoding="utf-8-sig")  # an editor may have added a mark
+def parse_file(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
+    """Parse a text file of a run. Raises ValueError naming it if it is damaged."""
+    try:
+        if (size := path.stat().st_size) > _LARGEST_TEXT:
+            raise ValueError(f"it has {size:,} bytes")
+        return parse(path.read_text(encoding="utf-8-sig"))  # an editor may have added a mark
+    except UnknownField as error:
+        raise ValueError(
+            f"{path} was written by a newer version of jgpt, or by another program: {error}"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def refuse_foreign(path: Path) -> None:

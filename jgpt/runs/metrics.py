@@ -50,14 +50,14 @@ class MetricsLogger:
         self._clock, self._tokens = time.perf_counter(), 0
 
     def add(self, first_step: int, count: int, metrics: Metrics) -> None:
-        """Record the last call, and keep one that was just dispatched until it is ready."""
+        """Record the call before, and this one as soon as it is ready."""
         self.wait()
         self._pending = first_step, count, metrics
         if metrics.loss.is_ready():  # type: ignore[attr-defined]
             self.wait()
 
     def wait(self) -> None:
-        """Record the pending call, but for its last line, which may get a validation loss.
+        """Record the pending call, except the last line, which waits for a validation loss.
 
         Raises FloatingPointError for the first step whose loss or gradient is not finite.
         """
@@ -122,8 +122,9 @@ class MetricsLogger:
         sizes = self._training_tokens, config.batch_size, config.model.block_size
         starts = window_starts(config.seed, step - 1, steps, *sizes)[0].tolist()
         name = "gradient_norm" if math.isfinite(line["loss"]) else "loss"
+        tokens = f"{', '.join(map(str, starts[:8]))}{', …' if starts[8:] else ''}"
         return (
             f"{name} is {line[name]} at step {step} (learning_rate {line['learning_rate']:.3g}, "
             f"gradient_norm {line['gradient_norm']:.3g}; the batch's windows start at tokens "
-            f"{', '.join(map(str, starts[:8]))}{', …' if starts[8:] else ''} of the training text)"
+            f"{tokens} of the training text): lower learning_rate"
         )

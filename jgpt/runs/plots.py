@@ -22,10 +22,10 @@ from jgpt.runs.directory import RunDirectory
 from jgpt.runs.look import encode_prompt
 
 INCHES_PER_TOKEN, MOST_INCHES = 0.16, 40
-"""Of an attention picture: a readable token, and the longest row or column of panels."""
+"""Attention pictures: the size of a readable token, and of the longest row of panels."""
 
 VISIBLE = str.maketrans({"\n": "⏎", " ": "␣", "\t": "⇥", "$": r"\$"})
-"""White space that can be seen, and dollars escaped for matplotlib."""
+"""Visible white space; dollars escaped for matplotlib."""
 
 
 def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
@@ -92,13 +92,13 @@ def _draw_run(
 
 
 def _window(metrics: Sequence[dict[str, Any]]) -> int:
-    """2% of the steps, an odd number of them."""
+    """2% of the steps, rounded to an odd number."""
     return max(len(metrics) // 50 | 1, 3)
 
 
 @typed
 def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
-    """The mean of a window around each step; of a smaller one at the start, where losses fall."""
+    """Centred running mean; the window shrinks at both ends."""
     step = np.arange(len(losses))
     before = np.minimum(window // 2, step)
     after = np.minimum(before, step[::-1])

@@ -1,7 +1,4 @@
-"""The processes of a run: how they join, agree and end.
-
-A process that is alone agrees with itself, at no cost.
-"""
+"""The processes of a run: how they join, agree and end. A single process pays nothing."""
 
 import asyncio
 import contextlib
@@ -26,11 +23,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgpt.hardware import devices_of_processes, process_count, process_index
 
 HEARTBEAT_SECONDS = 10
-"""JAX ends all processes when one has given no sign of life for so long."""
+"""JAX ends all processes when one has been silent this long."""
 START_SECONDS = 50
 """How long the processes wait for each other at the start."""
 GRACE_SECONDS = 3
-"""Process 0 outlives an error for so long: without its service, JAX aborts the others."""
+"""How long process 0 stays after an error: it runs the service whose end aborts the others."""
 _BLOCK = 4096
 _EXPECTED = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, JaxRuntimeError)
 Leave = Callable[[str], NoReturn]
@@ -171,7 +168,7 @@ def _ask(host: str, port: int, who: str) -> None:
 
 
 def _silence_gloo() -> None:
-    """Discard the line per connection that gloo, not Python, writes to standard output."""
+    """Discard what gloo writes to standard output, a line per connection."""
     sys.stdout.flush()
     kept, how = os.dup(1), {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
     sys.stdout = open(kept, "w", buffering=1 if os.isatty(kept) else -1, **how)  # noqa: SIM115
@@ -225,7 +222,7 @@ class Vote:
         self._asked: jax.Array | None = None
 
     def __call__(self, wanted: bool) -> bool:
-        """Whether any process wanted it at the call before; a lone process hears at once."""
+        """Whether any process wanted it at the call before; a single process learns at once."""
         if process_count() == 1:
             return wanted
         mesh = jax.sharding.get_mesh()

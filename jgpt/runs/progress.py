@@ -11,13 +11,13 @@ class Progress:
     """Training callbacks; the default does nothing."""
 
     most_steps: int | None = None
-    """How many steps to take before `stepped` is called, if not `steps_per_call`."""
+    """The most steps between calls of `stepped`; None: `steps_per_call`."""
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Training starts, or is resumed, at the state's step."""
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
-        """Steps were taken; `loss` is the last one's."""
+        """Steps were taken; `loss` is of the last step."""
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """The validation split was evaluated."""

@@ -18,7 +18,7 @@ _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 
 
 def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
-    """A line of provenance.jsonl for a start or a resumption, without its step.
+    """A line of provenance.jsonl for a start or a resumption, without the step.
 
     The config is the one that is trained, with `micro_batches=auto` decided.
     """

@@ -1,8 +1,8 @@
-"""Resuming: what may differ from the run's config, and what other steps do to the learning rate."""
+"""Resuming: which fields of a config may differ, and what that does to the learning rate."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,17 +24,21 @@ _OF_THE_STATE = (
 
 
 def require_same_run(
-    saved: TrainConfig, given: TrainConfig, *, text_is_known: bool = False, imported: bool = False
+    saved: TrainConfig,
+    given: TrainConfig,
+    checkpoints: Sequence[int] = (),
+    *,
+    text_is_known: bool = False,
 ) -> None:
     """Raise ValueError naming the fields of a config that a run can't be resumed with.
 
     The place of the text may differ if the text itself is compared, and learning rates may be
-    lower. Of a run that was `imported`, and has taken no step, only what its state was made with
-    may not differ.
+    lower. An imported run, whose only checkpoint is of step 0, keeps only what its state was made
+    with.
     """
     may_differ = _MAY_DIFFER | ({"dataset.data"} if text_is_known else set())
     may_differ |= {f"optimizer.{name}" for name, _, _ in _lowered_rates(saved, given)}
-    if imported:
+    if [*checkpoints] == [0]:
         names = (name for name, _ in fields_of(saved))
         may_differ |= {name for name in names if not name.startswith(_OF_THE_STATE)}
     differences = [
@@ -46,6 +50,11 @@ def require_same_run(
         raise ValueError(
             f"the config doesn't match the run to resume: {'; '.join(differences)}. "
             "Use the same values, or another directory"
+        )
+    if given.steps < (done := max(checkpoints, default=0)):
+        raise ValueError(
+            f"steps={given.steps} is below the {done} steps that {given.out} has taken: give steps="
+            f"{done} or more, or another directory"
         )
 
 
@@ -64,8 +73,8 @@ def describe_learning_rate(
 ) -> str | None:
     """What other steps and lower rates do to the learning rate; None if it is as before.
 
-    `checkpoints` are the run's, by their steps; the last one is resumed. Where the steps alone
-    change it, it is said how to avoid a jump.
+    `checkpoints` are steps; the last is resumed. A jump that the number of steps alone causes comes
+    with a way to avoid it.
     """
     done = max(checkpoints, default=0)
     span = saved.optimizer.schedule_steps or saved.steps
@@ -98,7 +107,7 @@ def describe_learning_rate(
 
 
 def _lowered_rates(saved: TrainConfig, given: TrainConfig) -> Iterator[tuple[str, float, float]]:
-    """Each learning rate that is lower than the run's: its name, the run's, and the lower one."""
+    """The name, old and new value of each learning rate that was lowered."""
     for name in _MAY_BE_LOWERED:
         old, new = getattr(saved.optimizer, name), getattr(given.optimizer, name)
         if old is not None and new is not None and new < old:

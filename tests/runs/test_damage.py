@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,106 +40,104 @@ def python(code: str, **limits: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_checkpoint_that_was_renamed_is_not_what_it_says(copy):
-    (copy / "checkpoints" / "8").rename(copy / "checkpoints" / "80")
-    with pytest.raises(ValueError, match=r"80/manifest\.json is damaged: it belongs to step 8"):
-        load(copy, which=80)
-
-
-def test_a_file_that_was_added_is_found(copy):
-    (copy / "checkpoints" / "11" / "weights" / "extra").write_text("")
-    with pytest.raises(ValueError, match="weights/extra is not in the manifest; checkpoint 8 is"):
-        load(copy, which="last")
-
-
-def test_a_manifest_with_another_loss_is_found(copy):
-    """Or a damaged checkpoint could pass for the best."""
-    path = copy / "checkpoints" / "11" / "manifest.json"
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps(values | {"validation_loss": 0.1}))
-    with pytest.raises(
-        ValueError, match=r"11/manifest\.json is damaged: its SHA-256 does not match"
-    ):
-        load(copy)
-
-
-@pytest.mark.parametrize("target", ["config.json", "metrics.jsonl", "checkpoints/11/manifest.json"])
-def test_a_link_out_of_the_run_is_not_followed(copy, tmp_path, target):
-    outside = tmp_path / "outside"
-    shutil.move(copy / target, outside)
-    (copy / target).symlink_to(outside)
-    before = outside.read_bytes()
-    with pytest.raises(ValueError, match="link"):
-        load(copy, which="last")
-    assert outside.read_bytes() == before
-
-
-def test_names_in_a_manifest_do_not_lead_outside(copy, tmp_path):
-    """A forged manifest lists a file elsewhere, with its right SHA-256."""
-    secret = tmp_path / "secret"
-    secret.write_text("secret")
-    path = copy / "checkpoints" / "11" / "manifest.json"
-    values = json.loads(path.read_text())
-    del values["sha256"]
-    digest = hashlib.sha256(secret.read_bytes()).hexdigest()
-    values["files"]["../../../secret"] = [6, digest]
-    values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="secret is missing"):
-        load(copy, which="last")
-
-
-@pytest.mark.parametrize(
-    ("field", "lie", "reason"),
-    [
-        ("chunks", [1 << 50], "larger than the model's largest array"),
-        ("shape", [1 << 50], "larger than the model's largest array"),
-        ("shape", [-1], r"shape is \[-1\]"),
-        ("chunks", [0], r"chunks is \[0\]"),
-        ("dtype", "<V999999", "not one that jgpt writes"),
-        ("compressor", {"id": "zlib", "level": 1}, "its compressor is not zstd alone"),
-        ("filters", [{"id": "delta"}], "its compressor is not zstd alone"),
-    ],
-)
-def test_a_forged_header_is_refused_before_room_is_made_for_it(copy, field, lie, reason):
-    """TensorStore would abort the process, so the manifest is forged to fit."""
-    header = copy / "checkpoints" / "11" / "weights" / "final_norm.scale" / ".zarray"
-    header.write_text(json.dumps(json.loads(header.read_text()) | {field: lie}))
-    vouch_for_all(copy / "checkpoints" / "11")
-    with pytest.raises(ValueError, match=reason):
-        load(copy, which="last")
-
-
-def vouch_for_all(checkpoint):
-    """Forge the manifest to fit the files."""
+def forge(checkpoint: Path, **changes: object) -> None:
+    """Let a manifest fit the files, or say something else, with the right SHA-256."""
     path = checkpoint / "manifest.json"
     values = json.loads(path.read_text())
     del values["sha256"]
     found = [(name, file) for name, file in files_below(checkpoint) if file != path]
     values["files"] = {name: [file.stat().st_size, sha256_of(file)] for name, file in found}
+    values |= changes
     values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
     path.write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "weights/final_norm.scale/zarr.json",
-        "weights/manifest.ocdbt",
-        "weights/ocdbt.process_0/manifest.ocdbt",
-        "weights/final_norm.scale/.zattrs",
-        "weights/zarr.json",
-        "other/_METADATA",
-    ],
-)
-def test_files_of_other_formats_are_refused_unread(copy, name):
-    """Their headers would claim memory too, and TensorStore would abort the process."""
-    path = copy / "checkpoints" / "11" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"zarr_format": 3, "shape": [131072, 131072]}))
-    vouch_for_all(copy / "checkpoints" / "11")
-    with pytest.raises(ValueError, match=f"11/{name} is not a file that jgpt writes"):
+LAST = "checkpoints/11"
+LARGE = "larger than the model's largest array"
+
+
+def edit(run: Path, name: str, **changes: object) -> None:
+    path = run / LAST / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_header(run: Path, **lie: object) -> None:
+    """TensorStore would abort the process, so the manifest is forged to fit."""
+    edit(run, "weights/final_norm.scale/.zarray", **lie)
+    forge(run / LAST)
+
+
+def add(run: Path, name: str) -> None:
+    """The header of another format would claim memory too."""
+    (run / LAST / name).parent.mkdir(exist_ok=True)
+    (run / LAST / name).write_text(json.dumps({"zarr_format": 3, "shape": [131072, 131072]}))
+
+
+def add_and_forge(run: Path, name: str) -> None:
+    add(run, name)
+    forge(run / LAST)
+
+
+def list_outside(run: Path) -> None:
+    (run.parent / "secret").write_text("secret")
+    forge(run / LAST, files={"../../../secret": [6, hashlib.sha256(b"secret").hexdigest()]})
+
+
+def link(run: Path, name: str) -> None:
+    shutil.move(run / name, run.parent / "outside")
+    (run / name).symlink_to(run.parent / "outside")
+
+
+def truncate(run: Path, name: str) -> None:
+    """To more than memory holds: a sparse file costs nothing to make."""
+    os.truncate(run / name, 1 << 40)
+
+
+FAULTS: list[tuple[Callable[..., object], dict[str, object], str]] = [
+    (lambda run: (run / LAST).rename(run / "checkpoints/80"), {}, "80/.* it belongs to step 11"),
+    (add, {"name": "weights/extra"}, "weights/extra is not in the manifest; checkpoint 8 is"),
+    # or a damaged checkpoint could pass for the best
+    (edit, {"name": "manifest.json", "validation_loss": 0.1}, "json .* SHA-256 does not match"),
+    (list_outside, {}, "secret is missing"),
+    (edit_header, {"chunks": [1 << 50]}, LARGE),
+    (edit_header, {"shape": [1 << 50]}, LARGE),
+    (edit_header, {"shape": [-1]}, r"shape is \[-1\]"),
+    (edit_header, {"chunks": [0]}, r"chunks is \[0\]"),
+    (edit_header, {"dtype": "<V999999"}, "not one that jgpt writes"),
+    (edit_header, {"compressor": {"id": "zlib", "level": 1}}, "compressor is not zstd alone"),
+    (edit_header, {"filters": [{"id": "delta"}]}, "compressor is not zstd alone"),
+    *(
+        (add_and_forge, {"name": name}, f"11/{name} is not a file that jgpt writes")
+        for name in (
+            *("weights/final_norm.scale/zarr.json", "weights/final_norm.scale/.zattrs"),
+            *("weights/manifest.ocdbt", "weights/ocdbt.process_0/manifest.ocdbt"),
+            *("weights/zarr.json", "other/_METADATA"),
+        )
+    ),
+    *(
+        (link, {"name": name}, "link")
+        for name in ("config.json", "metrics.jsonl", f"{LAST}/manifest.json")
+    ),
+    *(
+        (truncate, {"name": name}, f"{name} is damaged: it has 1,099,511,627,776 bytes")
+        for name in ("config.json", "tokenizer.json", f"{LAST}/manifest.json")
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "how", "reason"), FAULTS)
+def test_a_fault_is_named_and_nothing_foreign_is_touched(copy, tmp_path, fault, how, reason):
+    fault(copy, **how)
+    elsewhere = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match=reason):
         load(copy, which="last")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == elsewhere
+
+
+def test_metrics_larger_than_memory_are_read_up_to_their_last_line(copy):
+    lines = RunDirectory(copy).metrics()
+    truncate(copy, "metrics.jsonl")
+    assert RunDirectory(copy).metrics() == lines
 
 
 def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, small_run, tmp_path):
@@ -164,21 +163,6 @@ def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, small_run,
     os.mkfifo(copy / "checkpoints" / "8" / "pipe")
     with pytest.raises(ValueError, match="8/pipe is a link or not a file"):
         load(copy)
-
-
-@pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "checkpoints/11/manifest.json", "metrics.jsonl"]
-)
-def test_a_file_that_claims_more_than_memory_holds_is_refused_unread(copy, name):
-    """A sparse file costs nothing to make."""
-    lines = RunDirectory(copy).metrics()
-    with (copy / name).open("r+b") as file:
-        file.truncate(1 << 40)
-    if name == "metrics.jsonl":
-        assert RunDirectory(copy).metrics() == lines
-        return
-    with pytest.raises(ValueError, match=f"{name} is damaged: it has 1,099,511,627,776 bytes"):
-        load(copy, which="last")
 
 
 def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, tmp_path):

@@ -5,41 +5,37 @@ import os
 
 import pytest
 
+from jgpt import CharTokenizer
 from jgpt.config import TrainConfig, to_json
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.plots import plot_losses
 
 
-def test_the_lock_names_its_holder_and_nobody_before(tmp_path):
+def test_one_holder_at_a_time_who_is_named(tmp_path):
     (tmp_path / "lock").write_text("4194304999\n")  # longer than any process's
-    with RunDirectory(tmp_path).locked():
-        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
-
-
-def test_one_holder_at_a_time(tmp_path):
     run = RunDirectory(tmp_path)
-    with (
-        run.locked(),
-        pytest.raises(BlockingIOError, match=rf"\b{os.getpid()}\b"),
-        RunDirectory(tmp_path).locked(),
-    ):
-        pass
+    with run.locked():
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+        with (
+            pytest.raises(BlockingIOError, match=rf"\b{os.getpid()}\b"),
+            RunDirectory(tmp_path).locked(),
+        ):
+            pass
     with run.locked():
         pass
 
 
-def test_lines_are_appended_and_cut_off_after_a_step(tmp_path):
+def test_lines_are_appended_and_cut_off_after_a_step_and_half_a_line_is_none(tmp_path):
     run = RunDirectory(tmp_path)
-    run.append_metrics([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}])
-    run.append_metrics([{"step": 3, "loss": 2.0}], durable=True)
-    assert run.metrics() == [
-        {"step": 1, "loss": 3.0},
-        {"step": 2, "loss": 2.5},
-        {"step": 3, "loss": 2.0},
-    ]
-    run.truncate_metrics(3)
-    assert len(run.metrics()) == 3
-    run.truncate_metrics(1)
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}, {"step": 3, "loss": 2.0}]
+    run.append_metrics(lines[:2])
+    run.append_metrics(lines[2:], durable=True)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 1.5}')  # not even the end of the line may be missing
+    assert run.metrics() == lines
+    for step in (3, 1):
+        run.truncate_metrics(step)
+        assert run.metrics() == lines[:step]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
     run.truncate_metrics(0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
@@ -54,24 +50,20 @@ def test_damaged_provenance_is_cut_off_before_more_is_appended(tmp_path):
     assert (tmp_path / "provenance.jsonl").read_text() == '{"step": 0}\n{"step": 4}\n'
 
 
-def test_a_metric_without_a_plausible_value_is_no_metric(tmp_path):
-    run = RunDirectory(tmp_path)
-    run.append_metrics([{"step": step, "loss": 10.0**step} for step in (299, 300, 301)])
-    with run.path.joinpath("metrics.jsonl").open("a") as file:
-        file.write('{"step": 302, "loss": true}\n{"step": 303, "loss": NaN}\n')
-    assert run.metrics() == [{"step": 299, "loss": 1e299}]
-
-
-def test_numbers_that_no_run_has_are_damage(tmp_path):
-    run, text = RunDirectory(tmp_path), '{"step": 1, "loss": 3.5}\n'
-    path, far = tmp_path / "metrics.jsonl", "9" * 20
-    path.write_text(text + f'{{"step": {far}, "loss": 1.5}}\n')
-    assert run.metrics() == [{"step": 1, "loss": 3.5}]
-    path.write_text(text + f'{{"step": 2, "loss": {far}}}\n')
-    assert run.metrics() == [{"step": 1, "loss": 3.5}]
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *('"step": 2, "loss": 1e300', '"step": 2, "loss": true', '"step": 2, "loss": NaN'),
+        *(f'"step": 2, "loss": {"9" * 20}', f'"step": {"9" * 20}, "loss": 1.5'),
+    ],
+)
+def test_a_number_that_no_run_has_is_damage(tmp_path, damage):
+    run, text = RunDirectory(tmp_path), '{"step": 1, "loss": 1e+299}\n'
+    (tmp_path / "metrics.jsonl").write_text(f"{text}{{{damage}}}\n")
+    assert run.metrics() == [{"step": 1, "loss": 1e299}]
     plot_losses(run.metrics(), tmp_path / "loss.png")
     run.truncate_metrics(1)
-    assert path.read_text() == text
+    assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
 def test_a_folder_in_place_of_a_file_is_refused_and_a_run_s_file_is_named(tmp_path):
@@ -102,3 +94,10 @@ def test_a_checkpoint_is_no_run_directory_and_its_run_is_named(tmp_path):
         RunDirectory.open(inside)
     with pytest.raises(FileNotFoundError, match="it has no config"):
         RunDirectory.open(tmp_path / "checkpoints" / "newest")
+
+
+def test_a_run_that_another_process_has_begun_meanwhile_is_kept(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", TrainConfig(), CharTokenizer("ab"))
+    with pytest.raises(FileExistsError, match="run was created by another process: choose another"):
+        run.begin(TrainConfig(steps=7), CharTokenizer("ab"), resume=False, overwrite=False)
+    assert run.config() == TrainConfig()

@@ -13,13 +13,11 @@ import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, TrainConfig, create_model, durable, fit, load
-from jgpt.data.dataset import Dataset
-from jgpt.runs import checkpoints, directory, loop
+from jgpt.runs import checkpoints, directory
 from jgpt.runs.checkpoints import Checkpoints, write_run
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.manifest import MANIFEST
@@ -30,9 +28,7 @@ CONFIG = TrainConfig(
     keep_last=1,
 )
 TOKENIZER = CharTokenizer("abc")
-TOKENS = np.arange(9) % 3
 TOKEN = re.compile(r"\.[0-9a-f]{8}(?=\.partial)")  # of a partial file's name
-DATASET = Dataset(TOKENS, TOKENS, TOKENS[:0], TOKENIZER, digest="")
 
 
 class Disk:
@@ -305,7 +301,7 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
     save(run, initial, {1: 3.0})
     run.append_metrics([{"step": 1, "loss": 3.0}])
     run.append_provenance({"step": 0})
-    run.write_samples("text")
+    (run.path / "samples.txt").write_text("text")
     (run.path / "notes.txt").write_text("mine")
     before, unlink = len(disk.views), Path.unlink
 
@@ -316,7 +312,8 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
 
     monkeypatch.setattr(Path, "unlink", unlink_and_crash)
     new = dataclasses.replace(CONFIG, seed=7, out=str(run.path))
-    with Checkpoints(loop._open_run(run.path, new, DATASET, resume=False, overwrite=True)):
+    run.begin(new, TOKENIZER, resume=False, overwrite=True)
+    with Checkpoints(run):
         pass
     monkeypatch.undo()
     assert len(disk.views) - before > 15

@@ -186,29 +186,19 @@ def test_the_attention_of_a_text_s_end_is_drawn(figures, tmp_path):
     assert figures[0].axes[-1].get_ylabel() == "attention weight"
 
 
-def test_the_attention_of_a_long_text_is_a_picture_of_bounded_size(figures, tmp_path):
-    """Of 300 tokens, those are named for which there is room."""
-    model = random_gpt("nanogpt", vocab_size=2, block_size=300)
-    plot_attention(model, CharTokenizer("ab"), "ab" * 150, tmp_path / "attention.png")
-    assert max(figures[0].get_size_inches()) < 45
-    (image,) = figures[0].axes[0].get_images()
-    assert image.get_array().shape == (300, 300)
-    shown = len(figures[0].axes[0].get_xticks())
-    assert 50 < shown < 100
-    assert shown == len(figures[0].axes[0].get_xticklabels())
-
-
 @pytest.mark.parametrize(
-    ("layers", "heads", "time", "inches", "points"),
+    ("layers", "heads", "time", "named", "inches", "points"),
     [
-        (2, 3, 7, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (8, 7 + 2.2)),
-        (2, 3, 13, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (61.2 * 2.2 / 17, 7 + 2.2)),
-        (2, 3, 300, (40 + 1, 40 * 2 / 3 + 0.5), (8, 7 + 40 / 3)),
-        (1, 1, 300, (40 + 1, 40 + 0.5), (8, 24)),
+        (2, 3, 7, 7, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (8, 7 + 2.2)),
+        (2, 3, 13, 13, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (61.2 * 2.2 / 17, 7 + 2.2)),
+        (2, 3, 300, 75, (40 + 1, 40 * 2 / 3 + 0.5), (8, 7 + 40 / 3)),
+        (1, 1, 300, 150, (40 + 1, 40 + 0.5), (8, 24)),
     ],
 )
-def test_the_sizes_of_an_attention_picture(figures, tmp_path, layers, heads, time, inches, points):
-    """In inches, and the points of the tokens and of the titles."""
+def test_the_size_of_an_attention_picture_is_bounded(
+    figures, tmp_path, layers, heads, time, named, inches, points
+):
+    """In inches, and the points of the titles and of the tokens, named where there is room."""
     changes = {"num_layers": layers, "num_heads": heads, "vocab_size": 2, "block_size": time}
     model = random_gpt("nanogpt", **changes)
     plot_attention(model, CharTokenizer("ab"), "ab" * 150, tmp_path / "attention.png")
@@ -216,7 +206,8 @@ def test_the_sizes_of_an_attention_picture(figures, tmp_path, layers, heads, tim
     axes = figures[0].axes[0]
     for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
         found = [label.get_fontsize() for label in labels]
-        assert found == pytest.approx([points[0]] * len(found))
+        assert found == pytest.approx([points[0]] * named)
+    assert axes.get_images()[0].get_array().shape == (time, time)
     titles = axes.title, axes.yaxis.label, figures[0].axes[-1].yaxis.label
     assert [title.get_fontsize() for title in titles] == pytest.approx([points[1]] * 3)
 

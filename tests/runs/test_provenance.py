@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 
+import jax
 import pytest
 
 from jgpt import DataConfig, ModelConfig, TrainConfig, fit
@@ -38,6 +39,11 @@ def test_provenance_names_the_text_and_the_corpus_version(of_python_3_11, poem):
     assert line["corpora"] == {"pydocs": "Python 3.11.7"}
     assert line["text_sha256"] == hashlib.sha256(poem.read_bytes()).hexdigest()
     assert line["corpus_tokens"] == len(poem.read_text())  # of characters, both splits
+    assert (line["step"], line["seed"]) == (0, of_python_3_11.seed)
+    assert line["versions"]["jax"] == jax.__version__
+    assert line["devices"] == ["cpu"] * jax.device_count()
+    assert len(line["corpus_sha256"]) == len(line["tokenizer_sha256"]) == 64
+    assert line["command"]
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

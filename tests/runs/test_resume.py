@@ -131,46 +131,6 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     assert not list((out / "checkpoints").glob("[0-9]*"))
 
 
-def test_the_saved_config_repeats_the_run_bit_by_bit(trained, tmp_path):
-    config = read_config(trained.directory / "config.json")
-    again = fit(dataclasses.replace(config, out=str(tmp_path / "again")))
-    assert kill_resume.fingerprint(again.directory) == kill_resume.fingerprint(trained.directory)
-    assert again.sample == trained.sample
-
-
-def test_damage_in_the_metrics_is_cut_off_and_no_step_is_taken_twice(trained, small_run, tmp_path):
-    config = dataclasses.replace(small_run, out=str(tmp_path / "run"))
-
-    class Killed(Exception):
-        pass
-
-    class KillAfterFirstSave(Progress):
-        def stepped(self, step, loss, tokens_per_second):
-            if step > 6:
-                raise Killed
-
-    with pytest.raises(Killed):
-        fit(config, progress=KillAfterFirstSave())
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')
-    with (tmp_path / "run" / "provenance.jsonl").open("a") as file:
-        file.write('{"step"')
-    resumed = fit(config, resume=True)
-    assert kill_resume.fingerprint(resumed.directory) == kill_resume.fingerprint(trained.directory)
-    assert [line["step"] for line in resumed_sessions(resumed.directory)] == [0, 4]
-
-
-def test_a_changed_text_is_not_gone_on_with(trained, small_run, poem, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(poem.read_text())
-    dataset = dataclasses.replace(small_run.dataset, data=(str(text),))
-    config = dataclasses.replace(small_run, dataset=dataset, out=str(tmp_path / "run"), steps=4)
-    fit(config)
-    text.write_text(poem.read_text()[::-1])
-    with pytest.raises(ValueError, match="the text has changed since"):
-        fit(dataclasses.replace(config, steps=8), resume=True)
-
-
 class Warned(Progress):
     """Keeps the warnings."""
 
@@ -424,23 +384,3 @@ def test_a_text_may_move_but_not_change(small_run, poem, tmp_path):
     text.write_text(poem.read_text()[::-1])
     with pytest.raises(ValueError, match=r"dataset\.data is .*moved\.txt',\) in the run"):
         fit(config, resume=True)
-
-
-def test_a_run_that_patience_has_stopped_says_so(small_run, tmp_path):
-    worse = {"learning_rate": 9.0, "min_learning_rate": 9.0, "schedule": "constant"}
-    config = bigram(small_run, tmp_path / "run", 400, **worse)
-    config, progress = dataclasses.replace(config, patience=1), Warned()
-    fit(config, progress=progress)
-    fit(config, resume=True, progress=progress)
-    done = RunDirectory.open(tmp_path / "run").metrics()[-1]["step"]
-    assert done < 400
-    said = f"stopped at step {done} of 400: no better validation loss in patience=1 evaluations"
-    assert progress.messages == [said, said]
-
-
-def test_the_text_of_a_run_is_not_read_another_way(small_run, tmp_path):
-    config = bigram(small_run, tmp_path / "run", 10)
-    fit(config)
-    off = dataclasses.replace(config.dataset, universal_newlines=False)
-    with pytest.raises(ValueError, match="universal_newlines is True in the run, False in the"):
-        fit(dataclasses.replace(config, dataset=off), resume=True)

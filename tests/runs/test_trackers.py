@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from jgpt.runs.trackers import open_tracker, require_tracker
+from jgpt.runs.trackers import require_tracker
 
 events = importlib.import_module("tensorboardX.proto.event_pb2")
 
@@ -24,7 +24,7 @@ def events_of(folder):
 
 def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path):
     """TensorBoard hides what is at or after the step of a start: here 5, and not 4."""
-    tracker = open_tracker("tensorboard", tmp_path, 4)
+    tracker = require_tracker("tensorboard")(tmp_path, 4)
     tracker.log({"loss": 2.5, "validation_loss": 2.25}, 5)
     tracker.log({"loss": 1.5}, 6)
     tracker.close()
@@ -51,7 +51,7 @@ def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
     for first_step in (0, 4):
-        tracker = open_tracker("wandb", tmp_path, first_step)
+        tracker = require_tracker("wandb")(tmp_path, first_step)
         tracker.log({"loss": 2.5}, first_step + 1)
         tracker.close()
     assert logged == [(1, {"loss": 2.5}), "end", (5, {"loss": 2.5}), "end"]
