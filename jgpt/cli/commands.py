@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from jgpt.cli.options import (
-    TRAIN,
     File,
     ProcessOptions,
     RunOptions,
@@ -58,8 +57,6 @@ SEPARATOR = "---------------"
 def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Train a GPT."""
     began = time.perf_counter()
-    if options.profile < 0:
-        raise ValueError(f"profile={options.profile} must not be negative")
     if options.dry_run:
         return plan(config, options, where)
     if options.on is not None:
@@ -81,7 +78,7 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
 def _leave(message: str) -> NoReturn:
     sys.stdout.flush()
     open_console().show_cursor()
-    print(f"jgpt: {in_flags(message, TRAIN)}", file=sys.stderr, flush=True)
+    print(f"jgpt: {in_flags(message)}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
@@ -381,7 +378,7 @@ def prepare(
 
     from jgpt.data import dataset
 
-    warn = lambda line: say(open_console(), in_flags(line, TRAIN))  # noqa: E731
+    warn = lambda line: say(open_console(), in_flags(line))  # noqa: E731
     tokens = dataset.prepare(config, Path(out), warn=warn)
     return [f"{tokens:,} tokens in {out}; next: {_command('train', '--data', out)}"]
 
@@ -389,7 +386,7 @@ def prepare(
 def import_(
     source: Annotated[str, Shown("DIR|FILE", positional=True)],
     out: Annotated[str, Shown("RUN", "The run directory to write.")],
-    format: Annotated[Literal["hf", "gpt2", "nanogpt"], Shown(name="from")] = "hf",
+    from_: Literal["hf", "gpt2", "nanogpt"] = "hf",
     block_size: Annotated[int | None, Shown("N")] = None,
     dtype: ComputeDtype = "float32",
     tokenizer: Annotated[str | None, Shown("DIR|FILE")] = None,
@@ -400,7 +397,7 @@ def import_(
 
     Args:
         source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt.
-        format: The format of the weights.
+        from_: The format of the weights.
         block_size: The context length, where positions are rotary; the config's by default.
         dtype: The dtype of matrix products; auto is bfloat16 where that is fast.
         tokenizer: Its folder if not the source, tokenizer.json, or a text with its characters.
@@ -409,7 +406,7 @@ def import_(
     path = Path(out)
     if path.exists():  # before loading, which may take a while
         raise ValueError(f"{path} already exists: choose another directory")
-    if block_size is not None and format == "nanogpt":
+    if block_size is not None and from_ == "nanogpt":
         raise ValueError(f"block_size={block_size} needs rotary positions, which nanoGPT lacks")
 
     with importing() as status:
@@ -419,7 +416,7 @@ def import_(
         from jgpt.runs.checkpoints import write_run
 
         status.update("loading the model")
-        if format == "nanogpt":
+        if from_ == "nanogpt":
             model = load_nanogpt(source)
         else:
             model = load_hf(source, block_size=block_size)

@@ -15,7 +15,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from jgpt.cli.options import TRAIN, in_flags
+from jgpt.cli.options import in_flags
 from jgpt.cli.terminal import say, spinner
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
@@ -136,7 +136,7 @@ class ConsoleProgress(TrainingProgress):
 
     def warned(self, message: str) -> None:
         """Print a line."""
-        self.say(in_flags(message, TRAIN))
+        self.say(in_flags(message))
 
     def say(self, *lines: str) -> None:
         """Print plain text."""

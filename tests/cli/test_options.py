@@ -8,14 +8,13 @@ from typing import Literal
 import pytest
 
 from jgpt.cli import options
-from jgpt.cli.commands import COMMANDS, import_
+from jgpt.cli.commands import COMMANDS, import_, train
 from jgpt.cli.options import (
     EVERYDAY,
     ProcessOptions,
     RunOptions,
     describe_presets,
     parse,
-    parse_train,
 )
 from jgpt.config import to_json
 from jgpt.presets import PRESETS
@@ -25,7 +24,7 @@ TINY = PRESETS["tiny"][1]
 
 
 def parsed(*args):
-    return parse_train([str(word) for word in args])[0]
+    return parse(train, "train", [str(word) for word in args])["config"]
 
 
 def flags(help: str) -> list[str]:
