@@ -123,7 +123,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
 def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Show the memory and compute of a training run, here or on other hardware."""
     if where != ProcessOptions():
-        raise ValueError("a plan is one process's: leave out distributed=True and coordinator")
+        raise ValueError("a plan is for one process: leave out --distributed and --coordinator")
     if options.on is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
     with importing():
