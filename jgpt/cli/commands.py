@@ -1,6 +1,6 @@
-"""The commands: functions whose parameters are the options, which return what to print.
+"""The commands: parameters are options, results are lines to print.
 
-They import what they need when they run: `jgpt --help` must not wait for jax.
+Each imports what it needs when it runs: `jgpt --help` must not wait for jax.
 """
 
 import contextlib
@@ -49,7 +49,6 @@ MeshOption = Annotated[
     str | None, Shown("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")
 ]
 Lines = list[str]
-"""What a command prints at its end."""
 BATCH_SIZE = 16
 SEPARATOR = "---------------"
 
@@ -191,12 +190,11 @@ def sample(
         prompts = (text for text in given for _ in range(num_samples))
         key = jax.random.key(np.uint32(seed))
         first = 0
-        rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        rules: dict[str, Any] = {"temperature": temperature, "stop": stop}
+        rules |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         while rows := tuple(islice(prompts, BATCH_SIZE)):
-            its = jax.random.fold_in(key, first)
-            pieces = stream_text(
-                model, tokenizer, rows, max_new_tokens, key=its, stop=stop, **rules
-            )
+            rules["key"] = jax.random.fold_in(key, first)
+            pieces = stream_text(model, tokenizer, rows, max_new_tokens, **rules)
             # the first text is streamed
             print(f"{SEPARATOR}\n" * bool(first) + rows[0], end="", flush=True)
             others = list(rows[1:])
@@ -210,7 +208,7 @@ def sample(
 def _prompts(
     prompts: tuple[str, ...], path: str | None, universal_newlines: bool
 ) -> tuple[str, ...]:
-    """The prompts, files read as the run's text was; an empty one stands for a newline."""
+    """The prompts; a file is read as the run's text was. By default one that is empty."""
     from jgpt.data.corpus import read_stream
 
     if path is not None:
@@ -283,9 +281,8 @@ def info(
         decided = run_for_platform(config, current_platform())
         decided = plan.with_micro_batches(decided, memory_limit())
         memory = plan.training_memory(decided)
-    parts = parts_of(config.model)
-    rows = [(part.name, part.parameters, part.size) for part in parts]
-    rows.append(("all", sum(part.parameters for part in parts), sum(part.size for part in parts)))
+    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     lines = [
         f"{name:<28} {count:>13,} parameters {plan.format_bytes(size):>12}"
         for name, count, size in rows
@@ -307,13 +304,11 @@ def plot(
         runs: Run directories.
     """
     path = _out(out, ".png", ".svg")
-
     with importing():
         from jgpt.runs.directory import RunDirectory
         from jgpt.runs.plots import plot_runs
 
-    directories = [RunDirectory.open(run) for run in runs]
-    plot_runs(directories, path)
+    plot_runs([RunDirectory.open(run) for run in runs], path)
     return [f"wrote {out}"]
 
 
@@ -400,7 +395,7 @@ def import_(
         from_: The format of the weights.
         block_size: The context length, where positions are rotary; the config's by default.
         dtype: The dtype of matrix products; auto is bfloat16 where that is fast.
-        tokenizer: Its folder if not the source, tokenizer.json, or a text with its characters.
+        tokenizer: A folder, if not the source; a tokenizer.json; or a text with all characters.
         data: The text to evaluate on and to train further with.
     """
     path = Path(out)
@@ -427,8 +422,8 @@ def import_(
         learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
     )
     dataset = DataConfig(data, universal_newlines)
-    its_config = dataclasses.replace(model.config, dtype=dtype)
-    config = TrainConfig(its_config, optimizer, dataset, name=path.name, out=out)
+    model_config = dataclasses.replace(model.config, dtype=dtype)
+    config = TrainConfig(model_config, optimizer, dataset, name=path.name, out=out)
     write_run(path, model, own_tokenizer, config)
     return [
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
@@ -490,7 +485,9 @@ def presets() -> Lines:
 
 
 _all = train, plan, sample, eval_, info, plot, attention, look, prepare, import_, export, presets
-COMMANDS: dict[str, Callable[..., Lines | None]] = {its.__name__.rstrip("_"): its for its in _all}
+COMMANDS: dict[str, Callable[..., Lines | None]] = {
+    command.__name__.rstrip("_"): command for command in _all
+}
 
 
 @contextlib.contextmanager
