@@ -29,11 +29,9 @@ class Finished(NamedTuple):
 
 def jgpt(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> Finished:
     stdout, stderr = io.BytesIO(), io.BytesIO()
-    streams = [
-        io.TextIOWrapper(stream, encoding="utf-8", write_through=True)
-        for stream in (stdout, stderr)
-    ]
-    code = _exit_code(arguments, stdin, *streams, cwd, COLUMNS="80")
+    output = io.TextIOWrapper(stdout, encoding="utf-8", write_through=True)
+    errors = io.TextIOWrapper(stderr, encoding="utf-8", write_through=True)
+    code = _exit_code(arguments, stdin, output, errors, cwd, COLUMNS="80")
     return Finished(code, stdout.getvalue().decode(), stderr.getvalue().decode())
 
 
