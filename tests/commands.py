@@ -7,9 +7,9 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 from unittest import mock
 
 from jgpt.cli import main
@@ -28,16 +28,10 @@ class Finished(NamedTuple):
 
 
 def jgpt(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> Finished:
-    code = 0
-    with (
-        _streams(stdin) as (stdout, stderr),
-        contextlib.chdir(cwd or Path()),
-        mock.patch.dict(os.environ, COLUMNS="80"),
-    ):
-        try:
-            main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
+    stdout, stderr = io.BytesIO(), io.BytesIO()
+    output = io.TextIOWrapper(stdout, encoding="utf-8", write_through=True)
+    errors = io.TextIOWrapper(stderr, encoding="utf-8", write_through=True)
+    code = _exit_code(arguments, stdin, output, errors, cwd, COLUMNS="80")
     return Finished(code, stdout.getvalue().decode(), stderr.getvalue().decode())
 
 
@@ -74,21 +68,8 @@ def on_terminal(
 
     reader = threading.Thread(target=receive)
     reader.start()
-    before, code = (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__), 0
-    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
-    try:
-        with (
-            open(tty, "w", encoding="utf-8") as stream,
-            contextlib.chdir(cwd or Path()),
-            mock.patch.dict(os.environ, TERM="xterm-256color"),
-        ):
-            sys.stdout = sys.stderr = sys.__stdout__ = stream  # type: ignore[misc]
-            os.environ.pop("COLUMNS", None)
-            main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    finally:
-        sys.stdin, sys.stdout, sys.stderr, sys.__stdout__ = before  # type: ignore[misc]
+    with open(tty, "w", encoding="utf-8") as stream:
+        code = _exit_code(arguments, stdin, stream, stream, cwd, TERM="xterm-256color", COLUMNS="")
     reader.join()
     os.close(screen)
     return code, b"".join(received).decode()
@@ -101,17 +82,23 @@ def worked(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> s
     return done.stdout
 
 
-@contextlib.contextmanager
-def _streams(stdin: bytes) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
-    """Standard input as given; standard output and error kept as bytes, as a pipe takes them."""
-    before = sys.stdin, sys.stdout, sys.stderr
-    stdout, stderr = io.BytesIO(), io.BytesIO()
-    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
-    sys.stdout = io.TextIOWrapper(stdout, encoding="utf-8", write_through=True)
-    sys.stderr = io.TextIOWrapper(stderr, encoding="utf-8", write_through=True)
-    try:
-        yield stdout, stderr
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.detach()  # or its end would close the bytes with it
-        sys.stdin, sys.stdout, sys.stderr = before
+def _exit_code(
+    arguments: Iterable[object],
+    stdin: bytes,
+    stdout: TextIO,
+    stderr: TextIO,
+    cwd: Path | None,
+    **environment: str,
+) -> int:
+    """Run the command with these streams."""
+    given = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
+    with (
+        mock.patch.multiple(sys, stdin=given, stdout=stdout, stderr=stderr, __stdout__=stdout),
+        mock.patch.dict(os.environ, environment),
+        contextlib.chdir(cwd or Path()),
+    ):
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            return int(stop.code or 0)
+    return 0

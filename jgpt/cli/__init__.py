@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from jgpt.cli.commands import COMMANDS
-from jgpt.cli.options import TRAIN, OptionError, help_of, in_flags, parse
+from jgpt.cli.options import OptionError, help_of, in_flags, parse
 from jgpt.cli.terminal import open_console, say, terminal
 from jgpt.config import did_you_mean
 
@@ -26,6 +26,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with (
+        _without_echoes(),
         contextlib.redirect_stdout(terminal(sys.stdout)),
         contextlib.redirect_stderr(terminal(sys.stderr)),
     ):
@@ -35,9 +36,8 @@ def main(args: Sequence[str] | None = None) -> None:
 def _run_or_exit(args: list[str]) -> None:
     try:
         try:
-            with _without_echoes():
-                lines = _run(args)
-                say(open_console(), *lines)  # afterwards: processes that join replace stdout
+            lines = _run(args)
+            say(open_console(), *lines)  # afterwards: processes that join replace stdout
         finally:
             sys.stdout.flush()  # Python would report a failure at exit, which is too late
     except KeyboardInterrupt:
@@ -52,7 +52,7 @@ def _run_or_exit(args: list[str]) -> None:
         line = _one_line(error)
         if not isinstance(error, OptionError) and args and args[0] in COMMANDS:
             named = inspect.signature(COMMANDS[args[0]]).parameters
-            line = in_flags(line, TRAIN if "config" in named else named)
+            line = in_flags(line) if "config" in named else in_flags(line, named)
         print(f"jgpt: {line}", file=sys.stderr)
         sys.exit(2)
 
@@ -63,7 +63,10 @@ def _run(args: list[str]) -> Iterable[str]:
     if name == "help" and words:
         name, *words = [*words, "--help"]
     if name in ("help", "-h", "--help"):
-        lines = [f"  {its:<10} {str(COMMANDS[its].__doc__).splitlines()[0]}" for its in COMMANDS]
+        lines = [
+            f"  {each:<10} {str(command.__doc__).splitlines()[0]}"
+            for each, command in COMMANDS.items()
+        ]
         ending = "jgpt help COMMAND shows a command's options; start with: jgpt train"
         return ["usage: jgpt COMMAND ...", "", *lines, "", ending]
     if name in ("-V", "--version"):
@@ -80,10 +83,7 @@ def _run(args: list[str]) -> Iterable[str]:
 
 @contextlib.contextmanager
 def _without_echoes() -> Iterator[None]:
-    """Don't report dozens of times that a write of Orbax has failed, which raises an error too.
-
-    TensorStore's threads complain of its event loop, and asyncio of its futures, some at exit.
-    """
+    """Silence TensorStore's threads and asyncio after a failed write, which raises an error too."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     report = sys.unraisablehook
@@ -100,7 +100,7 @@ def _without_echoes() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Discard what standard output doesn't take, of which Python would complain at exit."""
+    """Discard output that can't be written, or Python would complain at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,6 +1,6 @@
-"""The commands: functions whose parameters are the options, which return what to print.
+"""The commands: parameters are options, results are lines to print.
 
-They import what they need when they run: `jgpt --help` must not wait for jax.
+Each imports what it needs when it runs: `jgpt --help` must not wait for jax.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from jgpt.cli.options import (
-    TRAIN,
     File,
     ProcessOptions,
     RunOptions,
@@ -50,7 +49,6 @@ MeshOption = Annotated[
     str | None, Shown("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")
 ]
 Lines = list[str]
-"""What a command prints at its end."""
 BATCH_SIZE = 16
 SEPARATOR = "---------------"
 
@@ -58,8 +56,6 @@ SEPARATOR = "---------------"
 def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Train a GPT."""
     began = time.perf_counter()
-    if options.profile < 0:
-        raise ValueError(f"profile={options.profile} must not be negative")
     if options.dry_run:
         return plan(config, options, where)
     if options.on is not None:
@@ -81,7 +77,7 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
 def _leave(message: str) -> NoReturn:
     sys.stdout.flush()
     open_console().show_cursor()
-    print(f"jgpt: {in_flags(message, TRAIN)}", file=sys.stderr, flush=True)
+    print(f"jgpt: {in_flags(message)}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
@@ -126,7 +122,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
 def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Show the memory and compute of a training run, here or on other hardware."""
     if where != ProcessOptions():
-        raise ValueError("a plan is one process's: leave out distributed=True and coordinator")
+        raise ValueError("a plan is for one process: leave out --distributed and --coordinator")
     if options.on is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
     with importing():
@@ -194,12 +190,11 @@ def sample(
         prompts = (text for text in given for _ in range(num_samples))
         key = jax.random.key(np.uint32(seed))
         first = 0
-        rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        rules: dict[str, Any] = {"temperature": temperature, "stop": stop}
+        rules |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         while rows := tuple(islice(prompts, BATCH_SIZE)):
-            its = jax.random.fold_in(key, first)
-            pieces = stream_text(
-                model, tokenizer, rows, max_new_tokens, key=its, stop=stop, **rules
-            )
+            rules["key"] = jax.random.fold_in(key, first)
+            pieces = stream_text(model, tokenizer, rows, max_new_tokens, **rules)
             # the first text is streamed
             print(f"{SEPARATOR}\n" * bool(first) + rows[0], end="", flush=True)
             others = list(rows[1:])
@@ -213,7 +208,7 @@ def sample(
 def _prompts(
     prompts: tuple[str, ...], path: str | None, universal_newlines: bool
 ) -> tuple[str, ...]:
-    """The prompts, files read as the run's text was; an empty one stands for a newline."""
+    """The prompts; a file is read as the run's text was. By default one that is empty."""
     from jgpt.data.corpus import read_stream
 
     if path is not None:
@@ -286,9 +281,8 @@ def info(
         decided = run_for_platform(config, current_platform())
         decided = plan.with_micro_batches(decided, memory_limit())
         memory = plan.training_memory(decided)
-    parts = parts_of(config.model)
-    rows = [(part.name, part.parameters, part.size) for part in parts]
-    rows.append(("all", sum(part.parameters for part in parts), sum(part.size for part in parts)))
+    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     lines = [
         f"{name:<28} {count:>13,} parameters {plan.format_bytes(size):>12}"
         for name, count, size in rows
@@ -310,13 +304,11 @@ def plot(
         runs: Run directories.
     """
     path = _out(out, ".png", ".svg")
-
     with importing():
         from jgpt.runs.directory import RunDirectory
         from jgpt.runs.plots import plot_runs
 
-    directories = [RunDirectory.open(run) for run in runs]
-    plot_runs(directories, path)
+    plot_runs([RunDirectory.open(run) for run in runs], path)
     return [f"wrote {out}"]
 
 
@@ -381,7 +373,7 @@ def prepare(
 
     from jgpt.data import dataset
 
-    warn = lambda line: say(open_console(), in_flags(line, TRAIN))  # noqa: E731
+    warn = lambda line: say(open_console(), in_flags(line))  # noqa: E731
     tokens = dataset.prepare(config, Path(out), warn=warn)
     return [f"{tokens:,} tokens in {out}; next: {_command('train', '--data', out)}"]
 
@@ -389,7 +381,7 @@ def prepare(
 def import_(
     source: Annotated[str, Shown("DIR|FILE", positional=True)],
     out: Annotated[str, Shown("RUN", "The run directory to write.")],
-    format: Annotated[Literal["hf", "gpt2", "nanogpt"], Shown(name="from")] = "hf",
+    from_: Literal["hf", "gpt2", "nanogpt"] = "hf",
     block_size: Annotated[int | None, Shown("N")] = None,
     dtype: ComputeDtype = "float32",
     tokenizer: Annotated[str | None, Shown("DIR|FILE")] = None,
@@ -400,16 +392,16 @@ def import_(
 
     Args:
         source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt.
-        format: The format of the weights.
+        from_: The format of the weights.
         block_size: The context length, where positions are rotary; the config's by default.
         dtype: The dtype of matrix products; auto is bfloat16 where that is fast.
-        tokenizer: Its folder if not the source, tokenizer.json, or a text with its characters.
+        tokenizer: A folder, if not the source; a tokenizer.json; or a text with all characters.
         data: The text to evaluate on and to train further with.
     """
     path = Path(out)
     if path.exists():  # before loading, which may take a while
         raise ValueError(f"{path} already exists: choose another directory")
-    if block_size is not None and format == "nanogpt":
+    if block_size is not None and from_ == "nanogpt":
         raise ValueError(f"block_size={block_size} needs rotary positions, which nanoGPT lacks")
 
     with importing() as status:
@@ -419,7 +411,7 @@ def import_(
         from jgpt.runs.checkpoints import write_run
 
         status.update("loading the model")
-        if format == "nanogpt":
+        if from_ == "nanogpt":
             model = load_nanogpt(source)
         else:
             model = load_hf(source, block_size=block_size)
@@ -430,8 +422,8 @@ def import_(
         learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
     )
     dataset = DataConfig(data, universal_newlines)
-    its_config = dataclasses.replace(model.config, dtype=dtype)
-    config = TrainConfig(its_config, optimizer, dataset, name=path.name, out=out)
+    model_config = dataclasses.replace(model.config, dtype=dtype)
+    config = TrainConfig(model_config, optimizer, dataset, name=path.name, out=out)
     write_run(path, model, own_tokenizer, config)
     return [
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
@@ -493,7 +485,9 @@ def presets() -> Lines:
 
 
 _all = train, plan, sample, eval_, info, plot, attention, look, prepare, import_, export, presets
-COMMANDS: dict[str, Callable[..., Lines | None]] = {its.__name__.rstrip("_"): its for its in _all}
+COMMANDS: dict[str, Callable[..., Lines | None]] = {
+    command.__name__.rstrip("_"): command for command in _all
+}
 
 
 @contextlib.contextmanager

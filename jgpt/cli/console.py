@@ -15,7 +15,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from jgpt.cli.options import TRAIN, in_flags
+from jgpt.cli.options import in_flags
 from jgpt.cli.terminal import say, spinner
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
@@ -31,8 +31,7 @@ from jgpt.training.plan import Plan, bytes_on_each, format_bytes, placements, re
 from jgpt.training.step import TrainState, abstract_state, state_specs
 
 SECONDS_PER_LINE = 20
-SECONDS_PER_MOVE = 0.5
-"""How often a bar moves, if a step takes less."""
+SECONDS_PER_MOVE = 0.5  # of the bar, if a step takes less
 BAR_WIDTH = 40
 
 
@@ -55,10 +54,7 @@ class _Bar(Progress):
 
 
 class ConsoleProgress(TrainingProgress):
-    """Shows the start of a run, its losses, throughput and remaining time.
-
-    A spinner says what it is `doing` until the first step.
-    """
+    """Shows losses, throughput and remaining time; until the first step, a spinner."""
 
     def __init__(self, console: Console, doing: str) -> None:
         self.console = console
@@ -136,7 +132,7 @@ class ConsoleProgress(TrainingProgress):
 
     def warned(self, message: str) -> None:
         """Print a line."""
-        self.say(in_flags(message, TRAIN))
+        self.say(in_flags(message))
 
     def say(self, *lines: str) -> None:
         """Print plain text."""
@@ -157,12 +153,12 @@ def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list
     for group, decays, leaf in zip(*map(jax.tree.leaves, trees), strict=True):
         sizes.setdefault((group, decays), []).append(leaf.size)
     parts: dict[str, list[str]] = {group: [] for group, _ in sizes}
-    for (group, decays), its in sorted(sizes.items(), key=lambda item: not item[0][1]):
+    for (group, decays), counts in sorted(sizes.items(), key=lambda item: not item[0][1]):
         decay = config.muon_weight_decay if group == "muon" else config.weight_decay
         one, many = ("matrix", "matrices") if decays else ("vector", "vectors")
-        kind = (one if len(its) == 1 else many) + f" (decay {decay:g})" * decays
-        parts[group].append(f"{len(its)} {kind} with {sum(its):,} parameters")
-    return [f"{group}: {', '.join(its)}" for group, its in parts.items()]
+        kind = (one if len(counts) == 1 else many) + f" (decay {decay:g})" * decays
+        parts[group].append(f"{len(counts)} {kind} with {sum(counts):,} parameters")
+    return [f"{group}: {', '.join(kinds)}" for group, kinds in parts.items()]
 
 
 def _describe_run(
@@ -229,18 +225,16 @@ def describe_ahead(step: CompiledStep) -> list[str]:
 
 
 def describe_placements(config: TrainConfig) -> list[str]:
-    """Where each parameter lies on the mesh of a config as lines of text."""
-    mesh, specs = abstract_mesh(config.mesh), state_specs(config, abstract_mesh(config.mesh))
-    state = abstract_state(config)
-    on_each = [
-        format_bytes(bytes_on_each(tree, its, mesh))
-        for tree, its in ((state.weights, specs.weights), (state, specs))
-    ]
+    """A line per parameter: how the config's mesh shards it."""
+    mesh, state = abstract_mesh(config.mesh), abstract_state(config)
+    specs = state_specs(config, mesh)
+    parameters = format_bytes(bytes_on_each(state.weights, specs.weights, mesh))
+    everything = format_bytes(bytes_on_each(state, specs, mesh))
     return [
         *(
             f"{each.name:<40} {each.sharding:<26} {format_bytes(each.on_each):>11}"
             for each in placements(config.model, mesh)
         ),
-        f"on each device: {on_each[0]} of parameters, {on_each[1]} with the optimizer's state",
+        f"on each device: {parameters} of parameters, {everything} with the optimizer's state",
         *replicated_dimensions(config.model, mesh),
     ]

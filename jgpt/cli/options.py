@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 import shlex
@@ -19,22 +20,24 @@ import docstring_parser
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
-NUMBERS = {int: ("N", "a whole number"), float: ("X", "a number")}
+NAMES = {int: ("N", "a whole number"), float: ("X", "a number"), NoneType: ("None", "None")}
 GROUPS = ("model", "optimizer", "dataset")
-"""The parts of a training config, whose fields are options beside its own."""
+"""The parts of a training config."""
 EVERYDAY = (
     *("data", "out", "steps", "batch_size", "learning_rate", "eval_interval", "seed"),
     *("block_size", "num_layers", "num_heads", "embed_dim", "dropout"),
 )
 """The fields of a config that people change; `jgpt train --help` shows these alone."""
 METAVARS = {"data": "TEXT", "out": "RUN", "name": "NAME", "tokenizer_files": "DIR", "mesh": "MESH"}
+RENAMED = {"which": "checkpoint", "profile_steps": "profile"}
+"""Keywords of the library whose option has another name."""
 INSTEAD = {
     "--vocab-size": "can't be set: the tokenizer determines it",
     "--device": "is no option: JAX_PLATFORMS=cpu, cuda or tpu chooses the device",
     "--preset": "is no option: write the preset alone, as in jgpt train tiny",
     "--epochs": "is no option: --steps says how long to train, jgpt plan how many epochs that is",
 }
-"""What to say of an option that there isn't."""
+"""The answer to an option that doesn't exist."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,6 @@ class Shown:
     positional: bool = False
     once: bool = False
     """Each time one value of a list, not several."""
-    name: str | None = None
 
 
 File = Annotated[str | None, Shown("FILE")]
@@ -86,28 +88,31 @@ class ProcessOptions:
     """Which of them this one is, from 0."""
 
 
+CONFIGS = TrainConfig, ModelConfig, OptimizerConfig, DataConfig
 TRAIN = {
     each.name
-    for kind in (RunOptions, ProcessOptions, TrainConfig, ModelConfig, OptimizerConfig, DataConfig)
+    for kind in (RunOptions, ProcessOptions, *CONFIGS)
     for each in dataclasses.fields(kind)
 }
 """The names of the options of `jgpt train` and `plan`."""
 
 
 class OptionError(ValueError):
-    """An option that can't be taken, said in the command's words."""
+    """A refused option, said in the command's words."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of a command's options, whose errors are OptionErrors."""
+    """A parser of a command's options. Raises OptionError."""
 
-    def __init__(self, command: str, description: str) -> None:
+    def __init__(self, command: str, description: str | None) -> None:
         super().__init__(
             prog=f"jgpt {command}",
             usage=f"jgpt {command} [OPTIONS]",
             description=description,
-            formatter_class=_help,
-            argument_default=argparse.SUPPRESS,  # so that what was not given is not there
+            formatter_class=functools.partial(
+                argparse.RawDescriptionHelpFormatter, max_help_position=28
+            ),
+            argument_default=argparse.SUPPRESS,  # what was not given is absent
             allow_abbrev=False,
             exit_on_error=False,
         )
@@ -135,9 +140,11 @@ class _Parser(argparse.ArgumentParser):
             return
         if many:
             how |= {"action": "append"} if shown.once else {"action": "extend", "nargs": "*"}
-        flag = f"--{shown.name or name.replace('_', '-')}"
+        if required:
+            how["required"] = True
+        flag = f"--{name.rstrip('_').replace('_', '-')}"
         self.flags.append(flag)
-        group.add_argument(flag, dest=name, **how | ({"required": True} if required else {}))
+        group.add_argument(flag, dest=name, **how)
 
     def parse(self, args: list[str]) -> dict[str, Any]:
         """The options that were given, lists as tuples."""
@@ -169,124 +176,103 @@ class _Parser(argparse.ArgumentParser):
         return vars(given) | lists
 
 
-def _help(prog: str) -> argparse.HelpFormatter:
-    width = shutil.get_terminal_size().columns
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=width)
-
-
 def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:
-    """A function from text to a value of a type, and how the help calls such a value.
+    """A function from text to a value of a type, and the metavar of such a value.
 
     The types are words, an int, a float or a string, and unions of those with None.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    words = {word: word for each in kinds for word in get_args(each)}
-    none = {"None": None} if NoneType in kinds else {}
-    numbers = [NUMBERS[each] for each in kinds if each in NUMBERS]
+    words = [word for each in kinds for word in get_args(each)]
+    names = [NAMES[each] for each in kinds if each in NAMES]
 
     def read(text: str) -> Any:
-        if text in words | none:
-            return (words | none)[text]
+        if text in words:
+            return text
+        if text == "None" and NoneType in kinds:
+            return None
         for convert in (int, float, str):
             if convert in kinds:
                 with contextlib.suppress(ValueError):
                     return convert(text)
-        names = [*words, *(name for _, name in numbers), *none]
-        expected = " or ".join(", ".join(names).rsplit(", ", 1))
-        meant = did_you_mean(text, [*words, *none])
-        raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}{meant}")
+        expected = " or ".join([*words, *(name for _, name in names)])
+        raise argparse.ArgumentTypeError(
+            f"must be {expected}, not {text!r}{did_you_mean(text, words)}"
+        )
 
-    return read, "|".join([*words, *(letter for letter, _ in numbers), *none]) or None
+    return read, "|".join([*words, *(letter for letter, _ in names)]) or None
 
 
 def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, Any]:
     """The arguments of a command, from its options."""
-    if name in ("train", "plan"):
-        return dict(zip(("config", "options", "where"), parse_train(args, name), strict=True))
-    return _parser(command, name).parse(args)
-
-
-def parse_train(
-    args: list[str], command: str = "train"
-) -> tuple[TrainConfig, RunOptions, ProcessOptions]:
-    """The options of `jgpt train`: the config, what to do with the run, and where."""
-    given = _train_parser(command).parse(args)
-    run, where = _made(RunOptions(), given), _made(ProcessOptions(), given)
-    config = _base_config(given, run)
-    parts = {name: _made(getattr(config, name), given) for name in GROUPS}
-    return _made(config, given | parts), run, where
+    given = _parser(command, name).parse(args)
+    if name not in ("train", "plan"):
+        return given
+    options, where = _made(RunOptions(), given), _made(ProcessOptions(), given)
+    config = _base_config(given, options)
+    parts = {part: _made(getattr(config, part), given) for part in GROUPS}
+    return {"config": _made(config, given | parts), "options": options, "where": where}
 
 
 def help_of(command: Callable[..., Any], name: str, args: list[str]) -> str:
     """The help of a command; of `jgpt train`, with the defaults of the preset among `args`."""
-    if name not in ("train", "plan"):
-        return _parser(command, name).format_help()
-    shown = next((PRESETS[word] for word in args if word in PRESETS), PRESETS[DEFAULT_PRESET])
-    return _train_parser(name, shown[1], everything="--help-all" in args).format_help()
+    shown = next((word for word in args if word in PRESETS), DEFAULT_PRESET)
+    return _parser(command, name, shown, everything="--help-all" in args).format_help()
 
 
-def _parser(command: Callable[..., Any], name: str) -> _Parser:
-    documented = docstring_parser.parse(str(command.__doc__))
-    texts = {each.arg_name: each.description or "" for each in documented.params}
-    parser = _Parser(name, documented.short_description or "")
-    annotations = _annotations(command)
-    for each in inspect.signature(command).parameters.values():
-        text = " ".join(texts.get(each.name, "").split())
-        parser.add(parser, each.name, *annotations[each.name], each.default, text)
-    return parser
-
-
-def _train_parser(
-    command: str, shown: TrainConfig | None = None, *, everything: bool = True
+def _parser(
+    command: Callable[..., Any], name: str, shown: str = DEFAULT_PRESET, *, everything: bool = True
 ) -> _Parser:
-    """Options for a preset, the fields that people change, the run, and all other fields.
-
-    Reading the help from source takes time, so they have one only if a config is `shown`.
-    """
-    presets = describe_presets(shutil.get_terminal_size().columns - 2)
-    description = (
+    """A command's parser; to train, with the defaults of a preset and EVERYDAY's options first."""
+    if name not in ("train", "plan"):
+        parser = _Parser(name, _documentation(command).short_description)
+        for option in _options(command):
+            parser.add(parser, *option)
+        return parser
+    presets = "\n".join(describe_presets(shutil.get_terminal_size().columns - 2))
+    parser = _Parser(
+        name,
         "Train a GPT: a preset, with the options that you override:\n"
-        f"{textwrap.indent(chr(10).join(presets), '  ')}\n\n"
-        f"jgpt {command} --help-all shows the options for all fields of the config."
+        f"{textwrap.indent(presets, '  ')}\n\n"
+        f"jgpt {name} --help-all shows the options for all fields of the config.",
     )
-    parser = _Parser(command, description)
     first = Shown("[PRESET]", "One of those above.", positional=True)
     parser.add(parser, "preset", str | None, first, None, "")
-    config = shown or PRESETS[DEFAULT_PRESET][1]
-    groups = {"training": [*_options(config, shown)]}
-    groups |= {name: [*_options(getattr(config, name), shown)] for name in GROUPS}
+    config = PRESETS[shown][1]
+    parts = {"run": RunOptions(), "training": config}
+    parts |= {part: getattr(config, part) for part in GROUPS} | {"processes": ProcessOptions()}
+    groups = {title: list(_options(part)) for title, part in parts.items()}
     every = {option[0]: option for options in groups.values() for option in options}
-    for name in EVERYDAY:
-        parser.add(parser, *every[name])
-    groups = {"run": [*_options(RunOptions(), shown)]} | (groups if everything else {})
-    groups |= {"processes": [*_options(ProcessOptions(), shown)]} if everything else {}
-    for name, options in groups.items():
-        group = parser.add_argument_group(name)
-        for option in options:
-            if option[0] not in EVERYDAY:
-                parser.add(group, *option)
+    for field in EVERYDAY:
+        parser.add(parser, *every[field])
+    for title, options in groups.items():
+        if everything or title == "run":
+            group = parser.add_argument_group(title)
+            for option in options:
+                if option[0] not in EVERYDAY:
+                    parser.add(group, *option)
     return parser
 
 
-def _annotations(of: Any) -> dict[str, tuple[Any, Shown]]:
-    """The type of each parameter or field, without bounds, and how it is shown."""
-    shown = {
-        name: next((it for it in getattr(hint, "__metadata__", ()) if isinstance(it, Shown)), None)
-        for name, hint in get_type_hints(of, include_extras=True).items()
-    }
-    return {name: (kind, shown[name] or Shown()) for name, kind in get_type_hints(of).items()}
-
-
-def _options(values: Any, help: Any) -> Iterator[tuple[str, Any, Shown, Any, str]]:
-    """The name, type, how it is shown, default and help of each option for a dataclass's fields."""
-    documented = docstring_parser.parse_from_object(type(values)).params if help else ()
-    texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented}
-    for name, (kind, shown) in _annotations(type(values)).items():
-        default = getattr(values, name)
+def _options(of: Any) -> Iterator[tuple[str, Any, Shown, Any, str]]:
+    """The name, type, way to show, default and help of each option of a command or config."""
+    source = of if inspect.isfunction(of) else type(of)
+    texts = {each.arg_name: each.description or "" for each in _documentation(source).params}
+    kinds, annotated = get_type_hints(source), get_type_hints(source, include_extras=True)
+    for name, parameter in inspect.signature(source).parameters.items():
+        default = parameter.default if source is of else getattr(of, name)
         if dataclasses.is_dataclass(default) or name == "vocab_size":
             continue  # a group of its own; the tokenizer determines it
-        both = kind is bool and not isinstance(values, (RunOptions, ProcessOptions))
-        yield name, kind, shown, None if both else default, texts.get(name, "")
+        if kinds[name] is bool and isinstance(of, CONFIGS):
+            default = None  # a file's may be either
+        notes = getattr(annotated[name], "__metadata__", ())
+        shown = next((note for note in notes if isinstance(note, Shown)), Shown())
+        yield name, kinds[name], shown, default, " ".join(texts.get(name, "").split())
+
+
+@functools.cache
+def _documentation(of: Any) -> docstring_parser.Docstring:
+    """A docstring, also those of fields, which takes a while to read."""
+    return docstring_parser.parse_from_object(of)
 
 
 def _base_config(given: dict[str, Any], run: RunOptions) -> TrainConfig:
@@ -324,17 +310,17 @@ def describe_presets(width: int) -> list[str]:
     return [textwrap.fill(line, width, subsequent_indent=" " * column) for line in lines]
 
 
-def in_flags(message: str, options: Collection[str]) -> str:
+def in_flags(message: str, options: Collection[str] = TRAIN) -> str:
     """A library's message in a command's words: `--zero-biases` for `zero_biases=True`.
 
-    Options that the command lacks stay as they are, and so does what quotes a file or the user.
+    Names that are no option of the command stay, and so does what quotes a file or the user.
     """
 
     def flag(found: re.Match[str]) -> str:
         name, value = found["name"], found["value"]
-        if name not in (*options, "which") or not (value or found["part"] or "_" in name):
+        if name not in (*options, *RENAMED) or not (value or found["part"] or "_" in name):
             return found[0]
-        name = "checkpoint" if name == "which" else name.replace("_", "-")
+        name = RENAMED.get(name, name).replace("_", "-")
         if value in (None, "True", "False"):
             return f"--no-{name}" if value == "False" else f"--{name}"
         inner = value[1:-1]

@@ -27,8 +27,8 @@ class StopRequest:
 def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Iterator[StopRequest]:
     """Handle the signals: call `first` at the first one, `second` before exiting at the next.
 
-    The system and the shell may both tell of a closed terminal, which is no second request. Under
-    `nohup` it is none at all.
+    The system and the shell may both report a closed terminal: no second request, and under `nohup`
+    none at all.
     A thread receives them through a wakeup socket: Python's handlers would run only when the main
     thread returns from a call of many steps, and merge two signals into one.
     """

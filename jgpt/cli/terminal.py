@@ -15,10 +15,10 @@ CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class Terminal(io.TextIOWrapper):
-    """A stream to a terminal, which control characters don't reach, and which may be closed."""
+    """A stream to a terminal without control characters. The terminal may be closed."""
 
     draws = False
-    """Whether the writer may use control characters, as rich does for bars."""
+    """Let control characters through, as rich needs for bars."""
 
     def close(self) -> None:
         """Flush only: the stream below belongs to another."""
@@ -50,9 +50,9 @@ def terminal(stream: Any, *, draws: bool = False) -> Any:
     if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
         return stream
     encoding = stream.encoding
-    its = Terminal(stream.buffer, encoding, "replace", line_buffering=True, write_through=True)
-    its.draws = draws
-    return its
+    made = Terminal(stream.buffer, encoding, "replace", line_buffering=True, write_through=True)
+    made.draws = draws
+    return made
 
 
 def say(console: Any, *lines: str) -> None:
