@@ -5,21 +5,6 @@ from tests.contract.edits import Edit
 WHOLE_STOP = "a whole stop string at the end has ended the text already"
 LAZY = "beartype looks at neither the calls nor the items to come"
 VALUES = {
-    (
-        "contracts.py",
-        "classes <= {jax.Array, np.ndarray, bool, int, str}",
-        "classes < {jax.Array, np.ndarray, bool, int, str}",
-    ): "no annotation has leaves of all five kinds; jaxtyping would judge it as well, slower",
-    (
-        "cli/options.py",
-        "shutil.get_terminal_size().columns < 40",
-        "shutil.get_terminal_size().columns <= 40",
-    ): "40 columns are made 40",
-    (
-        "interop/names.py",
-        '{"lm_head.weight", table} <= tensors.keys()',
-        "{'lm_head.weight', table} < tensors.keys()",
-    ): "no transformer has these two tensors alone",
     ("nn/kernels.py", "window >= time", "window > time"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),
