@@ -466,7 +466,7 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     # what a file from before a field says by not having it
     fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     for name, value in values.items():
-        nested = hints.get(name)
+        nested: Any = hints.get(name)
         if dataclasses.is_dataclass(nested):
             value = _from_dict(nested, value)
         fields[name] = tuple(value) if isinstance(value, list) else value

@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -145,7 +145,7 @@ BOUNDS = {
         "dropout rotary_base norm_epsilon attention_scale logit_softcap learning_rate weight_decay",
     ),
 }
-KIND_OF = {
+KIND_OF: dict[str, Any] = {
     field.name: kind
     for kind in (ModelConfig, OptimizerConfig, DataConfig, TrainConfig)
     for field in dataclasses.fields(kind)

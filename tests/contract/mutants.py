@@ -258,7 +258,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", nargs="*", default=[], help="of these modules only")
     parser.add_argument("--every", type=int, default=1, help="every N-th mutant")
     parser.add_argument("--kind", choices=["contract", "value"], help="of this kind only")
