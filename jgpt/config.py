@@ -6,6 +6,7 @@ Attribute docstrings are the command line's help. Nothing here imports jax.
 import dataclasses
 import difflib
 import json
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable
@@ -53,11 +54,10 @@ MAX_NGRAM = 63  # each size up to it is traced
 
 
 class Rule(NamedTuple):
-    """A bound of a number, in the annotation of its field."""
+    """What a value must be, in the annotation of its field."""
 
     text: str
-    """What the value must do or be."""
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
 
 
 def at_most(most: int) -> Rule:
@@ -74,6 +74,14 @@ DECAY_RATE = Rule(
     "be at least 0 and below 1 in float32, which rounds 0.99999998 to 1",
     lambda value: 0 <= value < 1 - 2**-25,
 )
+BYTES_AND_A_MERGE = Rule("be at least 257: 256 bytes and one merge", lambda value: value >= 257)
+ASCENDING = Rule("be above 1 and ascending", lambda sizes: [1, *sizes] == sorted({1, *sizes}))
+SOURCES = Rule("name a corpus (pydocs, shakespeare) or a file", lambda data: data and all(data))
+DIRECTORY = Rule("name a directory", lambda path: path != "")
+FOLDER_NAME = Rule(
+    "be a plain folder name",
+    lambda name: name not in ("", ".", "..") and not set(name) & set("/\\\0"),
+)
 Count = Annotated[int, POSITIVE, INT32]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
@@ -89,9 +97,11 @@ def _validate(config: Any) -> None:
         if not _has_type(value, hint):
             advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
             raise ValueError(f"{name} must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}")
-        kinds = annotated[name], *get_args(annotated[name])  # of `Count | None`, `Count` too
-        rules = (rule for kind in kinds for rule in getattr(kind, "__metadata__", ()))
-        for rule in (FINITE, *rules) if isinstance(value, (int, float)) else ():
+        rules = [FINITE] if isinstance(value, (int, float)) else []
+        for kind in (annotated[name], *get_args(annotated[name])):  # in `Count | None`, also Count
+            if hasattr(kind, "__metadata__") and _has_type(value, kind.__origin__):
+                rules += kind.__metadata__
+        for rule in rules:
             if not rule.holds(value):
                 raise ValueError(f"{name}={reprlib.repr(value)} must {rule.text}")
 
@@ -128,18 +138,19 @@ def _require_multiple(config: Any, name: str, of: str) -> None:
         raise ValueError(f"{name}={value} must be divisible by {of}={divisor}")
 
 
-class UnknownField(ValueError):
+class UnknownField(TypeError, ValueError):
     """A field that this version of jgpt doesn't know, as from a newer one."""
 
 
 class _Fields:
-    """Tells of a keyword that is no field, which a dataclass's own message doesn't explain."""
+    """Raises UnknownField, with a suggestion, instead of a dataclass's own TypeError."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name in given:
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+                suggestion = did_you_mean(name, known)
+                raise UnknownField(f"{cls.__name__} has no field {name!r}{suggestion}")
         return super().__new__(cls)
 
 
@@ -203,7 +214,7 @@ class ModelConfig(_Fields):
     """The scale of attention scores; head_dim ** -0.5 by default."""
     attention_window: Count | None = None
     """Sliding-window attention: positions a query attends to, its own included; all by default."""
-    ngram_sizes: tuple[int, ...] = ()
+    ngram_sizes: Annotated[tuple[int, ...], ASCENDING] = ()
     """Sizes of n-grams whose hashed embeddings are added to the tokens', such as 2 3."""
     ngram_rows: Annotated[int, POSITIVE, at_most(2**25)] = 8192
     """Rows of the embedding table for the n-grams of each size."""
@@ -243,8 +254,6 @@ class ModelConfig(_Fields):
                 f"positions='rotary' needs an even head size: embed_dim={self.embed_dim} over "
                 f"num_heads={self.num_heads} is {self.head_size}"
             )
-        if list(self.ngram_sizes) != sorted({n for n in self.ngram_sizes if n > 1}):
-            raise ValueError(f"ngram_sizes={self.ngram_sizes} must be above 1 and ascending")
         if self.ngram_sizes and self.ngram_sizes[-1] > min(self.block_size, MAX_NGRAM):
             raise ValueError(
                 f"ngram_sizes={self.ngram_sizes} must be at most block_size={self.block_size} "
@@ -314,7 +323,7 @@ class OptimizerConfig(_Fields):
 class DataConfig(_Fields):
     """The data and its tokenizer."""
 
-    data: tuple[str, ...] = ("pydocs",)
+    data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
     """The corpora pydocs or shakespeare, UTF-8 files, folders of .txt, or one folder that
     `jgpt prepare` wrote."""
     universal_newlines: bool = True
@@ -322,7 +331,7 @@ class DataConfig(_Fields):
     tokenizer: TokenizerName = "char"
     """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs from
     tokenizer_files. Prepared data brings its own."""
-    bpe_vocab_size: Annotated[int, at_most(2**20)] = 1024
+    bpe_vocab_size: Annotated[int, BYTES_AND_A_MERGE, at_most(2**20)] = 1024
     """The vocabulary size of trained byte-pairs."""
     tokenizer_files: str | None = None
     """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
@@ -333,12 +342,6 @@ class DataConfig(_Fields):
 
     def __post_init__(self) -> None:
         _validate(self)
-        if not self.data or not all(self.data):
-            raise ValueError("data is empty: name a corpus (pydocs, shakespeare) or a file")
-        if self.bpe_vocab_size < 257:
-            raise ValueError(
-                f"bpe_vocab_size={self.bpe_vocab_size} is below 257: 256 bytes and one merge"
-            )
         if self.held_out_fraction >= 1:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} and test_fraction="
@@ -365,9 +368,9 @@ class TrainConfig(_Fields):
     """The optimizer and its schedule."""
     dataset: DataConfig = field(default_factory=DataConfig)
     """The text and its tokenizer."""
-    name: str = "gpt"
+    name: Annotated[str, FOLDER_NAME] = "gpt"
     """The name of the run's folder in runs/ if out is not given."""
-    out: str | None = None
+    out: Annotated[str, DIRECTORY] | None = None
     """The run directory; runs/NAME by default, numbered if it exists."""
     seed: Annotated[int, NOT_NEGATIVE, at_most(2**32 - 1)] = 1337
     """The seed of initial parameters, batches and dropout."""
@@ -424,10 +427,6 @@ class TrainConfig(_Fields):
                 f"batch_size={self.batch_size} / micro_batches={count} is {batch}, "
                 f"which {parts} doesn't divide"
             )
-        if self.out == "":
-            raise ValueError("out='' must name a directory")
-        if self.name in ("", ".", "..") or set(self.name) & set("/\\\0"):
-            raise ValueError(f"name={self.name!r} must be a plain folder name")
 
 
 def mesh_sizes(mesh: str) -> dict[str, int]:
@@ -440,8 +439,7 @@ def mesh_sizes(mesh: str) -> dict[str, int]:
                 f"mesh={mesh} has no axis {axis!r}{did_you_mean(axis, MESH_AXES)}: the axes are "
                 "data, fsdp and tensor"
             )
-        is_size = size.isascii() and size.isdecimal() and len(size) < 10 and int(size) > 0
-        if axis in sizes or not is_size:
+        if axis in sizes or not re.fullmatch("0*[1-9][0-9]{0,8}", size):
             raise ValueError(f"mesh={mesh} must give an axis once, as data=2,fsdp=4")
         sizes[axis] = int(size)
     return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
@@ -468,13 +466,10 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     # what a file from before a field says by not having it
     fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     for name, value in values.items():
-        if name not in hints:
-            raise UnknownField(f"{kind.__name__} has no field {name!r}{did_you_mean(name, hints)}")
-        if dataclasses.is_dataclass(hints[name]):
-            value = _from_dict(hints[name], value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        fields[name] = value
+        nested: Any = hints.get(name)
+        if dataclasses.is_dataclass(nested):
+            value = _from_dict(nested, value)
+        fields[name] = tuple(value) if isinstance(value, list) else value
     return kind(**fields)
 
 

@@ -55,18 +55,17 @@ LEGEND: dict[str, str] = {
 }
 """The dimension names of all annotations. A module's own sizes are written `{self.name}`."""
 
-GENERIC = ("rows", "features", "in_features", "out_features")
-"""Names of dimensions that may be anything, sharded too, but alike throughout a call."""
+UNRULED = ("rows", "features", "in_features", "out_features")
+"""Dimensions without a sharding rule: sharded in any way, but alike throughout a call."""
 
 
 def sharding_rules(name: str, size: int) -> tuple[str, ...] | None:
-    """The mesh axes for a dimension, None without a rule. `jgpt.sharding` replaces this one."""
+    """The mesh axes of a dimension, None without a rule. `jgpt.sharding` replaces this one."""
 
 
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 _UNIONS = (typing.Union, types.UnionType)
-_Mismatch = Callable[[Any], str]
-"""Why a value does not match an annotation, or an empty string."""
+_Mismatch = Callable[[Any], str]  # the reason why a value does not match, or an empty string
 
 
 def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -143,10 +142,9 @@ def record(kind: type[Record]) -> type[Record]:
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception | None]]:
-    """The function in its own jaxtyping scope; returns its result, or what it raised.
+    """The function in its own jaxtyping scope; returns its result and the error that it raised.
 
-    Exceptions are returned, not raised: `jaxtyped` adds a note to those that pass through it,
-    which would stand behind the reason.
+    `jaxtyped` adds a note to exceptions that pass through it, which would hide the reason.
     """
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function, include_extras=True)
@@ -187,7 +185,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
 
 
 def _mismatcher(hint: Any) -> _Mismatch:
-    """What says why a value does not match an annotation; it binds the sizes that this names."""
+    """A function that checks a value and binds the sizes that the annotation names."""
     if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
         return lambda value: ""
     if _is_array(hint):
@@ -196,7 +194,7 @@ def _mismatcher(hint: Any) -> _Mismatch:
         first, *others = (part for part in get_args(hint) if part is not types.NoneType)
         mismatch = _mismatcher(first)
         if others:
-            return lambda value: "" if _bearable(value, hint) else mismatch(value)
+            return lambda value: "" if is_bearable(value, hint, conf=_BEARTYPE) else mismatch(value)
         return lambda value: "" if value is None else mismatch(value)
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
         return functools.partial(_tuple_mismatch, [*map(_mismatcher, get_args(hint))])
@@ -228,7 +226,7 @@ def _tuple_mismatch(mismatches: list[_Mismatch], value: Any) -> str:
 
 
 def _tree_mismatch(hint: Any, mismatch: _Mismatch, tree: Any) -> str:
-    """Check as jaxtyping does, without the type checker that it starts for each leaf."""
+    """Check as jaxtyping does, but without making a type checker for each call."""
     import jax
     from jaxtyping import PyTree
 
@@ -236,16 +234,12 @@ def _tree_mismatch(hint: Any, mismatch: _Mismatch, tree: Any) -> str:
         return ""
     if hint.structure is not None and not isinstance(tree, PyTree[Any, hint.structure]):
         return "its structure is not that of the tree it must match"
-    seen = set()
     for index, leaf in enumerate(jax.tree.leaves(tree)):
-        suffix = f"_{hint.structure}{index}"
         if "?" in str(hint.leaftype):
+            suffix = f"_{hint.structure}{index}"
             reason = _array_mismatch(_of_leaf(hint.leaftype, suffix), leaf).replace(suffix, "")
-        else:  # leaves of equal kind, shape, dtype and sharding are equal to an annotation
-            shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-            kind = type(leaf), isinstance(leaf, jax.Array), shape, dtype, _axes(leaf)
-            reason = "" if kind in seen else mismatch(leaf)
-            seen.add(kind)
+        else:
+            reason = mismatch(leaf)
         if reason:
             path, _ = jax.tree_util.tree_leaves_with_path(tree)[index]
             where = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -253,19 +247,13 @@ def _tree_mismatch(hint: Any, mismatch: _Mismatch, tree: Any) -> str:
     return ""
 
 
-def _bearable(value: Any, hint: Any) -> bool:
-    return is_bearable(value, hint, conf=_BEARTYPE)
-
-
 def _other_mismatch(hint: Any, value: Any) -> str:
-    if _bearable(value, hint):
-        return ""
     try:
         die_if_unbearable(value, hint, conf=_BEARTYPE)
     except BeartypeCallHintViolation as violation:
         reason = str(violation).partition(", as ")[2].strip()
         return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
-    return "one of its items is wrong"  # beartype checks a random item, not always the same
+    return ""
 
 
 @functools.cache
@@ -281,24 +269,16 @@ def _is_shaped(value: Any) -> bool:
 
 
 def _array_mismatch(hint: Any, value: Any) -> str:
-    """jaxtyping's reason without its list of dtypes and its class names."""
-    reason, kind = _mismatch(hint, value), hint.__name__.partition("[")[0]
-    if not reason:
-        return ""
-    convert = "np.asarray" if hint.array_type is np.ndarray else "jnp.asarray"
+    """jaxtyping's reason, except where it lists dtypes or names classes."""
+    reason = _mismatch(hint, value)
+    kind = hint.__name__.partition("[")[0]
     advice = ": jax.random.key makes one" if kind == "Key" else ""
-    if not _is_shaped(value):
-        if isinstance(value, (list, tuple, int, float)):
-            advice = advice or f": {convert} makes one"
-        return f"{type(value).__name__} is not an array{advice}"
     if "array type" in reason:
-        roots = (kind.__module__.partition(".")[0] for kind in (type(value), hint.array_type))
-        spelled = {"numpy": "NumPy", "jax": "JAX", "jaxlib": "JAX"}
-        given, wanted = (spelled.get(root, root) for root in roots)
-        return f"this array is {given}'s, not {wanted}'s: {convert} converts it"
-    reason = re.sub(", not .* as expected.*", f", which is no {kind}{advice}", reason)
-    reason = reason.replace(" as expected by the type hint", "")
-    return reason.replace("expected by the type hint", "of the annotation")
+        on_host = hint.array_type is np.ndarray
+        if _is_shaped(value) or isinstance(value, (list, tuple, int, float)):
+            advice = advice or f": {'np' if on_host else 'jnp'}.asarray makes one"
+        return f"{type(value).__name__} is not a {'NumPy' if on_host else 'JAX'} array{advice}"
+    return re.sub(", not .* as expected.*", f", which is no {kind}{advice}", reason)
 
 
 def _mismatch(hint: Any, value: Any) -> str:
@@ -312,7 +292,7 @@ def _mismatch(hint: Any, value: Any) -> str:
 
 
 def _axes(value: Any) -> tuple[tuple[str, ...], ...]:
-    """The axes over which each dimension of an array is sharded, if the mesh's are explicit."""
+    """The mesh axes over which each dimension is sharded, if the mesh has explicit axes."""
     import jax
 
     mesh = jax.sharding.get_abstract_mesh()
@@ -323,9 +303,9 @@ def _axes(value: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _sharding_mismatch(hint: Any, value: Any) -> str:
-    """Why an array of the right shape is not sharded as its dimensions' names say.
+    """The reason why an array is not sharded by the rules for its dimension names.
 
-    A name's axes are those of the rules; where these leave it open, those it has first in a call.
+    A name without a rule has the axes that it was first bound to in the call.
     """
     if not (found := _axes(value)):
         return ""
@@ -339,7 +319,7 @@ def _sharding_mismatch(hint: Any, value: Any) -> str:
         match = re.fullmatch(r"\W?(?:\w+\.)*(\w+)(\*\w+)?}?", dimension)
         name, factor = match.groups() if match else ("", "")
         rule = None if i or factor else sharding_rules(name, size)
-        if rule is None and dimension.isidentifier() and name not in GENERIC:
+        if rule is None and dimension.isidentifier() and name not in UNRULED:
             rule = ()
         its = f"dimension {dimension}{[i] if i else ''} is {_over(axes)}"
         if rule is not None and rule != axes:
@@ -377,7 +357,7 @@ def _spelled(hint: Any) -> str:
 
 
 class _Shapes(reprlib.Repr):
-    """Formats arrays as dtype and shape, in containers too, and other objects as their class."""
+    """Formats arrays, in containers too, as dtype and shape; other objects as their class."""
 
     def repr1(self, x: Any, level: int) -> str:
         if _is_shaped(x):
@@ -392,14 +372,13 @@ class _Shapes(reprlib.Repr):
 _described = _Shapes().repr
 
 
-_NO_SIZE = np.broadcast_to(np.False_, 987_654_321)  # of one byte
+_NO_SIZE = np.broadcast_to(np.False_, 987_654_321)  # one byte of memory
 
 
 def _sizes(expected: str) -> Iterable[tuple[str, str]]:
-    """The values of an annotation's names and braces in this call.
+    """The sizes bound to the names and braces of an annotation.
 
-    jaxtyping states them in its reason against an array of a size that nothing has. For a name
-    that is not bound yet it states none.
+    jaxtyping states a bound size when it refuses an array of a size that nothing has.
     """
     dimensions = re.findall(r"\{[^}]*\}|\w+", " ".join(re.findall(r'"([^"]*)"', expected)))
     for dimension in dict.fromkeys(dimensions):

@@ -301,10 +301,18 @@ def shape_mutations(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def mutations(values: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
-    """Good arguments with one thing wrong, perhaps: a size, an axis, the axes' order, a dtype."""
+    """Good arguments with one change, perhaps wrong: a size, an axis, the axes' order, a dtype.
+
+    Also one size in all of them: no two names have one size, so that is right if the name is free.
+    """
     for name, value in values.items():
         for shape in shape_mutations(value.shape):
             yield {**values, name: value._replace(shape=shape)}
         for dtype in (*DTYPES, KEY.name):
             if dtype != value.dtype:
                 yield {**values, name: value._replace(dtype=dtype)}
+    for old in {size for value in values.values() for size in value.shape}:
+        yield {
+            name: value._replace(shape=tuple(41 if size == old else size for size in value.shape))
+            for name, value in values.items()
+        }

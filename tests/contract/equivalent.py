@@ -4,16 +4,6 @@ from tests.contract.edits import Edit
 
 LAZY = "beartype looks at neither the calls nor the items to come"
 VALUES = {
-    (
-        "contracts.py",
-        "classes <= {jax.Array, np.ndarray, bool, int, str}",
-        "classes < {jax.Array, np.ndarray, bool, int, str}",
-    ): "no annotation has leaves of all five kinds; jaxtyping would judge it as well, slower",
-    (
-        "cli/options.py",
-        "shutil.get_terminal_size().columns < 40",
-        "shutil.get_terminal_size().columns <= 40",
-    ): "40 columns are made 40",
     ("nn/kernels.py", "window >= time", "window > time"): (
         "a window as long as the text hides nothing: both ways read the same"
     ),

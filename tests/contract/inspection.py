@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeGuard, get_args, get_origin
+from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 
 import jaxtyping
 import numpy as np
@@ -61,13 +61,10 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 def annotations(function: Any) -> dict[str, Any]:
     """What each parameter but `self` and `cls`, and the result, is annotated with."""
-    signature = inspect.signature(inspect.unwrap(function))
-    found = {
-        name: parameter.annotation
-        for name, parameter in signature.parameters.items()
-        if name not in ("self", "cls")
-    }
-    return found | {"return": signature.return_annotation}
+    written = inspect.unwrap(function)
+    hints = get_type_hints(written, include_extras=True)
+    names = [name for name in inspect.signature(written).parameters if name not in ("self", "cls")]
+    return {name: hints.get(name, inspect.Signature.empty) for name in [*names, "return"]}
 
 
 def parts(hint: Any) -> Iterator[Any]:
@@ -136,11 +133,6 @@ def violations(package: ModuleType, legend: set[str]) -> list[str]:
                 found.append(f"{name} has neither arrays nor sizes: pyright is enough for it")
         found += _nested_violations(module)
         found += [
-            f"{module.__name__}: the annotation {text!r} is a string, so may go unchecked: write "
-            "the type itself, or a TypeVar for a class inside itself"
-            for text in string_annotations(source_of(module))
-        ]
-        found += [
             f"{module.__name__}: dimension {name!r} is not in LEGEND: use a name that is there, or "
             "add it to jgpt/contracts.py with its meaning"
             for name in sorted(dimension_names(source_of(module)) - legend)
@@ -208,27 +200,6 @@ def nested_functions(source: str) -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield from walk(child, inside, in_function)
 
     yield from walk(ast.parse(source), "", False)
-
-
-def string_annotations(source: str) -> Iterator[str]:
-    """What beartype would have to look up: read from the source, because it overwrites them."""
-    for node in ast.walk(ast.parse(source)):
-        hints = [getattr(node, "annotation", None), getattr(node, "returns", None)]
-        for hint in filter(None, hints):
-            yield from _strings_outside_arrays(hint)
-
-
-def _strings_outside_arrays(hint: ast.AST) -> Iterator[str]:
-    if isinstance(hint, ast.Call):  # what Annotated holds beside the type
-        return
-    if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
-        yield hint.value
-    elif isinstance(hint, ast.Subscript) and _named(hint.value) in {"Literal", "PyTree"}:
-        return
-    else:
-        children = [hint.slice.elts[0]] if is_array_annotation(hint) else ast.iter_child_nodes(hint)
-        for child in children:
-            yield from _strings_outside_arrays(child)
 
 
 def dimension_strings(tree: ast.AST) -> Iterator[ast.Constant]:

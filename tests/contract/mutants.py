@@ -1,13 +1,12 @@
 """Mutates jgpt's source, one small edit at a time, and reports which edits the tests notice.
 
-    python -m tests.contract.mutants [--files attention model] [--every N] [--out REPORT.json]
-    python -m tests.contract.mutants --again REPORT.json [--files attention model]
+    python -m tests.contract.mutants --files attention heads --kind contract
+    python -m tests.contract.mutants --report report.json
+    python -m tests.contract.mutants --summary report.json > benchmarks/results/mutants.md
 
-The second tries once more what survived, after the tests were mended, what there was no time for
-(`--minutes`), and what is new in the report's files, and corrects the report; a module that
-`--files` names joins it. `--minutes 0` writes one of which nothing has been tried yet. Each mutant
-is tried by a child of one warm process, in a copy of the tree, on the tests about the mutated
-function first. Exits with 1 if an edit that is not known to be equivalent survives.
+A report that exists is continued: what it killed is not tried again. Each mutant is tried by a
+child of one warm process, in a copy of the tree, on the tests about its module first. Exits with 1
+if an edit survives that is not known to be equivalent.
 """
 
 import argparse
@@ -17,6 +16,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -28,103 +28,31 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.contract.edits import Edit, Editor
+from tests.contract.edits import Edit, Editor, module_name
 from tests.contract.equivalent import reason_why_equivalent
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("jgpt", "tests", "benchmarks", "pyproject.toml", "README.md")
 # the proof's tests that a change of the contract can fail, without those that start processes
-PROOF = [f"test_{name}.py" for name in ("meta", "sample", "inputs", "returns", "intermediates")]
+PROOF = [
+    f"tests/contract/test_{name}.py"
+    for name in ("sample", "inputs", "returns", "intermediates", "meta")
+]
 # the runner's own tests, what runs for minutes, and tests of documents
-WITHOUT = (
+WITHOUT = {
     "tests/contract/test_mutants.py",
     "tests/test_documents.py",
     "tests/test_figures.py",
     "tests/test_gpu_benchmark.py",
     "tests/test_notebooks.py",
     "tests/test_site.py",
-)
-# what else tests a module, beside the tests of its own name
-ABOUT = {
-    "contracts.py": (
-        "contract/test_calls",
-        "contract/test_messages",
-        "contract/test_agreement",
-        "contract/test_users",
-        "contract/test_switch",
-        "contract/test_returns",
-        "training/test_explicit",
-    ),
-    "config.py": ("test_presets", "runs/test_directory"),
-    "durable.py": ("runs/test_durability", "runs/test_directory", "runs/test_damage"),
-    "hardware.py": ("nn/test_precision", "training/test_plan", "training/test_ahead"),
-    "nn/attention.py": ("nn/test_windows", "nn/test_dropout"),
-    "nn/bigram.py": ("nn/test_transformer", "generation/test_decoding"),
-    "nn/cache.py": ("nn/test_heads", "generation/test_decoding"),
-    "nn/heads.py": (
-        "nn/test_sizes",
-        "nn/test_attention",
-        "nn/test_windows",
-        "nn/test_dropout",
-    ),
-    "nn/depth.py": ("nn/test_transformer",),
-    "nn/kernels.py": ("nn/test_attention", "nn/test_heads", "nn/test_windows", "nn/test_dropout"),
-    "nn/layers.py": ("nn/test_sizes", "nn/test_dropout"),
-    "nn/module.py": ("nn/test_sizes", "nn/test_vocabulary", "nn/test_dropout"),
-    "nn/products.py": ("nn/test_layers",),
-    "nn/models.py": ("nn/test_transformer",),
-    "nn/transformer.py": (
-        "nn/test_sizes",
-        "nn/test_ngrams",
-        "nn/test_dropout",
-        "generation/test_decoding",
-    ),
-    "data/batches.py": ("data/test_data",),
-    "data/corpus.py": ("runs/test_provenance",),
-    "data/dataset.py": ("data/test_data", "runs/test_provenance"),
-    "data/tokenizers.py": ("parity/test_tokenizer", "interop/test_exchange"),
-    "training/optimizer.py": ("training/test_stacking",),
-    "training/plan.py": ("training/test_memory", "cli/test_console"),
-    "training/stacking.py": ("runs/test_loop",),
-    "training/step.py": (
-        "training/test_memory",
-        "nn/test_dropout",
-        "training/test_mesh",
-        "training/test_stacking",
-    ),
-    "generation/decoding.py": ("generation/test_text",),
-    "generation/sampling.py": ("generation/test_decoding",),
-    "interop/formats.py": ("interop/test_huggingface", "parity/test_transformers"),
-    "interop/huggingface.py": ("interop/test_exchange", "parity/test_transformers"),
-    "interop/names.py": (
-        "interop/test_huggingface",
-        "interop/test_exchange",
-        "parity/test_transformers",
-        "parity/test_nanogpt",
-    ),
-    "interop/nanogpt.py": ("parity/test_nanogpt",),
-    "runs/checkpoints.py": ("runs/test_durability", "runs/test_damage", "runs/test_loop"),
-    "runs/directory.py": ("runs/test_durability", "runs/test_damage", "runs/test_loop"),
-    "runs/loop.py": ("runs/test_metrics", "runs/test_resume", "cli/test_signals"),
-    "runs/manifest.py": ("runs/test_durability", "runs/test_damage"),
-    "runs/metrics.py": ("runs/test_loop",),
-    "runs/profiling.py": ("runs/test_loop",),
-    "runs/progress.py": ("runs/test_loop",),
-    "runs/provenance.py": ("runs/test_loop",),
-    "runs/resume.py": ("runs/test_checkpoints",),
-    "sharding.py": ("training/test_mesh", "training/test_explicit", "runs/test_mesh"),
-    "cli/__init__.py": ("cli/test_cli",),
-    "cli/commands.py": ("cli/test_cli", "interop/test_exchange", "runs/test_profiling"),
-    "cli/console.py": ("cli/test_commands",),
-    "cli/options.py": ("cli/test_cli", "cli/test_commands"),
 }
+CONTRACT = ("dtype", "weaken", "rename", "swap", "any shape", "drop check", "drop @")
 SECONDS_PER_MUTANT = 600
-SURVIVED, KILLED_BY = "survived", "killed by "
-PARTS = ("killed", "survivors", "not_tried", "equivalent")  # of a report
+SURVIVED, KILLED, EQUIVALENT, NOT_TRIED = "survived", "killed", "equivalent", "not tried"
 NEEDED = (
     "flax.nnx",
     "hypothesis",
@@ -139,55 +67,34 @@ NEEDED = (
 )
 
 
-@dataclass
-class Trial:
-    """A mutant being tried by a child process."""
-
-    mutant: Edit | None
-    tree: Path
-    began: float
-
-
 def mutants(files: list[str]) -> list[Edit]:
-    paths = sorted((ROOT / "jgpt").rglob("*.py"))
-    return [
-        edit
-        for path in paths
-        if not files or path.stem in files
-        for edit in Editor(
-            path.relative_to(ROOT / "jgpt").as_posix(), path.read_text(encoding="utf-8")
-        ).edits
-    ]
+    package = ROOT / "jgpt"
+    paths = [path for path in sorted(package.rglob("*.py")) if not files or path.stem in files]
+    editors = (Editor(path.relative_to(package).as_posix(), path.read_text()) for path in paths)
+    return [edit for editor in editors for edit in editor.edits]
 
 
-def kind_of(mutant: Edit) -> str:
-    words = ("dtype", "weaken", "rename", "swap", "any shape", "drop check", "drop @")
-    return "contract" if any(word in mutant.kind for word in words) else "value"
+def kind_of(kind: str) -> str:
+    return "contract" if any(word in kind for word in CONTRACT) else "value"
 
 
-class About:
-    """Keeps the tests about the mutated function, or puts them and those that name it first.
-
-    Before them comes what noticed other mutants of the function.
-    """
+class MostLikelyFirst:
+    """Sorts tests by how much they are about the mutated function; keeps only those, if alone."""
 
     def __init__(self, mutant: Edit | None, alone: bool, noticed: set[str]):
-        self.noticed = noticed
+        self.noticed, self.alone = noticed, alone
         self.function = mutant.where if mutant else ""
-        self.depth = mutant.file.count("/") + 2 if mutant else 0
-        self.alone = alone
+        path = self.function.removeprefix(module_name(mutant.file)).split(".") if mutant else [""]
+        self.names = path[-1], path[:2][-1]
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         if self.alone:
             items[:] = [item for item in items if self.function in item.nodeid]
-        path = self.function.split(".")[self.depth :]  # without the packages and the module
-        name, method = "".join(path[:1]), "".join(path[-1:])
         items.sort(
             key=lambda item: (
                 item.nodeid not in self.noticed,
                 self.function not in item.nodeid,
-                method not in source_of(item),
-                name not in source_of(item),
+                *(name not in source_of(item) for name in self.names),
                 item.get_closest_marker("slow") is not None,
                 "subprocess" in source_of(item) or "python(" in source_of(item),
                 "family" in item.fixturenames,  # many models
@@ -200,56 +107,55 @@ def source_of(item: Any) -> str:
     return inspect.getsource(item.function)
 
 
-def own_tests(file: str) -> list[str]:
-    """The tests of a module: those of its name, and what else is about it."""
-    path = Path(file)
-    names = (f"{path.parent}/test_{path.stem}", *ABOUT.get(file, ()))
-    paths = [Path(f"tests/{name}.py") for name in names]
-    return [path.as_posix() for path in paths if (ROOT / path).exists()]
-
-
-def stages(mutant: Edit | None, own_alone: bool) -> Iterator[tuple[list[str], bool]]:
-    """What to run on a mutant, until something fails: the likeliest to notice first."""
-    proof = [f"tests/contract/{name}" for name in PROOF]
-    paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    everything = sorted(path for path in paths if path not in WITHOUT)
+def stages(mutant: Edit | None) -> Iterator[tuple[list[str], bool]]:
+    """The tests to run on a mutant, until one fails, and whether only those that name it."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = {path.relative_to(ROOT).as_posix(): path for path in paths}
+    files = {name: path for name, path in files.items() if name not in WITHOUT}
     if mutant is None:
-        yield everything, False
-    elif kind_of(mutant) == "contract":
-        yield proof[1:], True
-        yield proof, False
+        yield list(files), False
+    elif kind_of(mutant.kind) == "contract":
+        yield PROOF[:-1], True
+        yield PROOF, False
     else:
-        own = own_tests(mutant.file)
-        yield own, False
-        if not own_alone:
-            yield [path for path in everything if path not in own], False
+        module = module_name(mutant.file)
+
+        def distance(name: str) -> int:
+            if files[name].stem == f"test_{mutant.stem}" or module in files[name].read_text():
+                return 0
+            return 1 if files[name].parent.name == Path(mutant.file).parent.name else 2
+
+        for _, group in itertools.groupby(sorted(files, key=distance), distance):
+            yield list(group), False
 
 
-def try_in_child(mutant: Edit | None, tree: Path, own_alone: bool, noticed: set[str]) -> int:
-    """Fork; the child runs the tests in the tree and never returns."""
-    pid = os.fork()
-    if pid:
+def start(mutant: Edit | None, tree: Path, noticed: set[str]) -> int:
+    """Fork a child that runs the tests in the tree and never returns."""
+    if pid := os.fork():
         return pid
     code = 70
     try:
+        signal.alarm(SECONDS_PER_MUTANT)
         sys.dont_write_bytecode = True
         os.chdir(tree)
+        if mutant:
+            file = tree / "jgpt" / mutant.file
+            file.write_bytes(mutant.apply(file.read_bytes()))
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path) not in (Path(), ROOT))]
         for name in [name for name in sys.modules if name.split(".")[0] in ("jgpt", "tests")]:
             del sys.modules[name]
         with (tree / "output.txt").open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-            import pytest
+        import pytest
 
-            arguments = ["-x", "-q", "-o", f"cache_dir={tree}/cache", "--no-header", "--tb=line"]
-            arguments += ["--assert=plain"]  # rewriting costs more than most of the tests
-            for paths, alone in stages(mutant, own_alone):
-                code = int(
-                    pytest.main([*arguments, *paths], plugins=[About(mutant, alone, noticed)])
-                )
-                if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-                    break
+        arguments = ["-x", "-q", "-o", f"cache_dir={tree}/cache", "--no-header", "--tb=line"]
+        arguments += ["--assert=plain"]  # rewriting costs more than most of the tests
+        for paths, alone in stages(mutant):
+            order = MostLikelyFirst(mutant, alone, noticed)
+            code = int(pytest.main([*arguments, *paths], plugins=[order]))
+            if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                break
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -257,104 +163,98 @@ def try_in_child(mutant: Edit | None, tree: Path, own_alone: bool, noticed: set[
         os._exit(code)
 
 
-def warm_up() -> None:
-    """Import what every child needs, but not what is mutated, and start no thread."""
+def run(
+    chosen: list[Edit | None], workers: int, minutes: float, outcomes: dict[str, str]
+) -> Iterator[tuple[Edit | None, str]]:
+    """Try all mutants, several at a time; None is no edit at all."""
+    # threads would not survive the fork, so nothing here may start one
     for name in NEEDED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     gc.freeze()  # or each child's collections would copy all of it
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
-
-
-def copies(count: int, scratch: Path) -> list[Path]:
-    trees = []
-    for i in range(count):
-        tree = scratch / f"tree-{i}"
-        tree.mkdir()
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-                compileall.compile_dir(tree / name, quiet=1)
-            else:
-                shutil.copy(source, tree / name)
-        trees.append(tree)
-    return trees
-
-
-def write(mutant: Edit | None, tree: Path) -> None:
-    if mutant is not None:
-        source = (ROOT / "jgpt" / mutant.file).read_bytes()
-        (tree / "jgpt" / mutant.file).write_bytes(mutant.apply(source))
-
-
-def restore(mutant: Edit | None, tree: Path) -> None:
-    if mutant is not None:
-        shutil.copy(ROOT / "jgpt" / mutant.file, tree / "jgpt" / mutant.file)
-
-
-def run(
-    chosen: list[Edit | None],
-    workers: int,
-    own_alone: bool,
-    minutes: float,
-    outcomes: dict[Edit, str],
-) -> Iterator[tuple[Edit | None, str]]:
-    """Try all mutants, several at a time; None is no edit at all."""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # where programs are kept that no mutant changes: in a folder that is warm, if one is named
+        # compiled programs that no mutant changes are shared, also with a cache that is named
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{scratch}/compiled")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        warm_up()
-        free = copies(workers, Path(scratch))
-        running: dict[int, Trial] = {}
+        original = Path(scratch) / "original"
+        for name in COPIED:
+            source, target = ROOT / name, original / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+                compileall.compile_dir(target, quiet=1)
+            else:
+                shutil.copy(source, target)
+        running: dict[int, tuple[Edit | None, Path]] = {}
         waiting = list(reversed(chosen))
         ends = time.monotonic() + 60 * minutes
         while waiting or running:
             if time.monotonic() > ends:
                 waiting.clear()
-            while waiting and free:
-                mutant, tree = waiting.pop(), free.pop()
-                write(mutant, tree)
+            while waiting and len(running) < workers:
+                mutant = waiting.pop()
+                tree = Path(scratch) / f"tree-{len(waiting)}"
+                shutil.copytree(original, tree)
+                place = str(mutant).split(" ")[0]
                 noticed = {
-                    outcome.removeprefix(KILLED_BY)
+                    outcome.partition(" by ")[2]
                     for other, outcome in outcomes.items()
-                    if mutant and other.where == mutant.where
+                    if other.split(" ")[0] == place
                 }
-                pid = try_in_child(mutant, tree, own_alone, noticed)
-                running[pid] = Trial(mutant, tree, time.monotonic())
-            if not running:  # the time was over before anything began
-                return
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                for late, trial in running.items():
-                    if trial.mutant and time.monotonic() - trial.began > SECONDS_PER_MUTANT:
-                        os.kill(late, signal.SIGKILL)
-                time.sleep(0.02)
-                continue
-            trial = running.pop(pid)
-            restore(trial.mutant, trial.tree)
-            code = os.waitstatus_to_exitcode(status)
-            yield trial.mutant, SURVIVED if code == 0 else verdict(trial.tree, code)
-            free.append(trial.tree)
+                running[start(mutant, tree, noticed)] = mutant, tree
+            if running:
+                pid, status = os.wait()
+                mutant, tree = running.pop(pid)
+                yield mutant, verdict(tree, os.waitstatus_to_exitcode(status))
+                shutil.rmtree(tree)
 
 
 def verdict(tree: Path, code: int) -> str:
-    """What killed a mutant, as pytest put it."""
+    """What killed a mutant, as pytest put it, or that nothing did."""
     lines = (tree / "output.txt").read_text(errors="replace").splitlines()
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if code in (0, 5):
+        return SURVIVED
     if failed and code in (1, 2):  # a test failed, or could not even be imported
-        return f"{KILLED_BY}{failed[0].split(' ', 1)[1].split(' - ')[0]}"
-    if code == -signal.SIGKILL:
-        return f"killed: it ran for more than {SECONDS_PER_MUTANT} seconds"
+        return f"{KILLED} by {failed[0].split(' ', 1)[1].split(' - ')[0]}"
+    if code == -signal.SIGALRM:
+        return f"{KILLED}: it ran for more than {SECONDS_PER_MUTANT} seconds"
     # pytest itself never ends without a summary; `jgpt train` leaves so when a process is lost
     if code == 2 and set("".join(lines)) <= set("."):
-        return "killed: it ended the process in the middle of a test"
+        return f"{KILLED}: it ended the process in the middle of a test"
     if any("PytestUnraisableExceptionWarning" in line for line in lines):
-        return "killed: a file or an exception was left behind"  # an error once pytest ends
+        return f"{KILLED}: a file or an exception was left behind"  # an error once pytest ends
     # neither green nor red: a runner that is broken must not look like tests that are good
     sys.exit(f"the tests did not run: exit code {code}, {lines[-12:]}")
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Markdown for a person to review: per module and kind of edit, then what survived."""
+    outcomes: dict[str, str] = report["outcomes"]
+    classes = (KILLED, SURVIVED, NOT_TRIED, EQUIVALENT)
+    modules, killed, tried = Counter(), Counter(), Counter()
+    for name, outcome in outcomes.items():
+        module, kind = name.split(":")[0], name.partition(" ")[2].partition(":")[0]
+        found = next(each for each in classes if outcome.startswith(each))
+        modules.update([(module, found), ("all", found)])
+        if found in (KILLED, SURVIVED):
+            kinds = [kind_of(kind), f"{kind_of(kind)}: {kind}"]
+            tried.update(kinds)
+            killed.update(kinds if found == KILLED else ())
+    lines = ["# Mutants", "", *(f"    {command}" for command in report["commands"]), ""]
+    lines += [f"| module | edits | {' | '.join(classes)} |", "|---|---|---|---|---|---|"]
+    for module in [*sorted({module for module, _ in modules} - {"all"}), "all"]:
+        row = [modules[module, found] for found in classes]
+        lines.append(f"| {module} | {sum(row)} | {' | '.join(map(str, row))} |")
+    score = ", ".join(f"{kind} {killed[kind]}/{tried[kind]}" for kind in sorted(tried))
+    lines += ["", f"Killed by kind of edit: {score}."]
+    lines += ["", "Equivalent, which no test can notice:", ""]
+    reasons = Counter(each.partition(": ")[2] for each in outcomes.values() if EQUIVALENT in each)
+    lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
+    if survivors := [name for name, outcome in outcomes.items() if outcome == SURVIVED]:
+        lines += ["", "Survived:", "", *(f"- `{each}`" for each in survivors)]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -363,80 +263,47 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="every N-th mutant")
     parser.add_argument("--kind", choices=["contract", "value"], help="of this kind only")
     parser.add_argument("--green", action="store_true", help="believe that the tests pass unedited")
-    parser.add_argument("--own", action="store_true", help="on a module's own tests alone")
-    parser.add_argument("--again", type=Path, help="what this report did not kill")
     parser.add_argument("--minutes", type=float, default=600, help="begin nothing new after them")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the report here, as JSON")
+    parser.add_argument("--report", type=Path, help="write or continue this report, as JSON")
+    parser.add_argument("--summary", type=Path, help="only print this report as Markdown")
     options = parser.parse_args()
-    began = time.time()
+    if options.summary:
+        print(summary(json.loads(options.summary.read_text())), end="")
+        return
     command = " ".join(["python -m tests.contract.mutants", *sys.argv[1:]])
-    earlier: dict[str, Any] = {"killed": {}, "survivors": [], "not_tried": []}
-    if options.again:
-        earlier, options.out = json.loads(options.again.read_text()), options.again
-        command = f"{earlier['command']}, then {command}"
-        files = {name.split(":")[0] for part in PARTS for name in earlier.get(part, ())}
-        chosen = [
-            mutant
-            for mutant in mutants([])
-            if mutant.file in files or mutant.stem in options.files
-            if kind_of(mutant) in earlier["score"]
-        ]
-    else:
-        chosen = [
-            mutant for mutant in mutants(options.files) if options.kind in (None, kind_of(mutant))
-        ]
-    chosen = chosen[:: options.every]
-    equivalent = {mutant: reason_why_equivalent(mutant) for mutant in chosen}
-    outcomes: dict[Edit, str] = {
-        mutant: earlier["killed"][str(mutant)]
-        for mutant in chosen
-        if str(mutant) in earlier["killed"]
-    }
-    untried = [mutant for mutant in chosen if not equivalent[mutant] and mutant not in outcomes]
-    tried = [mutant for mutant in untried if not options.files or mutant.stem in options.files]
-    tried.sort(key=lambda mutant: str(mutant) in earlier["survivors"])  # what is new comes first
-    for mutant in untried:
-        if mutant not in tried and str(mutant) in earlier["survivors"]:
-            outcomes[mutant] = SURVIVED
-    total = len(outcomes) + len(tried)
-
-    def report() -> dict[str, Any]:
-        told = {str(mutant): outcome for mutant, outcome in outcomes.items()}
-        return {
-            "command": command,
-            "seconds": round(time.time() - began) + earlier.get("seconds", 0),
-            "score": {kind_of(mutant): "0/0" for mutant in chosen} | scores(outcomes),
-            "survivors": [mutant for mutant, outcome in told.items() if outcome == SURVIVED],
-            "not_tried": [str(mutant) for mutant in untried if mutant not in outcomes],
-            "equivalent": {str(mutant): reason for mutant, reason in equivalent.items() if reason},
-            "killed": {mutant: outcome for mutant, outcome in told.items() if outcome != SURVIVED},
-        }
-
-    queue: list[Edit | None] = [*tried] if options.green else [None, *tried]
-    for mutant, outcome in run(queue, options.workers, options.own, options.minutes, outcomes):
+    report: dict[str, Any] = {"commands": [], "outcomes": {}}
+    if options.report and options.report.exists():
+        report = json.loads(options.report.read_text())
+    report["commands"].append(command)
+    known = set(map(str, mutants([])))  # others were edits of an earlier source
+    outcomes = {name: what for name, what in report["outcomes"].items() if name in known}
+    report["outcomes"] = outcomes
+    tried: list[Edit | None] = []
+    for mutant in mutants(options.files)[:: options.every]:
+        if options.kind in (None, kind_of(mutant.kind)):
+            name = str(mutant)
+            if reason := reason_why_equivalent(mutant):
+                outcomes[name] = f"{EQUIVALENT}: {reason}"
+            elif not outcomes.get(name, "").startswith(KILLED):
+                outcomes.setdefault(name, NOT_TRIED)
+                tried.append(mutant)
+    tried.sort(key=lambda mutant: outcomes[str(mutant)] == SURVIVED)  # what is new comes first
+    queue = tried if options.green else [None, *tried]
+    for mutant, outcome in run(queue, options.workers, options.minutes, outcomes):
         if mutant is None:
             if outcome != SURVIVED:
                 sys.exit(f"the tests fail without any edit: {outcome}")
             continue
-        outcomes[mutant] = outcome
-        print(f"[{len(outcomes)}/{total}] {mutant}: {outcome}", flush=True)
-        if options.out:  # whatever ends this
-            options.out.write_text(json.dumps(report(), indent=2) + "\n")
-    found = report()
-    print(json.dumps({name: found[name] for name in ("seconds", "score", "survivors")}, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
-    sys.exit(bool(found["survivors"]))
-
-
-def scores(outcomes: dict[Edit, str]) -> dict[str, str]:
-    """Killed of tried, by kind of edit."""
-    labels = {mutant: f"{kind_of(mutant)}: {mutant.kind}" for mutant in outcomes}
-    tried = Counter(labels.values()) + Counter(map(kind_of, outcomes))
-    dead = [mutant for mutant, outcome in outcomes.items() if outcome != SURVIVED]
-    killed = Counter(labels[each] for each in dead) + Counter(map(kind_of, dead))
-    return {kind: f"{killed[kind]}/{tried[kind]}" for kind in sorted(tried)}
+        outcomes[str(mutant)] = outcome
+        print(f"{mutant}: {outcome}", flush=True)
+        if options.report:  # whatever ends this
+            options.report.write_text(json.dumps(report, indent=2) + "\n")
+    if options.report:
+        options.report.write_text(json.dumps(report, indent=2) + "\n")
+    counts = Counter(outcomes[str(mutant)].split(" ")[0].rstrip(":") for mutant in tried)
+    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+    sys.exit(SURVIVED in counts)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from beartype import BeartypeConf, beartype
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree, Shaped, TypeCheckError, jaxtyped
+from jaxtyping import Array, Float, Int, PyTree, TypeCheckError, jaxtyped
 
 from jgpt.contracts import typed
 from tests.quick import only
@@ -35,32 +35,23 @@ VALUES: dict[str, Any] = {
     "pair of two sizes": (A, jnp.ones(4)),
     "one": (A,),
     "triple": (A, A, A),
-    "list": [A, A],
     "ints": [1, 2],
     "tree": {"a": A, "b": {"c": jnp.ones((3, 2))}},
     "tree, swapped": {"a": jnp.ones((3, 2)), "b": {"c": A}},
     "tree, one leaf resized": {"a": A, "b": {"c": jnp.ones((3, 4))}},
     "tree, the last leaf of another dtype": {"a": A, "b": {"c": jnp.ones((3, 2), int)}},
-    "tree, like the first but one": {"a": A, "b": {"c": A, "d": A, "e": jnp.ones(3, int)}},
-    "tree, the first of two alike of another dtype": {"a": jnp.ones(3, int), "b": A},
-    "tree, the first of two alike is NumPy's": {"a": np.ones(3, np.float32), "b": A},
     "tree with another name": {"a": A, "x": {"c": jnp.ones((3, 2))}},
     "tree with a leaf gone": {"a": A, "b": {"c": None}},
     "tree with an int": {"a": A, "b": 1},
     "tree with a NumPy leaf": {"a": A, "b": np.ones(3, np.float32)},
-    "tree of ints": {"a": 1, "b": [2, 3]},
-    "tree with a float": {"a": 1, "b": 1.5},
     "tree of bools": {"a": True, "b": {"c": False}},
     "tree of params": {"a": nnx.Param(A), "b": nnx.Param(A)},
-    "composed": ([1, 1], {"a": 1}, [{"a": 1}, {"a": 1}]),
-    "composed the wrong way": ([1, 1], {"a": 1}, {"a": [1, 1]}),
     "empty": {},
 }
 HINTS: dict[str, Any] = {
     "array": SIZED,
     "any": Any,
     "optional": SIZED | None,
-    "optional the other way round": None | SIZED,
     "one or the other": SIZED | Int[Array, "size"],
     "array or number": SIZED | float,
     "pair": tuple[SIZED, SIZED],
@@ -78,18 +69,9 @@ HINTS: dict[str, Any] = {
         Float[Array, "?size"] | Int[Array, "?size"], "Tree"
     ],
     "optional tree": PyTree[Float[Array, "?*shape"], "Tree"] | None,
-    "tree or number": PyTree[Float[Array, "..."], "Tree"] | int,
     "tree of two kinds": PyTree[Float[Array, "..."] | Int[np.ndarray, "size"]],
-    "tree of anything shaped": PyTree[Shaped[Any, "size ..."]],
     "tree of params": PyTree[Float[nnx.Param, "size"]],
     "tree of bools": PyTree[bool, "Tree"],
-    "tree of ints": PyTree[int],
-    "tree of floats": PyTree[float],
-    "tree of lists": PyTree[list[int]],
-    "tree of tuples": PyTree[tuple[int, int]],
-    "tree of arrays or lists": PyTree[Float[Array, "..."] | list[int]],
-    "composed trees": tuple[PyTree[int, "Outer"], PyTree[int, "Inner"], PyTree[int, "Outer Inner"]],
-    "tree of trees": PyTree[PyTree[int]],
     "any tree": PyTree,
 }
 QUICK = {
@@ -116,8 +98,6 @@ def judge(decorator: Callable[..., Any], hint: Any) -> Judge:
         try:
             call()
         except TypeCheckError:
-            return False
-        except AttributeError:  # jaxtyping's own, of a tree whose leaves are tuples
             return False
         return True
 

@@ -1,6 +1,5 @@
 """What a user reads when something has the wrong shape, to the letter."""
 
-import textwrap
 import traceback
 
 import jax
@@ -47,252 +46,204 @@ class Foreign:
     shape, dtype = (2, 3, 10), "float32"
 
 
-Foreign.__module__ = "torch._tensor"
-
-
 class Misspelt:
     @typed
     def __call__(self, x: Float[Array, "batch {self.widht}"]) -> Float[Array, " batch"]:
         return x[:, 0]
 
 
-GOLDEN = {
-    "wrong embed_dim": (
-        lambda: HEAD(jnp.ones((2, 3, 12))),
-        """
-        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
-        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
-        Got: float32[2,3,12]
-        Reason: the dimension size 12 does not equal the existing value of {self.embed_dim}=10.
-        """,
+SUBJECTS = {
+    "head": (
+        "jgpt.nn.heads.Head.__call__() got a wrong argument `x`",
+        'Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10',
     ),
-    "wrong rank": (
-        lambda: HEAD(jnp.ones((3, 10))),
-        """
-        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
-        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
-        Got: float32[3,10]
-        Reason: this array has 2 dimensions, not the 3 of the annotation.
-        """,
+    "tokens": (
+        "jgpt.nn.bigram.BigramLM.__call__() got a wrong argument `tokens`",
+        'Int[Array, "batch time"]',
     ),
-    "wrong dtype": (
-        lambda: HEAD(jnp.ones((2, 3, 10), jnp.int32)),
-        """
-        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
-        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
-        Got: int32[2,3,10]
-        Reason: this array has dtype int32, which is no Float.
-        """,
+    "key": (
+        "jgpt.generation.decoding.generate() got a wrong argument `key`",
+        'Key[Array, ""]',
     ),
-    "float tokens": (
-        lambda: MODEL(jnp.ones((2, 3))),
-        """
-        jgpt.nn.bigram.BigramLM.__call__() got a wrong argument `tokens`.
-        Expected: Int[Array, "batch time"]
-        Got: float32[2,3]
-        Reason: this array has dtype float32, which is no Int.
-        """,
+    "decode": (
+        "jgpt.data.tokenizers.ByteTokenizer.decode() got a wrong argument `tokens`",
+        'Integer[ndarray, "tokens"] | Sequence[int]',
     ),
-    "legacy PRNG key": (
-        lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=jax.random.PRNGKey(0)),
-        """
-        jgpt.generation.decoding.generate() got a wrong argument `key`.
-        Expected: Key[Array, ""]
-        Got: uint32[2]
-        Reason: this array has dtype uint32, which is no Key: jax.random.key makes one.
-        """,
+    "mask": (
+        "jgpt.nn.attention.attend() got a wrong argument `mask`",
+        'Bool[Array, "query key"] | None with query=3, key=3',
     ),
-    "mask of the wrong size": (
-        lambda: jgpt.attend(X, X, X, jgpt.causal_mask(4)),
-        """
-        jgpt.nn.attention.attend() got a wrong argument `mask`.
-        Expected: Bool[Array, "query key"] | None with query=3, key=3
-        Got: bool[4,4]
-        Reason: the size of dimension query is 4 which does not equal the existing value of 3.
-        """,
+    "context": (
+        "jgpt.nn.heads.Head.__call__() got a wrong argument `context`",
+        'Float[Array, "batch key {self.embed_dim}"] | None with batch=2, {self.embed_dim}=10',
     ),
-    "context of another batch": (
-        lambda: HEAD(X, jnp.ones((5, 3, 10))),
-        """
-        jgpt.nn.heads.Head.__call__() got a wrong argument `context`.
-        Expected: Float[Array, "batch key {self.embed_dim}"] | None with batch=2, \
-{self.embed_dim}=10
-        Got: float32[5,3,10]
-        Reason: the size of dimension batch is 5 which does not equal the existing value of 2.
-        """,
+    "head_dim": ("jgpt.nn.heads.Head.__init__() got a wrong argument `head_dim`", "int"),
+    "weights": ("HERE.averaged() got a wrong argument `weights`", 'PyTree[Float[Array, "..."]]'),
+    "tree": (
+        "HERE.alike() got a wrong argument `second`",
+        'PyTree[Float[Array, "?*shape"], "Tree"]',
     ),
-    "a NumPy array": (
-        lambda: HEAD(np.ones((2, 3, 10))),  # type: ignore[arg-type]
-        """
-        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
-        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
-        Got: float64[2,3,10]
-        Reason: this array is NumPy's, not JAX's: jnp.asarray converts it.
-        """,
+    "written": ("HERE.in_pairs() got a wrong argument `x`", 'Float[Array, "batch 2"]'),
+    "pair": (
+        "HERE.in_pairs() returned a wrong result",
+        'tuple[Float[Array, "batch"], Float[Array, "batch"]] with batch=4',
     ),
-    "a list": (
-        lambda: MODEL([[1, 2, 3]]),  # type: ignore[arg-type]
-        """
-        jgpt.nn.bigram.BigramLM.__call__() got a wrong argument `tokens`.
-        Expected: Int[Array, "batch time"]
-        Got: [[1, 2, 3]]
-        Reason: list is not an array: jnp.asarray makes one.
-        """,
+    "halves": (
+        "HERE.halves() returned a wrong result",
+        'tuple[Float[Array, "batch"], Float[Array, "time"]] with batch=2, time=3',
     ),
-    "JAX's array on the host": (
-        lambda: jgpt.ByteTokenizer().decode(jnp.arange(3)),  # type: ignore[arg-type]
-        """
-        jgpt.data.tokenizers.ByteTokenizer.decode() got a wrong argument `tokens`.
-        Expected: Integer[ndarray, "tokens"] | Sequence[int]
-        Got: int32[3]
-        Reason: this array is JAX's, not NumPy's: np.asarray converts it.
-        """,
+    "parts": (
+        "HERE.concatenated() got a wrong argument `parts`",
+        'tuple[Float[Array, "batch time"], ...]',
     ),
-    "a number on the host": (
-        lambda: jgpt.ByteTokenizer().decode(3),  # type: ignore[arg-type]
-        """
-        jgpt.data.tokenizers.ByteTokenizer.decode() got a wrong argument `tokens`.
-        Expected: Integer[ndarray, "tokens"] | Sequence[int]
-        Got: 3
-        Reason: int is not an array: np.asarray makes one.
-        """,
-    ),
-    "another library's array": (
-        lambda: HEAD(Foreign()),  # type: ignore[arg-type]
-        """
-        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
-        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
-        Got: float32[2,3,10]
-        Reason: this array is torch's, not JAX's: jnp.asarray converts it.
-        """,
-    ),
-    "no array at all": (
-        lambda: HEAD("x"),  # type: ignore[arg-type]
-        """
-        jgpt.nn.heads.Head.__call__() got a wrong argument `x`.
-        Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
-        Got: 'x'
-        Reason: str is not an array.
-        """,
-    ),
-    "a seed for a key": (
-        lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=0),  # type: ignore[arg-type]
-        """
-        jgpt.generation.decoding.generate() got a wrong argument `key`.
-        Expected: Key[Array, ""]
-        Got: 0
-        Reason: int is not an array: jax.random.key makes one.
-        """,
-    ),
-    "an Rngs for a key, which has every attribute": (
-        lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=nnx.Rngs(0)),  # type: ignore[arg-type]
-        """
-        jgpt.generation.decoding.generate() got a wrong argument `key`.
-        Expected: Key[Array, ""]
-        Got: Rngs object
-        Reason: Rngs is not an array: jax.random.key makes one.
-        """,
-    ),
-    "a size that is no int": (
-        lambda: jgpt.Head(10, 4.5, rngs=nnx.Rngs(0)),  # type: ignore[arg-type]
-        """
-        jgpt.nn.heads.Head.__init__() got a wrong argument `head_dim`.
-        Expected: int
-        Got: 4.5
-        Reason: float 4.5 not instance of int.
-        """,
-    ),
-    "a host function": (
-        lambda: jgpt.CharTokenizer("ab").encode(3),  # type: ignore[arg-type]
-        """
-        jgpt.data.tokenizers.CharTokenizer.encode() got a wrong argument `text`.
-        Expected: str
-        Got: 3
-        Reason: int 3 not instance of str.
-        """,
-    ),
-    "a leaf of a tree": (
-        lambda: averaged({"bias": jnp.ones(3), "head": {"kernel": jnp.ones((2, 3), int)}}),
-        """
-        HERE.averaged() got a wrong argument `weights`.
-        Expected: PyTree[Float[Array, "..."]]
-        Got: {'bias': float32[3], 'head': {'kernel': int32[2,3]}}
-        Reason: its leaf head.kernel is int32[2,3]: this array has dtype int32, which is no Float.
-        """,
-    ),
-    "a leaf of a tree like another": (
-        lambda: alike({"a": jnp.ones(3)}, {"a": jnp.ones(4)}),
-        """
-        HERE.alike() got a wrong argument `second`.
-        Expected: PyTree[Float[Array, "?*shape"], "Tree"]
-        Got: {'a': float32[4]}
-        Reason: its leaf a is float32[4]: the shape of its variadic dimensions '*shape' is (4,), \
-which does not equal the existing value of (3,).
-        """,
-    ),
-    "another tree": (
-        lambda: alike({"a": jnp.ones(3)}, {"b": jnp.ones(3)}),
-        """
-        HERE.alike() got a wrong argument `second`.
-        Expected: PyTree[Float[Array, "?*shape"], "Tree"]
-        Got: {'b': float32[3]}
-        Reason: its structure is not that of the tree it must match.
-        """,
-    ),
-    "a size that is written": (
-        lambda: in_pairs(jnp.ones((4, 3))),
-        """
-        HERE.in_pairs() got a wrong argument `x`.
-        Expected: Float[Array, "batch 2"]
-        Got: float32[4,3]
-        Reason: the dimension size 3 does not equal 2.
-        """,
-    ),
-    "one result of two": (
-        lambda: in_pairs(jnp.ones((4, 2))),
-        """
-        HERE.in_pairs() returned a wrong result.
-        Expected: tuple[Float[Array, "batch"], Float[Array, "batch"]] with batch=4
-        Got: (float32[4],)
-        Reason: it is not a tuple of 2.
-        """,
-    ),
-    "one of any number": (
-        lambda: concatenated((jnp.ones(3),)),
-        """
-        HERE.concatenated() got a wrong argument `parts`.
-        Expected: tuple[Float[Array, "batch time"], ...]
-        Got: (float32[3],)
-        Reason: tuple index 0 item this array has 1 dimensions, not the 2 expected by the type hint.
-        """,
-    ),
-    "a size that can't be read": (
-        lambda: Misspelt()(jnp.ones((2, 3))),
-        """
-        HERE.Misspelt.__call__() got a wrong argument `x`.
-        Expected: Float[Array, "batch {self.widht}"]
-        Got: float32[2,3]
-        Reason: AttributeError: 'Misspelt' object has no attribute 'widht'.
-        """,
-    ),
-    "one of two results": (
-        lambda: halves(jnp.ones((2, 3))),
-        """
-        HERE.halves() returned a wrong result.
-        Expected: tuple[Float[Array, "batch"], Float[Array, "time"]] with batch=2, time=3
-        Got: (float32[2], float32[2])
-        Reason: item 1 is float32[2]: the size of dimension time is 2 which does not equal the \
-existing value of 3.
-        """,
+    "misspelt": (
+        "HERE.Misspelt.__call__() got a wrong argument `x`",
+        'Float[Array, "batch {self.widht}"]',
     ),
 }
+"""What was called, and what was expected."""
 
 
-@pytest.mark.parametrize(("call", "message"), GOLDEN.values(), ids=GOLDEN)
-def test_the_message_says_what_where_and_why(call, message: str):
+def head(x):
+    return lambda: HEAD(x)
+
+
+def with_key(key):
+    return lambda: jgpt.generate(MODEL, jnp.ones((2, 3), int), 4, key=key)
+
+
+def decode(tokens):
+    return lambda: jgpt.ByteTokenizer().decode(tokens)
+
+
+ALIKE = "which does not equal the existing value of"
+GOLDEN = [
+    (
+        "head",
+        head(jnp.ones((2, 3, 12))),
+        "float32[2,3,12]",
+        "the dimension size 12 does not equal the existing value of {self.embed_dim}=10",
+    ),
+    (
+        "head",
+        head(jnp.ones((3, 10))),
+        "float32[3,10]",
+        "this array has 2 dimensions, not the 3 expected by the type hint",
+    ),
+    ("head", head(X.astype(int)), "int32[2,3,10]", "this array has dtype int32, which is no Float"),
+    (
+        "head",
+        head(np.ones((2, 3, 10))),
+        "float64[2,3,10]",
+        "ndarray is not a JAX array: jnp.asarray makes one",
+    ),
+    (
+        "head",
+        head(Foreign()),
+        "float32[2,3,10]",
+        "Foreign is not a JAX array: jnp.asarray makes one",
+    ),
+    ("head", head("x"), "'x'", "str is not a JAX array"),
+    (
+        "tokens",
+        lambda: MODEL([[1, 2, 3]]),  # type: ignore[arg-type]
+        "[[1, 2, 3]]",
+        "list is not a JAX array: jnp.asarray makes one",
+    ),
+    (
+        "key",
+        with_key(jax.random.PRNGKey(0)),
+        "uint32[2]",
+        "this array has dtype uint32, which is no Key: jax.random.key makes one",
+    ),
+    ("key", with_key(0), "0", "int is not a JAX array: jax.random.key makes one"),
+    # it has every attribute
+    (
+        "key",
+        with_key(nnx.Rngs(0)),
+        "Rngs object",
+        "Rngs is not a JAX array: jax.random.key makes one",
+    ),
+    (
+        "decode",
+        decode(jnp.arange(3)),
+        "int32[3]",
+        "ArrayImpl is not a NumPy array: np.asarray makes one",
+    ),
+    ("decode", decode(3), "3", "int is not a NumPy array: np.asarray makes one"),
+    (
+        "mask",
+        lambda: jgpt.attend(X, X, X, jgpt.causal_mask(4)),
+        "bool[4,4]",
+        f"the size of dimension query is 4 {ALIKE} 3",
+    ),
+    (
+        "context",
+        lambda: HEAD(X, jnp.ones((5, 3, 10))),
+        "float32[5,3,10]",
+        f"the size of dimension batch is 5 {ALIKE} 2",
+    ),
+    (
+        "head_dim",
+        lambda: jgpt.Head(10, 4.5, rngs=nnx.Rngs(0)),  # type: ignore[arg-type]
+        "4.5",
+        "float 4.5 not instance of int",
+    ),
+    (
+        "weights",
+        lambda: averaged({"bias": jnp.ones(3), "head": {"kernel": jnp.ones((2, 3), int)}}),
+        "{'bias': float32[3], 'head': {'kernel': int32[2,3]}}",
+        "its leaf head.kernel is int32[2,3]: this array has dtype int32, which is no Float",
+    ),
+    (
+        "tree",
+        lambda: alike({"a": jnp.ones(3)}, {"a": jnp.ones(4)}),
+        "{'a': float32[4]}",
+        "its leaf a is float32[4]: the shape of its variadic dimensions '*shape' is (4,), "
+        f"{ALIKE} (3,)",
+    ),
+    (
+        "tree",
+        lambda: alike({"a": jnp.ones(3)}, {"b": jnp.ones(3)}),
+        "{'b': float32[3]}",
+        "its structure is not that of the tree it must match",
+    ),
+    (
+        "written",
+        lambda: in_pairs(jnp.ones((4, 3))),
+        "float32[4,3]",
+        "the dimension size 3 does not equal 2 as expected by the type hint",
+    ),
+    ("pair", lambda: in_pairs(jnp.ones((4, 2))), "(float32[4],)", "it is not a tuple of 2"),
+    (
+        "halves",
+        lambda: halves(jnp.ones((2, 3))),
+        "(float32[2], float32[2])",
+        f"item 1 is float32[2]: the size of dimension time is 2 {ALIKE} 3",
+    ),
+    # beartype's own check, of any number
+    (
+        "parts",
+        lambda: concatenated((jnp.ones(3),)),
+        "(float32[3],)",
+        "tuple index 0 item this array has 1 dimensions, not the 2 expected by the type hint",
+    ),
+    (
+        "misspelt",
+        lambda: Misspelt()(jnp.ones((2, 3))),
+        "float32[2,3]",
+        "AttributeError: 'Misspelt' object has no attribute 'widht'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("subject", "call", "got", "reason"), GOLDEN)
+def test_the_message_says_what_where_and_why(subject, call, got, reason):
+    what, expected = SUBJECTS[subject]
     with pytest.raises(TypeCheckError) as caught:
         call()
-    assert str(caught.value) == textwrap.dedent(message).strip().replace("HERE", __name__)
+    message = f"{what}.\nExpected: {expected}\nGot: {got}\nReason: {reason}."
+    assert str(caught.value) == message.replace("HERE", __name__)
 
 
 def test_there_is_one_traceback_and_the_reason_is_its_last_line():

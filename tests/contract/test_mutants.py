@@ -10,8 +10,7 @@ import pytest
 
 import jgpt
 from tests.contract.edits import Editor
-from tests.contract.mutants import kind_of, mutants
-from tests.contract.summary import summary
+from tests.contract.mutants import kind_of, mutants, summary
 
 SOURCE = """
 @typed
@@ -64,7 +63,7 @@ def test_every_edit_of_the_package_is_python():
         path.relative_to(package).as_posix(): path.read_bytes() for path in package.rglob("*.py")
     }
     edits = mutants([])
-    kinds = [kind_of(edit) for edit in edits]
+    kinds = [kind_of(edit.kind) for edit in edits]
     assert kinds.count("contract") > 1500
     assert kinds.count("value") > 500
     assert len(set(map(str, edits))) == len(edits)
@@ -88,19 +87,18 @@ def test_a_sample_of_mutants_is_killed():
 
 
 def test_a_report_s_summary_counts_by_module():
-    report = {
-        "command": "python -m tests.contract.mutants",
-        "killed": {"nn/loss.py:f3 axis: a -> b": "killed by x", "nn/loss.py:f9 axis: a -> b": ""},
-        "score": {"value": "2/3", "value: axis": "2/2"},
-        "survivors": ["data/dataset.py:g sign: -a -> a"],
-        "not_tried": ["nn/loss.py:f8 sign: -a -> a"],
-        "equivalent": {"nn/loss.py:f5 where: a -> b": "both are zero"},
+    outcomes = {
+        "nn/loss.py:f axis: a -> b": "killed by x",
+        "nn/loss.py:g axis: a -> b": "killed: it ran for long",
+        "data/dataset.py:g sign: -a -> a": "survived",
+        "nn/loss.py:f sign: -a -> a": "not tried",
+        "nn/loss.py:f where: a -> b": "equivalent: both are zero",
     }
-    lines = summary([report]).splitlines()
-    assert "    python -m tests.contract.mutants" in lines
+    lines = summary({"commands": ["python -m tests"], "outcomes": outcomes}).splitlines()
+    assert "    python -m tests" in lines
     assert "| data/dataset.py | 1 | 0 | 1 | 0 | 0 |" in lines
     assert "| nn/loss.py | 4 | 2 | 0 | 1 | 1 |" in lines
     assert "| all | 5 | 2 | 1 | 1 | 1 |" in lines
-    assert any(line.endswith("value 2/3, value: axis 2/2.") for line in lines)
+    assert any(line.endswith("value 2/3, value: axis 2/2, value: sign 0/1.") for line in lines)
     assert "- 1: both are zero" in lines
     assert lines[-1] == "- `data/dataset.py:g sign: -a -> a`"

@@ -111,7 +111,7 @@ def test_vmap_hides_its_axis_from_the_contract(axis: int):
         return x.sum()
 
     assert jax.eval_shape(jax.vmap(total, in_axes=axis), jnp.ones((3, 5))).shape == ((3, 5)[axis],)
-    with pytest.raises(TypeCheckError, match="not the 1 of the annotation"):
+    with pytest.raises(TypeCheckError, match="not the 1 expected by the type hint"):
         jax.eval_shape(jax.vmap(total, in_axes=axis), jnp.ones((3, 5, 2)))
 
 
