@@ -22,7 +22,7 @@ test-all: $(VENV)/installed-test
 
 # compilers for TPUs and GPUs have an environment of their own: where they are, JAX looks for the hardware
 test-ahead: $(AHEAD)/installed
-	JAX_PLATFORMS=cpu $(AHEAD)/bin/python -m pytest tests/training/test_ahead.py
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(AHEAD)/bin/python -m pytest tests/training/test_ahead.py
 
 test-matrix:
 	.ci/test-matrix | tee benchmarks/results/test_matrix.md

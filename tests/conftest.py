@@ -7,13 +7,16 @@ import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# programs of tests are small and run once: compiling them is what takes time
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 import hypothesis
 import jax
 import pytest
 
 LARGE_WORKER = 1_400_000_000  # bytes: two of them leave room on a laptop of 8 GB
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # so that what asks for "the" device can be seen to take another; commands that tests start have one
 jax.config.update("jax_num_cpu_devices", 8)
 
