@@ -467,7 +467,7 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     for name, value in values.items():
         nested: Any = hints.get(name)
-        if dataclasses.is_dataclass(nested):
+        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
             value = _from_dict(nested, value)
         fields[name] = tuple(value) if isinstance(value, list) else value
     return kind(**fields)

@@ -270,6 +270,8 @@ def _is_shaped(value: Any) -> bool:
 
 def _array_mismatch(hint: Any, value: Any) -> str:
     """jaxtyping's reason, except where it lists dtypes or names classes."""
+    import jax
+
     reason = _mismatch(hint, value)
     kind = hint.__name__.partition("[")[0]
     advice = ": jax.random.key makes one" if kind == "Key" else ""
@@ -277,7 +279,8 @@ def _array_mismatch(hint: Any, value: Any) -> str:
         on_host = hint.array_type is np.ndarray
         if _is_shaped(value) or isinstance(value, (list, tuple, int, float)):
             advice = advice or f": {'np' if on_host else 'jnp'}.asarray makes one"
-        return f"{type(value).__name__} is not a {'NumPy' if on_host else 'JAX'} array{advice}"
+        given = "a JAX array" if isinstance(value, jax.Array) else type(value).__name__
+        return f"{given} is not a {'NumPy' if on_host else 'JAX'} array{advice}"
     return re.sub(", not .* as expected.*", f", which is no {kind}{advice}", reason)
 
 

@@ -168,7 +168,7 @@ GOLDEN = [
         "decode",
         decode(jnp.arange(3)),
         "int32[3]",
-        "ArrayImpl is not a NumPy array: np.asarray makes one",
+        "a JAX array is not a NumPy array: np.asarray makes one",
     ),
     ("decode", decode(3), "3", "int is not a NumPy array: np.asarray makes one"),
     (
