@@ -169,7 +169,8 @@ def plain(text: str | None) -> str | None:
 
 def require_documentation(app: Sphinx, page: nodes.document) -> None:
     for thing in page.findall(desc):
-        if not thing[-1].children:
+        # a field that is only a name and a type may say enough
+        if thing["objtype"] != "attribute" and not thing[-1].children:
             logger.warning("%s has no documentation", thing[0]["fullname"], location=thing)
 
 

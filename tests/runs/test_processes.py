@@ -298,7 +298,7 @@ def test_at_the_start_a_number_comes_once_and_garbage_is_nobody():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--distributed", "--dry-run"), "a plan is one process's: leave out --distributed and"),
+        (("--distributed", "--dry-run"), "a plan is for one process: leave out --distributed and"),
         (("--processes", "2"), "give --coordinator HOST:PORT, --processes N and --process I, all"),
         (("--coordinator", "a:1", "--process", "0"), "give --coordinator HOST:PORT, --processes N"),
         (("--coordinator", "a", "--processes", "2", "--process", "0"), "the processes can't be"),
