@@ -172,7 +172,6 @@ def rows() -> list[Row]:
 HEADER: list[str] = ["what", "theirs", "jgpt", "ratio", "target"]
 README_ROWS = (
     *("train step, nanoGPT's CPU setting, float32", "whole command to loss 1.886"),
-    "`shakespeare-best`, test loss in windows of 256, five seeds",
     "tokens/s sampled in float32, 124M, batch 1, beside CTranslate2",
     "peak memory of training, nanoGPT's CPU setting",
 )
