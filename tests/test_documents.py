@@ -190,6 +190,21 @@ def test_commands_can_be_typed(page, runs):
                     worked(*words, cwd=runs)
 
 
+INLINE = {
+    (path, line)
+    for path in [*PAGES, *(ROOT / "notebooks").glob("*.ipynb")]
+    for line in re.findall(r"`(jgpt [a-z]+ [^`\\]*--[a-z][^`\\]*)`", path.read_text())
+}
+
+
+@pytest.mark.usefixtures("parse_only")
+@pytest.mark.parametrize(("page", "line"), sorted(INLINE), ids=lambda it: str(it)[-30:])
+def test_commands_within_a_text_have_options_that_exist(page, line, runs):
+    """What is left out, as a value or --out, may be refused."""
+    said = command(*(jgpt_words(line) or ()), cwd=runs).stderr
+    assert "unknown option" not in said, said
+
+
 @pytest.fixture
 def place(tmp_path, shakespeare, poem) -> Path:
     """A folder with the files that the commands read."""
