@@ -9,8 +9,8 @@ name of the comparison.
   128 features, block 64, batch 12); its batch, forward, backward, clipping and AdamW
 - time_to_loss: whole commands on tiny Shakespeare. nanoGPT trains its CPU setting (its README), to
   about 1.886 by its own estimate over 20 batches, and `jgpt train nanogpt-cpu` the same; `jgpt
-  train` the default preset, for a few steps, to an exact loss at least as good, and for as many as
-  end before nanoGPT does. None draws a sample at the end. Each round has a seed
+  train modern-cpu` for a few steps, to an exact loss at least as good, and for as many as end
+  before nanoGPT does; `jgpt train` the default preset. None draws a sample. Each round has a seed
 - memory: peak memory of nanoGPT's CPU setting in both, of a first run of jgpt, which compiles, and
   of preparing a large text, which is generated in a minute or two
 - startup: `jgpt --help`, and `jgpt train` to its first step, with and without a compilation cache
@@ -18,7 +18,7 @@ name of the comparison.
   exponent of time over floating-point operations is 1 where growth is linear
 - scan_layers: what a step takes to compile, in seconds of processor time, and to run, with a loop
   and with a scan over the blocks
-- ablation: the exact loss of the default preset and of single changes of it, all with as many steps
+- ablation: the exact loss of `modern-cpu` and of single changes of it, all with as many steps
   and the same seeds, of which each round has one; the schedule ends with the steps
 - narrow_loss: nanoGPT's CPU setting in float32 and in bfloat16. A seed decides parameters and
   batches, so the two runs of a round differ by rounding alone
@@ -127,8 +127,9 @@ def time_to_loss(options: Options, folder: Path) -> list[Variant]:
     return [
         trained_by_nanogpt("nanoGPT", check_out(options.nanogpt, folder), *CPU_SETTING),
         trained_by_jgpt("jgpt nanogpt-cpu", "nanogpt-cpu"),
-        trained_by_jgpt("to the loss", "--steps", options.short_steps),
-        trained_by_jgpt("to nanoGPT's end", "--steps", options.steps),
+        trained_by_jgpt("to the loss", "modern-cpu", "--steps", options.short_steps),
+        trained_by_jgpt("to nanoGPT's end", "modern-cpu", "--steps", options.steps),
+        trained_by_jgpt("the default preset"),
     ]
 
 
@@ -235,7 +236,7 @@ def scan_layers(options: Options, folder: Path) -> list[Variant]:
 
 
 def ablation(options: Options, folder: Path) -> list[Variant]:
-    its = evaluated_once(options)
+    its = "modern-cpu", *evaluated_once(options)
     return [trained_by_jgpt(name, *its, *change.split()) for name, change in CHANGES.items()]
 
 

@@ -72,6 +72,15 @@ def command_rows() -> Iterator[Row]:
         "",
         f"1.47{' (missed)' if mean > 1.47 else ''}",
     )
+    if default := measured.get("the default preset"):
+        mean = statistics.mean(default["validation_loss"])
+        yield (
+            "whole command, the default preset to its end, five seeds",
+            f"{spread(theirs, '.0f')} s",
+            f"{spread(default['seconds'], '.0f')} s, to {mean:.3f} "
+            f"(sd {statistics.stdev(default['validation_loss']):.3f})",
+            *ratio(statistics.median(default["seconds"]) / statistics.median(theirs), 1.3),
+        )
     if same := measured.get("jgpt nanogpt-cpu"):
         yield (
             "whole command, nanoGPT's CPU setting in both",

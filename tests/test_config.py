@@ -339,7 +339,8 @@ def test_an_unknown_preset_gets_a_suggestion_and_the_list():
 PARAMETERS = {
     "bigram": 65 * 65,
     "lecture": 209_729,
-    # its parts: blocks, tokens and head, n-grams, shortcut
+    # their parts: blocks, tokens and head, norms; n-grams, shortcut
+    "modern": 4 * 12 * 96**2 + 2 * 65 * 96 + (2 * 4 + 1) * 96,
     "modern-cpu": 4 * 12 * 96**2 + 2 * 65 * 96 + 3 * 8192 * 96 + 4,
     "shakespeare-best": 4 * 12 * 96**2 + 2 * 65 * 96 + 3 * 8192 * 96 + 4,
     "nanogpt-cpu": 4 * (12 * 128**2 + 2 * 128) + (65 + 64 + 1) * 128,

@@ -61,17 +61,22 @@ GPT2 = """
     run: batch_size=480 steps=600_000 micro_batches='auto' steps_per_call=10 eval_interval=2000
     run: eval_tokens=1_048_576
     """
-# what benchmarks/ablation.md found; the softcap and the rates are modded-nanogpt's
-MODERN = """
-    model: num_heads=3 embed_dim=96 block_size=256 activation='relu_squared'
-    model: tie_embeddings=False positions='rotary' norm='rms' norm_scale=False qk_norm=True
-    model: attention_scale=0.12 attention_window=32 ngram_sizes=(2,3,4) ngram_dropout=0.2
-    model: zero_init=True embedding_shortcut=True logit_softcap=15.0
-    """
-MODERN_CPU = f"""{MODERN}
+# what lesson 11 teaches; the rates are modded-nanogpt's and benchmarks/ablation.md's
+MUON = """
     optimizer: optimizer='muon' muon_learning_rate=0.012 muon_weight_decay=0.1
     optimizer: learning_rate=8e-3 embedding_learning_rate=0.04 min_learning_rate=0.0
     optimizer: schedule='wsd' warmup_steps=0 beta1=0.8 beta2=0.95 gradient_clip=0.0
+    """
+PLAIN = """
+    model: num_heads=3 embed_dim=96 activation='relu_squared' tie_embeddings=False
+    model: positions='rotary' norm='rms' qk_norm=True zero_init=True
+    """
+# what benchmarks/ablation.md found; the softcap is modded-nanogpt's
+MODERN = f"""{PLAIN}
+    model: block_size=256 norm_scale=False attention_scale=0.12 attention_window=32
+    model: ngram_sizes=(2,3,4) ngram_dropout=0.2 embedding_shortcut=True logit_softcap=15.0
+    """
+MODERN_CPU = f"""{MODERN}{MUON}
     run: batch_size=8 steps=1700 eval_interval=425
     """
 CHANGES = {
@@ -110,6 +115,11 @@ CHANGES = {
     optimizer: learning_rate=0.02 min_learning_rate=0.0 warmup_steps=0 weight_decay=0.0
     optimizer: gradient_clip=0.0
     run: batch_size=128 steps=4000 eval_interval=1000 steps_per_call=200
+    """,
+    "modern": f"""{PLAIN}{MUON}
+    model: block_size=128
+    optimizer: decay_fraction=0.75
+    run: batch_size=16 steps=2000 eval_interval=500
     """,
     "modern-cpu": MODERN_CPU,
     # what `benchmarks/shakespeare_best.py` trains
@@ -164,4 +174,4 @@ def test_a_rate_meets_the_tokens_a_step_that_it_was_published_with(name):
 
 def test_the_defaults_are_nanogpt_s_and_the_rest_is_off():
     assert dict(flat(TrainConfig())) == REST | NANOGPT_CPU
-    assert DEFAULT_PRESET == "modern-cpu"
+    assert DEFAULT_PRESET == "modern"
