@@ -1,9 +1,10 @@
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from .contracts import LEGEND, check, record, typed
+from .contracts import LEGEND, TypedCall, check, record, typed, watching
 from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
 from .generation.decoding import generate
 from .generation.text import generate_text, stream_text
 from .hardware import Platform, current_platform
+from .inside import ShapeTrace, capture, edit, shape_trace
 from .interop.huggingface import load_gpt2, load_hf, save_gpt2, save_hf
 from .nn.attention import attend, attention_weights, causal_mask
 from .nn.bigram import BigramLM
@@ -37,14 +38,18 @@ __all__ = [
     "Platform",
     "Progress",
     "Run",
+    "ShapeTrace",
     "TrainConfig",
+    "TypedCall",
     "attend",
     "attention_weights",
+    "capture",
     "causal_mask",
     "check",
     "create_model",
     "cross_entropy",
     "current_platform",
+    "edit",
     "fit",
     "for_platform",
     "generate",
@@ -56,7 +61,9 @@ __all__ = [
     "record",
     "save_gpt2",
     "save_hf",
+    "shape_trace",
     "stream_text",
     "typed",
+    "watching",
     "with_int8_weights",
 ]

@@ -1,4 +1,4 @@
-"""The shape contract: `@typed`, `check`, `record`, and the legend of dimension names.
+"""The shape contract: `@typed`, `check`, `record`, `watching`, the legend of dimension names.
 
 Shapes are checked when a function is traced or called eagerly, never inside a compiled step.
 `JAXTYPING_DISABLE=1` in the environment switches every check off.
@@ -13,7 +13,8 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -96,6 +97,56 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     return wrapper
 
 
+@dataclasses.dataclass(frozen=True)
+class TypedCall:
+    """A call of a `@typed` function, as `watching` hears of it."""
+
+    path: str
+    """The module's path in the outermost module called, and what is called unless it is the
+    module: `blocks.1.attention`, `blocks.1.attention.merge_heads`, `hidden`. The model itself is
+    the empty path."""
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    """By name, `self` and defaults included."""
+    annotations: dict[str, Any]
+    """By name; that of the result is `return`."""
+
+
+Watch = Callable[[TypedCall], Callable[[Any], Any] | None]
+_WATCHES: ContextVar[tuple[Watch, ...]] = ContextVar("watches", default=())
+_Place = tuple[str, dict[int, tuple[str, Any]]]  # a path; path and module by the module's id
+_PLACE: ContextVar[_Place] = ContextVar("place", default=("", {}))
+
+
+@contextlib.contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Within it, `watch` hears of every typed call of this thread, before the function runs.
+
+    It may return a function of the result, whose own result takes its place and is checked like
+    any other. Of nested watchers the outer one hears first, and the inner one sees the result
+    first. Under `jit` a call is heard when it is traced: a program that is cached is not heard.
+    A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`.
+    Raises ValueError where checks are switched off, since nothing is heard then.
+    """
+    if config.jaxtyping_disable or not __debug__:
+        raise ValueError("watching needs the shape checks, which are switched off")
+    before = _WATCHES.set((*_WATCHES.get(), watch))
+    try:
+        yield
+    finally:
+        _WATCHES.reset(before)
+
+
+@contextlib.contextmanager
+def place(path: str) -> Iterator[None]:
+    """The path of modules that the outermost one doesn't hold, as copies in a transformation."""
+    before = _PLACE.set((path, _PLACE.get()[1]))
+    try:
+        yield
+    finally:
+        _PLACE.reset(before)
+
+
 def check(value: Result, annotation: Any) -> Result:
     """Check an intermediate against the sizes bound by the enclosing `@typed` call; return it.
 
@@ -172,7 +223,10 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
                     what = f"{subject} got a wrong argument `{name}`"
                     return None, _error(what, hints[name], value, reason)
         try:
-            result = function(*args, **kwargs)
+            if watches := _WATCHES.get():
+                result = _watched(watches, function, bound, hints)
+            else:
+                result = function(*args, **kwargs)
         except Exception as error:
             return None, error
         if reason := mismatch_of_result(result):
@@ -182,6 +236,43 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # of what braces may name
     return jaxtyped(call, typechecker=None)
+
+
+def _watched(
+    watches: tuple[Watch, ...],
+    function: Callable[..., Any],
+    bound: inspect.BoundArguments,
+    hints: dict[str, Any],
+) -> Any:
+    """Call a function; tell the watches, and let them replace the result."""
+    path, modules = _placed(bound.arguments.get("self"))
+    name = "" if function.__name__ == "__call__" else function.__name__
+    whole = ".".join(filter(None, (path, name)))
+    leaves = [watch(TypedCall(whole, function, bound.arguments, hints)) for watch in watches]
+    before = _PLACE.set((path, modules))
+    try:
+        result = function(*bound.args, **bound.kwargs)
+    finally:
+        _PLACE.reset(before)
+    for leave in reversed(leaves):
+        result = result if leave is None else leave(result)
+    return result
+
+
+def _placed(module: Any) -> _Place:
+    """The path of a module, or of the one that calls a function, and all modules known there."""
+    from flax import nnx
+
+    path, modules = _PLACE.get()
+    if not isinstance(module, nnx.Module):
+        return path, modules
+    if id(module) not in modules:
+        found = (
+            (".".join(map(str, (path, *at) if path else at)), it)
+            for at, it in nnx.iter_modules(module)
+        )
+        modules = modules | {id(it): (at, it) for at, it in found}
+    return modules[id(module)][0], modules
 
 
 def _mismatcher(hint: Any) -> _Mismatch:

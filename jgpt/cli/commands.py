@@ -37,6 +37,7 @@ from jgpt.durable import write_file
 from jgpt.presets import PRESETS
 
 Run = Annotated[str, Shown("RUN", "The run directory.", positional=True)]
+What = Annotated[str, Shown("PRESET|RUN", positional=True)]
 Image = Annotated[str, Shown("FILE", "The image to write: .png or .svg.")]
 Probability = Annotated[float | None, Shown("P")]
 Texts = Annotated[tuple[str, ...], Shown("TEXT", once=True)]
@@ -251,9 +252,20 @@ def eval_(
     ]
 
 
-def info(
-    what: Annotated[str, Shown("PRESET|RUN", positional=True)], mesh: MeshOption = None
-) -> Lines:
+def _config_of(what: str) -> TrainConfig:
+    """The config of a preset or a run directory."""
+    from jgpt.runs.directory import RunDirectory
+
+    if what in PRESETS:
+        return PRESETS[what][1]
+    if Path(what).exists():
+        return RunDirectory.open(what).config()
+    raise ValueError(
+        f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
+    )
+
+
+def info(what: What, mesh: MeshOption = None) -> Lines:
     """Show the parameters, bytes, FLOPs and training memory of a model.
 
     Args:
@@ -264,17 +276,9 @@ def info(
         from jgpt.hardware import current_platform, memory_limit
         from jgpt.nn.models import flops_per_token, parts_of
         from jgpt.nn.precision import run_for_platform
-        from jgpt.runs.directory import RunDirectory
         from jgpt.training import plan
 
-        if what in PRESETS:
-            config = PRESETS[what][1]
-        elif Path(what).exists():
-            config = RunDirectory.open(what).config()
-        else:
-            raise ValueError(
-                f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
-            )
+        config = _config_of(what)
         if mesh is not None:
             return describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
@@ -293,6 +297,46 @@ def info(
         parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
         lines.append(f"training memory at batch_size={config.batch_size}{parts}: {memory}")
     return lines
+
+
+def shapes(
+    what: What,
+    batch: int | None = None,
+    time: int | None = None,
+    depth: int = 3,
+    decode: bool = False,
+    train: bool = False,
+    json: bool = False,
+) -> Lines:
+    """Show the forward pass as a tree of calls, with the shape of each result.
+
+    Args:
+        what: A preset's name or a run directory.
+        batch: Sequences; by default any number, written b.
+        time: Positions; by default any number, written t.
+        depth: Levels of the tree.
+        decode: Trace one step of decoding, over a KV cache.
+        train: Trace a train step.
+        json: Print one JSON object.
+    """
+    for name, value in (("batch", batch), ("time", time), ("depth", depth)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be positive")
+    if decode and train:
+        raise ValueError("decode=True and train=True are two pictures: give one")
+    with importing():
+        from jgpt.inside import with_symbols
+        from jgpt.training.shapes import trace_decode, trace_forward, trace_train
+
+        config = dataclasses.replace(_config_of(what), micro_batches=1)
+        trace = trace_decode if decode else trace_train if train else trace_forward
+        most = config.model.block_size
+        first, second = (batch or 2, time or max(most - 1, 1)), (batch or 3, time or most)
+        traced = trace(config, *first)
+        if first != second:
+            symbols = {"b": (first[0], second[0]), "t": (first[1], second[1])}
+            traced = with_symbols(traced, trace(config, *second), symbols)
+    return [dumps(traced.as_json())] if json else traced.lines(depth)
 
 
 def plot(
@@ -484,7 +528,21 @@ def presets() -> Lines:
     return describe_presets(width)
 
 
-_all = train, plan, sample, eval_, info, plot, attention, look, prepare, import_, export, presets
+_all = (
+    train,
+    plan,
+    sample,
+    eval_,
+    info,
+    shapes,
+    plot,
+    attention,
+    look,
+    prepare,
+    import_,
+    export,
+    presets,
+)
 COMMANDS: dict[str, Callable[..., Lines | None]] = {
     command.__name__.rstrip("_"): command for command in _all
 }

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import typed
+from jgpt.contracts import place, typed
 from jgpt.nn.cache import KVCache
 from jgpt.sharding import remembering, shard_by_name, stacked
 
@@ -39,7 +39,8 @@ def run_blocks(
         )
 
     def call(block, x, rngs):  # not Block.__call__: a subclass may override it
-        return block(x, rngs=rngs)
+        with place("blocks.*"):  # a copy that rematerialisation makes, once for all blocks
+            return block(x, rngs=rngs)
 
     run = remembering(call, nothing=config.rematerialise)
     embedded, states = x, []
@@ -79,7 +80,9 @@ def _scanned(
         (x, drawn), (weights, scale) = carry, layer
         x = x if scale is None else x + scale * embedded
         rngs = nnx.merge(streams, drawn)
-        y = shard_by_name(nnx.merge(graph, weights)(x, rngs=rngs), "batch", "time", None)
+        with place("blocks.*"):
+            y = nnx.merge(graph, weights)(x, rngs=rngs)
+        y = shard_by_name(y, "batch", "time", None)
         return (y, nnx.to_pure_dict(nnx.state(rngs))), x
 
     call = remembering(call, nothing=config.rematerialise, scanned=True)

@@ -1,0 +1,297 @@
+"""Inside a call: results captured and edited by their path, and the tree of shapes."""
+
+import dataclasses
+import html
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import AbstractArray
+
+from jgpt.config import did_you_mean
+from jgpt.contracts import TypedCall, typed, watching
+from jgpt.sharding import current_mesh
+
+
+@typed
+def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
+    """A function that calls the model and returns results of typed calls inside, by their path.
+
+    `blocks.1.attention` is a module, `blocks.1.attention.merge_heads` a function that it calls;
+    `*` stands for any one part. Further calls of a path are numbered: `split_heads[1]`. Blocks
+    run in turn, whatever the config says. Raises ValueError for a path that nothing has, and
+    under a mesh.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        if not current_mesh().empty:
+            raise ValueError("capture results without a mesh: there, each device has a part")
+        found: dict[str, Any] = {}
+        patterns = _Patterns(paths)
+
+        def watch(call: TypedCall) -> Callable[[Any], Any] | None:
+            def keep(result: Any) -> Any:
+                calls = sum(name.partition("[")[0] == call.path for name in found)
+                found[call.path + f"[{calls}]" * (calls > 0)] = result
+                return result
+
+            return keep if patterns.match(call.path) else None
+
+        with watching(watch):
+            _in_turn(model)(*args, **kwargs)
+        patterns.require_all_heard()
+        return found
+
+    return call
+
+
+@typed
+def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Callable[..., Any]:
+    """A function that calls the model with results inside replaced by functions of them.
+
+    Paths are those of `capture`. What replaces a result is checked like it. Raises ValueError for a
+    path that nothing has.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        patterns = _Patterns(edits)
+
+        def watch(call: TypedCall) -> Callable[[Any], Any] | None:
+            its = patterns.match(call.path)
+            return None if its is None else edits[its]
+
+        with watching(watch):
+            result = _in_turn(model)(*args, **kwargs)
+        patterns.require_all_heard()
+        return result
+
+    return call
+
+
+def _in_turn(model: nnx.Module) -> Any:
+    """The model with blocks in a loop, where a result belongs to no inner trace."""
+    config = getattr(model, "config", None)
+    options = {"scan_layers": False, "rematerialise": False}
+    if config is None or not any(getattr(config, name, False) for name in options):
+        return model
+    copy: Any = nnx.merge(*nnx.split(model))
+    copy.config = dataclasses.replace(config, **options)
+    return copy
+
+
+class _Patterns:
+    """Paths with wildcards, and which of them were heard."""
+
+    def __init__(self, patterns: Any) -> None:
+        self.unheard = dict.fromkeys(patterns)
+        self.expressions = {
+            pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+            for pattern in self.unheard
+        }
+        self.paths: set[str] = set()
+
+    def match(self, path: str) -> str | None:
+        """The first pattern of a path."""
+        self.paths.add(path)
+        for pattern, expression in self.expressions.items():
+            if expression.fullmatch(path):
+                self.unheard.pop(pattern, None)
+                return pattern
+        return None
+
+    def require_all_heard(self) -> None:
+        for pattern in self.unheard:
+            raise ValueError(
+                f"no typed call has the path {pattern!r}{did_you_mean(pattern, self.paths)}"
+            )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array's dtype and dimensions; a dimension's name is empty for an expression."""
+
+    dtype: str
+    dimensions: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        if not self.dimensions and " " in self.dtype:
+            return self.dtype
+        sizes = " ".join(f"{name}={size}" if name else str(size) for name, size in self.dimensions)
+        return f"{self.dtype}[{sizes}]"
+
+
+@dataclass
+class ShapeTrace:
+    """A typed call and those inside it. It prints as a tree, in a notebook as HTML."""
+
+    path: str
+    name: str
+    arguments: dict[str, list[Shape]]
+    results: list[Shape] = field(default_factory=list)
+    calls: list["ShapeTrace"] = field(default_factory=list)
+
+    def lines(self, depth: int | None = None) -> list[str]:
+        """The tree to a depth: what is called, and the shapes of its results."""
+        given = ", ".join(
+            f"{name}: {', '.join(map(str, shapes))}" for name, shapes in self.arguments.items()
+        )
+        rows = self._rows(0, depth, "")[1:]
+        rows.append((0, "result", self.results))
+        width = max(2 * level + len(name) for level, name, shapes in rows if shapes)
+        lines = [f"{self.name}({given})"]
+        for level, name, shapes in rows:
+            label = "  " * level + name
+            lines += [f"{label:<{width}}  {shape}" for shape in shapes[:1]] or [label]
+            lines += [f"{'':<{width}}  {shape}" for shape in shapes[1:]]
+        return lines
+
+    def _rows(self, level: int, depth: int | None, path: str) -> list[tuple[int, str, list[Shape]]]:
+        rows = [(level, self.name.removeprefix(f"{path}."), self.results)]
+        if depth is None or level < depth:
+            inside = self.path if self.path == self.name else path
+            for call, others in _alike(self.calls):
+                rows += call._rows(level + 1, depth, inside)
+                if others:
+                    to = f" to {others[-1].rpartition('.')[2]}" * (len(others) > 1)
+                    rows.append((level + 1, f"{others[0]}{to}: alike", []))
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def as_json(self) -> dict[str, Any]:
+        """The tree as plain data."""
+        return dataclasses.asdict(self)
+
+
+@typed
+def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ShapeTrace:
+    """The tree of typed calls in a call, with the shapes of arguments and results.
+
+    Arguments are arrays or `jax.ShapeDtypeStruct`; nothing is computed. A method or function
+    that only passes work on to modules is left out. Raises ValueError if nothing in it is typed.
+    """
+    root = ShapeTrace("", getattr(function, "__name__", type(function).__name__), {})
+    stack, in_module = [root], [False]
+
+    def watch(call: TypedCall) -> Callable[[Any], Any]:
+        owner, name = call.arguments.get("self"), call.function.__name__
+        if is_module := name == "__call__":
+            name = call.path or type(owner).__name__
+        shapes = {
+            each: shapes_of(call.annotations.get(each), value)
+            for each, value in call.arguments.items()
+        }
+        given = {each: its for each, its in shapes.items() if its}
+        traced = ShapeTrace(call.path, name, given)
+        stack.append(traced)
+        in_module.append(in_module[-1] or isinstance(owner, nnx.Module))
+
+        def leave(result: Any) -> Any:
+            traced.results = shapes_of(call.annotations.get("return"), result)
+            stack.pop()
+            calls_modules = any(it.path == it.name for it in traced.calls)
+            passes_on = in_module.pop() and not is_module and calls_modules
+            is_super = is_module and len(stack) > 1 and stack[-1].name == traced.name
+            is_private = not is_module and name.startswith("_")
+            if passes_on or is_super or is_private or not traced.results:
+                stack[-1].calls += traced.calls
+            else:
+                stack[-1].calls.append(traced)
+            return result
+
+        return leave
+
+    def trace(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+
+    with watching(watch):
+        jax.eval_shape(trace, *args, **kwargs)
+    if not root.calls:
+        raise ValueError(f"{root.name} makes no typed call: decorate functions with @jgpt.typed")
+    return root.calls[0] if len(root.calls) == 1 else root
+
+
+def shapes_of(annotation: Any, value: Any) -> list[Shape]:
+    """The shapes of the arrays in a value, with the dimension names of its annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
+        if not hasattr(value, "shape"):
+            return []
+        dtype = "key" if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value.dtype.name
+        return [Shape(dtype, tuple(_dimensions(annotation.dim_str.split(), value.shape)))]
+    if leaf := getattr(annotation, "leaftype", None):
+        shapes = [shape for each in jax.tree.leaves(value) for shape in shapes_of(leaf, each)]
+        return shapes if len(shapes) < 4 else [Shape(f"{len(shapes)} arrays", ())]
+    parts = get_args(annotation)
+    if isinstance(value, tuple) and len(parts) == len(value):
+        return [shape for each in zip(parts, value, strict=True) for shape in shapes_of(*each)]
+    found = (shapes_of(part, value) for part in parts)
+    return next((shapes for shapes in found if shapes), [])
+
+
+def _dimensions(names: list[str], sizes: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    several = len(sizes) - len(names) + 1  # the dimensions of a name such as *batch
+    remaining = list(sizes)
+    for name in names:
+        plain = re.sub(r"^[*#?]*\{?(?:\w+\.)*(\w+)\}?$", r"\1", name).lstrip("?*#")
+        if name.lstrip("?").startswith(("*", "...")):
+            for size in remaining[:several]:
+                yield plain if several == 1 and name != "..." else "", size
+            del remaining[:several]
+        else:
+            yield plain if re.fullmatch(r"\w+(\*\w+)?", plain) else "", remaining.pop(0)
+
+
+def _alike(calls: list[ShapeTrace]) -> Iterator[tuple[ShapeTrace, list[str]]]:
+    """Each call, with the names of those right after it that are alike but for a number."""
+    while calls:
+        first, *calls = calls
+        others = []
+        while calls and first.name != calls[0].name and _unnumbered(calls[0]) == _unnumbered(first):
+            others.append(calls.pop(0).name)
+        yield first, others
+
+
+def _unnumbered(trace: ShapeTrace) -> str:
+    return re.sub(r"\.\d+\b", ".*", repr(trace))
+
+
+def with_symbols(
+    first: ShapeTrace, second: ShapeTrace, symbols: Mapping[str, tuple[int, int]]
+) -> ShapeTrace:
+    """A trace whose sizes are named where they differ from those of another trace.
+
+    `symbols` has the two sizes of each name. Other sizes that differ are `?`.
+    """
+    named = {sizes: name for name, sizes in symbols.items()}
+    one, other = (math.prod(sizes) for sizes in zip(*symbols.values(), strict=True))
+    named[one, other] = "*".join(symbols)
+    named |= {(a + 1, b + 1): f"{name}+1" for name, (a, b) in symbols.items()}
+
+    def merged(one: list[Shape], other: list[Shape]) -> list[Shape]:
+        return [
+            Shape(
+                a.dtype,
+                tuple(
+                    (name, size if size == its else named.get((size, its), "?"))
+                    for (name, size), (_, its) in zip(a.dimensions, b.dimensions, strict=True)
+                ),
+            )
+            for a, b in zip(one, other, strict=True)
+        ]
+
+    arguments = {
+        name: merged(shapes, second.arguments[name]) for name, shapes in first.arguments.items()
+    }
+    calls = [with_symbols(*both, symbols) for both in zip(first.calls, second.calls, strict=True)]
+    return ShapeTrace(
+        first.path, first.name, arguments, merged(first.results, second.results), calls
+    )

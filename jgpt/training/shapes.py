@@ -1,0 +1,40 @@
+"""Shapes of a forward pass, a step of decoding and a train step, traced without computing."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jgpt.config import TrainConfig
+from jgpt.inside import ShapeTrace, shape_trace
+from jgpt.nn.models import abstract_model
+from jgpt.training.step import abstract_state, make_train_steps
+
+
+def trace_forward(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
+    """The forward pass of `batch` sequences of `time` tokens."""
+    graph, weights = nnx.split(abstract_model(config.model))
+    tokens = jax.ShapeDtypeStruct((batch, time), jnp.int32)
+
+    def forward(weights, tokens):
+        return nnx.merge(graph, weights)(tokens)
+
+    return shape_trace(forward, weights, tokens)
+
+
+def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
+    """One token more for each of `batch` sequences, over a KV cache of `time` positions."""
+    graph, weights = nnx.split(abstract_model(config.model))
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+
+    def decode(weights, tokens):
+        model = nnx.merge(graph, weights)
+        return model(tokens, cache=model.empty_cache(batch, time))
+
+    return shape_trace(decode, weights, tokens)
+
+
+def trace_train(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
+    """A train step over `batch` windows of `time` targets."""
+    windows = jax.ShapeDtypeStruct((1, batch, time + 1), jnp.int32)
+    key, count = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(1)))
+    return shape_trace(make_train_steps(config), abstract_state(config), windows, key, count)

@@ -1,0 +1,304 @@
+"""What happens inside a call: watched, captured, edited, and drawn as a tree of shapes."""
+
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxtyping import Array, Float, TypeCheckError
+
+import jgpt
+from jgpt import TypedCall
+from jgpt.inside import with_symbols
+from jgpt.nn.attention import split_heads
+from tests.commands import refused, worked
+from tests.models import random_gpt
+
+TOKENS = jnp.arange(10).reshape(2, 5)
+FAMILIES = ["lecture", "gpt2", "modern", "qwen3"]
+
+
+def model_of(family: str = "lecture", **changes: object) -> jgpt.GPT:
+    return random_gpt(family, num_layers=3, vocab_size=17, block_size=8, **changes)
+
+
+def heard(function, *args) -> list[TypedCall]:
+    calls: list[TypedCall] = []
+    with jgpt.watching(calls.append):
+        function(*args)
+    return calls
+
+
+def edited_by_hand(model: jgpt.GPT, tokens: jax.Array, edit) -> jax.Array:
+    """The logits with the result of the second block's attention replaced."""
+    x = embedded = model.embed(tokens)
+    for i, block in enumerate(model.blocks):
+        x = x if model.shortcut is None else x + model.shortcut[i] * embedded
+        attended = block.attention(block.attention_norm(x))
+        x = x + (edit(attended) if i == 1 else attended)
+        x = x + block.feed_forward(block.feed_forward_norm(x))
+    return model.logits(model.final_norm(x))
+
+
+# --- watching ------------------------------------------------------------------------------------
+
+
+def test_a_watch_hears_of_each_call_with_its_path_and_arguments():
+    model = model_of()
+    calls = heard(model, TOKENS)
+    assert (calls[0].path, calls[0].arguments["self"]) == ("", model)
+    assert calls[0].arguments["tokens"] is TOKENS
+    assert calls[0].annotations["return"].dim_str == "batch time {self.vocab_size}"
+    paths = [call.path for call in calls]
+    expected = "hidden", "embed", "blocks.1", "blocks.1.attention", "final_norm", "logits"
+    assert [path for path in dict.fromkeys(paths) if path in expected] == [*expected]
+    (query,) = (call for call in calls if call.path == "blocks.2.attention.query")
+    assert query.arguments["self"] is model.blocks[2].attention.query
+    assert paths.count("blocks.0.attention.split_heads") == 3
+
+
+ways = pytest.mark.parametrize(
+    ("changes", "block"),
+    [
+        ({}, "blocks.1"),
+        ({"rematerialise": True}, "blocks.*"),
+        ({"scan_layers": True}, "blocks.*"),
+        ({"scan_layers": True, "rematerialise": True}, "blocks.*"),
+    ],
+)
+
+
+@ways
+def test_paths_within_transformations(changes, block):
+    graph, weights = nnx.split(model_of(**changes))
+
+    def loss(weights, tokens):
+        return nnx.merge(graph, weights)(tokens).sum()
+
+    for function in (
+        loss,
+        jax.jit(loss),
+        jax.grad(loss),
+        lambda weights, tokens: jax.vmap(loss, (None, 0))(weights, tokens[:, None]),
+    ):
+        paths = [call.path for call in heard(function, weights, TOKENS)]
+        assert paths.count(f"{block}.attention") == 1
+        others = {path for path in paths if path.startswith("blocks") and "." in path}
+        assert f"{block}.feed_forward.expansion" in others
+        assert ("blocks.2.attention" in others) == (block == "blocks.1")
+
+
+def test_a_cached_program_is_not_heard_and_decoding_is():
+    model = model_of()
+    forward = jax.jit(lambda tokens: model(tokens))
+    assert heard(forward, TOKENS)
+    assert not heard(forward, TOKENS)
+    cache = model.empty_cache(2)
+    paths = [call.path for call in heard(lambda: model(TOKENS[:, :1], cache=cache))]
+    assert "blocks.2.attention.attend_over_cache" in paths
+
+
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True}])
+def test_a_watch_that_replaces_nothing_changes_no_program(changes):
+    graph, weights = nnx.split(model_of(**changes))
+
+    def lowered() -> str:
+        return (
+            jax.jit(lambda w, tokens: nnx.merge(graph, w)(tokens)).lower(weights, TOKENS).as_text()
+        )
+
+    alone = lowered()
+    with jgpt.watching(lambda call: None):
+        assert lowered() == alone
+    with jgpt.watching(lambda call: jnp.negative if call.path == "logits" else None):
+        assert lowered() != alone
+
+
+def test_of_nested_watches_the_inner_one_sees_a_result_first():
+    told = []
+
+    def watch(name, number):
+        def hear(call):
+            told.append(name)
+            return lambda result: number(told.append(f"{name} {float(result[0, 0])}") or result)
+
+        return hear
+
+    mask_free = jnp.ones((1, 1))
+    with (
+        jgpt.watching(watch("outer", lambda x: x + 1)),
+        jgpt.watching(watch("inner", lambda x: 3 * x)),
+    ):
+        assert float(jgpt.attention_weights(mask_free, mask_free)[0, 0]) == 4
+    assert told == ["outer", "inner", "inner 1.0", "outer 3.0"]
+
+
+def test_other_threads_are_not_heard():
+    calls: list[TypedCall] = []
+    with jgpt.watching(calls.append):
+        thread = threading.Thread(target=jgpt.causal_mask, args=(3,))
+        thread.start()
+        thread.join()
+    assert not calls
+
+
+def test_the_error_of_a_watch_goes_through_as_it_is():
+    def fail(call):
+        raise KeyError("mine")
+
+    with jgpt.watching(fail), pytest.raises(KeyError, match=r"^'mine'$"):
+        jgpt.causal_mask(3)
+    assert jgpt.causal_mask(1).all()
+
+
+def test_watching_needs_the_checks(monkeypatch):
+    monkeypatch.setattr("jgpt.contracts.config.jaxtyping_disable", True)
+    with pytest.raises(ValueError, match="switched off"), jgpt.watching(lambda call: None):
+        pass
+
+
+# --- capture and edit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "rematerialise": True}])
+def test_captured_results_are_those_of_the_modules(family, changes):
+    model = model_of(family, **changes)
+    found = jgpt.capture(model, "blocks.*", "blocks.*.attention", "logits")(TOKENS)
+    assert list(found) == [
+        *(f"blocks.{i}{end}" for i in range(3) for end in (".attention", "")),
+        "logits",
+    ]
+    model = model_of(family)
+    *inputs, _ = model.hidden_states(TOKENS)
+    for i, (block, x) in enumerate(zip(model.blocks, inputs, strict=True)):
+        attended = block.attention(block.attention_norm(x))
+        np.testing.assert_allclose(found[f"blocks.{i}.attention"], attended, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(found["logits"], model(TOKENS), rtol=2e-5, atol=2e-6)
+
+
+def test_further_calls_of_a_path_are_numbered():
+    model = model_of()
+    found = jgpt.capture(model, "blocks.0.attention.split_heads")(TOKENS)
+    assert list(found) == [f"blocks.0.attention.split_heads{end}" for end in ("", "[1]", "[2]")]
+    attention = model.blocks[0].attention
+    x = model.blocks[0].attention_norm(model.embed(TOKENS))
+    value = split_heads(attention.value(x), attention.num_heads)
+    np.testing.assert_array_equal(found["blocks.0.attention.split_heads[2]"], value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "rematerialise": True}])
+def test_an_edit_equals_doing_it_by_hand(family, changes):
+    model = model_of(family, **changes)
+    for edit in (jnp.zeros_like, lambda x: x.at[:, 2, 3].add(1.0)):
+        edited = jgpt.edit(model, {"blocks.1.attention": edit})(TOKENS)
+        by_hand = edited_by_hand(model_of(family), TOKENS, edit)
+        np.testing.assert_allclose(edited, by_hand, rtol=2e-5, atol=2e-6)
+        assert np.abs(edited - model(TOKENS)).max() > 1e-3
+
+
+def test_a_head_is_switched_off_before_heads_are_merged():
+    model = model_of()
+    attention = model.blocks[1].attention
+    off = {"blocks.1.attention.attend_windowed": lambda heads: heads.at[:, 0].set(0)}
+    kernel = attention.projection.kernel
+    expected = jgpt.edit(model, off)(TOKENS)
+    kernel.set_value(kernel[...].at[: attention.head_dim].set(0))
+    np.testing.assert_allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_patch_of_another_prompt_under_jit_and_grad():
+    """Patching the whole residual stream gives the other prompt's logits."""
+    model, other = model_of(), (TOKENS + 3) % 17
+    graph, weights = nnx.split(model)
+    (stream,) = jgpt.capture(model, "blocks.2")(other).values()
+
+    def patched(weights):
+        return jgpt.edit(nnx.merge(graph, weights), {"blocks.2": lambda x: stream})(TOKENS)
+
+    expected = model(other)
+    np.testing.assert_allclose(jax.jit(patched)(weights), expected, rtol=1e-5, atol=1e-6)
+    gradients = jax.grad(lambda weights: patched(weights).sum())(weights)
+    assert jnp.abs(gradients["blocks"][0]["attention"]["query"]["kernel"][...]).max() == 0
+    assert jnp.abs(gradients["final_norm"]["scale"][...]).max() > 0
+
+
+def test_what_can_t_be_captured_or_edited_is_refused():
+    model = model_of()
+    with pytest.raises(
+        ValueError, match=r"'block.1.attention' \(did you mean 'blocks.1.attention'\?\)"
+    ):
+        jgpt.capture(model, "block.1.attention")(TOKENS)
+    with pytest.raises(ValueError, match=r"no typed call has the path 'blocks\.7'"):
+        jgpt.edit(model, {"blocks.7": jnp.zeros_like})(TOKENS)
+    with pytest.raises(TypeCheckError, match=r"(?s)MultiHeadAttention.*wrong result.*time is 3"):
+        jgpt.edit(model, {"blocks.1.attention": lambda x: x[:, :3]})(TOKENS)
+    with (
+        jax.set_mesh(jax.make_mesh((1,), ("data",))),
+        pytest.raises(ValueError, match="without a mesh"),
+    ):
+        jgpt.capture(model, "logits")(TOKENS)
+
+
+# --- the tree of shapes --------------------------------------------------------------------------
+
+
+@jgpt.typed
+def scale(x: Float[Array, "batch features"], by: float) -> Float[Array, "batch features"]:
+    return x * by
+
+
+@jgpt.typed
+def split(
+    x: Float[Array, "batch features"],
+) -> tuple[Float[Array, "batch {x.shape[-1]//2}"], Float[Array, "..."]]:
+    x = scale(scale(x, 2.0), 3.0)
+    return x[:, : x.shape[-1] // 2], x[:, x.shape[-1] // 2 :]
+
+
+def test_a_trace_of_code_of_one_s_own():
+    trace = jgpt.shape_trace(split, jax.ShapeDtypeStruct((3, 8), jnp.bfloat16))
+    expected = """split(x: bfloat16[batch=3 features=8])
+  scale  bfloat16[batch=3 features=8]
+  scale  bfloat16[batch=3 features=8]
+result   bfloat16[batch=3 4]
+         bfloat16[3 4]"""
+    assert str(trace) == expected
+    assert trace._repr_html_() == f"<pre>{expected}</pre>"
+    assert json.loads(json.dumps(trace.as_json()))["calls"][1]["arguments"].keys() == {"x"}
+    other = jgpt.shape_trace(split, jnp.ones((5, 10), jnp.bfloat16))
+    named = with_symbols(trace, other, {"b": (3, 5), "f": (8, 10)})
+    assert named.lines(1)[-2] == "result   bfloat16[batch=b ?]"
+    with pytest.raises(ValueError, match="abs makes no typed call"):
+        jgpt.shape_trace(jnp.abs, jnp.ones(3))
+
+
+def test_a_model_s_tree_has_the_sizes_of_its_arrays():
+    model = model_of(num_heads=2, embed_dim=12)
+    lines = jgpt.shape_trace(model, TOKENS).lines(2)
+    assert lines[0] == "GPT(tokens: int32[batch=2 time=5])"
+    assert "  blocks.1 to 2: alike" in lines
+    (attention,) = (line for line in lines if line.startswith("    attention "))
+    assert attention.split(None, 1)[1] == "float32[batch=2 time=5 embed_dim=12]"
+    assert lines[-1].split() == ["result", "float32[batch=2", "time=5", "vocab_size=17]"]
+
+
+def test_the_command_draws_any_batch_and_length(trained):
+    said = worked("shapes", "modern").splitlines()
+    assert said[0] == "GPT(tokens: int32[batch=b time=t])"
+    assert "      merge_heads          float32[batch=b time=t heads*value_dim=96]" in said
+    assert max(map(len, said)) <= 80
+    assert "batch=2 time=5 vocab_size=65" in worked("shapes", "tiny", "--batch", 2, "--time", 5)
+    assert "attend_over_cache" in worked("shapes", "tiny", "--decode")
+    assert "cross_entropy_from" in worked("shapes", "tiny", "--train", "--depth", 3)
+    data = json.loads(worked("shapes", trained.directory, "--json"))
+    assert (data["name"], data["arguments"]["tokens"][0]["dtype"]) == ("GPT", "int32")
+    assert "99 tokens are more than block_size=16" in refused("shapes", "tiny", "--time", 99)
+    assert "--depth 0 must be positive" in refused("shapes", "tiny", "--depth", 0)
+    assert "--decode and --train are two pictures" in refused(
+        "shapes", "tiny", "--decode", "--train"
+    )
