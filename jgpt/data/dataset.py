@@ -1,11 +1,13 @@
 """Datasets: load and split a text as tokens, or prepare one that is larger than memory."""
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -14,10 +16,11 @@ from jgpt.config import DataConfig, missing_case
 from jgpt.contracts import record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
-from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
+from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer, tokenizer_from_json
 from jgpt.durable import new_directory
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
+NANOGPT = "train.bin", "val.bin"
 DECODED_AT_ONCE = 1 << 20
 
 
@@ -63,35 +66,44 @@ def load_dataset(
     from the known text.
     """
     text_digest = None
-    prepared = [source for source in config.data if Path(source, INDEX_FILE).is_file()]
+    prepared = [source for source in config.data if _has_tokens(Path(source))]
     if prepared:
+        path, given = Path(prepared[0]), tokenizer
         if len(config.data) > 1:
-            raise ValueError(f"prepared data {prepared[0]} can't be mixed with other data")
-        given = tokenizer
-        tokens, tokenizer = _open_prepared(Path(prepared[0]))
+            raise ValueError(f"prepared data {path} can't be mixed with other data")
+        if (path / INDEX_FILE).is_file():
+            parts, tokenizer = _open_prepared(path)
+        else:
+            parts, tokenizer = _open_nanogpt(path, config, given)
         if given is not None and given.to_json() != tokenizer.to_json():
-            raise ValueError(f"{prepared[0]} was prepared with another tokenizer: prepare it again")
+            raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
     else:
+        if tokenizer is None and config.tokenizer == "gpt2":
+            tokenizer = _make_tokenizer(config, tuple)
+        read = functools.partial(read_text, config.data, **_how(config, tokenizer), warn=warn)
+        wanted = known and known.digest
         try:
-            text = read_text(config.data, universal_newlines=config.universal_newlines, warn=warn)
+            text, text_digest = _read(read, wanted)
         except FileNotFoundError as error:
             if known is None:
                 raise
             raise FileNotFoundError(
                 f"{error}; if the run's text has moved, train it with resume=True data=PLACE"
             ) from None
-        text_digest = hashlib.sha256(text.encode()).hexdigest()
         if known is not None and known.digest is not None:
             # before a tokenizer fails to encode another text
             _require_known(config, known, "", text_digest, known.digest)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
-        tokens = tokenizer.encode(text)
-    digest = _digest(tokens)
+        parts = [tokenizer.encode(text)]
+    digest = _digest(parts)
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
-    first = int(len(tokens) * (1 - config.held_out_fraction))
-    second = int(len(tokens) * (1 - config.test_fraction))
-    train, validation, test = tokens[:first], tokens[first:second], tokens[second:]
+    if len(parts) == 1:
+        (tokens,) = parts
+        first = int(len(tokens) * (1 - config.held_out_fraction))
+        second = int(len(tokens) * (1 - config.test_fraction))
+        parts = [tokens[:first], tokens[first:second], tokens[second:]]
+    train, validation, test = parts
     for name, split in (("training", train), ("validation", validation), ("test", test)):
         if len(split) <= block_size and (name != "test" or config.test_fraction):
             raise ValueError(
@@ -99,6 +111,24 @@ def load_dataset(
                 "and its targets: use more text or a smaller block_size"
             )
     return Dataset(train, validation, test, tokenizer, digest, text_digest)
+
+
+def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """How a text is read: its end separates documents where the tokenizer has a token for it."""
+    has_end = isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None
+    how = {"universal_newlines": config.universal_newlines, "field": config.data_field}
+    return how | {"separator": END_OF_TEXT if has_end else "\n"}
+
+
+def _read(read: Callable[..., str], wanted: str | None) -> tuple[str, str]:
+    """A text and its SHA-256; the plain text, as earlier versions read it, if that is wanted."""
+    if wanted is not None:
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            text = read(plain=True)
+            if hashlib.sha256(text.encode()).hexdigest() == wanted:
+                return text, wanted
+    text = read()
+    return text, hashlib.sha256(text.encode()).hexdigest()
 
 
 @typed
@@ -132,7 +162,10 @@ def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message:
     The folder holds the tokens as uint16 or uint32, the tokenizer and an index. It appears whole or
     not at all.
     """
-    read = functools.partial(text_chunks, config.data, universal_newlines=config.universal_newlines)
+
+    def read(tokenizer: Tokenizer | None = None, **how: Any) -> Iterable[str]:
+        return text_chunks(config.data, **_how(config, tokenizer), **how)
+
     for source in config.data:
         if Path(source).is_fifo():
             raise ValueError(f"{source} can be read only once: save its text to a file first")
@@ -140,7 +173,7 @@ def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message:
         tokenizer, count = _make_tokenizer(config, read), 0
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         with (partial / TOKENS_FILE).open("wb") as file:
-            for chunk in read(warn=warn):
+            for chunk in read(tokenizer, warn=warn):
                 tokens = tokenizer.encode(chunk).astype(dtype)
                 file.write(tokens.tobytes())
                 count += len(tokens)
@@ -150,15 +183,15 @@ def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message:
     return count
 
 
-@typed
-def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer]:
+def _has_tokens(path: Path) -> bool:
+    return path.suffix == ".bin" or any((path / name).is_file() for name in (INDEX_FILE, *NANOGPT))
+
+
+def _open_prepared(directory: Path) -> tuple[list[np.ndarray], Tokenizer]:
     path = directory / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: prepare the text again")
-    try:
-        tokenizer = tokenizer_from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    tokenizer = _read_tokenizer(path)
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
@@ -171,14 +204,54 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
             f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
             "prepare it again"
         )
+    return [_open_tokens(path, dtype, tokenizer)], tokenizer
+
+
+def _open_nanogpt(
+    path: Path, config: DataConfig, tokenizer: Tokenizer | None
+) -> tuple[list[np.ndarray], Tokenizer]:
+    """The tokens of a .bin, or of a folder's train.bin and val.bin and an empty test split."""
+    files = [path / name for name in NANOGPT] if path.is_dir() else [path]
+    beside = files[0].with_name(TOKENIZER_FILE)
+    if tokenizer is None and config.tokenizer in ("gpt2", "byte"):
+        tokenizer = _make_tokenizer(config, tuple)
+    elif tokenizer is None and beside.is_file():
+        tokenizer = _read_tokenizer(beside)
+    if tokenizer is None:
+        raise ValueError(
+            f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give "
+            "tokenizer=gpt2 and tokenizer_files"
+        )
+    parts = [_open_tokens(file, np.dtype(np.uint16), tokenizer) for file in files]
+    if len(parts) == 1:
+        return parts, tokenizer
+    if config.test_fraction:
+        raise ValueError(f"{path} is split already: test_fraction must be 0")
+    return [*parts, parts[1][:0]], tokenizer
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return tokenizer_from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+@typed
+def _open_tokens(
+    path: Path, dtype: np.dtype, tokenizer: Tokenizer
+) -> Integer[np.ndarray, " tokens"]:
+    size = path.stat().st_size
+    if size % dtype.itemsize or not size:
+        raise ValueError(f"{path} has {size} bytes, which are no {dtype} tokens")
     tokens = np.memmap(path, dtype, mode="r")
-    largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, count, 1 << 24))
+    largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
     if largest >= tokenizer.vocab_size:
         raise ValueError(
             f"{path} contains token {largest}, outside its tokenizer's vocabulary of "
             f"{tokenizer.vocab_size}: prepare it again"
         )
-    return tokens, tokenizer
+    return tokens
 
 
 def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
@@ -196,9 +269,9 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
             missing_case("tokenizer", config.tokenizer, __file__)
 
 
-@typed
-def _digest(tokens: Integer[np.ndarray, " tokens"]) -> str:
+def _digest(parts: Sequence[np.ndarray]) -> str:
     digest = hashlib.sha256()
-    for start in range(0, len(tokens), 1 << 24):
-        digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
+    for tokens in parts:
+        for start in range(0, len(tokens), 1 << 24):
+            digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
     return digest.hexdigest()
