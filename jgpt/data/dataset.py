@@ -4,8 +4,10 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,21 @@ from jaxtyping import Integer
 from jgpt.config import DataConfig, missing_case
 from jgpt.contracts import record, typed
 from jgpt.data import tokenizers
-from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
-from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer, tokenizer_from_json
-from jgpt.durable import new_directory
+from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
+from jgpt.data.tokenizers import (
+    END_OF_TEXT,
+    BPETokenizer,
+    Tokenizer,
+    encode_each,
+    tokenizer_from_json,
+)
+from jgpt.durable import new_directory, write_file
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
 NANOGPT = "train.bin", "val.bin"
+DONE_FILE = "done.json"
+"""The characters and tokens that are prepared, while others aren't."""
+SECONDS_BETWEEN_SAVES = 2.0
 DECODED_AT_ONCE = 1 << 20
 
 
@@ -156,31 +167,69 @@ def _require_known(config: DataConfig, known: KnownText, of: str, found: str, wa
     )
 
 
-def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message: None) -> int:
+def prepare(
+    config: DataConfig,
+    directory: Path,
+    *,
+    warn: Warn = lambda message: None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> int:
     """Tokenize text of any size into a folder to train from; return the number of tokens.
 
     The folder holds the tokens as uint16 or uint32, the tokenizer and an index. It appears whole or
-    not at all.
+    not at all. What a killed process has prepared of the same text is continued. `progress` is
+    called with the fraction that was read.
     """
-
-    def read(tokenizer: Tokenizer | None = None, **how: Any) -> Iterable[str]:
-        return text_chunks(config.data, **_how(config, tokenizer), **how)
-
     for source in config.data:
         if Path(source).is_fifo():
             raise ValueError(f"{source} can be read only once: save its text to a file first")
-    with new_directory(directory) as partial:
-        tokenizer, count = _make_tokenizer(config, read), 0
+    files, bytes_read = source_files(config.data), 0
+    size = sum(size for _, size, _ in files) * (1 + (config.tokenizer in ("char", "bpe")))
+
+    def advance(count: int) -> None:
+        nonlocal bytes_read
+        bytes_read += count
+        progress(bytes_read / max(size, bytes_read))
+
+    def read(tokenizer: Tokenizer | None = None, **how: Any) -> Iterable[str]:
+        return text_chunks(config.data, **_how(config, tokenizer), advance=advance, **how)
+
+    content = json.dumps([asdict(config), files, corpus_versions(config.data)])
+    with new_directory(directory, hashlib.sha256(content.encode()).hexdigest()[:8]) as partial:
+        kept, done_file = partial / TOKENIZER_FILE, partial / DONE_FILE
+        if kept.is_file():
+            tokenizer, bytes_read = _read_tokenizer(kept), size - sum(size for _, size, _ in files)
+        else:
+            tokenizer = _make_tokenizer(config, read)
+            write_file(kept, tokenizer.to_json())
+        done, count = json.loads(done_file.read_text()) if done_file.is_file() else (0, 0)
+        if done:
+            warn(f"continuing after the {count:,} tokens of a process that was stopped")
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        with (partial / TOKENS_FILE).open("wb") as file:
-            for chunk in read(tokenizer, warn=warn):
-                tokens = tokenizer.encode(chunk).astype(dtype)
-                file.write(tokens.tobytes())
-                count += len(tokens)
+        with (partial / TOKENS_FILE).open("ab") as file:
+            file.truncate(count * dtype.itemsize)
+            saved = time.monotonic()
+            chunks = _without(read(tokenizer, warn=warn), done)
+            for length, tokens in encode_each(tokenizer, chunks):
+                file.write(tokens.astype(dtype).tobytes())
+                done, count = done + length, count + len(tokens)
+                if time.monotonic() > saved + SECONDS_BETWEEN_SAVES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    write_file(done_file, json.dumps([done, count]))
+                    saved = time.monotonic()
+        done_file.unlink(missing_ok=True)
         index = {"dtype": dtype.name, "tokens": count}
-        (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
         (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
     return count
+
+
+def _without(chunks: Iterable[str], done: int) -> Iterator[str]:
+    """Chunks without the first `done` characters."""
+    for chunk in chunks:
+        if done < len(chunk):
+            yield chunk[done:]
+        done = max(done - len(chunk), 0)
 
 
 def _has_tokens(path: Path) -> bool:

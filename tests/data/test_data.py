@@ -331,7 +331,7 @@ def test_of_two_that_prepare_one_folder_the_second_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(dataset_module, "text_chunks", meanwhile)
     with pytest.raises(FileExistsError, match="out already exists: choose another directory"):
         prepare(slow, out)
-    tokens, tokenizer = dataset_module._open_prepared(out)
+    (tokens,), tokenizer = dataset_module._open_prepared(out)
     assert tokenizer.decode(np.asarray(tokens)) == "fast!"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "out", "out.partial", "s"]
 

@@ -1,4 +1,4 @@
-"""Text as people have it: JSON lines, Parquet, packed text, folders of it, and nanoGPT's tokens."""
+"""Text as people have it, and its tokens as nanoGPT has them."""
 
 import dataclasses
 import gzip
