@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,15 @@ def load_dataset(
         if len(config.data) > 1:
             raise ValueError(f"prepared data {path} can't be mixed with other data")
         if (path / INDEX_FILE).is_file():
-            parts, tokenizer = _open_prepared(path)
+            tokens, tokenizer = _open_prepared(path)
+            held_out = tokens[:0]
         else:
-            parts, tokenizer = _open_nanogpt(path, config, given)
+            tokenizer = given or _nanogpt_tokenizer(path, config)
+            files = [path / name for name in NANOGPT] if path.is_dir() else [path]
+            tokens, *others = (_open_tokens(it, np.dtype(np.uint16), tokenizer) for it in files)
+            held_out = others[0] if others else tokens[:0]
+            if others and config.test_fraction:
+                raise ValueError(f"{path} is split already: test_fraction must be 0")
         if given is not None and given.to_json() != tokenizer.to_json():
             raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
     else:
@@ -105,16 +111,17 @@ def load_dataset(
             # before a tokenizer fails to encode another text
             _require_known(config, known, "", text_digest, known.digest)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
-        parts = [tokenizer.encode(text)]
-    digest = _digest(parts)
+        tokens = tokenizer.encode(text)
+        held_out = tokens[:0]
+    digest = _digest(tokens, held_out)
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
-    if len(parts) == 1:
-        (tokens,) = parts
+    if len(held_out):
+        train, validation, test = tokens, held_out, held_out[:0]
+    else:
         first = int(len(tokens) * (1 - config.held_out_fraction))
         second = int(len(tokens) * (1 - config.test_fraction))
-        parts = [tokens[:first], tokens[first:second], tokens[second:]]
-    train, validation, test = parts
+        train, validation, test = tokens[:first], tokens[first:second], tokens[second:]
     for name, split in (("training", train), ("validation", validation), ("test", test)):
         if len(split) <= block_size and (name != "test" or config.test_fraction):
             raise ValueError(
@@ -210,9 +217,9 @@ def prepare(
             file.truncate(count * dtype.itemsize)
             saved = time.monotonic()
             chunks = _without(read(tokenizer, warn=warn), done)
-            for length, tokens in encode_each(tokenizer, chunks):
-                file.write(tokens.astype(dtype).tobytes())
-                done, count = done + length, count + len(tokens)
+            for length, data in encode_each(tokenizer, chunks, dtype):
+                file.write(data)
+                done, count = done + length, count + len(data) // dtype.itemsize
                 if time.monotonic() > saved + SECONDS_BETWEEN_SAVES:
                     file.flush()
                     os.fsync(file.fileno())
@@ -236,7 +243,8 @@ def _has_tokens(path: Path) -> bool:
     return path.suffix == ".bin" or any((path / name).is_file() for name in (INDEX_FILE, *NANOGPT))
 
 
-def _open_prepared(directory: Path) -> tuple[list[np.ndarray], Tokenizer]:
+@typed
+def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer]:
     path = directory / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: prepare the text again")
@@ -253,30 +261,20 @@ def _open_prepared(directory: Path) -> tuple[list[np.ndarray], Tokenizer]:
             f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
             "prepare it again"
         )
-    return [_open_tokens(path, dtype, tokenizer)], tokenizer
+    return _open_tokens(path, dtype, tokenizer), tokenizer
 
 
-def _open_nanogpt(
-    path: Path, config: DataConfig, tokenizer: Tokenizer | None
-) -> tuple[list[np.ndarray], Tokenizer]:
-    """The tokens of a .bin, or of a folder's train.bin and val.bin and an empty test split."""
-    files = [path / name for name in NANOGPT] if path.is_dir() else [path]
-    beside = files[0].with_name(TOKENIZER_FILE)
-    if tokenizer is None and config.tokenizer in ("gpt2", "byte"):
-        tokenizer = _make_tokenizer(config, tuple)
-    elif tokenizer is None and beside.is_file():
-        tokenizer = _read_tokenizer(beside)
-    if tokenizer is None:
-        raise ValueError(
-            f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give "
-            "tokenizer=gpt2 and tokenizer_files"
-        )
-    parts = [_open_tokens(file, np.dtype(np.uint16), tokenizer) for file in files]
-    if len(parts) == 1:
-        return parts, tokenizer
-    if config.test_fraction:
-        raise ValueError(f"{path} is split already: test_fraction must be 0")
-    return [*parts, parts[1][:0]], tokenizer
+def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
+    """The tokenizer that the config names, or the one beside the tokens."""
+    if config.tokenizer in ("gpt2", "byte"):
+        return _make_tokenizer(config, tuple)
+    beside = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
+    if beside.is_file():
+        return _read_tokenizer(beside)
+    raise ValueError(
+        f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give "
+        "tokenizer=gpt2 and tokenizer_files"
+    )
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
@@ -318,9 +316,12 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
             missing_case("tokenizer", config.tokenizer, __file__)
 
 
-def _digest(parts: Sequence[np.ndarray]) -> str:
+@typed
+def _digest(
+    tokens: Integer[np.ndarray, " tokens"], held_out: Integer[np.ndarray, " held_out"]
+) -> str:
     digest = hashlib.sha256()
-    for tokens in parts:
-        for start in range(0, len(tokens), 1 << 24):
-            digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
+    for part in (tokens, held_out):
+        for start in range(0, len(part), 1 << 24):
+            digest.update(part[start : start + (1 << 24)].astype("<u4").tobytes())
     return digest.hexdigest()

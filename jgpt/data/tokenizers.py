@@ -252,17 +252,20 @@ class BPETokenizer:
 Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 
 
-def encode_each(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[int, np.ndarray]]:
-    """The length and the tokens of each text, encoded in threads that are a few texts ahead."""
+def encode_each(
+    tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype
+) -> Iterator[tuple[int, bytes]]:
+    """The length of each text and its tokens as bytes, by threads that are a few texts ahead."""
     if isinstance(tokenizer, BPETokenizer):
         tokenizer._fast  # made once, not by each thread  # noqa: B018
     threads, texts = min(os.cpu_count() or 1, MAX_THREADS), iter(texts)
     with ThreadPoolExecutor(threads) as pool:
-        submit = lambda text: (len(text), pool.submit(tokenizer.encode, text))  # noqa: E731
+        encode = lambda text: tokenizer.encode(text).astype(dtype).tobytes()  # noqa: E731
+        submit = lambda text: (len(text), pool.submit(encode, text))  # noqa: E731
         waiting = deque(map(submit, islice(texts, threads + 2)))
         while waiting:
-            length, tokens = waiting.popleft()
-            yield length, tokens.result()
+            length, data = waiting.popleft()
+            yield length, data.result()
             waiting.extend(map(submit, islice(texts, 1)))
 
 

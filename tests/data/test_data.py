@@ -307,7 +307,7 @@ def test_a_digest_is_of_all_tokens():
     """More of them than are hashed at once."""
     tokens = (np.arange((1 << 24) + 3) % 60_000).astype(np.uint16)
     expected = hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()
-    assert dataset_module._digest([tokens[:9], tokens[9:]]) == expected
+    assert dataset_module._digest(tokens[:-9], tokens[-9:]) == expected
 
 
 def test_prepared_data_goes_with_nothing_else(prepared):
@@ -331,7 +331,7 @@ def test_of_two_that_prepare_one_folder_the_second_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(dataset_module, "text_chunks", meanwhile)
     with pytest.raises(FileExistsError, match="out already exists: choose another directory"):
         prepare(slow, out)
-    (tokens,), tokenizer = dataset_module._open_prepared(out)
+    tokens, tokenizer = dataset_module._open_prepared(out)
     assert tokenizer.decode(np.asarray(tokens)) == "fast!"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "out", "out.partial", "s"]
 

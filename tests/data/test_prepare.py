@@ -82,10 +82,10 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, tokenizer):
         file.write(b"abc")
     encoded, encode_each = [], dataset_module.encode_each
 
-    def counted(tokenizer, chunks):
-        for length, tokens in encode_each(tokenizer, chunks):
+    def counted(*its):
+        for length, data in encode_each(*its):
             encoded.append(length)
-            yield length, tokens
+            yield length, data
 
     monkeypatch.setattr(dataset_module, "encode_each", counted)
     if tokenizer == "bpe":  # it was trained already
@@ -144,8 +144,10 @@ def test_a_text_of_one_line_is_prepared_in_parts(tmp_path, monkeypatch):
     config = DataConfig((str(tmp_path / "line.txt"),), True, "bpe", 270)
     lengths, encode_each = [], dataset_module.encode_each
 
-    def measured(tokenizer, chunks):
-        yield from encode_each(tokenizer, (lengths.append(len(it)) or it for it in chunks))
+    def measured(*its):
+        for length, data in encode_each(*its):
+            lengths.append(length)
+            yield length, data
 
     monkeypatch.setattr(dataset_module, "encode_each", measured)
     prepare(config, tmp_path / "out")
