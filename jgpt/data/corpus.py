@@ -250,9 +250,7 @@ class _CountingFile(io.FileIO):
         return count
 
 
-def _unpacked(
-    file: BinaryIO, packed: str, path: Path
-) -> tuple[BinaryIO, tuple[type[Exception], ...]]:
+def _unpacked(file: BinaryIO, packed: str, path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
     """A file without its compression, and the errors of damaged data."""
     if packed == ".gz":
         return gzip.GzipFile(fileobj=file), (EOFError, gzip.BadGzipFile, zlib.error)

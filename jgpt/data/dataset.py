@@ -76,31 +76,30 @@ def load_dataset(
     Raises ValueError or OSError for text that can't be read or encoded, is too short, or differs
     from the known text.
     """
-    text_digest = None
-    prepared = [source for source in config.data if _has_tokens(Path(source))]
+    text_digest, held_out = None, np.zeros(0, np.int32)
+    is_text = known is not None and known.digest is not None
+    prepared = [source for source in config.data if _has_tokens(Path(source), is_text)]
     if prepared:
         path, given = Path(prepared[0]), tokenizer
         if len(config.data) > 1:
             raise ValueError(f"prepared data {path} can't be mixed with other data")
         if (path / INDEX_FILE).is_file():
             tokens, tokenizer = _open_prepared(path)
-            held_out = tokens[:0]
         else:
             tokenizer = given or _nanogpt_tokenizer(path, config)
             files = [path / name for name in NANOGPT] if path.is_dir() else [path]
             tokens, *others = (_open_tokens(it, np.dtype(np.uint16), tokenizer) for it in files)
-            held_out = others[0] if others else tokens[:0]
             if others and config.test_fraction:
                 raise ValueError(f"{path} is split already: test_fraction must be 0")
+            held_out = others[0] if others else held_out
         if given is not None and given.to_json() != tokenizer.to_json():
             raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
     else:
         if tokenizer is None and config.tokenizer == "gpt2":
             tokenizer = _make_tokenizer(config, tuple)
         read = functools.partial(read_text, config.data, **_how(config, tokenizer), warn=warn)
-        wanted = known and known.digest
         try:
-            text, text_digest = _read(read, wanted)
+            text, text_digest = _read(read, known and known.digest)
         except FileNotFoundError as error:
             if known is None:
                 raise
@@ -112,7 +111,6 @@ def load_dataset(
             _require_known(config, known, "", text_digest, known.digest)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
         tokens = tokenizer.encode(text)
-        held_out = tokens[:0]
     digest = _digest(tokens, held_out)
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
@@ -239,8 +237,10 @@ def _without(chunks: Iterable[str], done: int) -> Iterator[str]:
         done = max(done - len(chunk), 0)
 
 
-def _has_tokens(path: Path) -> bool:
-    return path.suffix == ".bin" or any((path / name).is_file() for name in (INDEX_FILE, *NANOGPT))
+def _has_tokens(path: Path, is_text: bool) -> bool:
+    """Whether data are tokens; beside nanoGPT's there may be the text of an earlier run."""
+    nanogpt = path.suffix == ".bin" or any((path / name).is_file() for name in NANOGPT)
+    return (path / INDEX_FILE).is_file() or (nanogpt and not is_text)
 
 
 @typed
@@ -273,7 +273,7 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
         return _read_tokenizer(beside)
     raise ValueError(
         f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give "
-        "tokenizer=gpt2 and tokenizer_files"
+        "tokenizer=gpt2 and tokenizer_files, or name a text"
     )
 
 

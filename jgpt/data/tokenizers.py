@@ -17,6 +17,7 @@ import numpy as np
 import tiktoken
 import tokenizers
 from jaxtyping import Int32, Integer, UInt32
+from tiktoken_ext.openai_public import r50k_pat_str
 
 from jgpt.contracts import typed
 
@@ -27,8 +28,6 @@ LONG_TEXT = 1 << 16
 LONG_WORD = 1 << 12
 """Bytes of a word that are learnt from together: learning takes the square of them."""
 MAX_THREADS = 8
-GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-"""The regular expression of the byte-level pre-tokenizer, as tiktoken has it."""
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 
@@ -201,41 +200,33 @@ class BPETokenizer:
     @functools.cached_property
     def _fast(self) -> tiktoken.Encoding | None:
         """tiktoken's encoder, or None for a tokenizer whose tokens might not be the same."""
-        values = json.loads(self._backend.to_str())
+        backends = self._backend, _byte_level(tokenizers.models.BPE())
+        values, plain = (json.loads(backend.to_str()) for backend in backends)
         model, added = values["model"], values["added_tokens"]
-        others = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-        plain = (
-            (values["pre_tokenizer"] or {}) | {"trim_offsets": True}
-            == byte_level | {"trim_offsets": True}
-            and values["normalizer"] is None
-            and (values["post_processor"] or byte_level)["type"] == "ByteLevel"
-            and model["type"] == "BPE"
-            and not any(model[name] for name in (*others, "ignore_merges"))
+        fields = {*plain["model"]} - {"vocab", "merges", "unk_token", "fuse_unk"}
+        if not (
+            all(values[part] == plain[part] for part in ("normalizer", "pre_tokenizer"))
+            and all((model.get(name) or None) == (plain["model"][name] or None) for name in fields)
+            and (values["post_processor"] or plain["decoder"])["type"] == "ByteLevel"
             and len(added) <= 1
-            and not any(
-                token[how] for token in added for how in ("single_word", "lstrip", "rstrip")
-            )
-        )
-        if not plain:
+            and not any(it[how] for it in added for how in ("single_word", "lstrip", "rstrip"))
+        ):
             return None
         special = {token["content"]: token["id"] for token in added}
         ids = {word: id for word, id in model["vocab"].items() if word not in special}
         merged = ["".join(pair) for pair in model["merges"]]
         ranks, bytes_of = [ids.get(word, -1) for word in merged], _bytes_of_letters()
         # tiktoken merges the pair of the lowest token; all tokens must be made by their merges
-        same = (
+        if not (
             len(ids) == len(merged) + 256
             and {*ids} == {*merged, *bytes_of}
             and ranks == sorted(ranks)
             and all(len(self._backend.model.tokenize(word)) == 1 for word in merged)
-        )
-        if not same:
+        ):
             return None
         words = {bytes(bytes_of[letter] for letter in word): id for word, id in ids.items()}
-        return tiktoken.Encoding(
-            "jgpt", pat_str=GPT2_WORDS, mergeable_ranks=words, special_tokens=special
-        )
+        how = {"mergeable_ranks": words, "special_tokens": special}
+        return tiktoken.Encoding("jgpt", pat_str=r50k_pat_str, **how)
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:

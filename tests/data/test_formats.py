@@ -203,6 +203,14 @@ def test_nanogpt_s_tokens_are_its_own_splits(tokens):
     assert again.tokenizer.vocab_size == 61
 
 
+def test_a_run_of_the_text_beside_them_stays_one(tokens):
+    write(tokens, "input.txt", "abc" * 9)
+    old = load_dataset(DataConfig((str(tokens / "input.txt"),)), 1)
+    known = KnownText(old.digest, old.text_digest, {})
+    config = DataConfig((str(tokens),))
+    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=known).digest == old.digest
+
+
 def test_nanogpt_s_tokens_are_gpt_2_s_where_the_config_says_so(tokens, data_directory):
     files = str(data_directory / "gpt2-bpe")
     config = DataConfig((str(tokens),), tokenizer="gpt2", tokenizer_files=files)

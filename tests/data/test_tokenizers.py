@@ -185,10 +185,12 @@ def test_damaged_json_is_not_a_tokenizer(text):
         tokenizer_from_json(text)
 
 
-def from_hf(byte_pairs, **changes):
+def from_hf(byte_pairs, **changes) -> BPETokenizer:
     """The tokenizer of a `tokenizer.json` with other parts."""
     values = json.loads(byte_pairs.to_json())["tokenizer"]
-    return tokenizer_from_json(json.dumps(values | changes))
+    tokenizer = tokenizer_from_json(json.dumps(values | changes))
+    assert isinstance(tokenizer, BPETokenizer)
+    return tokenizer
 
 
 def model_of(byte_pairs, **changes):
