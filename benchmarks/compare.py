@@ -107,7 +107,7 @@ class Options(Rounds):
     """Steps that end before nanoGPT, for time_to_loss; steps of ablation and narrow_loss."""
     gigabytes: float = 1.0
     """The size of the text to prepare, for memory."""
-    megabytes: int = 60
+    megabytes: int = 200
     """The size of the text, for prepare."""
     first_step: Path | None = None
     """Only train into this directory until the first step, and print the seconds."""

@@ -76,7 +76,7 @@ def load_dataset(
     Raises ValueError or OSError for text that can't be read or encoded, is too short, or differs
     from the known text.
     """
-    text_digest, held_out = None, np.zeros(0, np.int32)
+    text_digest = held_out = None
     is_text = known is not None and known.digest is not None
     prepared = [source for source in config.data if _has_tokens(Path(source), is_text)]
     if prepared:
@@ -91,7 +91,7 @@ def load_dataset(
             tokens, *others = (_open_tokens(it, np.dtype(np.uint16), tokenizer) for it in files)
             if others and config.test_fraction:
                 raise ValueError(f"{path} is split already: test_fraction must be 0")
-            held_out = others[0] if others else held_out
+            held_out = others[0] if others else None
         if given is not None and given.to_json() != tokenizer.to_json():
             raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
     else:
@@ -111,10 +111,11 @@ def load_dataset(
             _require_known(config, known, "", text_digest, known.digest)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
         tokens = tokenizer.encode(text)
-    digest = _digest(tokens, held_out)
+    hashed = _digest(tokens) if held_out is None else _digest(held_out, _digest(tokens))
+    digest = hashed.hexdigest()
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
-    if len(held_out):
+    if held_out is not None:
         train, validation, test = tokens, held_out, held_out[:0]
     else:
         first = int(len(tokens) * (1 - config.held_out_fraction))
@@ -317,11 +318,9 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
 
 
 @typed
-def _digest(
-    tokens: Integer[np.ndarray, " tokens"], held_out: Integer[np.ndarray, " held_out"]
-) -> str:
-    digest = hashlib.sha256()
-    for part in (tokens, held_out):
-        for start in range(0, len(part), 1 << 24):
-            digest.update(part[start : start + (1 << 24)].astype("<u4").tobytes())
-    return digest.hexdigest()
+def _digest(tokens: Integer[np.ndarray, " tokens"], after: Any = None) -> Any:
+    """The SHA-256 of tokens, after that of others."""
+    digest = after or hashlib.sha256()
+    for start in range(0, len(tokens), 1 << 24):
+        digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
+    return digest
