@@ -13,6 +13,9 @@ name of the comparison.
   before nanoGPT does; `jgpt train` the default preset. None draws a sample. Each round has a seed
 - memory: peak memory of nanoGPT's CPU setting in both, of a first run of jgpt, which compiles, and
   of preparing a large text, which is generated in a minute or two
+- prepare: whole commands that encode a text, tiny Shakespeare many times, with GPT-2's byte-pairs:
+  `jgpt prepare`, tiktoken with as many threads, nanoGPT's prepare.py (tiktoken, the whole text on
+  one thread), and tokenizers; the files of the byte-pairs are in $JGPT_DATA_DIR/gpt2-bpe
 - startup: `jgpt --help`, and `jgpt train` to its first step, with and without a compilation cache
 - scaling: step time against layers, width, block and batch of that setting, one at a time. The
   exponent of time over floating-point operations is 1 where growth is linear
@@ -84,6 +87,7 @@ Name = Literal[
     "step_time",
     "time_to_loss",
     "memory",
+    "prepare",
     "startup",
     "scaling",
     "scan_layers",
@@ -103,6 +107,8 @@ class Options(Rounds):
     """Steps that end before nanoGPT, for time_to_loss; steps of ablation and narrow_loss."""
     gigabytes: float = 1.0
     """The size of the text to prepare, for memory."""
+    megabytes: int = 200
+    """The size of the text, for prepare."""
     first_step: Path | None = None
     """Only train into this directory until the first step, and print the seconds."""
 
@@ -145,6 +151,29 @@ def memory(options: Options, folder: Path) -> list[Variant]:
         Variant("jgpt, first run", ours, nothing, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),
         Variant("jgpt", ours, nothing, cache, warm=True),
         Variant("jgpt prepare", prepare, nothing, rounds=1),
+    ]
+
+
+def prepare(options: Options, folder: Path) -> list[Variant]:
+    data = Path(os.environ["JGPT_DATA_DIR"])
+    words = (data / "tinyshakespeare.txt").read_bytes()
+    text, files = folder / "text.txt", data / "gpt2-bpe"
+    text.write_bytes(words * -(-options.megabytes * 10**6 // len(words)))
+    ours = jgpt("prepare", text, "--tokenizer", "gpt2", "--tokenizer-files", files)
+
+    def theirs(name: str, way: str, **rest: Any) -> Variant:
+        where = "--text", text, "--files", files, "--out", "{out}"
+        return Variant(name, python("encoding.py", "--way", way, *where), speed, **rest)
+
+    def speed(printed: str, out: Path) -> dict[str, float]:
+        tokens = out / "tokens.bin" if out.is_dir() else out
+        return {"megabytes": text.stat().st_size / 1e6, "tokens": tokens.stat().st_size / 2}
+
+    return [
+        theirs("tiktoken", "tiktoken"),
+        theirs("nanoGPT's prepare.py", "nanogpt"),
+        theirs("tokenizers", "tokenizers", rounds=1),
+        Variant("jgpt prepare", [*ours, "--out", "{out}"], speed),
     ]
 
 
@@ -266,6 +295,7 @@ COMPARISONS: dict[Name, Callable[[Options, Path], list[Variant]]] = {
     "step_time": step_time,
     "time_to_loss": time_to_loss,
     "memory": memory,
+    "prepare": prepare,
     "startup": startup,
     "scaling": scaling,
     "scan_layers": scan_layers,

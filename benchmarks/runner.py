@@ -25,7 +25,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
-PACKAGES += ("torch", "transformers", "ctranslate2")
+PACKAGES += ("torch", "transformers", "ctranslate2", "tiktoken", "tokenizers")
 PROCESSOR = "the processor"
 FIRST_SEED = 1337
 SPEED = "tokens_per_second"

@@ -269,6 +269,20 @@ def ahead_table() -> list[list[str]]:
     return [header, *(cells for steps in found.values() for *_, cells in steps)]
 
 
+def prepare_table() -> list[list[str]]:
+    table = [["a text with GPT-2's byte-pairs", "seconds", "MB/s", "of tiktoken's", "peak memory"]]
+    measured = record("prepare")["figures"]
+    for name in [name for name in measured if name != PROCESSOR]:
+        its = measured[name]
+        best = median(measured, "tiktoken", "seconds")
+        seconds, size = statistics.median(its["seconds"]), its["megabytes"][0]
+        speed, peak = f"{size / seconds:.1f}", f"{max(its['peak_mib']):.0f} MiB"
+        label = f"{name}, {size:.0f} MB"
+        cells = [spread(its["seconds"], ".1f"), speed, f"{best / seconds:.2f}", peak]
+        table.append([label, *cells])
+    return table
+
+
 def processors_table() -> list[list[str]]:
     table = [["record", "processor", "GFLOP/s", "GB/s"]]
     for path in sorted(RESULTS.glob("*.json")):
@@ -288,6 +302,7 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "candidates": candidates_table,
     "ablation": ablation_table,
     "breakdown": breakdown_table,
+    "prepare": prepare_table,
     "processors": processors_table,
     "ahead": ahead_table,
 }

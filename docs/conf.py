@@ -36,6 +36,7 @@ CONTENTS = """
 :caption: Documentation
 :glob:
 docs/commands
+docs/data
 docs/api
 docs/shapes
 docs/parity

@@ -324,8 +324,8 @@ class DataConfig(_Fields):
     """The data and its tokenizer."""
 
     data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
-    """The corpora pydocs or shakespeare, UTF-8 files, folders of .txt, or one folder that
-    `jgpt prepare` wrote."""
+    """The corpora pydocs or shakespeare, files and folders of text, JSON lines or Parquet, or one
+    folder that `jgpt prepare` or nanoGPT's prepare.py wrote."""
     universal_newlines: bool = True
     """Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
     tokenizer: TokenizerName = "char"
@@ -339,6 +339,8 @@ class DataConfig(_Fields):
     """The fraction of the text for validation, after the training text."""
     test_fraction: Fraction = 0.0
     """The fraction of the text, at its end, that training never reads, for eval --split test."""
+    data_field: str = "text"
+    """The field or column of JSON lines and Parquet that has the text."""
 
     def __post_init__(self) -> None:
         _validate(self)

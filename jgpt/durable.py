@@ -6,40 +6,56 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 @contextlib.contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
+def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
     """Yield an empty directory beside `path` to fill; it is renamed to `path` at the end.
 
-    After an error nothing is left of it.
-    Raises FileExistsError if `path` exists and is not an empty directory.
+    After an error nothing is left of it. With `content`, a word for what is written, the directory
+    is the one that a killed or interrupted process with the same word has left, if there is one.
+    Raises FileExistsError if `path` exists and is not an empty directory, and BlockingIOError if
+    another process fills it.
     """
     taken = FileExistsError(f"{path} already exists: choose another directory")
     empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     if os.path.lexists(path) and not empty:
         raise taken
     make_directory(path.parent)
-    partial = _partial(path)
-    partial.mkdir()
-    try:
-        yield partial
-        sync_below(partial)
-        sync_directory(partial)
-        os.replace(partial, path)
-        sync_directory(path.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
-            raise taken from None
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _unwritten(path, error) from error
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    partial = path.with_name(f"{path.name}.{content}.partial") if content else _partial(path)
+    lock, keep = partial.with_suffix(".lock"), False
+    with locked(lock, path) if content else contextlib.nullcontext():
+        partial.mkdir(exist_ok=content is not None)
+        try:
+            yield partial
+            sync_below(partial)
+            sync_directory(partial)
+            os.replace(partial, path)
+            sync_directory(path.parent)
+        except KeyboardInterrupt:
+            keep = content is not None
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+                raise taken from None
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise _unwritten(path, error) from error
+            raise
+        finally:
+            if not keep:
+                shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):  # Windows keeps what is open
+                lock.unlink(missing_ok=True)
 
 
 def write_file(path: Path, data: str | bytes) -> None:
@@ -94,6 +110,28 @@ def own_file(path: Path, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(lock: Path, path: Path) -> Iterator[None]:
+    """Hold the lock of a path in a file, at most as long as this process lives.
+
+    Raises BlockingIOError if another process holds it.
+    """
+    with own_file(lock, os.O_RDWR | os.O_CREAT) as descriptor:
+        try:
+            if sys.platform == "win32":
+                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+            else:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
+            raise BlockingIOError(
+                f"{path} is in use by process {holder}: wait for it, or choose another directory"
+            ) from None
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
 
 
 def make_directory(path: Path) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import doctest
 import functools
 import io
+import json
 import re
 import shlex
 import shutil
@@ -216,6 +217,9 @@ def place(tmp_path, shakespeare, poem) -> Path:
     (tmp_path / "my_notes" / "letters.txt").write_text(notes)
     (tmp_path / "notes.txt").write_text(notes)
     (tmp_path / "input.txt").write_text(shakespeare)
+    documents = (json.dumps({"body": line}) + "\n" for line in notes.splitlines())
+    (tmp_path / "lines.jsonl").write_text("".join(documents))
+    (tmp_path / "records.json").write_text("[]")
     tokenizer = jgpt.BPETokenizer.train([notes], 263)
     model = random_gpt("qwen3", vocab_size=320, block_size=128)
     jgpt.save_hf(model, tmp_path / "DIR", tokenizer=tokenizer)

@@ -398,8 +398,10 @@ def look(
 
 
 def prepare(
-    files: Annotated[tuple[str, ...], Shown("TEXT", positional=True)],
     out: Annotated[str, Shown("DIR", "The folder to write.")],
+    files: Annotated[tuple[str, ...], Shown("TEXT", positional=True)] = (),
+    data: Annotated[tuple[str, ...], Shown("TEXT")] = (),
+    data_field: Annotated[str, Shown("NAME")] = DataConfig.data_field,
     universal_newlines: Newlines = DataConfig.universal_newlines,
     tokenizer: TokenizerName = "char",
     bpe_vocab_size: int = 1024,
@@ -408,17 +410,28 @@ def prepare(
     """Tokenize text of any size, for `jgpt train --data`.
 
     Args:
-        files: UTF-8 files, folders of .txt, or corpora.
+        files: Files and folders of text, JSON lines or Parquet, or corpora.
+        data: More of them, as for `jgpt train`.
+        data_field: The field or column of JSON lines and Parquet that has the text.
         tokenizer: Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs.
         bpe_vocab_size: The vocabulary size of trained byte-pairs.
         tokenizer_files: For gpt2, a folder of encoder.json, vocab.bpe (or vocab.json, merges.txt).
     """
-    config = DataConfig(files, universal_newlines, tokenizer, bpe_vocab_size, tokenizer_files)
+    if not files + data:
+        raise ValueError("give a text to prepare: a file, a folder or a corpus")
+    how = universal_newlines, tokenizer, bpe_vocab_size, tokenizer_files
+    config = DataConfig((*files, *data), *how, data_field=data_field)
+
+    from rich.progress import Progress
 
     from jgpt.data import dataset
 
-    warn = lambda line: say(open_console(), in_flags(line))  # noqa: E731
-    tokens = dataset.prepare(config, Path(out), warn=warn)
+    console = open_console()
+    warn = lambda line: say(console, in_flags(line))  # noqa: E731
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("preparing", total=1.0)
+        progress = lambda fraction: bar.update(task, completed=fraction)  # noqa: E731
+        tokens = dataset.prepare(config, Path(out), warn=warn, progress=progress)
     return [f"{tokens:,} tokens in {out}; next: {_command('train', '--data', out)}"]
 
 

@@ -134,7 +134,9 @@ class _Parser(argparse.ArgumentParser):
             how["type"], metavar = _reader(get_args(kind)[0] if many else kind)
             how["metavar"] = shown.metavar or METAVARS.get(name, metavar)
         if shown.positional:
-            how |= {"nargs": "+"} if many else {} if required else {"nargs": "?"}
+            how |= (
+                {"nargs": "+" if required else "*"} if many else {} if required else {"nargs": "?"}
+            )
             self.usage = f"{self.usage} {how['metavar']}"
             self.add_argument(name, **how)
             return

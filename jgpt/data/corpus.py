@@ -1,16 +1,20 @@
 """Corpora: the built-in one, tiny Shakespeare, and the user's files."""
 
 import codecs
+import gzip
 import hashlib
 import http.client
+import importlib
 import io
+import json
 import os
 import platform
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import platformdirs
 
@@ -26,20 +30,23 @@ CORPORA = {
     "pydocs": "the Python language reference, which CPython includes",
     "shakespeare": "tiny Shakespeare, 1,115,394 characters",
 }
+RECORDS = (".jsonl", ".ndjson", ".parquet")
+TEXTS = (".txt", ".text", ".md", ".rst", ".org", ".tex", *RECORDS)
+"""What is read in folders, also if it is packed."""
+PACKED = (".gz", ".zst")
+NOT_TEXT = (".json", ".csv", ".tsv", ".pdf", ".docx", ".bin", ".npy", ".arrow")
+NOT_TEXT += (".zip", ".tar", ".tgz", ".xz", ".bz2", ".7z")
+LONGEST_WORD = 1 << 22
+LONGEST_LINE = 1 << 26
+"""Bytes of JSON; a longer line is cut, which is no JSON."""
 
 Warn = Callable[[str], None]
 """Called with a message for the user."""
 
 
-def read_text(
-    sources: Sequence[str], *, universal_newlines: bool = True, warn: Warn = lambda message: None
-) -> str:
-    """The text of corpora, files and folders of .txt, concatenated.
-
-    With `universal_newlines`, CR LF and CR are read as newlines, and a file's byte-order mark is
-    dropped, with one warning.
-    """
-    return "".join(_read_sources(sources, 1 << 30, universal_newlines, warn))
+def read_text(sources: Sequence[str], **how: Any) -> str:
+    """The text of corpora, files and folders, concatenated, with the options of `read_blocks`."""
+    return "".join(read_blocks(sources, **how))
 
 
 def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -> str:
@@ -54,37 +61,65 @@ def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
     return {name: versions[name] for name in sources if name in versions}
 
 
-def text_chunks(
-    sources: Sequence[str],
-    chunk_size: int = 1 << 22,
-    *,
-    universal_newlines: bool = True,
-    warn: Warn = lambda message: None,
-) -> Iterator[str]:
-    """The text of `read_text` in chunks of about `chunk_size` characters."""
-    pending = ""
-    for chunk in _read_sources(sources, chunk_size, universal_newlines, warn):
+def text_chunks(sources: Sequence[str], chunk_size: int = 1 << 20, **how: Any) -> Iterator[str]:
+    """The text of `read_text` in chunks of about `chunk_size` characters.
+
+    A chunk ends where all tokenizers split a text, or inside a word that is longer than any.
+    """
+    pending, enough = "", chunk_size
+    for chunk in read_blocks(sources, chunk_size, **how):
         pending += chunk
-        if len(pending) >= chunk_size and (split := _last_split_point(pending)):
-            yield pending[:split]
-            pending = pending[split:]
+        while len(pending) >= enough:
+            split = _last_split_point(pending)
+            if split or enough >= LONGEST_WORD:
+                yield pending[: split or enough]
+                pending, enough = pending[split or enough :], chunk_size
+            else:
+                enough += chunk_size
     if pending:
         yield pending
 
 
 def _last_split_point(text: str) -> int:
-    """The last index after a single newline between words, where all tokenizers split, or 0."""
+    """The last index between words, where all tokenizers split, or 0.
+
+    After a single newline if there is one, else before a space.
+    """
     end = len(text) - 1
     while (newline := text.rfind("\n", 1, end)) > 0:
         if not (text[newline - 1].isspace() or text[newline + 1].isspace()):
             return newline + 1
         end = newline
-    return 0
+    end = len(text)
+    while (space := text.rfind(" ", 1, end)) > 0 and text[space - 1].isspace():
+        end = space
+    return max(space, 0)
 
 
-def _read_sources(
-    sources: Sequence[str], chunk_size: int, universal_newlines: bool, warn: Warn
+def source_files(sources: Sequence[str]) -> list[tuple[str, int, int]]:
+    """The path, size and time of change of each file."""
+    files = [path for source in sources if source != "pydocs" for path in _files(source)]
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+
+
+def read_blocks(
+    sources: Sequence[str],
+    size: int = 1 << 30,
+    *,
+    universal_newlines: bool = True,
+    field: str = "text",
+    separator: str = "\n",
+    plain: bool = False,
+    warn: Warn = lambda message: None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[str]:
+    """The text of corpora, files and folders, up to `size` bytes of it at once.
+
+    With `universal_newlines`, CR LF and CR are read as newlines, and a file's byte-order mark is
+    dropped, with one warning. The documents of JSON lines and Parquet are the texts in `field`,
+    each followed by the separator. With `plain`, every file is text, in folders .txt alone.
+    `advance` is told of bytes that were read.
+    """
     changed = []
     for source in sources:
         if source in CORPORA and Path(source).exists():
@@ -92,10 +127,25 @@ def _read_sources(
         if source == "pydocs":
             yield python_reference()
             continue
-        for path in [shakespeare_file(warn)] if source == "shakespeare" else _files(source):
-            with path.open("rb") as file:
-                text = _decode(file, str(path), chunk_size, universal_newlines)
-                length, is_changed = yield from text
+        for path in _files(source, plain, warn):
+            suffix, packed = ("", "") if plain else _suffixes(path)
+            if suffix in NOT_TEXT:
+                raise ValueError(
+                    f"{path} is not text: give UTF-8 text, JSON lines (.jsonl) or Parquet "
+                    "(.parquet); text and JSON lines may be packed (.gz, .zst)"
+                )
+            with io.BufferedReader(_CountingFile(path, advance)) as file:
+                opened, errors = _unpacked(file, packed, path)
+                try:
+                    if suffix in RECORDS:
+                        read = _parquet if suffix == ".parquet" else _json_lines
+                        documents = read(opened, str(path), field)
+                        text = _followed(documents, separator, universal_newlines)
+                    else:
+                        text = _decode(opened, str(path), size, universal_newlines)
+                    length, is_changed = yield from text
+                except errors as error:
+                    raise ValueError(f"{path} is damaged or cut short: {error}") from None
             if not length:
                 raise ValueError(f"{path} is empty")
             changed += [path] * is_changed
@@ -152,7 +202,9 @@ def _wrong_checksum(data: bytes) -> str:
     return f"SHA-256 {found[:12]}…, not {SHAKESPEARE_SHA256[:12]}…" * (found != SHAKESPEARE_SHA256)
 
 
-def _files(source: str) -> list[Path]:
+def _files(source: str, plain: bool = False, warn: Warn = lambda message: None) -> list[Path]:
+    if source == "shakespeare":
+        return [shakespeare_file(warn)]
     path = Path(source)
     if not path.exists():
         raise FileNotFoundError(
@@ -167,13 +219,104 @@ def _files(source: str) -> list[Path]:
         for file in path.glob("**/config.json")
         if file.with_name("tokenizer.json").is_file() and file.with_name("checkpoints").is_dir()
     }
-    texts = (file for file in path.glob("**/*.txt") if file.is_file())
+    found = path.glob("**/*.txt" if plain else "**/*")
+    texts = (file for file in found if _suffixes(file)[0] in TEXTS and file.is_file())
     files = sorted(file for file in texts if runs.isdisjoint(file.parents))
     if not files:
         raise FileNotFoundError(
-            f"{path} is a folder without any .txt file{' outside of its runs' * bool(runs)}"
+            f"{path} is a folder without any text ({' '.join(TEXTS)})"
+            f"{' outside of its runs' * bool(runs)}"
         )
     return files
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """The suffix of a file, and of its compression: .jsonl and .gz, say."""
+    packed = path.suffix.lower() if path.suffix.lower() in PACKED else ""
+    return (path.with_suffix("") if packed else path).suffix.lower(), packed
+
+
+class _CountingFile(io.FileIO):
+    """A file that tells how many bytes are read."""
+
+    def __init__(self, path: Path, advance: Callable[[int], None]) -> None:
+        super().__init__(path)
+        self.advance = advance
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        """Read into a buffer."""
+        count = super().readinto(buffer)
+        self.advance(count or 0)
+        return count
+
+
+def _unpacked(file: BinaryIO, packed: str, path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+    """A file without its compression, and the errors of damaged data."""
+    if packed == ".gz":
+        return gzip.GzipFile(fileobj=file), (EOFError, gzip.BadGzipFile, zlib.error)
+    if packed == ".zst":
+        zstd = _module(path, "zstd", "compression.zstd", "backports.zstd")
+        return zstd.ZstdFile(file), (EOFError, zstd.ZstdError)
+    return file, ()
+
+
+def _module(path: Path | str, extra: str, *names: str) -> Any:
+    """The first module that is installed, to read a path."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError(f"{path} needs {names[-1]}: pip install 'jgpt[{extra}]'")
+
+
+def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8-sig"))
+            text = record[field]
+            text.encode()  # a lone surrogate can't be
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{name}, line {number}, has no text in a field {field!r}: name the field with "
+                "data_field=NAME"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}, line {number}, can't be read as JSON: {error}") from None
+        yield text
+
+
+def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
+    """The texts of a column, read in batches of rows; a row without a text is left out."""
+    arrow, parquet = (_module(name, "parquet", it) for it in ("pyarrow", "pyarrow.parquet"))
+    try:
+        table = parquet.ParquetFile(file)
+        column = {it.name: it.type for it in table.schema_arrow}.get(field)
+        if column not in (arrow.string(), arrow.large_string()):
+            raise ValueError(
+                f"{name} has no column {field!r} of text, but {', '.join(table.schema_arrow.names)}"
+                ": name the column with data_field=NAME"
+            )
+        for batch in table.iter_batches(1024, columns=[field], use_threads=False):
+            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+    except (arrow.ArrowException, OSError) as error:
+        raise ValueError(f"{name} can't be read as Parquet: {error}") from None
+
+
+def _followed(
+    documents: Iterator[str], separator: str, universal_newlines: bool
+) -> Generator[str, None, tuple[int, bool]]:
+    """Each document that isn't empty, and the separator; return what `_decode` does."""
+    length, is_changed = 0, False
+    for document in documents:
+        if universal_newlines and "\r" in document:
+            is_changed, document = True, document.replace("\r\n", "\n").replace("\r", "\n")
+        length += len(document)
+        if document:
+            yield document + separator
+    return length, is_changed
 
 
 def _decode(

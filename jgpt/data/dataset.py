@@ -1,11 +1,15 @@
 """Datasets: load and split a text as tokens, or prepare one that is larger than memory."""
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -13,11 +17,21 @@ from jaxtyping import Integer
 from jgpt.config import DataConfig, missing_case
 from jgpt.contracts import record, typed
 from jgpt.data import tokenizers
-from jgpt.data.corpus import Warn, corpus_versions, read_text, text_chunks
-from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.durable import new_directory
+from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
+from jgpt.data.tokenizers import (
+    END_OF_TEXT,
+    BPETokenizer,
+    Tokenizer,
+    encode_each,
+    tokenizer_from_json,
+)
+from jgpt.durable import new_directory, write_file
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
+NANOGPT = "train.bin", "val.bin"
+DONE_FILE = "done.json"
+"""The characters and tokens that are prepared, while others aren't."""
+SECONDS_BETWEEN_SAVES = 2.0
 DECODED_AT_ONCE = 1 << 20
 
 
@@ -62,36 +76,51 @@ def load_dataset(
     Raises ValueError or OSError for text that can't be read or encoded, is too short, or differs
     from the known text.
     """
-    text_digest = None
-    prepared = [source for source in config.data if Path(source, INDEX_FILE).is_file()]
+    text_digest = held_out = None
+    is_text = known is not None and known.digest is not None
+    prepared = [source for source in config.data if _has_tokens(Path(source), is_text)]
     if prepared:
+        path, given = Path(prepared[0]), tokenizer
         if len(config.data) > 1:
-            raise ValueError(f"prepared data {prepared[0]} can't be mixed with other data")
-        given = tokenizer
-        tokens, tokenizer = _open_prepared(Path(prepared[0]))
+            raise ValueError(f"prepared data {path} can't be mixed with other data")
+        if (path / INDEX_FILE).is_file():
+            tokens, tokenizer = _open_prepared(path)
+        else:
+            tokenizer = given or _nanogpt_tokenizer(path, config)
+            files = [path / name for name in NANOGPT] if path.is_dir() else [path]
+            tokens, *others = (_open_tokens(it, np.dtype(np.uint16), tokenizer) for it in files)
+            if others and config.test_fraction:
+                raise ValueError(f"{path} is split already: test_fraction must be 0")
+            held_out = others[0] if others else None
         if given is not None and given.to_json() != tokenizer.to_json():
-            raise ValueError(f"{prepared[0]} was prepared with another tokenizer: prepare it again")
+            raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
     else:
+        if tokenizer is None and config.tokenizer == "gpt2":
+            tokenizer = _make_tokenizer(config, tuple)
+        read = functools.partial(read_text, config.data, **_how(config, tokenizer), warn=warn)
         try:
-            text = read_text(config.data, universal_newlines=config.universal_newlines, warn=warn)
+            text, text_digest = _read(read, known and known.digest)
         except FileNotFoundError as error:
             if known is None:
                 raise
             raise FileNotFoundError(
                 f"{error}; if the run's text has moved, train it with resume=True data=PLACE"
             ) from None
-        text_digest = hashlib.sha256(text.encode()).hexdigest()
         if known is not None and known.digest is not None:
             # before a tokenizer fails to encode another text
             _require_known(config, known, "", text_digest, known.digest)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
         tokens = tokenizer.encode(text)
-    digest = _digest(tokens)
+    hashed = _digest(tokens) if held_out is None else _digest(held_out, _digest(tokens))
+    digest = hashed.hexdigest()
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
-    first = int(len(tokens) * (1 - config.held_out_fraction))
-    second = int(len(tokens) * (1 - config.test_fraction))
-    train, validation, test = tokens[:first], tokens[first:second], tokens[second:]
+    if held_out is not None:
+        train, validation, test = tokens, held_out, held_out[:0]
+    else:
+        first = int(len(tokens) * (1 - config.held_out_fraction))
+        second = int(len(tokens) * (1 - config.test_fraction))
+        train, validation, test = tokens[:first], tokens[first:second], tokens[second:]
     for name, split in (("training", train), ("validation", validation), ("test", test)):
         if len(split) <= block_size and (name != "test" or config.test_fraction):
             raise ValueError(
@@ -99,6 +128,24 @@ def load_dataset(
                 "and its targets: use more text or a smaller block_size"
             )
     return Dataset(train, validation, test, tokenizer, digest, text_digest)
+
+
+def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """How a text is read: its end separates documents where the tokenizer has a token for it."""
+    has_end = isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None
+    how = {"universal_newlines": config.universal_newlines, "field": config.data_field}
+    return how | {"separator": END_OF_TEXT if has_end else "\n"}
+
+
+def _read(read: Callable[..., str], wanted: str | None) -> tuple[str, str]:
+    """A text and its SHA-256; the plain text, as earlier versions read it, if that is wanted."""
+    if wanted is not None:
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            text = read(plain=True)
+            if hashlib.sha256(text.encode()).hexdigest() == wanted:
+                return text, wanted
+    text = read()
+    return text, hashlib.sha256(text.encode()).hexdigest()
 
 
 @typed
@@ -126,28 +173,75 @@ def _require_known(config: DataConfig, known: KnownText, of: str, found: str, wa
     )
 
 
-def prepare(config: DataConfig, directory: Path, *, warn: Warn = lambda message: None) -> int:
+def prepare(
+    config: DataConfig,
+    directory: Path,
+    *,
+    warn: Warn = lambda message: None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> int:
     """Tokenize text of any size into a folder to train from; return the number of tokens.
 
     The folder holds the tokens as uint16 or uint32, the tokenizer and an index. It appears whole or
-    not at all.
+    not at all. What a killed process has prepared of the same text is continued. `progress` is
+    called with the fraction that was read.
     """
-    read = functools.partial(text_chunks, config.data, universal_newlines=config.universal_newlines)
     for source in config.data:
         if Path(source).is_fifo():
             raise ValueError(f"{source} can be read only once: save its text to a file first")
-    with new_directory(directory) as partial:
-        tokenizer, count = _make_tokenizer(config, read), 0
+    files, bytes_read = source_files(config.data), 0
+    size = sum(size for _, size, _ in files) * (1 + (config.tokenizer in ("char", "bpe")))
+
+    def advance(count: int) -> None:
+        nonlocal bytes_read
+        bytes_read += count
+        progress(bytes_read / max(size, bytes_read))
+
+    def read(tokenizer: Tokenizer | None = None, **how: Any) -> Iterable[str]:
+        return text_chunks(config.data, **_how(config, tokenizer), advance=advance, **how)
+
+    content = json.dumps([asdict(config), files, corpus_versions(config.data)])
+    with new_directory(directory, hashlib.sha256(content.encode()).hexdigest()[:8]) as partial:
+        kept, done_file = partial / TOKENIZER_FILE, partial / DONE_FILE
+        if kept.is_file():
+            tokenizer, bytes_read = _read_tokenizer(kept), size - sum(size for _, size, _ in files)
+        else:
+            tokenizer = _make_tokenizer(config, read)
+            write_file(kept, tokenizer.to_json())
+        done, count = json.loads(done_file.read_text()) if done_file.is_file() else (0, 0)
+        if done:
+            warn(f"continuing after the {count:,} tokens of a process that was stopped")
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        with (partial / TOKENS_FILE).open("wb") as file:
-            for chunk in read(warn=warn):
-                tokens = tokenizer.encode(chunk).astype(dtype)
-                file.write(tokens.tobytes())
-                count += len(tokens)
+        with (partial / TOKENS_FILE).open("ab") as file:
+            file.truncate(count * dtype.itemsize)
+            saved = time.monotonic()
+            chunks = _without(read(tokenizer, warn=warn), done)
+            for length, data in encode_each(tokenizer, chunks, dtype):
+                file.write(data)
+                done, count = done + length, count + len(data) // dtype.itemsize
+                if time.monotonic() > saved + SECONDS_BETWEEN_SAVES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    write_file(done_file, json.dumps([done, count]))
+                    saved = time.monotonic()
+        done_file.unlink(missing_ok=True)
         index = {"dtype": dtype.name, "tokens": count}
-        (partial / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
         (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
     return count
+
+
+def _without(chunks: Iterable[str], done: int) -> Iterator[str]:
+    """Chunks without the first `done` characters."""
+    for chunk in chunks:
+        if done < len(chunk):
+            yield chunk[done:]
+        done = max(done - len(chunk), 0)
+
+
+def _has_tokens(path: Path, is_text: bool) -> bool:
+    """Whether data are tokens; beside nanoGPT's there may be the text of an earlier run."""
+    nanogpt = path.suffix == ".bin" or any((path / name).is_file() for name in NANOGPT)
+    return (path / INDEX_FILE).is_file() or (nanogpt and not is_text)
 
 
 @typed
@@ -155,10 +249,7 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
     path = directory / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: prepare the text again")
-    try:
-        tokenizer = tokenizer_from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    tokenizer = _read_tokenizer(path)
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
@@ -171,14 +262,44 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
             f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
             "prepare it again"
         )
+    return _open_tokens(path, dtype, tokenizer), tokenizer
+
+
+def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
+    """The tokenizer that the config names, or the one beside the tokens."""
+    if config.tokenizer in ("gpt2", "byte"):
+        return _make_tokenizer(config, tuple)
+    beside = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
+    if beside.is_file():
+        return _read_tokenizer(beside)
+    raise ValueError(
+        f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give "
+        "tokenizer=gpt2 and tokenizer_files, or name a text"
+    )
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return tokenizer_from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+@typed
+def _open_tokens(
+    path: Path, dtype: np.dtype, tokenizer: Tokenizer
+) -> Integer[np.ndarray, " tokens"]:
+    size = path.stat().st_size
+    if size % dtype.itemsize or not size:
+        raise ValueError(f"{path} has {size} bytes, which are no {dtype} tokens")
     tokens = np.memmap(path, dtype, mode="r")
-    largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, count, 1 << 24))
+    largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
     if largest >= tokenizer.vocab_size:
         raise ValueError(
             f"{path} contains token {largest}, outside its tokenizer's vocabulary of "
             f"{tokenizer.vocab_size}: prepare it again"
         )
-    return tokens, tokenizer
+    return tokens
 
 
 def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
@@ -197,8 +318,9 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
 
 
 @typed
-def _digest(tokens: Integer[np.ndarray, " tokens"]) -> str:
-    digest = hashlib.sha256()
+def _digest(tokens: Integer[np.ndarray, " tokens"], after: Any = None) -> Any:
+    """The SHA-256 of tokens, after that of others."""
+    digest = after or hashlib.sha256()
     for start in range(0, len(tokens), 1 << 24):
         digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
-    return digest.hexdigest()
+    return digest

@@ -1,22 +1,33 @@
 """Tokenizers: characters, bytes, byte-pairs; JSON on disk."""
 
 import contextlib
+import functools
 import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import tiktoken
 import tokenizers
 from jaxtyping import Int32, Integer, UInt32
+from tiktoken_ext.openai_public import r50k_pat_str
 
 from jgpt.contracts import typed
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_GROWTH = 16
+LONG_TEXT = 1 << 16
+"""Characters from which it pays to make tiktoken's encoder."""
+LONG_WORD = 1 << 12
+"""Bytes of a word that are learnt from together: learning takes the square of them."""
+MAX_THREADS = 8
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 
@@ -91,7 +102,7 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding on the tokenizers library."""
+    """Byte-level byte-pair encoding on the tokenizers library; tiktoken encodes long texts."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -102,12 +113,15 @@ class BPETokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """Learn merges from texts up to `vocab_size` tokens."""
         backend = _byte_level(tokenizers.models.BPE())
+        words, parts = backend.pre_tokenizer, tokenizers.pre_tokenizers.FixedLength(LONG_WORD)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size,
             show_progress=False,
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         )
         backend.train_from_iterator(texts, trainer)
+        backend.pre_tokenizer = words
         return cls(backend)
 
     @classmethod
@@ -174,11 +188,45 @@ class BPETokenizer:
     @typed
     def encode(self, text: str) -> Tokens:
         """Text to byte-pairs."""
+        if len(text) >= LONG_TEXT and self._fast is not None:
+            with contextlib.suppress(ValueError):  # a surrogate, or too long a run of spaces
+                return self._fast.encode_to_numpy(text, allowed_special="all").astype(np.int32)
         try:
             with _failures_raised():
                 return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         except TypeError:  # the library's error for a lone surrogate
             raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
+
+    @functools.cached_property
+    def _fast(self) -> tiktoken.Encoding | None:
+        """tiktoken's encoder, or None for a tokenizer whose tokens might not be the same."""
+        backends = self._backend, _byte_level(tokenizers.models.BPE())
+        values, plain = (json.loads(backend.to_str()) for backend in backends)
+        model, added = values["model"], values["added_tokens"]
+        fields = {*plain["model"]} - {"vocab", "merges", "unk_token", "fuse_unk"}
+        if not (
+            all(values[part] == plain[part] for part in ("normalizer", "pre_tokenizer"))
+            and all((model.get(name) or None) == (plain["model"][name] or None) for name in fields)
+            and (values["post_processor"] or plain["decoder"])["type"] == "ByteLevel"
+            and len(added) <= 1
+            and not any(it[how] for it in added for how in ("single_word", "lstrip", "rstrip"))
+        ):
+            return None
+        special = {token["content"]: token["id"] for token in added}
+        ids = {word: id for word, id in model["vocab"].items() if word not in special}
+        merged = ["".join(pair) for pair in model["merges"]]
+        ranks, bytes_of = [ids.get(word, -1) for word in merged], _bytes_of_letters()
+        # tiktoken merges the pair of the lowest token; all tokens must be made by their merges
+        if not (
+            len(ids) == len(merged) + 256
+            and {*ids} == {*merged, *bytes_of}
+            and ranks == sorted(ranks)
+            and all(len(self._backend.model.tokenize(word)) == 1 for word in merged)
+        ):
+            return None
+        words = {bytes(bytes_of[letter] for letter in word): id for word, id in ids.items()}
+        how = {"mergeable_ranks": words, "special_tokens": special}
+        return tiktoken.Encoding("jgpt", pat_str=r50k_pat_str, **how)
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
@@ -193,6 +241,23 @@ class BPETokenizer:
 
 
 Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
+
+
+def encode_each(
+    tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype
+) -> Iterator[tuple[int, bytes]]:
+    """The length of each text and its tokens as bytes, by threads that are a few texts ahead."""
+    if isinstance(tokenizer, BPETokenizer):
+        tokenizer._fast  # made once, not by each thread  # noqa: B018
+    threads, texts = min(os.cpu_count() or 1, MAX_THREADS), iter(texts)
+    with ThreadPoolExecutor(threads) as pool:
+        encode = lambda text: tokenizer.encode(text).astype(dtype).tobytes()  # noqa: E731
+        submit = lambda text: (len(text), pool.submit(encode, text))  # noqa: E731
+        waiting = deque(map(submit, islice(texts, threads + 2)))
+        while waiting:
+            length, data = waiting.popleft()
+            yield length, data.result()
+            waiting.extend(map(submit, islice(texts, 1)))
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
@@ -271,6 +336,13 @@ def _stderr_ignored() -> Iterator[None]:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """The byte that each letter of the byte-level alphabet stands for."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    same = [ord(letter) for letter in letters if ord(letter) < 256]  # the others follow in order
+    return dict(zip(letters, same + sorted({*range(256)} - {*same}), strict=True))
 
 
 def _byte_level(model: Any) -> Any:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,8 @@ from typing import Any, Self
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.durable import append, make_directory, own_file, sync_directory, write_file
+from jgpt.durable import append, locked, make_directory, own_file, sync_directory, write_file
 from jgpt.runs.manifest import MANIFEST, Parsed, parse_file, refuse_foreign
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
 
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
@@ -149,20 +143,7 @@ class RunDirectory:
         Raises BlockingIOError if another process holds it.
         """
         make_directory(self.path)
-        with own_file(self.path / LOCK, os.O_RDWR | os.O_CREAT) as descriptor:
-            try:
-                if sys.platform == "win32":
-                    msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-                else:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
-                raise BlockingIOError(
-                    f"{self.path} is in use by process {holder}: wait for it, or choose another "
-                    "directory"
-                ) from None
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+        with locked(self.path / LOCK, self.path):
             yield
 
     def config(self) -> TrainConfig:

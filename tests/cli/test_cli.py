@@ -253,6 +253,21 @@ def test_a_command_to_copy_is_quoted(text_file, tmp_path):
     assert said.endswith(f"; next: jgpt train --data '{out}'\n")
 
 
+def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
+    line = json.dumps({"body": text_file.read_text()})
+    (tmp_path / "a.jsonl").write_text(line)
+    named = ["--data", tmp_path / "a.jsonl", "--data-field", "body"]
+    for name, data in {"a": [text_file], "b": ["--data", text_file], "c": named}.items():
+        worked("prepare", *data, "--tokenizer", "byte", "--out", tmp_path / name)
+    first, second, third = ((tmp_path / name / "tokens.bin").read_bytes() for name in "abc")
+    assert bytes(first[::2]).decode() == text_file.read_text()
+    assert second == first
+    assert third == first + b"\n\0"
+    assert "in a field 'text': name the field with --data-field NAME" in refused(
+        "prepare", "--data", tmp_path / "a.jsonl", "--out", tmp_path / "d"
+    )
+
+
 def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
     seconds = iter([100.0, 114.2])
     monkeypatch.setattr("jgpt.cli.commands.time.perf_counter", lambda: next(seconds))

@@ -20,6 +20,7 @@ from tests.contract.programs import calls_of
 NAMES = with_arrays(jgpt)
 LOOSE = (
     "jgpt.data.dataset._open_prepared",
+    "jgpt.data.dataset._open_tokens",
     "jgpt.data.tokenizers.BPETokenizer.encode",
     "jgpt.data.tokenizers.ByteTokenizer.encode",
     "jgpt.data.tokenizers.CharTokenizer.encode",

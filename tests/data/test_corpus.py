@@ -129,7 +129,7 @@ def test_files_and_folders_follow_each_other(tmp_path):
     single = write(tmp_path, "z.text", "last\n")
     write(tmp_path / "folder", "b.txt", "two ")
     write(tmp_path / "folder", "a.txt", "one ")
-    write(tmp_path / "folder", "c.md", "not text")
+    write(tmp_path / "folder", "c.png", "not text")
     write(tmp_path / "folder" / "deep", "d.txt", "three ")
     write(tmp_path / "folder" / "e.txt", "inner.txt", "four ")  # a folder with a text's name
     assert read_text([str(tmp_path / "folder"), single]) == "one two three four last\n"
@@ -138,7 +138,7 @@ def test_files_and_folders_follow_each_other(tmp_path):
 
 def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
     """Their samples, say; but a folder with some of a run's names is none."""
-    with pytest.raises(FileNotFoundError, match=r"is a folder without any \.txt file$"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder without any text \(\.txt "):
         read_text([str(tmp_path)])
     write(tmp_path, "notes.txt", "mine ")
     write(tmp_path / "data", "config.json", "{}")
@@ -148,7 +148,7 @@ def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
     write(run / "wandb", "log.txt", "words")
     assert (run / "samples.txt").read_text()
     assert read_text([str(tmp_path)]) == "toomine "
-    with pytest.raises(FileNotFoundError, match=r"folder without any \.txt file outside of its ru"):
+    with pytest.raises(FileNotFoundError, match=r"folder without any text .*\) outside of its ru"):
         read_text([str(tmp_path / "runs")])
     assert read_text([str(run / "samples.txt")]) == trained.sample  # which is asked for
 
@@ -200,7 +200,7 @@ def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkey
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file 'pydoc'.*did you mean 'pydocs'"):
         read_text(["pydoc"])
-    with pytest.raises(FileNotFoundError, match=r"folder without any \.txt file"):
+    with pytest.raises(FileNotFoundError, match=r"folder without any text \(\.txt "):
         read_text([str(tmp_path)])
 
 
@@ -262,9 +262,12 @@ def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chu
     [
         ("one\ntwo\n\nthree\nfour\nfive", 10, ["one\n", "two\n\nthree\n", "four\nfive"]),
         ("a\nbcd\nef", 4, ["a\n", "bcd\n", "ef"]),
-        ("a \nb\n c\n\nd", 1, ["a \nb\n c\n\nd"]),  # nowhere between two words
-        ("\nab\nc", 3, ["\nab\n", "c"]),
+        ("a \nb\n c\n\nd", 1, ["a", " \nb\n c\n\nd"]),  # before a space, if not after a line
+        ("ab\n\ncdefg hij  k", 3, ["ab\n\ncdefg", " hij", "  k"]),
+        ("abcdefghijklmnop", 3, ["abcdefghijkl", "mnop"]),  # a word above LONGEST_WORD
+        ("\nab\nc\nd", 3, ["\nab\n", "c\n", "d"]),
     ],
 )
-def test_chunks_are_cut_where_a_line_ends(tmp_path, text, size, chunks):
+def test_chunks_are_cut_where_a_line_or_word_ends(tmp_path, monkeypatch, text, size, chunks):
+    monkeypatch.setattr(corpus, "LONGEST_WORD", 12)
     assert list(text_chunks([write(tmp_path, "lines.txt", text)], size)) == chunks

@@ -307,7 +307,7 @@ def test_a_digest_is_of_all_tokens():
     """More of them than are hashed at once."""
     tokens = (np.arange((1 << 24) + 3) % 60_000).astype(np.uint16)
     expected = hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()
-    assert dataset_module._digest(tokens) == expected
+    assert dataset_module._digest(tokens).hexdigest() == expected
 
 
 def test_prepared_data_goes_with_nothing_else(prepared):

@@ -1,6 +1,9 @@
 """Text to tokens and back, exactly, or an error that says where and why."""
 
 import json
+import sys
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
+from jgpt.data import tokenizers as tokenizers_module
+from jgpt.data.tokenizers import Tokenizer, encode_each, tokenizer_from_json
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +185,12 @@ def test_damaged_json_is_not_a_tokenizer(text):
         tokenizer_from_json(text)
 
 
-def from_hf(byte_pairs, **changes):
+def from_hf(byte_pairs, **changes) -> BPETokenizer:
     """The tokenizer of a `tokenizer.json` with other parts."""
     values = json.loads(byte_pairs.to_json())["tokenizer"]
-    return tokenizer_from_json(json.dumps(values | changes))
+    tokenizer = tokenizer_from_json(json.dumps(values | changes))
+    assert isinstance(tokenizer, BPETokenizer)
+    return tokenizer
 
 
 def model_of(byte_pairs, **changes):
@@ -277,3 +283,149 @@ def test_a_panic_is_an_error_of_the_text(byte_pairs):
     tokenizer = from_hf(byte_pairs, pre_tokenizer=split | {"invert": False})
     with pytest.raises(ValueError, match="the tokenizer failed: Onig: Regex search error"):
         tokenizer.encode("ab" * 99 + "c")
+
+
+# --- tiktoken ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quick(byte_pairs, data_directory) -> list[BPETokenizer]:
+    """Tokenizers whose long texts tiktoken encodes: trained, with an end of text, and GPT-2's."""
+    end = {"id": 999, "content": "<|endoftext|>", "special": True, "normalized": False}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    code = Path(json.__file__).read_text()
+    trained = BPETokenizer.train([code, "a aa aaa aaaa 🙂🙂 \t\t  \n\n '' ..."] * 3, 700)
+    gpt2 = BPETokenizer.from_gpt2(data_directory / "gpt2-bpe")
+    return [trained, from_hf(byte_pairs, added_tokens=[end]), gpt2]
+
+
+def both(tokenizer, text):
+    """The tokens by tiktoken and by tokenizers."""
+    assert tokenizer._fast is not None
+    with mock.patch.object(tokenizers_module, "LONG_TEXT", 0):
+        return tokenizer.encode(text).tolist(), tokenizer._backend.encode(text).ids
+
+
+WORDS = ["a", "aa", "'s", "'", "'re", "ll", "A", "é", "e\u0301", "ß", "中", "\u0661", "1", "23"]
+PIECES = st.sampled_from([*WORDS, "½", "²", ".", "..", "__", "🙂", "\u200d"])
+SPACES = st.sampled_from(["", " ", "  ", "\n", "\r\n", "\t", "\xa0", "\u2028", "\x85", "\x1c"])
+PARTS = st.one_of(PIECES, SPACES, st.text(max_size=5), st.just("<|endoftext|>"))
+
+
+@given(st.lists(PARTS, max_size=40).map("".join))
+@example("<|endoftext|><|endoftext|> \n <|endoftext|")
+@example("a" * 999 + " " * 999 + "x")
+def test_tiktoken_gives_the_same_tokens(quick, text):
+    for tokenizer in quick:
+        fast, slow = both(tokenizer, text)
+        assert fast == slow
+
+
+def test_tiktoken_gives_the_same_tokens_on_code(quick):
+    for module in ("argparse", "unicodedata", "typing", "inspect"):
+        path = getattr(sys.modules.get(module), "__file__", None)
+        text = Path(path).read_text() if path and path.endswith(".py") else module
+        for tokenizer in quick:
+            fast, slow = both(tokenizer, text)
+            assert fast == slow
+
+
+def test_a_long_text_is_encoded_by_tiktoken_and_a_short_one_is_not(byte_pairs, monkeypatch):
+    text = "low lower\n" * 7000
+    encoding = mock.Mock()
+    encoding.encode_to_numpy.return_value = np.array([3], np.uint32)
+    monkeypatch.setitem(byte_pairs.__dict__, "_fast", encoding)
+    assert len(text) >= 1 << 16
+    assert byte_pairs.encode(text).tolist() == [3]
+    assert byte_pairs.encode(text).dtype == np.int32
+    assert len(byte_pairs.encode(text[: (1 << 16) - 1])) > 9
+    encoding.encode_to_numpy.side_effect = ValueError("Max stack size exceeded for backtracking")
+    assert len(byte_pairs.encode(text)) > 9  # by tokenizers
+
+
+def test_what_tiktoken_refuses_is_encoded_still(quick):
+    """Its regular expression takes a run of spaces onto a stack."""
+    spaces = " " * 2_000_000 + "x"
+    with pytest.raises(ValueError, match="Max stack size"):
+        quick[2]._fast.encode_to_numpy(spaces)
+    assert len(quick[2].encode(spaces)) == 2_000_000
+    with pytest.raises(ValueError, match="lone surrogate"):
+        quick[2].encode("a" * (1 << 16) + "\ud800")
+
+
+DIGITS = {
+    "type": "Sequence",
+    "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
+}
+TOKEN = {"special": True, "normalized": False, "single_word": False, "lstrip": False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": DIGITS},
+        {"pre_tokenizer": BYTES},
+        {"pre_tokenizer": BYTES | {"use_regex": True, "add_prefix_space": True}},
+        {"pre_tokenizer": None},
+        {"normalizer": {"type": "NFC"}},
+        {"post_processor": {"type": "TemplateProcessing", "single": [PIECE] * 2, "pair": [PIECE]}},
+        {"added_tokens": [TOKEN | {"id": 999, "content": "<a>", "rstrip": True}]},
+        {
+            "added_tokens": [
+                TOKEN | {"id": 998 + n, "content": n * "<", "rstrip": False} for n in (1, 2)
+            ]
+        },
+        {"model": {"ignore_merges": True}},
+        {"model": {"byte_fallback": True}},
+    ],
+    ids=str,
+)
+def test_tokens_that_might_differ_are_left_to_tokenizers(byte_pairs, changes):
+    changes = dict(changes)
+    if "model" in changes:
+        changes["model"] = model_of(byte_pairs, **changes["model"])
+    if "post_processor" in changes:
+        changes["post_processor"] = changes["post_processor"] | {"special_tokens": {}}
+    assert from_hf(byte_pairs)._fast is not None
+    assert from_hf(byte_pairs, **changes)._fast is None
+
+
+def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs):
+    """In another order than their tokens, without their letters, of a token made twice."""
+    model = model_of(byte_pairs)
+    vocab, merges = model["vocab"], model["merges"]
+    first, second = ("".join(pair) for pair in merges[:2])
+    swapped = vocab | {first: vocab[second], second: vocab[first]}
+    letterless = {word: token for word, token in vocab.items() if word != "!"}
+    for changes in (
+        {"vocab": swapped},
+        {"vocab": letterless},
+        {"vocab": vocab | {"zzz": 999}},
+        {
+            "vocab": vocab | {"Ġq": 998, "qx": 999, "Ġqx": 1000},
+            "merges": [*merges, ["Ġ", "q"], ["q", "x"], ["Ġ", "qx"]],
+        },
+    ):
+        assert from_hf(byte_pairs, model=model | changes)._fast is None
+
+
+def test_texts_are_encoded_in_turn(byte_pairs):
+    texts = [f"low {'newer ' * n}" for n in range(40)]
+    asked = []
+    each = encode_each(
+        byte_pairs, (asked.append(text) or text for text in texts), np.dtype(np.uint16)
+    )
+    found = [next(each)]
+    assert len(asked) < 20
+    found += each
+    assert [length for length, _ in found] == [*map(len, texts)]
+    for text, (_, data) in zip(texts, found, strict=True):
+        assert np.frombuffer(data, np.uint16).tolist() == byte_pairs.encode(text).tolist()
+
+
+def test_long_words_are_learnt_from_in_parts():
+    """Otherwise this takes minutes, since a merge moves what follows it."""
+    word = "".join("acgt"[(n * n + n // 7) % 4] for n in range(200_000))
+    tokenizer = BPETokenizer.train([word], 300)
+    assert tokenizer.vocab_size == 300
+    assert tokenizer._fast is not None

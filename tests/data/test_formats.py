@@ -1,0 +1,249 @@
+"""Text as people have it, and its tokens as nanoGPT has them."""
+
+import dataclasses
+import gzip
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+from jgpt import BPETokenizer, CharTokenizer, DataConfig
+from jgpt.data import corpus
+from jgpt.data.corpus import read_text, text_chunks
+from jgpt.data.dataset import KnownText, load_dataset, prepare
+
+RECORDS = [
+    {"text": "one\r\n1"},
+    {"text": ""},
+    {"text": "two 🙂", "id": 7},
+    {"text": "\ud83d\ude42"},
+]
+READ = "one\n1\ntwo 🙂\n🙂\n"
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def write(folder, name, data):
+    (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    return str(folder / name)
+
+
+def packed(data, suffix):
+    if suffix == ".zst":
+        return pytest.importorskip("backports.zstd").compress(data)
+    return gzip.compress(data) if suffix == ".gz" else data
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_text_and_json_lines_are_read_packed_or_not(tmp_path, suffix):
+    said = []
+    path = write(tmp_path, f"a.JSONL{suffix}", packed(b"\xef\xbb\xbf" + lines(*RECORDS), suffix))
+    assert read_text([path], warn=said.append) == READ
+    assert len(said) == 1
+    assert "carriage returns are read as newlines" in said[0]
+    assert read_text([path], universal_newlines=False) == READ.replace("\n1", "\r\n1")
+    assert read_text([path], separator="<|endoftext|>").count("<|endoftext|>") == 3
+    path = write(tmp_path, f"a.md{suffix}", packed(b"# Title\n" * 9, suffix))
+    assert read_text([path]) == "# Title\n" * 9
+    path = write(tmp_path, f"b.jsonl{suffix}", packed(b'\n{"body": "x"}\n\n', suffix))
+    assert "".join(text_chunks([path], field="body")) == "x\n"
+
+
+def test_a_column_of_parquet_is_read(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    texts = ["a", None, "", "b\r\nc", "d"]
+    for kind in (arrow.string(), arrow.large_string()):
+        table = arrow.table({"n": range(5), "text": arrow.array(texts, kind)})
+        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+        assert read_text([str(tmp_path / "a.parquet")]) == "a\nb\nc\nd\n"
+    for field in ("n", "body"):
+        with pytest.raises(ValueError, match=f"no column '{field}' of text, but n, text: name"):
+            read_text([str(tmp_path / "a.parquet")], field=field)
+    data = (tmp_path / "a.parquet").read_bytes()
+    for bad in (b"text", data[:-9], data[:4] + b"\0" * 400 + data[404:]):
+        with pytest.raises(ValueError, match=r"bad\.parquet can't be read as Parquet: "):
+            read_text([write(tmp_path, "bad.parquet", bad)])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl", lines({"text": "a"}) + b'\n{"text": "b', "a.jsonl, line 3, can't be read as J"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', "line 1, can't be read as JSON: 'utf-8'"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1, can't be read as JSON: 'utf-8'"),
+        ("a.jsonl", lines({"text": "a"}, {"body": "b"}), "line 2, has no text in a field 'text'"),
+        ("a.jsonl", lines({"text": 3}), "line 1, has no text in a field 'text': name the field"),
+        ("a.jsonl", lines(["text"]), "line 1, has no text"),
+        ("a.jsonl", lines("text"), "line 1, has no text"),
+        ("a.jsonl", b"[" * 99_999, "line 1, can't be read as JSON"),
+        ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
+        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], "a.txt.gz is damaged or cut short: "),
+        (
+            "a.txt.gz",
+            gzip.compress(b"text" * 99)[:-8] + b"12345678",
+            "is damaged or cut short: CRC",
+        ),
+        ("a.txt.gz", b"text", "is damaged or cut short: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"caf\xe9"), "a.txt.gz is not UTF-8 text: byte 3"),
+        ("a.json", b"{}", "a.json is not text: give UTF-8 text, JSON lines"),
+        ("a.PDF", b"%PDF", "a.PDF is not text"),
+        ("a.csv.gz", gzip.compress(b"a,b"), "a.csv.gz is not text"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, data, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read_text([write(tmp_path, name, data)])
+    assert "\n" not in str(error.value)
+
+
+def test_zstandard_cut_short_is_named(tmp_path):
+    zstd = pytest.importorskip("backports.zstd")
+    data = zstd.compress(b"text" * 99)
+    for bad in (data[:-3], b"text", data + b"text"):
+        with pytest.raises(ValueError, match=r"a\.txt\.zst is damaged or cut short: "):
+            read_text([write(tmp_path, "a.txt.zst", bad)])
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "package"),
+    [("a.txt.zst", "zstd", "backports.zstd"), ("a.parquet", "parquet", "pyarrow")],
+)
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, extra, package):
+    def missing(module):
+        raise ModuleNotFoundError(module)
+
+    monkeypatch.setattr(corpus.importlib, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError) as error:
+        read_text([write(tmp_path, name, b"x")])
+    expected = f"{tmp_path / name} needs {package}: pip install 'jgpt[{extra}]'"
+    assert str(error.value) == expected
+
+
+def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
+    for name, data in {
+        "a.md": "one ",
+        "b.jsonl.gz": gzip.compress(lines({"text": "two"})),
+        "c.txt": "three ",
+        "d.py": "four",
+        "e.json": "{}",
+        "f.rst.gz": gzip.compress(b"five"),
+    }.items():
+        write(tmp_path, name, data)
+    assert read_text([str(tmp_path)]) == "one two\nthree five"
+    assert read_text([str(tmp_path)], plain=True) == "three "
+
+
+def test_bytes_that_are_read_are_counted(tmp_path):
+    path, counts = write(tmp_path, "a.txt.gz", gzip.compress(b"text" * 999)), []
+    read_text([path, path], advance=counts.append)
+    assert sum(counts) == 2 * (tmp_path / "a.txt.gz").stat().st_size
+
+
+def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_directory):
+    path = write(tmp_path, "a.jsonl", lines({"text": "To be"}, {"text": "or not"}) * 9)
+    config = DataConfig((path,), True, "gpt2", tokenizer_files=str(data_directory / "gpt2-bpe"))
+    dataset = load_dataset(config, 1)
+    tokens = [2514, 307, 50256, 273, 407, 50256]
+    assert [*dataset.train, *dataset.validation] == tokens * 9
+    assert dataset.tokenizer.decode(tokens) == "To be<|endoftext|>or not<|endoftext|>"
+    assert prepare(config, tmp_path / "prepared") == 54
+    mapped = load_dataset(DataConfig((str(tmp_path / "prepared"),)), 1)
+    assert mapped.digest == dataset.digest
+    plain = load_dataset(dataclasses.replace(config, tokenizer="char"), 1)
+    assert plain.tokenizer.decode(plain.train[:13]) == "To be\nor not\n"
+
+
+def test_a_run_of_an_earlier_version_finds_its_text_again(tmp_path):
+    """It read every file as text, and only .txt in folders."""
+    (tmp_path / "notes").mkdir()
+    write(tmp_path / "notes", "a.txt", "abc" * 9)
+    old = load_dataset(DataConfig((str(tmp_path / "notes"),)), 1)
+    known = KnownText(old.digest, old.text_digest, {})
+    write(tmp_path / "notes", "b.md", "d" * 9)
+    config = DataConfig((str(tmp_path / "notes"),))
+    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=known).digest == old.digest
+    new = load_dataset(config, 1)
+    assert new.tokenizer.decode([3]) == "d"
+    again = KnownText(new.digest, new.text_digest, {})
+    assert load_dataset(config, 1, tokenizer=new.tokenizer, known=again).digest == new.digest
+
+
+# --- nanoGPT's tokens ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """What nanoGPT's prepare.py writes, and the tokenizer."""
+    np.arange(40, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.arange(40, 60, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    tokenizer = CharTokenizer("".join(map(chr, range(60))))
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    return tmp_path
+
+
+def test_nanogpt_s_tokens_are_its_own_splits(tokens):
+    dataset = load_dataset(DataConfig((str(tokens),)), 8)
+    assert isinstance(dataset.train, np.memmap)
+    assert dataset.train.tolist() == [*range(40)]
+    assert dataset.validation.tolist() == [*range(40, 60)]
+    assert len(dataset.test) == 0
+    assert dataset.tokenizer.vocab_size == 60
+    whole = np.arange(60, dtype=np.uint16)
+    whole.tofile(tokens / "whole.bin")
+    single = load_dataset(DataConfig((str(tokens / "whole.bin"),), test_fraction=0.1), 2)
+    assert [*map(len, (single.train, single.validation, single.test))] == [48, 6, 6]
+    assert single.digest == dataset.digest
+    known = KnownText(dataset.digest, None, {})
+    given = CharTokenizer("".join(map(chr, range(61))))
+    again = load_dataset(DataConfig((str(tokens),)), 8, tokenizer=given, known=known)
+    assert again.tokenizer.vocab_size == 61
+
+
+def test_a_run_of_the_text_beside_them_stays_one(tokens):
+    write(tokens, "input.txt", "abc" * 9)
+    old = load_dataset(DataConfig((str(tokens / "input.txt"),)), 1)
+    known = KnownText(old.digest, old.text_digest, {})
+    config = DataConfig((str(tokens),))
+    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=known).digest == old.digest
+
+
+def test_nanogpt_s_tokens_are_gpt_2_s_where_the_config_says_so(tokens, data_directory):
+    files = str(data_directory / "gpt2-bpe")
+    config = DataConfig((str(tokens),), tokenizer="gpt2", tokenizer_files=files)
+    assert isinstance(load_dataset(config, 8).tokenizer, BPETokenizer)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda it: (it / "val.bin").write_bytes(b"\0" * 41), "val.bin has 41 bytes, which are no"),
+        (lambda it: (it / "val.bin").write_bytes(b""), "val.bin has 0 bytes, which are no uint16"),
+        (lambda it: (it / "val.bin").unlink(), "val.bin"),
+        (
+            lambda it: (it / "train.bin").write_bytes(b"\x3c\0" * 40),
+            "train.bin contains token 60, outside its tokenizer's vocabulary of 60",
+        ),
+        (
+            lambda it: (it / "tokenizer.json").unlink(),
+            "has tokens without a tokenizer: put its tok",
+        ),
+        (lambda it: (it / "tokenizer.json").write_text("{}"), "tokenizer.json: not a tokenizer"),
+    ],
+)
+def test_damaged_tokens_are_refused(tokens, damage, message):
+    damage(tokens)
+    with pytest.raises((ValueError, OSError), match=message):
+        load_dataset(DataConfig((str(tokens),)), 8)
+
+
+def test_tokens_go_with_nothing_else(tokens):
+    with pytest.raises(ValueError, match="is split already: test_fraction must be 0"):
+        load_dataset(DataConfig((str(tokens),), test_fraction=0.1), 8)
+    with pytest.raises(ValueError, match="can't be mixed with other data"):
+        load_dataset(DataConfig((str(tokens / "train.bin"), "pydocs")), 8)
+    with pytest.raises(ValueError, match=r"train\.bin is not text"):
+        prepare(DataConfig((str(tokens / "train.bin"),)), tokens / "out")
