@@ -86,6 +86,7 @@ def _without_echoes() -> Iterator[None]:
     """Silence TensorStore's threads and asyncio after a failed write, which raises an error too."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    warnings.formatwarning = lambda message, *_: f"jgpt: {message}\n"
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

@@ -11,14 +11,14 @@ from typing import Any, Self
 
 import numpy as np
 import tokenizers
-from jaxtyping import Int32, Integer, UInt32
+from jaxtyping import Array, Int32, Integer, UInt32
 
 from jgpt.contracts import typed
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_GROWTH = 16
 Tokens = Int32[np.ndarray, " tokens"]
-AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
+AnyTokens = Integer[Array | np.ndarray, " tokens"] | Sequence[int]
 
 
 class CharTokenizer:
