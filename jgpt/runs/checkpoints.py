@@ -339,7 +339,7 @@ def save(
         {path: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(each, nnx.Param))}
         for each in (abstract_model(config.model), model)
     )
-    for name in {*wanted, *given}:
+    for name in wanted | given:
         if wanted.get(name) != given.get(name):
             raise ValueError(
                 f"{'.'.join(map(str, name))} is {given.get(name)} in the model and "
