@@ -291,18 +291,20 @@ def load(
     *,
     which: Which = "best",
     model: Make | str = None,
+    optimizer: Make | str = None,
     platform: Platform | None = None,
 ) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
     """Load a run's model, tokenizer and config; nothing is written.
 
     A run of a user's own `model` needs it again, as itself or as FILE.py:NAME, and warns if it has
-    changed. `platform`, by default the current one, decides the config's `auto`.
+    changed; an own `optimizer` is needed to train further with the config. `platform`, by default
+    the current one, decides the config's `auto`.
     Raises FileNotFoundError if there is no run or no checkpoint, and ValueError if one of their
     files is damaged.
     """
     run = RunDirectory.open(run_directory)
     saved, tokenizer = run.config(), run.tokenizer()
-    config = with_code(saved, model)
+    config = with_code(saved, model, optimizer)
     for line in changed_code(saved, config):
         warnings.warn(line, stacklevel=2)
     with Checkpoints(run, read_only=True) as checkpoints:
@@ -330,11 +332,12 @@ def save(
     config = dataclasses.replace(config, name=path.resolve().name, out=str(path))
     if config.model.make is None and type(model) not in (GPT, BigramLM):
         config = with_code(config, type(model))
-    if not model.vocab_size == tokenizer.vocab_size == config.model.vocab_size:
+    if model.vocab_size != tokenizer.vocab_size:
         raise ValueError(
-            f"the vocabulary has {model.vocab_size} tokens in the model, {tokenizer.vocab_size} in "
-            f"the tokenizer and {config.model.vocab_size} in the config"
+            f"the model has {model.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}"
         )
+    its = dataclasses.replace(config.model, vocab_size=model.vocab_size)
+    config = dataclasses.replace(config, model=its)
     wanted, given = (
         {path: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(each, nnx.Param))}
         for each in (abstract_model(config.model), model)

@@ -86,11 +86,11 @@ class Run:
     """The duration of the call."""
 
     @property
-    def metrics(self) -> dict[str, np.ndarray]:
+    def metrics(self) -> dict[str, list[float]]:
         """The columns of `metrics.jsonl`, for `pandas.DataFrame`; NaN where a step has no value."""
         lines = RunDirectory.open(self.directory).metrics()
         names = dict.fromkeys(name for line in lines for name in line)
-        return {name: np.array([line.get(name, math.nan) for line in lines]) for name in names}
+        return {name: [line.get(name, math.nan) for line in lines] for name in names}
 
 
 class TrainingStopped(Exception):

@@ -91,6 +91,7 @@ def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(config, tmp_path):
             **own,
         )
     resumed = jgpt.fit(stopped, resume=True, **own)
+    assert jgpt.load(run.directory, **own)[2] == run.config
     model, tokenizer, found = jgpt.load(run.directory, model=Sums)
     for other in (resumed.model, model):
         assert isinstance(other, Sums)
@@ -100,7 +101,7 @@ def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(config, tmp_path):
     assert found.model.rank == 3
     assert tokenizer.vocab_size == model.vocab_size
     columns = run.metrics
-    assert list(columns["step"]) == [0, 1, 2, 3, 4]
+    assert columns["step"] == [0, 1, 2, 3, 4]
     assert np.isnan(columns["loss"]).tolist() == [True] + [False] * 4
     assert columns["validation_loss"][4] == run.validation_loss
     assert evaluate(run.directory, model=Sums).loss == run.validation_loss
@@ -174,7 +175,7 @@ def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
     assert (found.name, found.out, type(found.model)) == ("mine", str(path), SumsConfig)
     for message, changes in (
         (
-            "11 tokens in the model, 4 in the tokenizer and 11",
+            "the model has 11 tokens and the tokenizer 4",
             {"tokenizer": jgpt.CharTokenizer("abcd")},
         ),
         (
