@@ -39,7 +39,7 @@ from jgpt.runs.directory import LOSS_PICTURE, PROFILE, SAMPLES, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import CompilationWatch, Profiler
-from jgpt.runs.progress import Progress
+from jgpt.runs.progress import Progress, default_progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
 from jgpt.runs.trackers import Tracker, require_tracker
@@ -109,7 +109,7 @@ def fit(
     optimizer: Make | str = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | Literal["auto"] | None = "auto",
     should_stop: Callable[[], bool] = lambda: False,
     profile_steps: int = 0,
     platform: Platform | None = None,
@@ -125,7 +125,8 @@ def fit(
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
     `profile_steps` are traced into the run's folder `profile`. `platform`, by default the current
-    one, decides the config's `auto`.
+    one, decides the config's `auto`. `progress` is by default shown on a terminal and in a
+    notebook; None is silent.
     Raises ValueError or OSError before anything is written or deleted; later OSError if something
     can't be written, FloatingPointError for a loss or gradient that is not finite, and
     TrainingStopped, each with the last good state in a checkpoint.
@@ -135,7 +136,8 @@ def fit(
         raise ValueError(f"profile_steps={profile_steps} must not be negative")
     config = with_code(config, model, optimizer)
     platform = platform or current_platform()
-    progress = progress if progress and process_index() == 0 else Progress()
+    shown = default_progress() if progress == "auto" else progress or Progress()
+    progress = shown if process_index() == 0 else Progress()
     with together():
         saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     start = provenance(config, dataset)

@@ -45,7 +45,8 @@ class Sums(nnx.Module):
         self.outer = nnx.Param(jax.random.normal(rngs.params(), shape[::-1]))
 
     def hidden(self, tokens, *, rngs=None):
-        return jnp.cumsum(self.inner[...][tokens], axis=1)
+        x = self.inner[...][tokens]
+        return jnp.cumsum(x, axis=1) - 3 * x
 
     def logits(self, x):
         return x @ self.outer[...]
@@ -69,7 +70,9 @@ def sums():
     return Sums(SumsConfig(vocab_size=11, block_size=7, rank=3), rngs=nnx.Rngs(0))
 
 
-def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(config, tmp_path):
+def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(
+    config, tmp_path, capsys, monkeypatch
+):
     own = {"model": Sums, "optimizer": lion}
     run = jgpt.fit(config, **own, progress=None)
     stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"), steps_per_call=1)
@@ -90,7 +93,14 @@ def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(config, tmp_path):
             resume=True,
             **own,
         )
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     resumed = jgpt.fit(stopped, resume=True, **own)
+    shown = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert f"4 steps into {tmp_path / 'stopped'}" in shown
+    assert any(line.startswith("step 3/4  loss ") for line in shown)
+    assert f"step 4: validation loss {resumed.validation_loss:.4f}" in shown
+    jgpt.fit(stopped, resume=True, progress=None, **own)
+    assert capsys.readouterr().err == ""
     assert jgpt.load(run.directory, **own)[2] == run.config
     model, tokenizer, found = jgpt.load(run.directory, model=Sums)
     for other in (resumed.model, model):
@@ -142,6 +152,7 @@ def test_a_model_without_a_cache_generates_as_it_predicts(sums):
             logits = sums(jnp.asarray(written[-7:])[None])[0, -1]
             written.append(int(jnp.argmax(logits)))
         assert out[row, : len(written)].tolist() == written
+        assert len(set(written[start:])) > 1  # a place off would be seen
 
 
 def test_the_natural_session(sums):
