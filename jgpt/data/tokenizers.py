@@ -18,7 +18,7 @@ from jgpt.contracts import typed
 END_OF_TEXT = "<|endoftext|>"
 MAX_GROWTH = 16
 Tokens = Int32[np.ndarray, " tokens"]
-AnyTokens = Integer[Array | np.ndarray, " tokens"] | Sequence[int]
+AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Array, " tokens"] | Sequence[int]
 
 
 class CharTokenizer:

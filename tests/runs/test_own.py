@@ -5,6 +5,7 @@ import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,13 +74,14 @@ def sums():
 def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(
     config, tmp_path, capsys, monkeypatch
 ):
-    own = {"model": Sums, "optimizer": lion}
+    own: dict[str, Any] = {"model": Sums, "optimizer": lion}
     run = jgpt.fit(config, **own, progress=None)
     stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"), steps_per_call=1)
     stops = iter([False, False, True])
     with pytest.raises(TrainingStopped):
         jgpt.fit(stopped, **own, should_stop=lambda: next(stops))
     assert RunDirectory(tmp_path / "stopped").checkpoint_steps()[-1] == 2
+    lacking: dict[str, Any]
     for lacking in ({}, {"model": Sums}):
         part = "optimizer" if lacking else "model"
         with pytest.raises(
@@ -136,7 +138,7 @@ def test_what_a_model_lacks_is_said_by_name():
     assert "a dict is not a model" in refusal(lambda config, *, rngs: {})
 
     def dropping(config, *, rngs):
-        model = of(**whole)(config, rngs=rngs)
+        model: Any = of(**whole)(config, rngs=rngs)
         model.dropout = nnx.Dropout(0.1, rngs=rngs)
         return model
 
@@ -194,10 +196,9 @@ def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
             {"config": dataclasses.replace(config, rank=4)},
         ),
     ):
+        options: dict[str, Any] = {"tokenizer": tokenizer, "config": config} | changes
         with pytest.raises(ValueError, match=r".") as caught:
-            jgpt.save(
-                sums, tmp_path / "other", **{"tokenizer": tokenizer, "config": config} | changes
-            )
+            jgpt.save(sums, tmp_path / "other", **options)
         assert message in str(caught.value)
     assert not (tmp_path / "other").exists()
     with pytest.raises(FileExistsError):
@@ -215,12 +216,14 @@ def test_the_new_model_is_jgpts_own(template):
     assert len(template.read_text().splitlines()) <= 150
     config = jgpt.ModelConfig(vocab_size=23, block_size=9, num_layers=3, num_heads=2, embed_dim=20)
     own = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
+    model: Any
     model, ours = (jgpt.create_model(it, rngs=nnx.Rngs(0)) for it in (own, config))
     tokens = jax.random.randint(jax.random.key(2), (4, 7), 0, 23)
     weights = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
 
     def value(*path) -> jax.Array:
-        tree, noise = weights, jax.random.key(zlib.crc32(str(path).encode()))
+        tree: Any = weights
+        noise = jax.random.key(zlib.crc32(str(path).encode()))
         for name in path:
             tree = tree[name]
         return tree + 0.3 * jax.random.normal(noise, tree.shape)
@@ -254,7 +257,7 @@ def test_the_new_model_is_jgpts_own(template):
 def test_the_new_model_starts_as_jgpts_own_and_drops_out_in_training(template):
     config = jgpt.ModelConfig(vocab_size=230, num_layers=3, num_heads=2, embed_dim=200, dropout=0.5)
     own = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
-    model = jgpt.create_model(own, rngs=nnx.Rngs(0))
+    model: Any = jgpt.create_model(own, rngs=nnx.Rngs(0))
     assert 1 < flops_per_token(own) / flops_per_token(config) < 1.1
     small = 0.02 / 6**0.5
     for kernel, std in (
