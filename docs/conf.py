@@ -62,7 +62,9 @@ CHANGELOG
 suppress_warnings = ["toc.not_included"]  # reports are reached by links
 nitpicky = True
 # other projects' types are no links, nor are type variables
-nitpick_ignore_regex = [("py:.*", r"(?!jgpt).*|jgpt\.contracts\.(Parameters|Result|Record)")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!jgpt).*|jgpt\.contracts\.(Parameters|Result|Record)|.*\bTexts")
+]
 
 html_theme = "furo"
 html_copy_source = html_show_copyright = html_show_sphinx = False

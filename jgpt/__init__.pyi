@@ -11,11 +11,11 @@ from .nn.bigram import BigramLM
 from .nn.heads import Head, MultiHeadAttention
 from .nn.int8 import with_int8_weights
 from .nn.loss import cross_entropy
-from .nn.models import create_model
+from .nn.models import LanguageModel, create_model
 from .nn.precision import for_platform
 from .nn.transformer import GPT, Block, FeedForward
 from .presets import preset
-from .runs.checkpoints import load
+from .runs.checkpoints import load, save
 from .runs.loop import Run, fit
 from .runs.progress import Progress
 
@@ -32,6 +32,7 @@ __all__ = [
     "DataConfig",
     "FeedForward",
     "Head",
+    "LanguageModel",
     "ModelConfig",
     "MultiHeadAttention",
     "OptimizerConfig",
@@ -59,6 +60,7 @@ __all__ = [
     "load_hf",
     "preset",
     "record",
+    "save",
     "save_gpt2",
     "save_hf",
     "shape_trace",

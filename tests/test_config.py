@@ -85,7 +85,7 @@ from tests.quick import only
         (OptimizerConfig, {"optimizer": "sgd"}, "optimizer must be one of adamw, muon, not 'sgd'"),
         (DataConfig, {"data": ()}, "data=() must name a corpus"),
         (DataConfig, {"data": ("",)}, "data=('',) must name a corpus"),
-        (DataConfig, {"data": "pydocs"}, "data must be a tuple, each item a string, not 'pydocs'"),
+        (DataConfig, {"data": 3}, "data must be a tuple, each item a string, not 3"),
         (DataConfig, {"tokenizer_files": 3}, "tokenizer_files must be a string or None, not 3"),
         (DataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 must be at least 257"),
         (
@@ -164,6 +164,10 @@ KIND_OF: dict[str, Any] = {
 def test_a_number_out_of_bounds_is_refused_by_name(name, value, bound):
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value} must {bound}')}$"):
         KIND_OF[name](**{name: value})
+
+
+def test_one_text_may_stand_alone():
+    assert DataConfig(data="pydocs") == DataConfig()  # type: ignore[arg-type]
 
 
 def test_what_is_odd_and_fine():

@@ -169,8 +169,9 @@ def parse_only(monkeypatch):
 
 @pytest.fixture(scope="module")
 def runs(trained, tmp_path_factory) -> Path:
-    """A folder with each run that a page names."""
+    """A folder with each run that a page names, and a model of one file."""
     folder = tmp_path_factory.mktemp("named")
+    worked("new", folder / "my_gpt.py")
     for run in {run for page in PAGES for run in re.findall(r"\bruns/\w+", page.read_text())}:
         (folder / run).mkdir(parents=True)
         for file in ("config.json", "tokenizer.json"):

@@ -86,6 +86,9 @@ def _without_echoes() -> Iterator[None]:
     """Silence TensorStore's threads and asyncio after a failed write, which raises an error too."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    warnings.filterwarnings("always", ".* has changed since the run began")
+    show = warnings.showwarning
+    warnings.showwarning = lambda message, *_: print(f"jgpt: {message}", file=sys.stderr)
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -96,7 +99,7 @@ def _without_echoes() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.unraisablehook = report
+        sys.unraisablehook, warnings.showwarning = report, show
 
 
 def _discard_output() -> None:

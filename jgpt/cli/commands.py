@@ -26,12 +26,14 @@ from jgpt.cli.options import (
 )
 from jgpt.cli.terminal import importing, open_console, say, spinner
 from jgpt.config import (
+    Code,
     ComputeDtype,
     DataConfig,
     OptimizerConfig,
     TokenizerName,
     TrainConfig,
     did_you_mean,
+    with_code,
 )
 from jgpt.durable import write_file
 from jgpt.presets import PRESETS
@@ -46,6 +48,10 @@ Checkpoint = Annotated[
     Shown(help="The best by validation loss, the last, or a step."),
 ]
 Newlines = Annotated[bool, Shown(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
+OptimizerOption = Annotated[str | None, Shown("FILE:NAME", "Likewise the optimizer.")]
+ModelOption = Annotated[
+    str | None, Shown("FILE:NAME", "The model, where a run has its own, such as my_gpt.py:GPT.")
+]
 MeshOption = Annotated[
     str | None, Shown("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")
 ]
@@ -106,18 +112,27 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 profile_steps=options.profile,
             )
         except TrainingStopped as stopped:
-            resume = _command("train", "--out", stopped.directory, "--resume")
+            resume = _command("train", "--out", stopped.directory, "--resume", *_own(config))
             progress.say(str(stopped), f"resume with: {resume}")
             sys.exit(max(gather(stop.exit_code or 0)))
     if process_index() != 0:
         return []
+    model = _own(config)[:2] if config.model.make is not None else []
     return [
         *(["", run.sample, ""] if run.sample else []),
         f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
         f"total time {time.perf_counter() - began:.0f} s",
         f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
-        f"next: {_command('sample', run.directory)}   or   {_command('eval', run.directory)}",
+        f"next: {_command('sample', run.directory, *model)}   or   "
+        f"{_command('eval', run.directory, *model)}",
     ]
+
+
+def _own(config: TrainConfig) -> list[str]:
+    """The options for a user's own model and optimizer."""
+    makes = {"--model": config.model.make, "--optimizer": config.optimizer.make}
+    given = ((flag, Code.of(make).named) for flag, make in makes.items() if make is not None)
+    return [word for pair in given for word in pair]
 
 
 def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
@@ -126,6 +141,8 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
         raise ValueError("a plan is for one process: leave out --distributed and --coordinator")
     if options.on is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
+        if "jax" in sys.modules:  # a user's own model imported it
+            sys.modules["jax"].config.update("jax_platforms", "cpu")
     with importing():
         from jgpt.cli.console import ConsoleProgress, describe, describe_ahead
         from jgpt.runs import loop
@@ -158,6 +175,7 @@ def sample(
     seed: int = 1337,
     weights: Literal["saved", "int8"] = "saved",
     checkpoint: Checkpoint = "best",
+    model: ModelOption = None,
     mesh: MeshOption = None,
 ) -> None:
     """Generate text with a trained model, streamed as it is sampled.
@@ -179,14 +197,14 @@ def sample(
         raise ValueError(f"num_samples={num_samples} must be at least 1")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
-    with _loaded(run, checkpoint, mesh) as (model, tokenizer, config):
+    with _loaded(run, checkpoint, mesh, model) as (loaded, tokenizer, config):
         import jax
         import numpy as np
 
         from jgpt.generation.text import stream_text
         from jgpt.nn.int8 import with_int8_weights
 
-        model = with_int8_weights(model) if weights == "int8" else model
+        loaded = with_int8_weights(loaded) if weights == "int8" else loaded
         given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
         prompts = (text for text in given for _ in range(num_samples))
         key = jax.random.key(np.uint32(seed))
@@ -195,7 +213,7 @@ def sample(
         rules |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         while rows := tuple(islice(prompts, BATCH_SIZE)):
             rules["key"] = jax.random.fold_in(key, first)
-            pieces = stream_text(model, tokenizer, rows, max_new_tokens, **rules)
+            pieces = stream_text(loaded, tokenizer, rows, max_new_tokens, **rules)
             # the first text is streamed
             print(f"{SEPARATOR}\n" * bool(first) + rows[0], end="", flush=True)
             others = list(rows[1:])
@@ -228,6 +246,7 @@ def eval_(
     json: bool = False,
     checkpoint: Checkpoint = "best",
     split: Literal["validation", "test"] = "validation",
+    model: ModelOption = None,
     mesh: MeshOption = None,
 ) -> Lines:
     """Compute a run's exact loss on its validation or test split: every target once.
@@ -242,7 +261,8 @@ def eval_(
         from jgpt.sharding import use_mesh
 
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
-        result = loop.evaluate(run, which=checkpoint, split=split, progress=progress)
+        asked = {"which": checkpoint, "split": split, "model": model}
+        result = loop.evaluate(run, progress=progress, **asked)
     if json:
         return [dumps(dataclasses.asdict(result))]
     return [
@@ -252,20 +272,25 @@ def eval_(
     ]
 
 
-def _config_of(what: str) -> TrainConfig:
+def _config_of(what: str, model: str | None = None, optimizer: str | None = None) -> TrainConfig:
     """The config of a preset or a run directory."""
     from jgpt.runs.directory import RunDirectory
 
     if what in PRESETS:
         return PRESETS[what][1]
     if Path(what).exists():
-        return RunDirectory.open(what).config()
+        return with_code(RunDirectory.open(what).config(), model, optimizer)
     raise ValueError(
         f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
     )
 
 
-def info(what: What, mesh: MeshOption = None) -> Lines:
+def info(
+    what: What,
+    model: ModelOption = None,
+    optimizer: OptimizerOption = None,
+    mesh: MeshOption = None,
+) -> Lines:
     """Show the parameters, bytes, FLOPs and training memory of a model.
 
     Args:
@@ -278,7 +303,7 @@ def info(what: What, mesh: MeshOption = None) -> Lines:
         from jgpt.nn.precision import run_for_platform
         from jgpt.training import plan
 
-        config = _config_of(what)
+        config = _config_of(what, model, optimizer)
         if mesh is not None:
             return describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
@@ -301,6 +326,7 @@ def info(what: What, mesh: MeshOption = None) -> Lines:
 
 def shapes(
     what: What,
+    model: ModelOption = None,
     batch: int | None = None,
     time: int | None = None,
     depth: int = 3,
@@ -328,7 +354,7 @@ def shapes(
         from jgpt.inside import with_symbols
         from jgpt.training.shapes import trace_decode, trace_forward, trace_train
 
-        config = dataclasses.replace(_config_of(what), micro_batches=1)
+        config = dataclasses.replace(_config_of(what, model), micro_batches=1)
         trace = trace_decode if decode else trace_train if train else trace_forward
         most = config.model.block_size
         first, second = (batch or 2, time or max(most - 1, 1)), (batch or 3, time or most)
@@ -361,6 +387,7 @@ def attention(
     prompt: Annotated[str, Shown("TEXT")],
     out: Image = "attention.png",
     checkpoint: Checkpoint = "best",
+    model: ModelOption = None,
 ) -> Lines:
     """Plot the attention weights of each layer and head over a text.
 
@@ -368,10 +395,10 @@ def attention(
         prompt: The text; its last block-size tokens are plotted.
     """
     path = _out(out, ".png", ".svg")
-    with _loaded(run, checkpoint) as (model, tokenizer, _):
+    with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
         from jgpt.runs.plots import plot_attention
 
-        plot_attention(model, tokenizer, prompt, path)
+        plot_attention(loaded, tokenizer, prompt, path)
     return [f"wrote {out}"]
 
 
@@ -381,6 +408,7 @@ def look(
     out: Annotated[str, Shown("FILE", "The page to write: .html.")] = "look.html",
     max_new_tokens: int = 48,
     checkpoint: Checkpoint = "best",
+    model: ModelOption = None,
 ) -> Lines:
     """Write an HTML page to look into a model: attention, logit lens, surprisal.
 
@@ -389,10 +417,10 @@ def look(
         max_new_tokens: The number of tokens to sample, fewer where the block ends.
     """
     path, name = _out(out, ".html"), Path(run).resolve().name
-    with _loaded(run, checkpoint) as (model, tokenizer, _):
+    with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
         from jgpt.runs.look import look_page
 
-        page = look_page(model, tokenizer, prompt, max_new_tokens, name)
+        page = look_page(loaded, tokenizer, prompt, max_new_tokens, name)
     write_file(path, page)
     return [f"wrote {out}"]
 
@@ -465,7 +493,7 @@ def import_(
         from jgpt.interop.huggingface import load_hf
         from jgpt.interop.names import crop_vocabulary
         from jgpt.interop.nanogpt import load_nanogpt
-        from jgpt.runs.checkpoints import write_run
+        from jgpt.runs.checkpoints import save
 
         status.update("loading the model")
         if from_ == "nanogpt":
@@ -481,7 +509,7 @@ def import_(
     dataset = DataConfig(data, universal_newlines)
     model_config = dataclasses.replace(model.config, dtype=dtype)
     config = TrainConfig(model_config, optimizer, dataset, name=path.name, out=out)
-    write_run(path, model, own_tokenizer, config)
+    save(model, path, tokenizer=own_tokenizer, config=config)
     return [
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {_command('sample', path)}"
@@ -535,6 +563,19 @@ def export(
     return lines
 
 
+def new(
+    file: Annotated[str, Shown("FILE", "The Python file to write.", positional=True)],
+) -> Lines:
+    """Write a GPT of one file, to change and to train."""
+    path = _out(file, ".py")
+    try:
+        with path.open("x", encoding="utf-8") as written:
+            written.write(Path(__file__).with_name("new_gpt.py.txt").read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise ValueError(f"{file} already exists: choose another name") from None
+    return [f"wrote {file}; next: {_command('train', '--model', f'{file}:GPT')}"]
+
+
 def presets() -> Lines:
     """List the presets of `jgpt train`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
@@ -551,6 +592,7 @@ _all = (
     plot,
     attention,
     look,
+    new,
     prepare,
     import_,
     export,
@@ -562,14 +604,16 @@ COMMANDS: dict[str, Callable[..., Lines | None]] = {
 
 
 @contextlib.contextmanager
-def _loaded(run: str, which: Any, mesh: str | None = None) -> Iterator[tuple[Any, Any, Any]]:
+def _loaded(
+    run: str, which: Any, mesh: str | None = None, model: str | None = None
+) -> Iterator[tuple[Any, Any, Any]]:
     with importing() as status:
         from jgpt.runs.checkpoints import load
         from jgpt.sharding import use_mesh
 
         status.update("loading the model")
         with use_mesh(mesh):
-            loaded = load(run, which=which)
+            loaded = load(run, which=which, model=model)
     with use_mesh(mesh):
         yield loaded
 

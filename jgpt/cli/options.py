@@ -17,7 +17,14 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_ty
 
 import docstring_parser
 
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
+from jgpt.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    did_you_mean,
+    with_code,
+)
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 
 NAMES = {int: ("N", "a whole number"), float: ("X", "a number"), NoneType: ("None", "None")}
@@ -66,6 +73,8 @@ class RunOptions:
     """A run's config.json, used instead of a preset to repeat that run in another directory."""
     dry_run: bool = False
     """Show what the run takes, without training or writing."""
+    model: Annotated[str | None, Shown("FILE:NAME")] = None
+    """Your own model: a class or function in a Python file, which is run."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
     on: Annotated[str | None, Shown("CHIPS")] = None
@@ -93,6 +102,7 @@ TRAIN = {
     each.name
     for kind in (RunOptions, ProcessOptions, *CONFIGS)
     for each in dataclasses.fields(kind)
+    if each.name != "make"
 }
 """The names of the options of `jgpt train` and `plan`."""
 
@@ -132,6 +142,9 @@ class _Parser(argparse.ArgumentParser):
             how["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
         else:
             how["type"], metavar = _reader(get_args(kind)[0] if many else kind)
+            if name == "optimizer":
+                read, metavar = how["type"], f"{metavar}|FILE:NAME"
+                how["type"] = lambda text: text if ".py:" in text else read(text)
             how["metavar"] = shown.metavar or METAVARS.get(name, metavar)
         if shown.positional:
             how |= (
@@ -206,11 +219,15 @@ def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:
 
 def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, Any]:
     """The arguments of a command, from its options."""
-    given = _parser(command, name).parse(args)
     if name not in ("train", "plan"):
-        return given
+        return _parser(command, name).parse(args)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model", nargs="?")
+    model = first.parse_known_args(args)[0].model  # whose config may have fields of its own
+    given = _parser(command, name, model=model).parse(args)
     options, where = _made(RunOptions(), given), _made(ProcessOptions(), given)
-    config = _base_config(given, options)
+    own = given.pop("optimizer") if ".py:" in given.get("optimizer", "") else None
+    config = with_code(_base_config(given, options), model, own)
     parts = {part: _made(getattr(config, part), given) for part in GROUPS}
     return {"config": _made(config, given | parts), "options": options, "where": where}
 
@@ -222,7 +239,12 @@ def help_of(command: Callable[..., Any], name: str, args: list[str]) -> str:
 
 
 def _parser(
-    command: Callable[..., Any], name: str, shown: str = DEFAULT_PRESET, *, everything: bool = True
+    command: Callable[..., Any],
+    name: str,
+    shown: str = DEFAULT_PRESET,
+    *,
+    everything: bool = True,
+    model: str | None = None,
 ) -> _Parser:
     """A command's parser; to train, with the defaults of a preset and EVERYDAY's options first."""
     if name not in ("train", "plan"):
@@ -239,7 +261,7 @@ def _parser(
     )
     first = Shown("[PRESET]", "One of those above.", positional=True)
     parser.add(parser, "preset", str | None, first, None, "")
-    config = PRESETS[shown][1]
+    config = with_code(PRESETS[shown][1], model)
     parts = {"run": RunOptions(), "training": config}
     parts |= {part: getattr(config, part) for part in GROUPS} | {"processes": ProcessOptions()}
     groups = {title: list(_options(part)) for title, part in parts.items()}
@@ -262,8 +284,8 @@ def _options(of: Any) -> Iterator[tuple[str, Any, Shown, Any, str]]:
     kinds, annotated = get_type_hints(source), get_type_hints(source, include_extras=True)
     for name, parameter in inspect.signature(source).parameters.items():
         default = parameter.default if source is of else getattr(of, name)
-        if dataclasses.is_dataclass(default) or name == "vocab_size":
-            continue  # a group of its own; the tokenizer determines it
+        if dataclasses.is_dataclass(default) or name in ("vocab_size", "make"):
+            continue  # a group of its own; the tokenizer determines it; --model gives it
         if kinds[name] is bool and isinstance(of, CONFIGS):
             default = None  # a file's may be either
         notes = getattr(annotated[name], "__metadata__", ())

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 import tiktoken
 import tokenizers
-from jaxtyping import Int32, Integer, UInt32
+from jaxtyping import Array, Int32, Integer, UInt32
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from jgpt.contracts import typed
@@ -29,7 +29,7 @@ LONG_WORD = 1 << 12
 """Bytes of a word that are learnt from together: learning takes the square of them."""
 MAX_THREADS = 8
 Tokens = Int32[np.ndarray, " tokens"]
-AnyTokens = Integer[np.ndarray, " tokens"] | Sequence[int]
+AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Array, " tokens"] | Sequence[int]
 
 
 class CharTokenizer:

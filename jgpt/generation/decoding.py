@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 from jgpt.contracts import typed
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.cache import KVCache
-from jgpt.nn.models import LanguageModel
+from jgpt.nn.models import CachedLanguageModel, LanguageModel
 from jgpt.nn.module import require_in_vocabulary
 
 TOKENS_PER_CALL = 32
@@ -22,10 +22,10 @@ TOKENS_PER_CALL = 32
 @typed
 def generate(
     model: LanguageModel,
-    prompt: Int[Array, "batch time"],
+    prompt: Int[Array | np.ndarray, "batch time"],
     max_new_tokens: int,
     *,
-    key: Key[Array, ""],
+    key: Key[Array, ""] | nnx.Rngs,
     lengths: Int[np.ndarray, " batch"] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -40,7 +40,7 @@ def generate(
 
     The context is the last `block_size` tokens. Past it, models with rotary positions go on with a
     rolling cache; models with learned positions recompute the whole context for each token, for
-    all rows as soon as the longest one needs it.
+    all rows as soon as the longest one needs it. So do a user's models without a KV cache, always.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     ends = np.full(prompt.shape[0], prompt.shape[1]) if lengths is None else lengths
@@ -56,15 +56,17 @@ def generate(
 @typed
 def stream(
     model: LanguageModel,
-    prompt: Int[Array, "batch time"],
+    prompt: Int[Array | np.ndarray, "batch time"],
     lengths: Int[np.ndarray, " batch"],
     max_new_tokens: int,
     sampling: Sampling,
     *,
-    key: Key[Array, ""],
+    key: Key[Array, ""] | nnx.Rngs,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     """The tokens that `generate` appends, in pieces, as they are sampled."""
     graph, weights = nnx.split(model)
+    key = key() if isinstance(key, nnx.Rngs) else key
+    prompt = jnp.asarray(prompt)
     arrays = jax.tree.leaves((weights, prompt, key, jax.device_put(0)))  # under jit all are traced
     if any(isinstance(array, Tracer) for array in arrays):
         raise ValueError(
@@ -91,7 +93,9 @@ def stream(
     longest = max(context + max_new_tokens, width, TOKENS_PER_CALL)
     capacity = min(size, 1 << (longest - 1).bit_length())
     cache = _prefill(weights, tokens, length - 1, graph=graph, capacity=capacity)
-    recomputes = not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
+    recomputes = not isinstance(model, CachedLanguageModel) or (
+        not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
+    )
     draw = functools.partial(_compiled_draw, graph=graph, recomputes=recomputes)
 
     def calls(window, length, cache):
@@ -128,6 +132,8 @@ def _prefill(
     """The KV cache of left-padded prompts of these lengths."""
     model = nnx.merge(graph, weights)
     batch, time = tokens.shape
+    if not isinstance(model, CachedLanguageModel):
+        return KVCache((), batch=batch)
     cache = model.empty_cache(batch, time or capacity)
     cache.set_lengths(length - time)
     if time:
@@ -163,11 +169,18 @@ def _draw(
 
     def step(whole_window, i, carry):
         window, cache, drawn, finite = carry
-        tokens, past = window[:, -1:], cache
-        if whole_window:
-            tokens, past = window, model.empty_cache(batch)
-            past.set_lengths(jnp.minimum(length + i, size) - size)
-        logits = model.logits(model.hidden(tokens, cache=past)[:, -1:])[:, 0]
+        known = jnp.minimum(length + i, size)
+        if not isinstance(model, CachedLanguageModel):  # what follows a causal model ignores
+            tokens = jax.vmap(jnp.roll)(window, known)
+            hidden = model.hidden(tokens)
+            x = jnp.take_along_axis(hidden, known[:, None, None] - 1, axis=1)
+        else:
+            tokens, past = window[:, -1:], cache
+            if whole_window:
+                tokens, past = window, model.empty_cache(batch)
+                past.set_lengths(known - size)
+            x = model.hidden(tokens, cache=past)[:, -1:]
+        logits = model.logits(x)[:, 0]
         token = next_token(logits, jax.random.fold_in(key, start + i), sampling)
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
         return window, cache, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()
@@ -177,6 +190,7 @@ def _draw(
     # a full context is good for one more token from the cache; then learned positions shift
     count = count.astype(jnp.int32)
     cached = jnp.clip(size + 1 - length.max(), 0, count) if recomputes else count
+    cached = cached if isinstance(model, CachedLanguageModel) else jnp.int32(0)
     carry = jax.lax.fori_loop(0, cached, functools.partial(step, False), carry)
     if recomputes:
         carry = jax.lax.fori_loop(cached, count, functools.partial(step, True), carry)

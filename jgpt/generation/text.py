@@ -1,10 +1,12 @@
 """Text generation: streaming, stop strings."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Integer, Key
 
 from jgpt.contracts import typed
@@ -13,20 +15,26 @@ from jgpt.generation.decoding import stream
 from jgpt.generation.sampling import Sampling
 from jgpt.nn.models import LanguageModel
 
+Texts = TypeVar("Texts", str, tuple[str, ...])
+"""One text, or several."""
+
 
 @typed
 def generate_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    prompts: tuple[str, ...],
+    prompts: Texts,
     max_new_tokens: int,
     *,
-    key: Key[Array, ""],
-    stop: tuple[str, ...] = (),
+    key: Key[Array, ""] | nnx.Rngs | None = None,
+    stop: str | tuple[str, ...] = (),
     **sampling: Any,
-) -> tuple[str, ...]:
-    """The continuation of each prompt."""
-    pieces = stream_text(model, tokenizer, prompts, max_new_tokens, key=key, stop=stop, **sampling)
+) -> Texts:
+    """The continuation of each prompt, or of the one."""
+    options: dict[str, Any] = {"key": key, "stop": stop, **sampling}
+    pieces: Any = stream_text(model, tokenizer, prompts, max_new_tokens, **options)
+    if isinstance(prompts, str):
+        return "".join(pieces)
     return tuple("".join(text) for text in zip(*pieces, strict=True))
 
 
@@ -34,23 +42,30 @@ def generate_text(
 def stream_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    prompts: tuple[str, ...],
+    prompts: Texts,
     max_new_tokens: int,
     *,
-    key: Key[Array, ""],
-    stop: tuple[str, ...] = (),
+    key: Key[Array, ""] | nnx.Rngs | None = None,
+    stop: str | tuple[str, ...] = (),
     **sampling: Any,
-) -> Iterator[tuple[str, ...]]:
-    """Stream the continuations of prompts, which are sampled as one batch.
+) -> Iterator[Texts]:
+    """Stream the continuations of prompts, which are sampled as one batch, or of one prompt.
 
     `sampling` are the parameters of `jgpt.generate`. A text ends before its first `stop` string, or
     after `max_new_tokens`; sampling ends with the last text. A stop string may span tokens, but not
-    begin in the prompt. An empty prompt stands for a newline.
+    begin in the prompt. An empty prompt stands for a newline. Without a key, that of seed 0 draws.
     Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
     encode, or an invalid sampling parameter.
     """
+    key = jax.random.key(0) if key is None else key
+    if isinstance(prompts, str):
+        texts = stream_text(
+            model, tokenizer, (prompts,), max_new_tokens, key=key, stop=stop, **sampling
+        )
+        return (text for (text,) in texts)
     if not prompts:
         raise ValueError("prompts is empty: give at least one, which may be an empty string")
+    stop = (stop,) if isinstance(stop, str) else stop
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
     writers = tuple(_Detokenizer(tokenizer, stop) for _ in prompts)

@@ -159,6 +159,8 @@ def hf_config(
 
     Raises ValueError for a model that the format can't express.
     """
+    if config.make is not None:
+        raise ValueError("a model of your own can't be exported: no format describes it")
     rotary = "qwen3" if config.qk_norm else "llama"
     kind = model_type or (rotary if config.positions == "rotary" else "gpt2")
     format = HF_FORMATS[kind]

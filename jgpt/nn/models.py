@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import ModelConfig, missing_case
+from jgpt.config import ModelConfig, missing_case, require_code
 from jgpt.contracts import typed
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.cache import KVCache
@@ -18,12 +20,37 @@ Weights = PyTree[Float[Array, "..."]]
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """What training and generation need of a model."""
+    """What training and generation need of a model, which is an `nnx.Module`.
+
+    It is causal: logits at a position depend on no later token.
+    """
 
     vocab_size: int
     """Tokens in the vocabulary."""
     block_size: int
     """The longest context, in tokens."""
+
+    def hidden(
+        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "batch time features"]:
+        """Final hidden states; `rngs` has a stream `dropout` in training."""
+        ...
+
+    def logits(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
+        """The language-model head."""
+        ...
+
+    def __call__(
+        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "batch time vocab"]:
+        """Next-token logits: `logits(hidden(tokens))`."""
+        ...
+
+
+@runtime_checkable
+class CachedLanguageModel(LanguageModel, Protocol):
+    """A language model with a KV cache."""
+
     supports_rolling_cache: bool
     """Whether decoding with a cache may go past `block_size`."""
 
@@ -34,21 +61,7 @@ class LanguageModel(Protocol):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time features"]:
-        """Final hidden states."""
-        ...
-
-    def logits(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
-        """The language-model head."""
-        ...
-
-    def __call__(
-        self,
-        tokens: Int[Array, "batch time"],
-        *,
-        cache: KVCache | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> Float[Array, "batch time vocab"]:
-        """Next-token logits: `logits(hidden(tokens))`."""
+        """Final hidden states; `tokens` continue the sequences in a cache."""
         ...
 
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
@@ -58,7 +71,14 @@ class LanguageModel(Protocol):
 
 @typed
 def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
-    """The model that a config describes."""
+    """The model that a config describes.
+
+    Raises ValueError if a user's own model lacks a part of `LanguageModel`.
+    """
+    if config.make is not None:
+        model = require_code(config.make, "model")(config, rngs=rngs)
+        _require_language_model(model, config)
+        return model
     match config.architecture:
         case "gpt":
             return GPT(config, rngs=rngs)
@@ -66,6 +86,34 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
             return BigramLM(config.vocab_size, param_dtype=config.param_dtype, rngs=rngs)
         case _:
             missing_case("architecture", config.architecture, __file__)
+
+
+def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
+    kind = type(model).__name__
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"a {kind} is not a model: model= must make a flax.nnx.Module")
+    missing = [
+        name
+        for name in ("vocab_size", "block_size", "hidden", "logits", "__call__")
+        if not hasattr(model, name)
+    ]
+    if missing:
+        raise ValueError(f"a {kind} lacks {', '.join(missing)}, which jgpt.LanguageModel has")
+    for name in ("vocab_size", "block_size"):
+        if getattr(model, name) != getattr(config, name):
+            raise ValueError(
+                f"{kind}.{name} is {getattr(model, name)}, not the config's {getattr(config, name)}"
+            )
+    others = {
+        type(leaf).__name__
+        for _, leaf in nnx.to_flat_state(nnx.state(model))
+        if not isinstance(leaf, nnx.Param)
+    }
+    if others:
+        raise ValueError(
+            f"a {kind} holds {', '.join(sorted(others))}: a model holds nnx.Param alone, and keys "
+            "for dropout come in through the call's rngs"
+        )
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
@@ -89,8 +137,10 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
     """A model's parts and their parameter counts, in the order of the forward pass."""
     leaves: dict[str, list[tuple[str, nnx.Variable]]] = {}
     for path, leaf in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
-        part = f"{path[0]}.{path[2]}" if path[0] == "blocks" else str(path[0])
-        leaves.setdefault(part, []).append((str(path[-1]), leaf))
+        names = [str(name) for name in path]
+        in_block = names[0] == "blocks" and len(names) > 2
+        part = f"{names[0]}.{names[2]}" if in_block else names[0]
+        leaves.setdefault(part, []).append((names[-1], leaf))
     tied = {"token_embedding"} if config.tie_embeddings else set()
     parts = (
         Part(
@@ -104,15 +154,25 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
         for name, own in leaves.items()
     )
     order = ("token", "position", "ngram", "shortcut", "blocks", "final", "head", "table")
-    return tuple(sorted(parts, key=lambda part: order.index(part.name.split("_")[0].split(".")[0])))
+    words = lambda part: part.name.split("_")[0].split(".")[0]  # noqa: E731
+    place = lambda word: order.index(word) if word in order else order.index("blocks")  # noqa: E731
+    return tuple(sorted(parts, key=lambda part: place(words(part))))
 
 
 def flops_per_token(config: ModelConfig) -> int:
     """FLOPs of a forward pass per token, at full context.
 
     Matrix products only, attention counted without the causal mask but within its window
-    (Chowdhery et al. 2022, appendix B). A training step takes three times that.
+    (Chowdhery et al. 2022, appendix B); all operations of a user's own model, as XLA counts them.
+    A training step takes three times that.
     """
+    if config.make is not None:
+        graph, weights = nnx.split(abstract_model(config))
+        tokens = jax.ShapeDtypeStruct((1, config.block_size), jnp.int32)
+        lowered = jax.jit(lambda *given: nnx.merge(graph, given[0])(given[1])).lower(
+            weights, tokens
+        )
+        return round((lowered.cost_analysis() or {}).get("flops", 0) / config.block_size)
     if config.architecture == "bigram":
         return 0
     products = sum(part.product_parameters for part in parts_of(config))

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,13 +17,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgpt.config import TrainConfig
+from jgpt.config import (
+    Make,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    as_dict,
+    changed_code,
+    with_code,
+)
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import make_directory, new_directory, sync_below, sync_directory
 from jgpt.hardware import Platform, current_platform, process_count, process_index
+from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.precision import for_platform
+from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
 from jgpt.runs.manifest import Manifest, files_below, parse_file, sha256_of, verify
 from jgpt.runs.processes import together
@@ -39,7 +50,7 @@ from jgpt.training.step import (
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
 
-_STORED_DTYPES = ("bfloat16", "<f4", "<f8", "<i4", "<i8")
+_STORED_DTYPES = ("bfloat16", "<f2", "<f4", "<f8", "<i4", "<i8", "<u4", "|b1")
 _LAYOUT = re.compile(
     r"manifest\.json|((weights|optimizer)/)?(_[A-Za-z_]+|commit_success\.txt)"
     r"|(weights|optimizer)/(array_metadatas/process_\d+|[^/]+/(\.zarray|\d+(\.\d+)*))"
@@ -147,6 +158,7 @@ class Checkpoints:
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """Restore verified weights only. Raises ValueError if they are damaged."""
+        config = dataclasses.replace(config, optimizer=OptimizerConfig())  # a user's isn't needed
         return self._restore(config, which, ("weights",))[1]["weights"]
 
     def _restore(
@@ -179,9 +191,9 @@ class Checkpoints:
         with together():
             manifest = self._read(verify if process_index() == 0 else Manifest.read, step)
         # tuples become lists, as in the manifest
-        given = json.loads(json.dumps(dataclasses.asdict(config.model)))
+        given = json.loads(json.dumps(as_dict(config.model)))
         for name, saved in manifest.model.items():
-            if name in given and given[name] != saved:
+            if name != "make" and name in given and given[name] != saved:
                 raise ValueError(
                     f"checkpoint {self._path / str(step)} was saved with {name}={saved!r}, the "
                     f"config has {name}={given[name]!r}; they belong to different runs"
@@ -240,7 +252,7 @@ class Checkpoints:
             if process_index() != 0:
                 return
             sync_below(partial)  # Orbax syncs arrays, but not its metadata
-            model = dataclasses.asdict(self._config.model)
+            model = as_dict(self._config.model)
             tokenizer = sha256_of(self.run.path / TOKENIZER)
             found = files_below(partial)
             files = {name: (path.stat().st_size, sha256_of(path)) for name, path in found}
@@ -275,33 +287,74 @@ class Checkpoints:
 
 @typed
 def load(
-    run_directory: str | Path, *, which: Which = "best", platform: Platform | None = None
+    run_directory: str | Path,
+    *,
+    which: Which = "best",
+    model: Make | str = None,
+    optimizer: Make | str = None,
+    platform: Platform | None = None,
 ) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
     """Load a run's model, tokenizer and config; nothing is written.
 
-    `platform`, by default the current one, decides the config's `auto`.
+    A run of a user's own `model` needs it again, as itself or as FILE.py:NAME, and warns if it has
+    changed; an own `optimizer` is needed to train further with the config. `platform`, by default
+    the current one, decides the config's `auto`.
     Raises FileNotFoundError if there is no run or no checkpoint, and ValueError if one of their
     files is damaged.
     """
     run = RunDirectory.open(run_directory)
-    config, tokenizer = run.config(), run.tokenizer()
+    saved, tokenizer = run.config(), run.tokenizer()
+    config = with_code(saved, model, optimizer)
+    for line in changed_code(saved, config):
+        warnings.warn(line, stacklevel=2)
     with Checkpoints(run, read_only=True) as checkpoints:
         weights = checkpoints.restore_weights(config, which)
-    model = abstract_model(for_platform(config.model, platform or current_platform()))
-    return nnx.merge(nnx.graphdef(model), weights), tokenizer, config
+    made = abstract_model(for_platform(config.model, platform or current_platform()))
+    return nnx.merge(nnx.graphdef(made), weights), tokenizer, config
 
 
-def write_run(
-    path: Path, model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig
-) -> RunDirectory:
-    """Save an imported model as a run at step 0, atomically."""
+@typed
+def save(
+    model: LanguageModel,
+    directory: str | Path,
+    *,
+    tokenizer: Tokenizer,
+    config: TrainConfig | ModelConfig,
+) -> Path:
+    """Save a model as a run at step 0, atomically: to load, sample, evaluate or train further.
+
+    The class of a user's own model is recorded as the model to give to `load`.
+    Raises FileExistsError for a directory that exists, and ValueError for a model that is not of
+    the config or the tokenizer.
+    """
+    path = Path(directory)
+    config = TrainConfig(model=config) if isinstance(config, ModelConfig) else config
+    config = dataclasses.replace(config, name=path.resolve().name, out=str(path))
+    if config.model.make is None and type(model) not in (GPT, BigramLM):
+        config = with_code(config, type(model))
+    if model.vocab_size != tokenizer.vocab_size:
+        raise ValueError(
+            f"the model has {model.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}"
+        )
+    its = dataclasses.replace(config.model, vocab_size=model.vocab_size)
+    config = dataclasses.replace(config, model=its)
+    wanted, given = (
+        {path: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(each, nnx.Param))}
+        for each in (abstract_model(config.model), model)
+    )
+    for name in wanted | given:
+        if wanted.get(name) != given.get(name):
+            raise ValueError(
+                f"{'.'.join(map(str, name))} is {given.get(name)} in the model and "
+                f"{wanted.get(name)} in one of the config"
+            )
     with new_directory(path) as partial:
         weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
         run = RunDirectory.create(partial, config, tokenizer)
         with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
-    return RunDirectory(path)
+    return path
 
 
 def _require_plausible(directory: Path, largest: int) -> None:

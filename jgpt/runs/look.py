@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
+from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
 
@@ -22,9 +23,10 @@ MOST_WEIGHTS = 4_000_000
 def encode_prompt(
     model: LanguageModel, tokenizer: Tokenizer, text: str
 ) -> tuple[GPT, Int[np.ndarray, " tokens"]]:
-    """A GPT and its prompt's tokens. Raises ValueError for a bigram model or an empty prompt."""
+    """A GPT and its prompt's tokens. Raises ValueError for another model or an empty prompt."""
     if not isinstance(model, GPT):
-        raise ValueError("a bigram model has no attention weights: choose a GPT run")
+        kind = "a bigram model" if isinstance(model, BigramLM) else "a model of your own"
+        raise ValueError(f"{kind} has no attention weights: choose a GPT run")
     tokens = tokenizer.encode(text)
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")

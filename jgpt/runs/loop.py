@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Integer
 
-from jgpt.config import TrainConfig
+from jgpt.config import Make, TrainConfig, changed_code, require_code, with_code
 from jgpt.contracts import typed
 from jgpt.data.batches import batches, evaluation_windows, resident
 from jgpt.data.dataset import Dataset, count_characters, load_dataset
@@ -39,17 +39,18 @@ from jgpt.runs.directory import LOSS_PICTURE, PROFILE, SAMPLES, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import CompilationWatch, Profiler
-from jgpt.runs.progress import Progress
+from jgpt.runs.progress import Progress, default_progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
 from jgpt.runs.trackers import Tracker, require_tracker
-from jgpt.sharding import current_mesh, shard_by_name, use_mesh
+from jgpt.sharding import abstract_mesh, current_mesh, shard_by_name, use_mesh
 from jgpt.training.plan import (
     Plan,
     bytes_of,
     default_mesh,
     format_bytes,
     make_plan,
+    parameters_without_names,
     require_feasible,
     with_micro_batches,
 )
@@ -84,6 +85,13 @@ class Run:
     seconds: float
     """The duration of the call."""
 
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """The columns of `metrics.jsonl`, for `pandas.DataFrame`; NaN where a step has no value."""
+        lines = RunDirectory.open(self.directory).metrics()
+        names = dict.fromkeys(name for line in lines for name in line)
+        return {name: [line.get(name, math.nan) for line in lines] for name in names}
+
 
 class TrainingStopped(Exception):
     """Raised when training was asked to stop, after a checkpoint was saved."""
@@ -97,22 +105,28 @@ class TrainingStopped(Exception):
 def fit(
     config: TrainConfig,
     *,
+    model: Make | str = None,
+    optimizer: Make | str = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | Literal["auto"] | None = "auto",
     should_stop: Callable[[], bool] = lambda: False,
     profile_steps: int = 0,
     platform: Platform | None = None,
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
 
+    `model` makes a user's own model: `model(config.model, rngs=rngs)` returns a `LanguageModel`,
+    and the config's model becomes of the class that its annotation says. `optimizer` makes an
+    optimizer of optax: `optimizer(config.optimizer, config.steps)`. Either may be FILE.py:NAME.
     It trains on the mesh of the config, or by default on all accelerators. Every process calls it
     with the same arguments; process 0 writes and reports.
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
     `profile_steps` are traced into the run's folder `profile`. `platform`, by default the current
-    one, decides the config's `auto`.
+    one, decides the config's `auto`. `progress` is by default shown on a terminal and in a
+    notebook; None is silent.
     Raises ValueError or OSError before anything is written or deleted; later OSError if something
     can't be written, FloatingPointError for a loss or gradient that is not finite, and
     TrainingStopped, each with the last good state in a checkpoint.
@@ -120,8 +134,10 @@ def fit(
     started = time.perf_counter()
     if profile_steps < 0:
         raise ValueError(f"profile_steps={profile_steps} must not be negative")
+    config = with_code(config, model, optimizer)
     platform = platform or current_platform()
-    progress = progress if progress and process_index() == 0 else Progress()
+    shown = default_progress() if progress == "auto" else progress or Progress()
+    progress = shown if process_index() == 0 else Progress()
     with together():
         saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
     start = provenance(config, dataset)
@@ -155,8 +171,8 @@ def fit(
         checkpoints.wait()
         release_memory()
         best = checkpoints.best()
-        model, tokenizer, _ = load(run.path, platform=platform)
-        sample = _sample(model, tokenizer, saved.sample_tokens, saved.seed)
+        trained, tokenizer, _ = load(run.path, model=saved.model.make, platform=platform)
+        sample = _sample(trained, tokenizer, saved.sample_tokens, saved.seed)
         release_memory()
         with together():
             if process_index() == 0:
@@ -166,7 +182,9 @@ def fit(
                 write_file(run.path / SAMPLES, sample)
     assert best.validation_loss is not None  # the last step is always evaluated
     seconds = time.perf_counter() - started
-    return Run(run.path, model, tokenizer, saved, best.validation_loss, best.step, sample, seconds)
+    return Run(
+        run.path, trained, tokenizer, saved, best.validation_loss, best.step, sample, seconds
+    )
 
 
 def plan(
@@ -196,6 +214,12 @@ def _prepare(
         require_tracker(name)
     run = RunDirectory.open(out) if resume and RunDirectory.exists(out) else None
     lines, before = (run.provenance(), run.config()) if run else ([], config)
+    for part in ("model", "optimizer"):
+        if (make := getattr(config, part).make or getattr(before, part).make) is not None:
+            require_code(make, part)
+    for line in changed_code(before, config):
+        progress.warned(line)
+    before = with_code(before, config.model.make, config.optimizer.make)
     # a run's text stays as it was first read, in runs from before universal newlines too
     universal = config.dataset.universal_newlines and before.dataset.universal_newlines
     data = replace(config.dataset, universal_newlines=universal)
@@ -220,6 +244,12 @@ def _prepare(
         progress.warned("micro_batches=auto: steps are compiled to see how many of them it takes")
     with use_mesh(mesh):
         decided = with_micro_batches(decided, memory_limit())
+    if unnamed := parameters_without_names(decided.model, abstract_mesh(mesh)):
+        progress.warned(
+            f"mesh={mesh} replicates {len(unnamed)} parameters whose dimensions have no names, "
+            f"such as {unnamed[0]}: nnx.Param(value, dimensions=('embed_dim', 'hidden_dim')) "
+            "has names"
+        )
     if used not in (None, decided.micro_batches):
         progress.warned(
             f"{decided.micro_batches} micro-batches fit here, {used} were used before: gradients "
@@ -351,6 +381,7 @@ class Evaluation:
 def evaluate(
     run_directory: str | Path,
     *,
+    model: Make | str = None,
     which: Which = "best",
     split: Literal["validation", "test"] = "validation",
     window: int | None = None,
@@ -359,7 +390,7 @@ def evaluate(
 ) -> Evaluation:
     """The exact loss of a run's model on a split, in windows of its block or a shorter one."""
     platform, warn = platform or current_platform(), (progress or Progress()).warned
-    model, tokenizer, config = load(run_directory, which=which, platform=platform)
+    loaded, tokenizer, config = load(run_directory, model=model, which=which, platform=platform)
     size = config.model.block_size if window is None else window
     if not 0 < size <= config.model.block_size:
         raise ValueError(f"window={size} must be from 1 to block_size={config.model.block_size}")
@@ -374,7 +405,7 @@ def evaluate(
     tokens = dataset.test if split == "test" else dataset.validation[: config.eval_tokens]
     config = replace(config, model=replace(config.model, block_size=size))
     exact, _ = _evaluators(run_for_platform(config, platform), tokens)
-    loss = exact(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    loss = exact(nnx.to_pure_dict(nnx.state(loaded, nnx.Param)))
     targets = tokens[1:]
     bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
     return Evaluation(loss, math.exp(loss), bits, len(targets))

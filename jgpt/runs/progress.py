@@ -1,5 +1,6 @@
 """The Progress protocol: callbacks of training."""
 
+import sys
 from pathlib import Path
 
 from jgpt.config import TrainConfig
@@ -27,3 +28,33 @@ class Progress:
 
     def warned(self, message: str) -> None:
         """A warning; training continues."""
+
+
+class LineProgress(Progress):
+    """One line on standard error that follows the steps, and a line for each evaluation."""
+
+    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
+        """Print where the run goes."""
+        self._steps = config.steps
+        self.warned(f"{config.steps} steps into {out}")
+
+    def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        """Replace the line."""
+        self._write(f"step {step}/{self._steps}  loss {loss:.3f}")
+
+    def evaluated(self, step: int, validation_loss: float) -> None:
+        """Print a line."""
+        self.warned(f"step {step}: validation loss {validation_loss:.4f}")
+
+    def warned(self, message: str) -> None:
+        """Print a line."""
+        self._write(f"{message}\n")
+
+    def _write(self, text: str) -> None:
+        print(f"\r{' ' * 40}\r{text}", end="", file=sys.stderr, flush=True)
+
+
+def default_progress() -> Progress:
+    """Shown on a terminal and in a notebook, silent elsewhere."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return LineProgress() if is_terminal or "ipykernel" in sys.modules else Progress()

@@ -1,6 +1,5 @@
 """Provenance: versions, devices, data, tokenizer, command and seed of a run."""
 
-import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
@@ -9,7 +8,7 @@ import platform
 import sys
 from typing import Any
 
-from jgpt.config import TrainConfig
+from jgpt.config import TrainConfig, as_dict
 from jgpt.data.corpus import corpus_versions
 from jgpt.data.dataset import Dataset, KnownText
 from jgpt.hardware import current_platform, device_kinds
@@ -27,7 +26,7 @@ def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
         "command": sys.argv,
         "seed": config.seed,
         "micro_batches": config.micro_batches,
-        "optimizer": dataclasses.asdict(config.optimizer),
+        "optimizer": as_dict(config.optimizer),
         "text_sha256": dataset.text_digest,
         "corpora": corpus_versions(config.dataset.data),
         "corpus_sha256": dataset.digest,

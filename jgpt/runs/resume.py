@@ -59,9 +59,11 @@ def require_same_run(
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The names and values of a config's fields, those of its parts too."""
+    """The names and values of a config's fields, those of its parts too; not the user's code."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if field.name == "make":
+            continue
         if dataclasses.is_dataclass(value):
             yield from fields_of(value, f"{prefix}{field.name}.")
         else:

@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import OptimizerConfig, missing_case
+from jgpt.config import OptimizerConfig, missing_case, require_code
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
 from jgpt.sharding import replicate
@@ -103,6 +103,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024). With `ema_decay`
     it updates the average, from gradients at the `trained_weights`.
     """
+    if config.make is not None:
+        return require_code(config.make, "optimizer")(config, steps)
 
     def adamw(peak: float) -> optax.GradientTransformation:
         return optax.adamw(

@@ -212,6 +212,18 @@ def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement
     return found
 
 
+def parameters_without_names(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[str]:
+    """A user's own parameters that a mesh would split if their dimensions had names."""
+    if config.make is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
+        return []
+    found = nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param))
+    return [
+        ".".join(map(str, path))
+        for path, variable in found
+        if len(variable.shape) > 1 and not any(dimensions_of(variable))
+    ]
+
+
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Dimensions of parameters that a mesh doesn't divide, and the memory it costs."""
     costs: Counter[str] = Counter()

@@ -24,7 +24,8 @@ STACKED = jax.tree_util.DictKey("stacked")
 
 def uses_stacked_blocks(config: ModelConfig) -> bool:
     """Whether the train state of a model has stacked blocks."""
-    return config.architecture == "gpt" and config.scan_layers and config.num_layers > 1
+    ours = config.make is None and config.architecture == "gpt"
+    return ours and config.scan_layers and config.num_layers > 1
 
 
 @typed

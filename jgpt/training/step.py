@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
@@ -46,7 +46,7 @@ class TrainState:
     """The train state. With `scan_layers`, the arrays of the blocks are stacked."""
 
     weights: Weights
-    optimizer: PyTree[Float[Array, "..."] | Int[Array, ""]]
+    optimizer: PyTree[Shaped[Array, "..."]]
     step: Int[Array, ""]
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, create_model, load
 from jgpt.runs import checkpoints as checkpoints_module
-from jgpt.runs.checkpoints import Checkpoints, RunDirectory, write_run
+from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.resume import require_same_run
 from jgpt.training.step import TrainState, init_state
 
@@ -220,9 +220,9 @@ def test_a_run_with_n_grams_is_saved_and_loaded_and_no_other_is(small_run, tmp_p
     )
     config = dataclasses.replace(small_run, model=its)
     model = create_model(its, rngs=nnx.Rngs(0))
-    write_run(tmp_path / "run", model, CharTokenizer("abc"), config)
+    save(model, tmp_path / "run", tokenizer=CharTokenizer("abc"), config=config)
     loaded, _, found = load(tmp_path / "run", which="last")
-    assert found == config
+    assert found == dataclasses.replace(config, name="run", out=str(tmp_path / "run"))
     assert bits(nnx.state(loaded)) == bits(nnx.state(model))
     table = nnx.to_pure_dict(nnx.state(loaded))["ngram_embedding"]["table"]["embedding"]
     assert table.shape == (2 * 5, 12)

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, TrainConfig, create_model, durable, fit, load
 from jgpt.runs import checkpoints, directory
-from jgpt.runs.checkpoints import Checkpoints, write_run
+from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.manifest import MANIFEST
 from jgpt.training.step import TrainState, init_state
@@ -283,7 +283,7 @@ def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch)
 
 def test_an_imported_run_is_there_as_a_whole_or_not_at_all(disk):
     model = create_model(CONFIG.model, rngs=nnx.Rngs(0))
-    write_run(disk.root / "run", model, TOKENIZER, CONFIG)
+    checkpoints.save(model, disk.root / "run", tokenizer=TOKENIZER, config=CONFIG)
     assert disk.calls[-2:] == ["rename run.partial run", "fsync ."]
     there = [(view / "run").exists() for view in disk.views]
     assert there[-3:] == [

@@ -21,7 +21,7 @@ from jgpt.config import to_json
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.nn.loss import token_losses
 from jgpt.runs import loop, plots
-from jgpt.runs.checkpoints import Checkpoints, RunDirectory, write_run
+from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.directory import read_config
 from jgpt.runs.loop import _stops_early, evaluate, plan
 from jgpt.runs.progress import Progress
@@ -127,7 +127,7 @@ def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tm
     model = BigramLM(256, rngs=nnx.Rngs(3))
     its_config = ModelConfig("bigram", 256)
     config = dataclasses.replace(small_run, model=its_config, dataset=data, eval_tokens=150)
-    write_run(tmp_path / "run", model, ByteTokenizer(), config)
+    save(model, tmp_path / "run", tokenizer=ByteTokenizer(), config=config)
     tokens = jnp.asarray(np.frombuffer(text.encode(), np.uint8), jnp.int32)
     losses = np.asarray(token_losses(model(tokens[None, :-1])[0], tokens[1:]))
     splits: list[tuple[Literal["validation", "test"], int, int, int]] = [

@@ -1,0 +1,348 @@
+"""A user's own model and optimizer: from Python, by file on the command line, and their records."""
+
+import dataclasses
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgpt
+from jgpt.cli import commands
+from jgpt.config import Code, load_code, with_code
+from jgpt.nn.models import flops_per_token, parts_of
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.loop import TrainingStopped, evaluate
+from jgpt.sharding import abstract_mesh
+from jgpt.training.plan import parameters_without_names
+from jgpt.training.step import state_specs
+from tests.commands import jgpt as command
+from tests.commands import refused, worked
+
+TEMPLATE = Path(commands.__file__).with_name("new_gpt.py.txt")
+
+
+@dataclass(frozen=True)
+class SumsConfig(jgpt.ModelConfig):
+    rank: int = 5
+
+
+class Sums(nnx.Module):
+    """Logits from the sum of the embeddings so far: causal, and without a cache."""
+
+    def __init__(self, config: SumsConfig, *, rngs: nnx.Rngs) -> None:
+        self.vocab_size, self.block_size = config.vocab_size, config.block_size
+        shape = config.vocab_size, config.rank
+        self.inner = nnx.Param(
+            jax.random.normal(rngs.params(), shape), dimensions=("vocab_size", None)
+        )
+        self.outer = nnx.Param(jax.random.normal(rngs.params(), shape[::-1]))
+
+    def hidden(self, tokens, *, rngs=None):
+        x = self.inner[...][tokens]
+        return jnp.cumsum(x, axis=1) - 3 * x
+
+    def logits(self, x):
+        return x @ self.outer[...]
+
+    def __call__(self, tokens, *, rngs=None):
+        return self.logits(self.hidden(tokens, rngs=rngs))
+
+
+def lion(config: jgpt.OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    return optax.chain(optax.lion(config.learning_rate), optax.apply_if_finite(optax.identity(), 3))
+
+
+@pytest.fixture
+def config(small_run, tmp_path):
+    model = SumsConfig(block_size=small_run.model.block_size, rank=3)
+    return dataclasses.replace(small_run, model=model, out=str(tmp_path / "run"), steps=4)
+
+
+@pytest.fixture
+def sums():
+    return Sums(SumsConfig(vocab_size=11, block_size=7, rank=3), rngs=nnx.Rngs(0))
+
+
+def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(
+    config, tmp_path, capsys, monkeypatch
+):
+    own: dict[str, Any] = {"model": Sums, "optimizer": lion}
+    run = jgpt.fit(config, **own, progress=None)
+    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"), steps_per_call=1)
+    stops = iter([False, False, True])
+    with pytest.raises(TrainingStopped):
+        jgpt.fit(stopped, **own, should_stop=lambda: next(stops))
+    assert RunDirectory(tmp_path / "stopped").checkpoint_steps()[-1] == 2
+    lacking: dict[str, Any]
+    for lacking in ({}, {"model": Sums}):
+        part = "optimizer" if lacking else "model"
+        with pytest.raises(
+            ValueError, match=rf"never loads by itself: give {part}=\S+test_own.py:"
+        ):
+            jgpt.fit(dataclasses.replace(stopped), resume=True, **lacking)
+    wider = dataclasses.replace(stopped, model=SumsConfig(block_size=7, rank=4))
+    with pytest.raises(ValueError, match=r"model.rank is 3 in the run, 4 in the config"):
+        jgpt.fit(
+            dataclasses.replace(wider, model=dataclasses.replace(config.model, rank=4)),
+            resume=True,
+            **own,
+        )
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    resumed = jgpt.fit(stopped, resume=True, **own)
+    shown = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert f"4 steps into {tmp_path / 'stopped'}" in shown
+    assert any(line.startswith("step 3/4  loss ") for line in shown)
+    assert f"step 4: validation loss {resumed.validation_loss:.4f}" in shown
+    jgpt.fit(stopped, resume=True, progress=None, **own)
+    assert capsys.readouterr().err == ""
+    assert jgpt.load(run.directory, **own)[2] == run.config
+    model, tokenizer, found = jgpt.load(run.directory, model=Sums)
+    for other in (resumed.model, model):
+        assert isinstance(other, Sums)
+        np.testing.assert_array_equal(other.inner[...], run.model.inner[...])  # type: ignore[attr-defined]
+    assert found.model == run.config.model
+    assert type(found.model) is SumsConfig
+    assert found.model.rank == 3
+    assert tokenizer.vocab_size == model.vocab_size
+    columns = run.metrics
+    assert columns["step"] == [0, 1, 2, 3, 4]
+    assert np.isnan(columns["loss"]).tolist() == [True] + [False] * 4
+    assert columns["validation_loss"][4] == run.validation_loss
+    assert evaluate(run.directory, model=Sums).loss == run.validation_loss
+    with pytest.raises(ValueError, match=r"model is .*test_own.py:Sums, which a run never loads"):
+        jgpt.load(run.directory)
+
+
+def test_what_a_model_lacks_is_said_by_name():
+    def refusal(make) -> str:
+        with pytest.raises(ValueError, match=r".") as caught:
+            jgpt.create_model(jgpt.ModelConfig(vocab_size=11, make=make), rngs=nnx.Rngs(0))
+        return str(caught.value)
+
+    def of(**attributes):
+        kind = type("Mine", (nnx.Module,), {"__call__": lambda self: 0, **attributes})
+        return lambda config, *, rngs: kind()
+
+    whole = {"vocab_size": 11, "block_size": 64, "hidden": 1, "logits": 1}
+    assert "lacks vocab_size, block_size, hidden, logits, which" in refusal(of())
+    assert "a Mine lacks hidden, which" in refusal(of(vocab_size=11, block_size=64, logits=1))
+    assert "Mine.vocab_size is 9, not the config's 11" in refusal(of(**whole | {"vocab_size": 9}))
+    assert "a dict is not a model" in refusal(lambda config, *, rngs: {})
+
+    def dropping(config, *, rngs):
+        model: Any = of(**whole)(config, rngs=rngs)
+        model.dropout = nnx.Dropout(0.1, rngs=rngs)
+        return model
+
+    assert "a Mine holds RngCount, RngKey: a model holds nnx.Param alone" in refusal(dropping)
+
+
+def test_a_model_without_a_cache_generates_as_it_predicts(sums):
+    prompt = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]], np.int32)
+    out = jgpt.generate(sums, prompt, 6, key=nnx.Rngs(0), lengths=np.array([5, 3]), temperature=0.0)
+    for row, start in ((0, 5), (1, 3)):
+        written = list(prompt[row, :start])
+        for _ in range(6):
+            logits = sums(jnp.asarray(written[-7:])[None])[0, -1]
+            written.append(int(jnp.argmax(logits)))
+        assert out[row, : len(written)].tolist() == written
+        assert len(set(written[start:])) > 1  # a place off would be seen
+
+
+def test_the_natural_session(sums):
+    tokenizer = jgpt.CharTokenizer("\n abcdefghi")
+    tokens = tokenizer.encode("bad")[None]
+    key = jax.random.key(4)
+    out = jgpt.generate(sums, tokens, 9, key=key)
+    np.testing.assert_array_equal(out, jgpt.generate(sums, jnp.asarray(tokens), 9, key=key))
+    text = tokenizer.decode(out[0])
+    assert text[:3] == "bad"
+    assert jgpt.generate_text(sums, tokenizer, "bad", 9, key=key) == text[3:]
+    assert jgpt.generate_text(sums, tokenizer, ("bad",), 9, key=key) == (text[3:],)
+    assert "".join(jgpt.stream_text(sums, tokenizer, "bad", 9, key=key, stop=text[5])) == text[3:5]
+    drawn = jgpt.generate_text(sums, tokenizer, "bad", 9)
+    assert drawn == jgpt.generate_text(sums, tokenizer, "bad", 9, key=jax.random.key(0))
+    first = jgpt.generate(sums, tokens, 9, key=nnx.Rngs(7))
+    np.testing.assert_array_equal(first, jgpt.generate(sums, tokens, 9, key=nnx.Rngs(7)()))
+
+
+def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
+    tokenizer, config = (
+        jgpt.CharTokenizer("\n abcdefghi"),
+        SumsConfig(vocab_size=11, block_size=7, rank=3),
+    )
+    path = jgpt.save(sums, tmp_path / "mine", tokenizer=tokenizer, config=config)
+    with pytest.raises(ValueError, match=r"never loads by itself: give model=\S+test_own.py:Sums"):
+        jgpt.load(path)
+    model, loaded, found = jgpt.load(path, model=Sums)
+    assert loaded.encode("bad").tolist() == tokenizer.encode("bad").tolist()
+    np.testing.assert_array_equal(model(jnp.ones((1, 2), int)), sums(jnp.ones((1, 2), int)))
+    assert (found.name, found.out, type(found.model)) == ("mine", str(path), SumsConfig)
+    for message, changes in (
+        (
+            "the model has 11 tokens and the tokenizer 4",
+            {"tokenizer": jgpt.CharTokenizer("abcd")},
+        ),
+        (
+            r"inner is (11, 3) in the model and (11, 4) in one of",
+            {"config": dataclasses.replace(config, rank=4)},
+        ),
+    ):
+        options: dict[str, Any] = {"tokenizer": tokenizer, "config": config} | changes
+        with pytest.raises(ValueError, match=r".") as caught:
+            jgpt.save(sums, tmp_path / "other", **options)
+        assert message in str(caught.value)
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(FileExistsError):
+        jgpt.save(sums, path, tokenizer=tokenizer, config=config)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    path = tmp_path_factory.mktemp("new") / "my_gpt.py"
+    worked("new", path)
+    return path
+
+
+def test_the_new_model_is_jgpts_own(template):
+    assert len(template.read_text().splitlines()) <= 150
+    config = jgpt.ModelConfig(vocab_size=23, block_size=9, num_layers=3, num_heads=2, embed_dim=20)
+    own = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
+    model: Any
+    model, ours = (jgpt.create_model(it, rngs=nnx.Rngs(0)) for it in (own, config))
+    tokens = jax.random.randint(jax.random.key(2), (4, 7), 0, 23)
+    weights = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
+
+    def value(*path) -> jax.Array:
+        tree: Any = weights
+        noise = jax.random.key(zlib.crc32(str(path).encode()))
+        for name in path:
+            tree = tree[name]
+        return tree + 0.3 * jax.random.normal(noise, tree.shape)
+
+    def put(target, *path) -> None:
+        changed = value(*path)
+        target.set_value(changed)
+        tree = weights
+        for name in path[:-1]:
+            tree = tree[name]
+        tree[path[-1]] = changed
+
+    put(model.token_embedding, "token_embedding", "embedding")
+    put(model.position_embedding, "position_embedding", "embedding")
+    put(model.final_norm.scale, "final_norm", "scale")
+    for i, block in enumerate(model.blocks):
+        put(block.attention_norm.scale, "blocks", i, "attention_norm", "scale")
+        put(block.mlp_norm.scale, "blocks", i, "feed_forward_norm", "scale")
+        for name in ("query", "key", "value", "projection"):
+            put(getattr(block.attention, name), "blocks", i, "attention", name, "kernel")
+        put(block.mlp.expansion, "blocks", i, "feed_forward", "expansion", "kernel")
+        put(block.mlp.projection, "blocks", i, "feed_forward", "projection", "kernel")
+    ours = nnx.merge(nnx.graphdef(ours), weights)
+    assert float(jnp.abs(ours(tokens)).mean()) > 0.5
+    np.testing.assert_allclose(model(tokens), ours(tokens), atol=1e-4)
+    assert not (model(tokens, rngs=nnx.Rngs(dropout=0)) != model(tokens)).any()  # dropout is 0
+    counts = [sum(part.parameters for part in parts_of(it)) for it in (own, config)]
+    assert counts[0] == counts[1]
+
+
+def test_the_new_model_starts_as_jgpts_own_and_drops_out_in_training(template):
+    config = jgpt.ModelConfig(vocab_size=230, num_layers=3, num_heads=2, embed_dim=200, dropout=0.5)
+    own = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
+    model: Any = jgpt.create_model(own, rngs=nnx.Rngs(0))
+    assert 1 < flops_per_token(own) / flops_per_token(config) < 1.1
+    small = 0.02 / 6**0.5
+    for kernel, std in (
+        (model.token_embedding, 0.02),
+        (model.blocks[1].attention.key, 0.02),
+        (model.blocks[1].attention.projection, small),
+        (model.blocks[2].mlp.projection, small),
+    ):
+        assert np.std(kernel[...]) == pytest.approx(std, rel=0.03)
+    tokens = jnp.ones((2, 5), int)
+    assert float(jnp.abs(model(tokens, rngs=nnx.Rngs(dropout=0)) - model(tokens)).max()) > 1e-3
+
+
+def test_a_mesh_shards_by_the_users_names(template):
+    config = jgpt.TrainConfig(model=jgpt.ModelConfig(vocab_size=24, num_layers=1, embed_dim=32))
+    mesh = abstract_mesh("fsdp=2,tensor=2")
+    own = with_code(config, f"{template}:GPT")
+    ours, its = (state_specs(each, mesh).weights["blocks"][0] for each in (config, own))
+    for name in ("query", "projection"):
+        assert its["attention"][name] == ours["attention"][name]["kernel"]
+    assert its["mlp"]["expansion"] == ours["feed_forward"]["expansion"]["kernel"]
+    assert any(its["mlp"]["expansion"])
+    assert parameters_without_names(own.model, mesh) == []
+    sums = with_code(config, Sums).model
+    assert parameters_without_names(sums, mesh) == ["outer"]
+    assert parameters_without_names(sums, abstract_mesh("data=4")) == []
+
+
+def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def lion(config, steps):\n    return 7\n\nlevel = 3\n")
+    Path("wrong.py").write_text("x = 1\n1 / 0\n")
+    Path("odd.py").write_text("x = (\n")
+    lion = load_code("mine.py:lion")
+    assert lion(None, 3) == 7
+    assert load_code("mine.py:lion") is lion
+    record = Code.of(lion)
+    assert (record.named, len(str(record.sha256))) == ("mine.py:lion", 64)
+    assert Code.of(lambda: 0).name == "test_code_is_named_found_and_recorded.<locals>.<lambda>"
+    for named, message in (
+        ("mine:lion", "'mine:lion' must be a file and a name in it, as in my_gpt.py:GPT"),
+        ("mine.py:lino", "mine.py has no function or class 'lino' (did you mean 'lion'?)"),
+        ("mine.py:level", "mine.py has no function or class 'level'"),
+        ("wrong.py:x", "wrong.py can't be loaded: line 2: ZeroDivisionError: division by zero"),
+        ("odd.py:x", "odd.py can't be loaded: line 1: SyntaxError: '(' was never closed"),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            load_code(named)
+        assert str(caught.value).startswith(message)
+    with pytest.raises(FileNotFoundError):
+        load_code("none.py:x")
+
+
+def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp_path):
+    folder = tmp_path / "place"
+    folder.mkdir()
+    (folder / "my.py").write_text(template.read_text())
+    (folder / "text.txt").write_text(poem.read_text())
+    small = ("--block-size", 8, "--num-layers", 1, "--embed-dim", 8, "--num-heads", 2, "--steps", 2)
+    data = ("--data", "text.txt", "--out", "r", "--sample-tokens", 3, "--mlp-ratio", 3)
+    (folder / "opt.py").write_text(
+        "import optax\n\ndef sgd(config, steps):\n    return optax.sgd(1.0)\n"
+    )
+    own = ("--model", "my.py:GPT", "--optimizer", "opt.py:sgd")
+    said = worked("train", *own, *small, *data, cwd=folder)
+    assert "next: jgpt sample r --model my.py:GPT" in said
+    saved = json.loads((folder / "r" / "config.json").read_text())
+    assert saved["model"]["mlp_ratio"] == 3
+    assert {**saved["optimizer"]["make"], "sha256": 0} == {
+        "name": "sgd",
+        "file": "opt.py",
+        "sha256": 0,
+    }
+    for words in (("sample", "r"), ("eval", "r"), ("look", "r", "--prompt", "a")):
+        line = refused(*words, cwd=folder)
+        assert line.endswith("which a run never loads by itself: give --model my.py:GPT"), line
+    assert "validation loss" in worked("eval", "r", "--model", "my.py:GPT", cwd=folder)
+    with (folder / "my.py").open("a") as file:
+        file.write("# changed\n")
+    done = command("eval", "r", "--model", "my.py:GPT", cwd=folder)
+    assert done.code == 0
+    assert done.stderr.count("jgpt: the model my.py:GPT has changed since the run began\n") == 1
+    assert "a model of your own has no attention weights" in refused(
+        "attention", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder
+    )
+    worked("plot", "r", cwd=folder)
+    assert "my.py already exists" in refused("new", "my.py", cwd=folder)
+    assert "must end in .py" in refused("new", "my.txt", cwd=folder)
