@@ -64,6 +64,16 @@ class CachedLanguageModel(LanguageModel, Protocol):
         """Final hidden states; `tokens` continue the sequences in a cache."""
         ...
 
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        cache: KVCache | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch time vocab"]:
+        """Next-token logits; `tokens` continue the sequences in a cache."""
+        ...
+
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
         """An empty KV cache for `batch` sequences of up to `capacity` positions."""
         ...

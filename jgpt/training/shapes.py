@@ -6,7 +6,7 @@ from flax import nnx
 
 from jgpt.config import TrainConfig
 from jgpt.inside import ShapeTrace, shape_trace
-from jgpt.nn.models import abstract_model
+from jgpt.nn.models import CachedLanguageModel, abstract_model
 from jgpt.training.step import abstract_state, make_train_steps
 
 
@@ -28,6 +28,8 @@ def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
 
     def decode(weights, tokens):
         model = nnx.merge(graph, weights)
+        if not isinstance(model, CachedLanguageModel):
+            raise ValueError("the model has no KV cache: leave out decode=True")
         return model(tokens, cache=model.empty_cache(batch, time))
 
     return shape_trace(decode, weights, tokens)

@@ -14,7 +14,7 @@ from jgpt import GPT, generate
 from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
-from tests.models import FAMILIES, SIZES, loud, random_model
+from tests.models import FAMILIES, SIZES, loud, random_gpt, random_model
 from tests.quick import only
 
 VOCAB, BLOCK_SIZE = SIZES["vocab_size"], 6
@@ -375,7 +375,8 @@ def test_broken_weights_are_reported(model):
 
 
 def test_a_cache_is_not_below_what_the_model_computes_in():
-    exact, narrow = small_model("modern"), small_model("modern", dtype="bfloat16")
+    exact = random_gpt("modern", block_size=BLOCK_SIZE)
+    narrow = random_gpt("modern", block_size=BLOCK_SIZE, dtype="bfloat16")
     nnx.update(narrow, nnx.state(exact, nnx.Param))
     # on a CPU a narrow cache would be copied whenever it is written to
     layer = narrow.empty_cache(2).layers[0]
@@ -387,6 +388,6 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
 
 
 def test_a_cache_of_another_model_is_refused(model):
-    shallow = small_model("modern", num_layers=1)
+    shallow = random_gpt("modern", block_size=BLOCK_SIZE, num_layers=1)
     with pytest.raises(ValueError, match="the cache has 1 layers and the model 2"):
         model(PROMPT, cache=shallow.empty_cache(2))
