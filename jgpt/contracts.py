@@ -248,15 +248,28 @@ def _watched(
     path, modules = _placed(bound.arguments.get("self"))
     name = "" if function.__name__ == "__call__" else function.__name__
     whole = ".".join(filter(None, (path, name)))
-    leaves = [watch(TypedCall(whole, function, bound.arguments, hints)) for watch in watches]
+    call = TypedCall(whole, function, bound.arguments, hints)
+    with _unwatched():
+        leaves = [watch(call) for watch in watches]
     before = _PLACE.set((path, modules))
     try:
         result = function(*bound.args, **bound.kwargs)
     finally:
         _PLACE.reset(before)
-    for leave in reversed(leaves):
-        result = result if leave is None else leave(result)
+    with _unwatched():
+        for leave in reversed(leaves):
+            result = result if leave is None else leave(result)
     return result
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """What a watch itself calls is not heard."""
+    before = _WATCHES.set(())
+    try:
+        yield
+    finally:
+        _WATCHES.reset(before)
 
 
 def _placed(module: Any) -> _Place:

@@ -136,6 +136,12 @@ def test_of_nested_watches_the_inner_one_sees_a_result_first():
     assert told == ["outer", "inner", "inner 1.0", "outer 3.0"]
 
 
+def test_what_a_watch_calls_is_not_heard():
+    model = model_of()
+    again = jgpt.edit(model, {"logits": lambda logits: logits + model(TOKENS)})(TOKENS)
+    np.testing.assert_allclose(again, 2 * model(TOKENS), rtol=1e-6)
+
+
 def test_other_threads_are_not_heard():
     calls: list[TypedCall] = []
     with jgpt.watching(calls.append):
