@@ -25,7 +25,7 @@ import jgpt
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 COMMANDS = (
-    "jgpt train --data shakespeare --steps 300 --out runs/will",
+    "jgpt train --data shakespeare --steps 600 --out runs/will",
     'jgpt sample runs/will --prompt "ROMEO:" --max-new-tokens 100',
 )
 LINE = "To be, or not to be, that is the question"

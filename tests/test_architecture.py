@@ -135,9 +135,9 @@ def test_the_version_is_the_packages():
     assert jgpt.__version__ == project["version"]
 
 
-def test_readme_names_the_same_layers():
-    text = (PACKAGE.parent / "README.md").read_text()
-    section = text[text.index("## Architecture") :].partition("```text\n")[2].partition("```")[0]
+def test_the_design_names_the_same_layers():
+    text = (PACKAGE.parent / "docs" / "design.md").read_text()
+    section = text[text.index("## Layers") :].partition("```text\n")[2].partition("```")[0]
     lines = [line.split("  ")[0] for line in section.splitlines()]
     folders = [[name.strip(" /") for name in line.split(",")] for line in lines if line]
     assert folders == [list(layer) for layer in LAYERS]
