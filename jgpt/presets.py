@@ -194,9 +194,9 @@ _tiny = TrainConfig(
 
 _presets = (
     ("the lecture's bigram model", _bigram),
-    ("the from-scratch lecture's GPT: ReLU, biases, untied head (0.2M parameters)", _lecture),
-    ("rotary, RMS norm, QK-norm, squared ReLU, Muon (0.5M parameters)", _modern),
-    ("that with windows, n-grams, shortcut and softcap: fastest on a CPU", _modern_cpu),
+    ("the lecture's GPT: ReLU, biases, untied head", _lecture),
+    ("rotary, RMS norm, QK-norm, squared ReLU, Muon", _modern),
+    ("that with windows and n-grams: fastest on a CPU", _modern_cpu),
     ("the lowest loss on tiny Shakespeare", _shakespeare_best),
     ("nanoGPT's laptop setting: 4 layers, 128 features, block 64", _nanogpt_cpu),
     ("nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256", _nanogpt_char),

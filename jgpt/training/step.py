@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
@@ -46,7 +46,9 @@ class TrainState:
     """The train state. With `scan_layers`, the arrays of the blocks are stacked."""
 
     weights: Weights
-    optimizer: PyTree[Shaped[Array, "..."]]
+    optimizer: PyTree[
+        Float[Array, "..."] | Int[Array, "..."] | Bool[Array, "..."] | Key[Array, "..."]
+    ]
     step: Int[Array, ""]
 
 

@@ -99,7 +99,7 @@ def test_commands_show_that_they_import_jax_before_they_do():
         "import sys, jgpt.cli, jgpt.cli.commands as commands\n"
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
         "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
-        "    'sample r', 'eval r', 'info tiny',\n"
+        "    'sample r', 'eval r', 'info tiny', 'shapes tiny',\n"
         "    'plot r', 'attention r --prompt a', 'look r --prompt a',\n"
         "    'import s --out i', 'export r --out e'):\n"
         "    name, *options = line.split()\n"
@@ -126,6 +126,8 @@ IN_A_PROCESS = {
     "sample": ["trained", "--prompt-file", "-", "--max-new-tokens", 5, "--temperature", 0],
     "eval": ["trained", "--json"],
     "info": ["trained"],
+    "shapes": ["trained", "--depth", 1],
+    "new": ["my_gpt.py"],
     "plot": ["trained", "--out", "losses.png"],
     "attention": ["trained", "--prompt", "the lazy", "--out", "attention.png"],
     "look": ["trained", "--prompt", "the lazy", "--max-new-tokens", 3],

@@ -139,11 +139,12 @@ def test_a_chosen_wrong_result_is_blamed_on_the_return(target: str, answer: Any)
         call.again(call.good, lying(call, answer))
 
 
-def test_an_optimizer_s_state_is_of_floats_and_counts():
+def test_an_optimizer_s_state_is_of_floats_counts_flags_and_keys():
     made = calls_of("jgpt.training.step.TrainState.__init__")[0].function
     count, means, weights = jnp.zeros((), jnp.int32), jnp.zeros((2, 3)), {"a": jnp.zeros(2)}
-    made(weights, {"count": count, "means": means}, count)
-    for wrong in ({"means": means.astype(jnp.int32)}, {"count": count.astype(bool)}):
+    of_others = {"done": count.astype(bool), "noise": jax.random.key(0)}  # optax's add_noise
+    made(weights, {"count": count, "means": means, **of_others}, count)
+    for wrong in ({"means": means.astype(jnp.uint8)}, {"count": count.astype(jnp.complex64)}):
         with pytest.raises(TypeCheckError, match="got a wrong argument `optimizer`"):
             made(weights, {"count": count, "means": means, **wrong}, count)
 
