@@ -13,7 +13,7 @@ train: $(VENV)/installed-train
 	$(BIN)/jgpt train
 
 test: $(VENV)/installed-test
-	@echo "About 13 minutes on two idle cores, most of it compiling; a dot is a test."
+	@echo "About nine minutes on two cores, most of it compiling; a dot is a test."
 	@$(PYTEST) -q -m "not slow"
 
 test-all: $(VENV)/installed-test

@@ -15,6 +15,7 @@ from .nn.models import LanguageModel, create_model
 from .nn.precision import for_platform
 from .nn.transformer import GPT, Block, FeedForward
 from .presets import preset
+from .proofs import Proof, prove
 from .runs.checkpoints import load, save
 from .runs.loop import Run, fit
 from .runs.progress import Progress
@@ -38,6 +39,7 @@ __all__ = [
     "OptimizerConfig",
     "Platform",
     "Progress",
+    "Proof",
     "Run",
     "ShapeTrace",
     "TrainConfig",
@@ -59,6 +61,7 @@ __all__ = [
     "load_gpt2",
     "load_hf",
     "preset",
+    "prove",
     "record",
     "save",
     "save_gpt2",

@@ -118,6 +118,10 @@ _Place = tuple[str, dict[int, tuple[str, Any]]]  # a path; path and module by th
 _PLACE: ContextVar[_Place] = ContextVar("place", default=("", {}))
 
 
+SYMBOLS: ContextVar[dict[str, Any]] = ContextVar("symbols", default={})  # noqa: B039  never changed
+"""While shapes are proven: symbolic sizes, which count as integers, and what braces may name."""
+
+
 @contextlib.contextmanager
 def watching(watch: Watch) -> Iterator[None]:
     """Within it, `watch` hears of every typed call of this thread, before the function runs.
@@ -212,6 +216,9 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
         __tracebackhide__ = True
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        for name, size in SYMBOLS.get().items():  # jaxtyping binds them as it binds sizes
+            sized = types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
+            _mismatch(Shaped[Any, name], sized)
         for name, kind, mismatch in parameters:
             values = bound.arguments[name]
             if kind is inspect.Parameter.VAR_KEYWORD:
@@ -298,7 +305,8 @@ def _mismatcher(hint: Any) -> _Mismatch:
         first, *others = (part for part in get_args(hint) if part is not types.NoneType)
         mismatch = _mismatcher(first)
         if others:
-            return lambda value: "" if is_bearable(value, hint, conf=_BEARTYPE) else mismatch(value)
+            bearable = functools.partial(is_bearable, hint=hint, conf=_BEARTYPE)
+            return lambda value: "" if bearable(_with_numbers(value)) else mismatch(value)
         return lambda value: "" if value is None else mismatch(value)
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
         return functools.partial(_tuple_mismatch, [*map(_mismatcher, get_args(hint))])
@@ -353,11 +361,20 @@ def _tree_mismatch(hint: Any, mismatch: _Mismatch, tree: Any) -> str:
 
 def _other_mismatch(hint: Any, value: Any) -> str:
     try:
-        die_if_unbearable(value, hint, conf=_BEARTYPE)
+        die_if_unbearable(_with_numbers(value), hint, conf=_BEARTYPE)
     except BeartypeCallHintViolation as violation:
         reason = str(violation).partition(", as ")[2].strip()
         return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
     return ""
+
+
+def _with_numbers(value: Any) -> Any:
+    """The value with an integer in place of each symbolic size."""
+    if not SYMBOLS.get():
+        return value
+    if type(value) is tuple:
+        return tuple(map(_with_numbers, value))
+    return 1 if any(type(value) is type(size) for size in SYMBOLS.get().values()) else value
 
 
 @functools.cache

@@ -115,7 +115,7 @@ def replicate(tree: Any) -> Any:
 
 def split_batch(x: Any, parts: int) -> Any:
     """Split a batch into `parts`, each sharded as a batch if a mesh is set."""
-    shape, mesh = (parts, len(x) // parts, *x.shape[1:]), current_mesh()
+    shape, mesh = (parts, x.shape[0] // parts, *x.shape[1:]), current_mesh()
     names = None, "batch", *[None] * (x.ndim - 1)
     spec = spec_of(names, shape, mesh) if mesh.explicit_axes else None
     return shard_by_name(lax.reshape(x, shape, out_sharding=spec), *names)

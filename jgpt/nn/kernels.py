@@ -136,17 +136,19 @@ def attend_over_cache(
     block, in_order = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS)), time == cache.capacity
     query = query.reshape(-1, groups, time, head_dim).astype(cache.keys.dtype)
     attended = []
-    for start in range(0, time, block):
+    for start in (i * block for i in range(MAX_QUERY_BLOCKS)):
+        if start >= time:
+            break
         end = min(start + block, time)
         first = 0 if window is None else max(0, start + 1 - window)
         keys = slice(first, end) if in_order else slice(None)
         tiled = jnp.tile(mask[:, start:end, keys], (1, groups, 1))
         of_block = jax.vmap(functools.partial(attend, scale=scale))(
             # query heads that share a key-value head are folded into the time axis
-            query[:, :, start:end].reshape(len(query), -1, head_dim),
+            query[:, :, start:end].reshape(query.shape[0], -1, head_dim),
             cache.keys[:, keys],
             cache.values[:, keys],
             jnp.repeat(tiled, cache.num_kv_heads, axis=0),
         )
-        attended.append(of_block.reshape(len(query), groups, end - start, head_dim))
+        attended.append(of_block.reshape(query.shape[0], groups, end - start, head_dim))
     return jnp.concatenate(attended, axis=2).reshape(-1, heads, time, head_dim)

@@ -73,7 +73,7 @@ def token_losses_from(
         return token_losses(head(x), targets)
     xs, parts, _ = _chunked(x, targets, at_once)
     losses = jax.lax.map(lambda chunk: token_losses(head(chunk[0]), chunk[1]), (xs, parts))
-    return jnp.moveaxis(losses, 0, 1).reshape(len(x), -1)[:, : targets.shape[1]]
+    return jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1)[:, : targets.shape[1]]
 
 
 @typed

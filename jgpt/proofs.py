@@ -1,0 +1,272 @@
+"""Shapes proven for all sizes: one abstract trace for each case of what a program asks of them."""
+
+import contextlib
+import operator
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import beartype
+import flax
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import optax
+from jax.errors import InconclusiveDimensionOperation
+
+from jgpt.contracts import SYMBOLS, typed
+
+MOST_CASES = 60
+FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
+"""What JAX writes of sizes and Python doesn't know."""
+Size: Any = type(jax.export.symbolic_shape("b")[0])
+LIBRARIES = tuple(
+    f"{Path(str(module.__file__)).parent}/"
+    for module in (jax, flax, optax, jaxtyping, beartype, np)
+)
+
+
+class _Open(BaseException):
+    """An equality that JAX would decide although it is open. No handler of errors stops it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A part of all sizes, and what was found for it."""
+
+    where: tuple[str, ...]
+    """Constraints on the sizes."""
+    verdict: Literal["proven", "refused", "violated", "open"]
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The cases of a proof. It is true if each is proven or refused, and one is proven."""
+
+    cases: tuple[Case, ...]
+
+    def __bool__(self) -> bool:
+        verdicts = {case.verdict for case in self.cases}
+        return "proven" in verdicts and verdicts <= {"proven", "refused"}
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{case.verdict:<8}  {', '.join(case.where) or 'all sizes'}"
+            + f": {case.detail}" * bool(case.detail)
+            for case in self.cases
+        )
+
+
+@typed
+def prove(function: Callable[..., Any], *arrays: str, where: Sequence[str] = ()) -> Proof:
+    """Trace a function for all sizes of its arrays, and check every shape annotation in it.
+
+    An array is written `float32[b t 8]`; `where` has constraints such as `t <= 8`, and every size
+    is at least 1. Where the program asks something open of a size, as in `if t > 8`, both answers
+    are traced. A case ends `proven`, `refused` by a ValueError of the program, `violated` if an
+    annotation isn't met (or can't be shown to be), or `open`. Equal shapes are proven, not values.
+    Raises ValueError for an array or a constraint that can't be read.
+    """
+    names = sorted({name for array in arrays for name in _names(_parsed(array)[1])})
+    todo, cases = [tuple(where)], []
+    while todo:
+        case = todo.pop()
+        if len(cases) + len(todo) >= MOST_CASES:
+            cases.append(Case(case, "open", f"there are more than {MOST_CASES} cases"))
+            break
+        try:
+            sizes = _sizes(names, case)
+        except ValueError as error:
+            if "nsatisfiable" not in str(error):
+                raise ValueError(f"where={list(case)} can't be read: {error}") from None
+            continue  # no sizes are in this case
+        try:
+            with _splitting(sizes):
+                structs = [_struct(array, sizes) for array in arrays]
+                jax.eval_shape(lambda *given: (function(*given), None)[1], *structs)
+            cases.append(Case(case, "proven"))
+        except (InconclusiveDimensionOperation, _Open) as error:
+            parts = _parts(str(error))
+            if not parts or set(parts) & {*case}:
+                cases.append(Case(case, "open", _reason(error)))
+            else:
+                todo += [(*case, part) for part in reversed(parts)]
+        except jaxtyping.TypeCheckError as error:
+            cases.append(Case(case, "violated", _reason(error)))
+        except ValueError as error:
+            if "nsatisfiable" in str(error):
+                continue
+            last = traceback.extract_tb(error.__traceback__)[-1].filename
+            verdict = "open" if last.startswith(LIBRARIES) else "refused"
+            cases.append(Case(case, verdict, _reason(error)))
+        except Exception as error:
+            cases.append(Case(case, "open", _reason(error)))
+    return Proof(tuple(cases))
+
+
+def _parsed(array: str) -> tuple[Any, str]:
+    found = re.fullmatch(r"(\w+)\[([^\]]*)\]", array.strip())
+    with contextlib.suppress(TypeError):
+        if found:
+            return jnp.dtype(found[1]), found[2]
+    raise ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
+
+
+def _names(text: str) -> list[str]:
+    """The sizes that a text names, not functions."""
+    return [
+        name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in (*FUNCTIONS, "max", "min")
+    ]
+
+
+def _ours(text: str) -> str:
+    """Sizes under names that no dimension has."""
+    return re.sub(r"[A-Za-z_]\w*", lambda it: f"{it[0]}_symbol" if _names(it[0]) else it[0], text)
+
+
+def _theirs(text: str) -> str:
+    return re.sub(r"\b(\w+?)_symbol\b", r"\1", text)
+
+
+def _sizes(names: list[str], case: tuple[str, ...]) -> dict[str, Any]:
+    """The symbolic sizes of a case; one that the case fixes is a number."""
+    fixed: dict[str, str] = {}
+    for each in case:
+        if found := re.fullmatch(r"(\w+) == (\d+)", each):
+            fixed[found[1]] = found[2]
+    free = [name for name in names if name not in fixed]
+    rest = []
+    for each in case:
+        for name, number in fixed.items():
+            each = re.sub(rf"\b{name}\b", number, each)
+        if _names(each):
+            rest.append(_ours(each))
+        elif not _holds(each):
+            raise ValueError("unsatisfiable")
+    shape = jax.export.symbolic_shape(_ours(", ".join(free)), constraints=rest) if free else ()
+    return dict(zip(free, shape, strict=True)) | {name: int(it) for name, it in fixed.items()}
+
+
+def _holds(constraint: str) -> bool:
+    """Whether a constraint between numbers holds."""
+    left, how, right = re.split(r"(==|>=|<=)", constraint)
+    ((left,), (right,)) = map(jax.export.symbolic_shape, (left, right))
+    return {"==": operator.eq, ">=": operator.ge, "<=": operator.le}[how](left, right)
+
+
+def _struct(array: str, sizes: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    dtype, text = _parsed(array)
+    scope = [size for size in sizes.values() if isinstance(size, Size)]
+    shape = []
+    for part in text.split():
+        for name, size in sizes.items():
+            part = re.sub(rf"\b{name}\b", f"({size})", part) if isinstance(size, int) else part
+        spelled = _ours(part)
+        if _names(part):
+            shape += jax.export.symbolic_shape(spelled, scope=scope[0].scope)
+        else:
+            shape.append(int(np.prod([int(each) for each in re.findall(r"\d+", part)])))
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+@contextlib.contextmanager
+def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
+    """Within it, an open equality or truth of a size is an error, as an open order is.
+
+    JAX answers an open `t == 1` with False and an open `if t % 4` with True, which would drop a
+    branch in silence. Libraries get these answers still: their questions are about speed.
+    """
+    equal, power = Size.__eq__, Size.__pow__
+
+    def equals(self: Any, other: Any) -> bool:
+        if isinstance(other, Size) and other.scope is not self.scope:
+            return False  # of another case, in one of JAX's caches
+        same = equal(self, other)
+        if same is True or not isinstance(other, (int, Size)) or _a_library_asks():
+            return same
+        if _is_open(self - other):
+            raise _Open(f"'{self}' == '{other}'")
+        return same
+
+    def truth(self: Any) -> bool:
+        if _is_open(self) and not _a_library_asks():
+            raise _Open(f"'{self}' == '0'")
+        return True
+
+    def to_power(self: Any, exponent: Any, modulo: Any = None) -> Any:
+        # a scale such as d ** -0.5 decides no shape
+        return 1.0 if isinstance(exponent, float) else power(self, exponent, modulo)
+
+    symbols = {str(size): size for size in sizes.values() if isinstance(size, Size)}
+    patches = {"__eq__": equals, "__ne__": lambda a, b: not equals(a, b), "__bool__": truth}
+    patches |= {"__pow__": to_power}
+    before = {name: vars(Size).get(name) for name in patches}
+    token = SYMBOLS.set(symbols and symbols | FUNCTIONS)
+    for name, method in patches.items():
+        setattr(Size, name, method)
+    try:
+        yield
+    finally:
+        SYMBOLS.reset(token)
+        for name, method in before.items():
+            if method is None:
+                delattr(Size, name)
+            else:
+                setattr(Size, name, method)
+
+
+def _is_open(size: Any) -> bool:
+    """Whether a size may be 0 and may be something else."""
+    for compare in (operator.ge, operator.le):
+        number = 1 if compare is operator.ge else -1
+        with contextlib.suppress(InconclusiveDimensionOperation):
+            if compare(size, number) is True:
+                return False
+    return True
+
+
+def _a_library_asks() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back:
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    standard = sysconfig.get_paths()["stdlib"]
+    return file.startswith(LIBRARIES) or (file.startswith(standard) and "-packages" not in file)
+
+
+def _parts(question: str) -> list[str]:
+    """The cases of a question that is open: all sizes are in one of them."""
+    found = re.search(r"'([^']*)' (>=|>|<=|<|==) '([^']*)'", _theirs(question))
+    if not found:
+        return []
+    left, how, right = found.groups()
+    less, more = f"{left} <= {right} - 1", f"{left} >= {right} + 1"
+    if right.isdigit():
+        less, more = f"{left} <= {int(right) - 1}", f"{left} >= {int(right) + 1}"
+    match how:
+        case "==":
+            no_less = right == "0" or (right == "1" and left.isidentifier())
+            return [f"{left} == {right}", more] + [less] * (not no_less)
+        case ">=" | "<":
+            return [f"{left} >= {right}", less]
+        case _:
+            return [f"{left} <= {right}", more]
+
+
+def _reason(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    skipped = (*LIBRARIES, __file__, sys.modules["jgpt.contracts"].__file__ or "")
+    asked = [frame for frame in frames if not frame.filename.startswith(skipped)]
+    place = f" ({Path(asked[-1].filename).name}:{asked[-1].lineno})" if asked else ""
+    lines = str(error).splitlines() or [type(error).__name__]
+    text = (
+        f"{lines[0]} {lines[-1]}" if isinstance(error, TypeError) and len(lines) > 1 else lines[0]
+    )
+    return _theirs(text) + place

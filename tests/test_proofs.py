@@ -1,0 +1,255 @@
+"""Shapes proven for every size; what a proof must not pass over."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+import jgpt
+from jgpt.config import ModelConfig
+from jgpt.generation.sampling import Sampling, next_token
+from jgpt.nn.attention import apply_rotary, merge_heads, split_heads
+from jgpt.nn.int8 import with_int8_weights
+from jgpt.nn.kernels import attend_windowed
+from jgpt.nn.layers import Embedding, LayerNorm, Linear, RMSNorm
+from jgpt.nn.loss import cross_entropy_from, token_losses, token_losses_from
+from jgpt.nn.models import abstract_model
+from jgpt.presets import PRESETS, preset
+from jgpt.proofs import Size, prove
+from jgpt.training.step import abstract_state, make_eval_step, make_train_steps
+
+CONFIG = ModelConfig(vocab_size=17, embed_dim=12, num_heads=3, num_layers=2, block_size=9)
+BTE, HEADS = "float32[b t e]", "float32[b h t d]"
+
+
+def zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def model_of(config: ModelConfig) -> Any:
+    """The model of a config, whose values are made within the trace."""
+    graph, weights = nnx.split(abstract_model(config))
+    return nnx.merge(graph, zeros(weights))
+
+
+def head(x: Array) -> Array:
+    return x @ jnp.ones((16, 65))
+
+
+def lossy(x: Array, targets: Array) -> Array:
+    return cross_entropy_from(x, targets, head, 1000)
+
+
+PROGRAMS: dict[str, tuple[Any, ...]] = {
+    "causal_mask": (lambda x: jgpt.causal_mask(x.shape[0]), "float32[t]"),
+    "attention_weights": (jgpt.attention_weights, HEADS, "float32[b h k d]"),
+    "attend": (jgpt.attend, HEADS, "float32[b h k d]", "float32[b h k v]"),
+    "apply_rotary": (apply_rotary, "float32[b t 2*d]", "int32[t]"),
+    "merge_heads": (merge_heads, HEADS),
+    "split_heads": (lambda x: split_heads(x, 4), BTE),
+    "windows of 5": (
+        lambda x: attend_windowed(x, x, x, jgpt.causal_mask(x.shape[1]), 5),
+        "float32[b t 8]",
+    ),
+    "Linear": (
+        lambda x, y: Linear(x.shape[-1], y.shape[0], rngs=nnx.Rngs(0))(x),
+        BTE,
+        "float32[f]",
+    ),
+    "Embedding": (
+        lambda i, y: Embedding(*y.shape, rngs=nnx.Rngs(0))(i),
+        "int32[b t]",
+        "float32[v e]",
+    ),
+    "RMSNorm": (lambda x: RMSNorm(x.shape[-1])(x), BTE),
+    "LayerNorm": (lambda x: LayerNorm(x.shape[-1])(x), BTE),
+    "Head": (lambda x: jgpt.Head(x.shape[-1], 8, rngs=nnx.Rngs(0))(x), BTE),
+    "Head, a context": (
+        lambda x, y: jgpt.Head(x.shape[-1], 8, rngs=nnx.Rngs(0))(x, y),
+        BTE,
+        "float32[b k e]",
+    ),
+    "MultiHeadAttention": (jgpt.MultiHeadAttention(CONFIG, rngs=nnx.Rngs(0)), "float32[b t 12]"),
+    "MultiHeadAttention, a context": (
+        jgpt.MultiHeadAttention(CONFIG, rngs=nnx.Rngs(0)),
+        "float32[b t 12]",
+        "float32[b k 12]",
+    ),
+    "FeedForward": (jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0)), "float32[b t 12]"),
+    "Block": (jgpt.Block(CONFIG, rngs=nnx.Rngs(0)), "float32[b t 12]"),
+    "BigramLM": (
+        lambda x, y: jgpt.BigramLM(y.shape[0], rngs=nnx.Rngs(0))(x),
+        "int32[b t]",
+        "float32[v]",
+    ),
+    "token_losses": (token_losses, "float32[b t v]", "int32[b t]"),
+    "cross_entropy": (jgpt.cross_entropy, "float32[b t v]", "int32[b t]"),
+    "losses in chunks": (
+        lambda x, y: token_losses_from(x, y, head, 1000),
+        "float32[b t 16]",
+        "int32[b t]",
+    ),
+    "losses in chunks, gradient": (jax.grad(lossy), "float32[b t 16]", "int32[b t]"),
+    "next_token": (
+        lambda logits: next_token(logits, jax.random.key(0), Sampling(1.0, 5, 0.9, 0.1)),
+        "float32[b 65]",
+    ),
+    "int8 weights": (lambda x: with_int8_weights(model_of(CONFIG))(x), "int32[b t]"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_is_proven_for_every_size(name):
+    proof = prove(*PROGRAMS[name])
+    assert proof, str(proof)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_proven_for_any_batch_and_length(name):
+    config = preset(name).model
+    config = dataclasses.replace(config, num_layers=min(config.num_layers, 2))
+    proof = prove(lambda tokens: model_of(config)(tokens), "int32[b t]")
+    assert proof, str(proof)
+    refused = [case for case in proof.cases if case.verdict == "refused"]
+    if config.architecture == "gpt":  # a bigram has no longest context
+        assert [case.where[0] for case in refused] == [f"t >= {config.block_size + 1}"]
+        assert "more than block_size=" in refused[0].detail
+
+
+def decoded(tokens: Array, room: Array) -> Array:
+    model = model_of(preset("modern").model)
+    return model(tokens, cache=model.empty_cache(tokens.shape[0], room.shape[0]))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "where"),
+    [(("int32[b 1]", "float32[c]"), ()), (("int32[b t]", "float32[32]"), ("t <= 32",))],
+    ids=["a token, any cache", "a prompt of any length"],
+)
+def test_decoding_is_proven(arrays, where):
+    proof = prove(decoded, *arrays, where=where)
+    assert proof, str(proof)
+
+
+def train_steps(name: str) -> Callable[..., Any]:
+    config = preset(name)
+    key, count = jax.random.key(0), jnp.int32(1)
+    state = abstract_state(config)
+    return lambda windows: make_train_steps(config)(zeros(state), windows, key, count)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("lecture", "nanogpt-cpu", "modern", "modern-cpu", "bigram")
+        ),
+    ],
+)
+def test_train_steps_are_proven_for_any_steps_batch_and_window(name):
+    size = preset(name).model.block_size
+    proof = prove(train_steps(name), "int32[n b t+1]", where=[f"t <= {size}"])
+    assert proof, str(proof)
+
+
+def test_evaluation_is_proven_for_any_batches():
+    weights = nnx.to_pure_dict(nnx.state(abstract_model(CONFIG), nnx.Param))
+
+    def evaluate(windows, counts):
+        return make_eval_step(CONFIG)(zeros(weights), windows, counts)
+
+    proof = prove(evaluate, "int32[n b 10]", "bool[n b 9]")
+    assert proof, str(proof)
+
+
+# --- what a proof must find ----------------------------------------------------------------------
+
+
+@jgpt.typed
+def wrong_at_7(x: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    return x[:, :6] if x.shape[1] == 7 else x
+
+
+@jgpt.typed
+def wrong_from_41(x: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    return x[:40] if x.shape[0] > 40 else x
+
+
+@jgpt.typed
+def wrong_in_fours(x: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    if x.shape[1] % 4:
+        return x
+    return x[:, ::2]
+
+
+@jgpt.typed
+def wrong_unless_one(x: Float[Array, "batch time"]) -> Float[Array, "batch"]:
+    return x[:, 0] if x.shape[1] != 1 else x
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (wrong_at_7, "t == 7"),
+        (wrong_from_41, "b >= 41"),
+        (wrong_in_fours, "mod(t, 4) == 0"),
+        (wrong_unless_one, "t == 1"),
+    ],
+)
+def test_a_mistake_at_some_sizes_is_found(function, where):
+    """JAX answers an open `t == 7` with False, and an open `if t % 4` with True."""
+    function(jnp.ones((3, 5)))
+    proof = prove(function, "float32[b t]")
+    assert not proof
+    violated = [case for case in proof.cases if case.verdict == "violated"]
+    assert [case.where for case in violated] == [(where,)]
+    assert "returned a wrong result" in violated[0].detail
+    assert "proven" in {case.verdict for case in proof.cases}
+    assert f"violated  {where}: " in str(proof)
+
+
+@jgpt.typed
+def merged_wrongly(x: Float[Array, "batch heads time d"]) -> Float[Array, "batch time heads*d"]:
+    return x.reshape(x.shape[0], x.shape[1], -1)
+
+
+def test_other_verdicts():
+    (case,) = prove(merged_wrongly, HEADS).cases
+    assert (case.verdict, case.where) == ("violated", ())
+    (case,) = prove(jgpt.attention_weights, HEADS, "float32[b h k e]").cases
+    assert "wrong argument `key`" in case.detail
+    (case,) = prove(lambda x: [jnp.ones(n) for n in range(x.shape[0])], "float32[b]").cases
+    assert case.verdict == "open"
+    assert "test_proofs.py:" in case.detail
+    for array, where in (("float32(b)", ()), ("floot32[b]", ()), ("float32[b]", ["b !! 3"])):
+        with pytest.raises(ValueError, match=r"is not an array such as|can't be read"):
+            prove(jnp.abs, array, where=where)
+
+
+def test_sizes_are_left_as_they_were():
+    """The methods that a proof replaces are Python's own, of JAX's class of sizes."""
+    names = ("__eq__", "__ne__", "__bool__", "__pow__")
+    before = {name: vars(Size).get(name) for name in names}
+    assert before["__eq__"] is not None, "JAX's symbolic sizes no longer define equality"
+    prove(wrong_at_7, "float32[b t]")
+    assert {name: vars(Size).get(name) for name in names} == before
+    size: Any = jax.export.symbolic_shape("b")[0]
+    with pytest.raises(TypeError, match="wrong argument `time`"):
+        jgpt.causal_mask(size)
+
+
+@jgpt.typed
+def counted(tokens: Int[Array, "batch time"], times: int) -> Int[Array, "batch {times}*time"]:
+    return jnp.tile(tokens, times)
+
+
+def test_sizes_in_braces_and_integers_may_be_open():
+    proof = prove(lambda tokens, y: counted(tokens, y.shape[0]), "int32[b t]", "float32[n]")
+    assert proof, str(proof)
