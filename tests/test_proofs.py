@@ -109,10 +109,11 @@ def test_is_proven_for_every_size(name):
     assert proof, str(proof)
 
 
+@pytest.mark.parametrize("layers", [2, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_proven_for_any_batch_and_length(name):
+def test_a_preset_is_proven_for_any_batch_and_length(name, layers):
     config = preset(name).model
-    config = dataclasses.replace(config, num_layers=min(config.num_layers, 2))
+    config = dataclasses.replace(config, num_layers=min(config.num_layers, layers))
     proof = prove(lambda tokens: model_of(config)(tokens), "int32[b t]")
     assert proof, str(proof)
     refused = [case for case in proof.cases if case.verdict == "refused"]
