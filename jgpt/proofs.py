@@ -1,6 +1,7 @@
 """Shapes proven for all sizes: one abstract trace for each case of what a program asks of them."""
 
 import contextlib
+import math
 import operator
 import re
 import sys
@@ -34,6 +35,10 @@ LIBRARIES = tuple(
 
 class _Open(BaseException):
     """An equality that JAX would decide although it is open. No handler of errors stops it."""
+
+
+class _Uneven(Exception):
+    """A reshape to another number of entries."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,8 @@ def prove(function: Callable[..., Any], *arrays: str, where: Sequence[str] = ())
         try:
             with _splitting(sizes):
                 structs = [_struct(array, sizes) for array in arrays]
-                jax.eval_shape(lambda *given: (function(*given), None)[1], *structs)
+                traced = jax.make_jaxpr(lambda *given: (function(*given), None)[1])(*structs)
+                _require_whole_reshapes(traced.jaxpr)
             cases.append(Case(case, "proven"))
         except (InconclusiveDimensionOperation, _Open) as error:
             parts = _parts(str(error))
@@ -98,7 +104,7 @@ def prove(function: Callable[..., Any], *arrays: str, where: Sequence[str] = ())
                 cases.append(Case(case, "open", _reason(error)))
             else:
                 todo += [(*case, part) for part in reversed(parts)]
-        except jaxtyping.TypeCheckError as error:
+        except (jaxtyping.TypeCheckError, _Uneven) as error:
             cases.append(Case(case, "violated", _reason(error)))
         except ValueError as error:
             if "nsatisfiable" in str(error):
@@ -109,6 +115,25 @@ def prove(function: Callable[..., Any], *arrays: str, where: Sequence[str] = ())
         except Exception as error:
             cases.append(Case(case, "open", _reason(error)))
     return Proof(tuple(cases))
+
+
+def _require_whole_reshapes(jaxpr: Any) -> None:
+    """What JAX checks of a reshape only when its sizes are numbers."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                _require_whole_reshapes(getattr(inner, "jaxpr", inner))
+        if equation.primitive.name == "reshape":
+            shapes = [it.aval.shape for it in (equation.invars[0], equation.outvars[0])]
+            before, after = map(math.prod, shapes)
+            if not isinstance(before - after, int) and _is_open(before - after):
+                raise _Open(f"'{before}' == '{after}'")
+            if not (isinstance(before - after, int) and before == after):
+                raise _Uneven(f"a reshape of {before} entries to {after}")
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
 
 
 def _parsed(array: str) -> tuple[Any, str]:

@@ -137,8 +137,8 @@ def test_decoding_is_proven(arrays, where):
     assert proof, str(proof)
 
 
-def train_steps(name: str) -> Callable[..., Any]:
-    config = preset(name)
+def train_steps(name: str, **changes: Any) -> Callable[..., Any]:
+    config = dataclasses.replace(preset(name), **changes)
     key, count = jax.random.key(0), jnp.int32(1)
     state = abstract_state(config)
     return lambda windows: make_train_steps(config)(zeros(state), windows, key, count)
@@ -158,6 +158,14 @@ def test_train_steps_are_proven_for_any_steps_batch_and_window(name):
     size = preset(name).model.block_size
     proof = prove(train_steps(name), "int32[n b t+1]", where=[f"t <= {size}"])
     assert proof, str(proof)
+
+
+@pytest.mark.slow
+def test_micro_batches_are_proven_for_any_batch_that_they_divide():
+    steps = train_steps("tiny", micro_batches=2)
+    assert prove(steps, "int32[n 2*b 17]")
+    verdicts = {case.verdict for case in prove(steps, "int32[n b 17]").cases}
+    assert verdicts == {"proven", "violated", "refused"}
 
 
 def test_evaluation_is_proven_for_any_batches():
@@ -214,6 +222,17 @@ def test_a_mistake_at_some_sizes_is_found(function, where):
     assert "returned a wrong result" in violated[0].detail
     assert "proven" in {case.verdict for case in proof.cases}
     assert f"violated  {where}: " in str(proof)
+
+
+def test_a_reshape_to_another_number_of_entries_is_found():
+    """JAX doesn't check it while sizes are symbolic."""
+    even, odd = prove(lambda x: x.reshape(2, x.shape[0] // 2), "float32[b]").cases
+    assert (even.verdict, even.where) == ("proven", ("b == 2*floordiv(b, 2)",))
+    assert (odd.verdict, odd.detail) == ("violated", "a reshape of b entries to 2*floordiv(b, 2)")
+    (inner,) = prove(jax.jit(lambda x: x.reshape(3, -1, 5)[0].reshape(4)), "float32[3*b 5]").cases
+    assert inner.detail == "a reshape of 5*b entries to 4"
+    (inside,) = prove(jax.jit(lambda x: x.reshape(x.shape[0] + 1)), "float32[b]").cases
+    assert inside.detail == "a reshape of b entries to b + 1"
 
 
 @jgpt.typed
