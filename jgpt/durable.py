@@ -36,6 +36,8 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
     lock, keep = partial.with_suffix(".lock"), False
     with locked(lock, path) if content else contextlib.nullcontext():
         partial.mkdir(exist_ok=content is not None)
+        for unfinished in partial.glob("*.partial"):  # files that the killed process was writing
+            unfinished.unlink()
         try:
             yield partial
             sync_below(partial)

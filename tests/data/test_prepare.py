@@ -80,6 +80,7 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, tokenizer):
     (partial,) = (path.parent for path in done_files(out))
     with (partial / "tokens.bin").open("ab") as file:  # written, but not known to be
         file.write(b"abc")
+    (partial / "done.json.0123abcd.partial").write_text("[1")  # killed while it replaced the file
     encoded, encode_each = [], dataset_module.encode_each
 
     def counted(*its):
@@ -102,7 +103,8 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, tokenizer):
     assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
     assert count == len(direct.train) + len(direct.validation)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
-    assert len(list(out.iterdir())) == 3
+    names = ["dataset.json", "tokenizer.json", "tokens.bin"]
+    assert sorted(path.name for path in out.iterdir()) == names
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1
 
