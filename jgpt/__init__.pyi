@@ -17,6 +17,7 @@ from .nn.transformer import GPT, Block, FeedForward
 from .presets import preset
 from .proofs import Proof, prove
 from .runs.checkpoints import load, save
+from .runs.look import look
 from .runs.loop import Run, fit
 from .runs.progress import Progress
 
@@ -60,6 +61,7 @@ __all__ = [
     "load",
     "load_gpt2",
     "load_hf",
+    "look",
     "preset",
     "prove",
     "record",

@@ -179,6 +179,22 @@ def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Shap
     Arguments are arrays or `jax.ShapeDtypeStruct`; nothing is computed. A method or function
     that only passes work on to modules is left out. Raises ValueError if nothing in it is typed.
     """
+    found: list[ShapeTrace] = []
+
+    def trace(*args: Any, **kwargs: Any) -> None:
+        found.append(heard_trace(function, lambda *_: None, *args, **kwargs))
+
+    jax.eval_shape(trace, *args, **kwargs)
+    return found[0]
+
+
+def heard_trace(
+    function: Callable[..., Any],
+    hear: Callable[[ShapeTrace, TypedCall, Any], None],
+    *args: Any,
+    **kwargs: Any,
+) -> ShapeTrace:
+    """The tree of a call that is made; `hear` gets each of its parts with the call and result."""
     root = ShapeTrace("", getattr(function, "__name__", type(function).__name__), {})
     stack, in_module = [root], [False]
 
@@ -206,15 +222,13 @@ def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Shap
                 stack[-1].calls += traced.calls
             else:
                 stack[-1].calls.append(traced)
+                hear(traced, call, result)
             return result
 
         return leave
 
-    def trace(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
-
     with watching(watch):
-        jax.eval_shape(trace, *args, **kwargs)
+        function(*args, **kwargs)
     if not root.calls:
         raise ValueError(f"{root.name} makes no typed call: decorate functions with @jgpt.typed")
     return root.calls[0] if len(root.calls) == 1 else root

@@ -70,8 +70,8 @@ class Page:
             self.requests.append(details["request"]["url"])
         return message
 
-    def open(self, path: Path, width: int = 1280, scheme: str = "light") -> None:
-        """Open a file at a width, in light or dark colours; a small width emulates a phone."""
+    def open(self, path: Path | str, width: int = 1280, scheme: str = "light") -> None:
+        """Open a file or address at a width, in light or dark; a small width emulates a phone."""
         phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -83,16 +83,17 @@ class Page:
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        url = path if isinstance(path, str) else path.resolve().as_uri()
+        self.call("Page.navigate", url=url)
         until = time.monotonic() + SECONDS
-        while self.run("document.readyState") != "complete" or "file:" not in self.run(
-            "location.href"
-        ):
+        while self.run("document.readyState") != "complete" or url not in self.run("location.href"):
             assert time.monotonic() < until, "the page never finished"
 
     def run(self, expression: str) -> Any:
         """The value of an expression of JavaScript."""
-        said = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        said = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in said, said
         return said["result"].get("value")
 

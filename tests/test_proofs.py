@@ -1,7 +1,11 @@
 """Shapes proven for every size; what a proof must not pass over."""
 
 import dataclasses
+import functools
+import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +39,10 @@ def model_of(config: ModelConfig) -> Any:
     """The model of a config, whose values are made within the trace."""
     graph, weights = nnx.split(abstract_model(config))
     return nnx.merge(graph, zeros(weights))
+
+
+def forward(config: ModelConfig, tokens: Array) -> Array:
+    return model_of(config)(tokens)
 
 
 def head(x: Array) -> Array:
@@ -109,12 +117,36 @@ def test_is_proven_for_every_size(name):
     assert proof, str(proof)
 
 
+def record() -> dict[str, Any]:
+    """What is proven, each as its cases: the table in docs/shapes.md."""
+    programs = {name: (*given, {}) for name, given in PROGRAMS.items()}
+    for name in PRESETS:
+        config = preset(name).model
+        model = functools.partial(forward, config)  # its values are made within the trace
+        programs[f"{name}, any batch and length"] = (model, "int32[b t]", {})
+    for name, (arrays, where) in DECODED.items():
+        programs[f"modern, {name}"] = (decoded, *arrays, {"where": where})
+    for name in TRAINED:
+        size = preset(name).model.block_size
+        where = {"where": [f"t <= {size}"]}
+        programs[f"{name}, train steps"] = (train_steps(name), "int32[n b t+1]", where)
+    found = {}
+    for name, (function, *arrays, options) in programs.items():
+        began = time.perf_counter()
+        cases = [case.verdict for case in prove(function, *arrays, **options).cases]
+        seconds = time.perf_counter() - began
+        counts = {verdict: cases.count(verdict) for verdict in ("proven", "refused", "open")}
+        found[name] = {"arrays": ", ".join(arrays), **counts, "seconds": seconds}
+        print(name, found[name], flush=True)
+    return found
+
+
 @pytest.mark.parametrize("layers", [2, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_proven_for_any_batch_and_length(name, layers):
     config = preset(name).model
     config = dataclasses.replace(config, num_layers=min(config.num_layers, layers))
-    proof = prove(lambda tokens: model_of(config)(tokens), "int32[b t]")
+    proof = prove(functools.partial(forward, config), "int32[b t]")
     assert proof, str(proof)
     refused = [case for case in proof.cases if case.verdict == "refused"]
     if config.architecture == "gpt":  # a bigram has no longest context
@@ -127,11 +159,13 @@ def decoded(tokens: Array, room: Array) -> Array:
     return model(tokens, cache=model.empty_cache(tokens.shape[0], room.shape[0]))
 
 
-@pytest.mark.parametrize(
-    ("arrays", "where"),
-    [(("int32[b 1]", "float32[c]"), ()), (("int32[b t]", "float32[32]"), ("t <= 32",))],
-    ids=["a token, any cache", "a prompt of any length"],
-)
+DECODED = {
+    "a token, any cache": (("int32[b 1]", "float32[c]"), ()),
+    "a prompt of any length": (("int32[b t]", "float32[32]"), ("t <= 32",)),
+}
+
+
+@pytest.mark.parametrize(("arrays", "where"), DECODED.values(), ids=DECODED)
 def test_decoding_is_proven(arrays, where):
     proof = prove(decoded, *arrays, where=where)
     assert proof, str(proof)
@@ -144,15 +178,11 @@ def train_steps(name: str, **changes: Any) -> Callable[..., Any]:
     return lambda windows: make_train_steps(config)(zeros(state), windows, key, count)
 
 
+TRAINED = "tiny", "lecture", "nanogpt-cpu", "modern", "modern-cpu", "bigram"
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "tiny",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("lecture", "nanogpt-cpu", "modern", "modern-cpu", "bigram")
-        ),
-    ],
+    "name", [TRAINED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TRAINED[1:])]
 )
 def test_train_steps_are_proven_for_any_steps_batch_and_window(name):
     size = preset(name).model.block_size
@@ -273,3 +303,8 @@ def counted(tokens: Int[Array, "batch time"], times: int) -> Int[Array, "batch {
 def test_sizes_in_braces_and_integers_may_be_open():
     proof = prove(lambda tokens, y: counted(tokens, y.shape[0]), "int32[b t]", "float32[n]")
     assert proof, str(proof)
+
+
+if __name__ == "__main__":  # python -m tests.test_proofs writes the record
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "proofs.json"
+    path.write_text(json.dumps(record(), indent=1) + "\n")

@@ -404,25 +404,53 @@ def attention(
 
 def look(
     run: Run,
-    prompt: Annotated[str, Shown("TEXT")],
+    prompt: Annotated[str | None, Shown("TEXT")] = None,
     out: Annotated[str, Shown("FILE", "The page to write: .html.")] = "look.html",
     max_new_tokens: int = 48,
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
+    live: bool = False,
+    browser: bool = True,
 ) -> Lines:
-    """Write an HTML page to look into a model: attention, logit lens, surprisal.
+    """Write an HTML page to look into a model, or serve a live one.
 
     Args:
         prompt: The text to continue and to look at, at most block-size tokens.
         max_new_tokens: The number of tokens to sample, fewer where the block ends.
+        live: Serve the page to this machine: change the prompt, heads and blocks in it.
+        browser: With --live, open the page in the browser.
     """
     path, name = _out(out, ".html"), Path(run).resolve().name
+    if prompt is None and not live:
+        raise ValueError("give a prompt, or live=True")
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
+        if live:
+            return _serve(loaded, tokenizer, prompt, name, browser)
+
         from jgpt.runs.look import look_page
 
-        page = look_page(loaded, tokenizer, prompt, max_new_tokens, name)
+        page = look_page(loaded, tokenizer, prompt or "", max_new_tokens, name)
     write_file(path, page)
     return [f"wrote {out}"]
+
+
+def _serve(model: Any, tokenizer: Any, prompt: str | None, name: str, browser: bool) -> Lines:
+    import webbrowser
+
+    from jgpt.generation.text import default_prompt
+    from jgpt.runs.live import serving
+    from jgpt.runs.look import Look, encode_prompt
+
+    if prompt is None:
+        prompt = tokenizer.decode(default_prompt(tokenizer))
+    model, _ = encode_prompt(model, tokenizer, prompt)
+    with serving(Look(model, tokenizer, name), prompt) as (address, server):
+        say(open_console(), f"{name} is at {address} (Ctrl-C ends it)")
+        if browser:
+            webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return []
 
 
 def prepare(
