@@ -441,10 +441,9 @@ def _serve(model: Any, tokenizer: Any, prompt: str | None, name: str, browser: b
     from jgpt.runs.live import serving
     from jgpt.runs.look import Look, encode_prompt
 
-    if prompt is None:
-        prompt = tokenizer.decode(default_prompt(tokenizer))
-    model, _ = encode_prompt(model, tokenizer, prompt)
-    with serving(Look(model, tokenizer, name), prompt) as (address, server):
+    text = tokenizer.decode(default_prompt(tokenizer)) if prompt is None else prompt
+    model, _ = encode_prompt(model, tokenizer, text)
+    with serving(Look(model, tokenizer, name), text) as (address, server):
         say(open_console(), f"{name} is at {address} (Ctrl-C ends it)")
         if browser:
             webbrowser.open(address)

@@ -61,9 +61,7 @@ def serving(look: Look, prompt: str) -> Iterator[tuple[str, ThreadingHTTPServer]
             self._send(200, json.dumps(answered, allow_nan=False))
 
         def _allowed(self, path: str) -> bool:
-            here = {
-                f"{name}:{self.server.server_address[1]}" for name in ("127.0.0.1", "localhost")
-            }
+            here = {f"{name}:{server.server_port}" for name in ("127.0.0.1", "localhost")}
             origin = self.headers.get("Origin")
             if self.headers.get("Host") not in here:
                 self._refuse(403, "this server answers to its own address alone")
@@ -151,19 +149,15 @@ def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
 
     heads = factors("heads", (config.num_layers, config.num_heads))
     blocks = {layer: factor for (layer,), factor in factors("blocks", (config.num_layers,)).items()}
-    patch = asked.get("patch")
-    if patch is not None:
-        try:
-            layer, position, other = patch["block"], patch["position"], patch["prompt"]
-            valid = 0 <= layer < config.num_layers and 0 <= position < time
-        except (TypeError, KeyError):
-            valid = False
-        if (
-            not valid
-            or type(layer) is not int
-            or type(position) is not int
-            or type(other) is not str
+    patch, given = None, asked.get("patch")
+    if given is not None:
+        kinds = {"block": int, "position": int, "prompt": str}
+        if not isinstance(given, Mapping) or any(
+            type(given.get(name)) is not kind for name, kind in kinds.items()
         ):
             raise ValueError("a patch has a block, a position in the prompt and another prompt")
+        layer, position, other = (given[name] for name in kinds)
+        if not (0 <= layer < config.num_layers and 0 <= position < time):
+            raise ValueError(f"a patch can't be at block {layer} and position {position}")
         patch = layer, position, other
     return Changes({(i, j): each for (i, j), each in heads.items()}, blocks, patch)
