@@ -339,27 +339,35 @@ def _rows(trace: ShapeTrace, values: dict[int, Any]) -> tuple[list[dict[str, Any
     arrays: list[Any] = []
     seen: set[int] = set()
 
-    def add(level: int, name: str, path: str, shapes: Any, value: Any) -> None:
+    def is_new(shapes: Any, value: Any) -> bool:
         if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.inexact):
-            return
-        if len(shapes) == 1 and id(value) not in seen:
-            seen.add(id(value))
-            dimensions = [[str(each), int(size)] for each, size in shapes[0].dimensions]
-            rows.append({"level": level, "name": name, "path": path, "dimensions": dimensions})
-            arrays.append(value)
+            return False
+        new = len(shapes) == 1 and id(value) not in seen
+        seen.add(id(value))
+        return new
+
+    def add(level: int, name: str, path: str, shapes: Any, value: Any) -> None:
+        dimensions = [[str(each), int(size)] for each, size in shapes[0].dimensions]
+        rows.append({"level": level, "name": name, "path": path, "dimensions": dimensions})
+        arrays.append(value)
 
     def walk(traced: ShapeTrace, level: int) -> None:
         arguments, result = values.get(id(traced), ({}, None))
         name = traced.name if level == 0 else traced.name.rpartition(".")[2]
         for argument, shapes in traced.arguments.items():
-            add(level, f"{name}({argument})", traced.path, shapes, arguments.get(argument))
+            if is_new(shapes, arguments.get(argument)):
+                add(level, f"{name}({argument})", traced.path, shapes, arguments[argument])
+        own = is_new(traced.results, result)  # before the calls, of which one may return it
         for call in traced.calls:
             walk(call, level + 1)
-        add(level, name, traced.path, traced.results, result)
+        if own:
+            add(level, name, traced.path, traced.results, result)
 
+    logits = values[id(trace)][1]
+    is_new(trace.results, logits)
     for call in trace.calls:
         walk(call, 0)
-    add(0, "logits", "", trace.results, values[id(trace)][1])
+    add(0, "logits", "", trace.results, logits)
     return rows, arrays
 
 
