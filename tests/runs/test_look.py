@@ -128,8 +128,8 @@ def test_the_arrays_of_the_forward_pass_are_on_the_page(tmp_path):
         between, states[0] + attended, rtol=0, atol=1e-3 * abs(between).max()
     )
     # each array once, parameters not at all
-    shapes = [(*row["values"]["shape"], row["values"]["data"]) for row in data["arrays"]]
-    assert len(set(shapes)) == len(shapes)
+    shown = [json.dumps(row["values"]) for row in data["arrays"]]
+    assert len(set(shown)) == len(shown)
     assert not [row for row in data["arrays"] if "table" in row["name"]]
 
 
