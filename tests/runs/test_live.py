@@ -213,7 +213,12 @@ def test_a_thousand_connections_at_once_harm_nobody(look, monkeypatch):
 def test_the_command_serves_until_it_is_ended(trained, number):
     command = [sys.executable, "-m", "jgpt.cli", "look", str(trained.directory), "--live"]
     process = subprocess.Popen(
-        [*command, "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--no-browser"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a background shell ignores it, and programs inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None
     said = process.stdout.readline()
