@@ -211,14 +211,12 @@ def test_a_thousand_connections_at_once_harm_nobody(look, monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGHUP")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_the_command_serves_until_it_is_ended(trained, number):
-    command = [sys.executable, "-m", "jgpt.cli", "look", str(trained.directory), "--live"]
+    # a shell in the background ignores SIGINT, and its programs would too
+    main = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    main += "from jgpt.cli import main; main()"
+    command = [sys.executable, "-c", main, "look", str(trained.directory), "--live"]
     process = subprocess.Popen(
-        [*command, "--no-browser"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a background shell ignores it, and programs inherit that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        [*command, "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     said = process.stdout.readline()
