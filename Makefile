@@ -7,7 +7,7 @@ AHEAD := $(VENV)-ahead
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: train test test-all test-ahead test-matrix lint notebooks docs pictures
+.PHONY: train test test-all test-ahead test-matrix lint notebooks student docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -34,6 +34,10 @@ lint: $(VENV)/installed-test
 
 notebooks: $(VENV)/installed-notebooks
 	$(BIN)/python notebooks/refresh.py
+
+# lessons with starters in place of solutions in student/, and solved in teacher/
+student: $(VENV)/installed-notebooks
+	$(BIN)/python notebooks/student.py
 
 docs: $(VENV)/installed-docs
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all --fail-on-warning --keep-going -c docs . site

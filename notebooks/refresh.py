@@ -1,13 +1,13 @@
 """Execute lessons from top to bottom, each in a fresh process, and save the outputs.
 
-`make notebooks` runs this on all lessons; arguments choose some by path. Solutions of exercises,
-folded in Markdown cells, are run in place. The alternative text of a picture comes from the
-metadata of the cell, as MyST-NB has it: `{"mystnb": {"image": {"alt": "..."}}}`.
+`make notebooks` runs this on all lessons; arguments choose some by path. Exercises, which are in
+Markdown cells, are run in place: a student's starter, whose check must fail, and the solution. The
+alternative text of a picture comes from the metadata of the cell, as MyST-NB has it:
+`{"mystnb": {"image": {"alt": "..."}}}`.
 """
 
 import base64
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -15,23 +15,29 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
+from student import exercise_of
 
 FOLDER = Path(__file__).resolve().parent
-SOLUTION = re.compile(r"<summary>Solution</summary>\n(.*?)\n</details>", re.DOTALL)
-CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def solutions(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """A code cell for each solution folded in a Markdown cell."""
-    folded = SOLUTION.findall(cell.source) if cell.cell_type == "markdown" else []
-    sources = ["\n".join(CODE.findall(text)) for text in folded]
-    return [new_code_cell(source, metadata={"tags": ["solution"]}) for source in sources]
+def attempts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Code cells for an exercise: its starter with the check, and its solution."""
+    if (exercise := exercise_of(cell)) is None:
+        return []
+    failing = {"tags": ["exercise", "starter", "raises-exception"]}
+    return [
+        new_code_cell(f"{exercise.starter}\n{exercise.check}", metadata=failing),
+        new_code_cell(exercise.solution, metadata={"tags": ["exercise"]}),
+    ]
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """The notebook with fresh outputs. Raises CellExecutionError where a cell fails."""
+    """The notebook with fresh outputs.
+
+    Raises CellExecutionError where a cell fails, and ValueError where a starter passes its check.
+    """
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells = [part for cell in notebook.cells for part in (cell, *solutions(cell))]
+    notebook.cells = [part for cell in notebook.cells for part in (cell, *attempts(cell))]
     client = NotebookClient(
         notebook,
         timeout=600,
@@ -43,7 +49,11 @@ def execute(path: Path) -> nbformat.NotebookNode:
     )
     # the package beside the notebooks, not an installed one
     client.execute(env={"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(FOLDER.parent)})
-    notebook.cells = [c for c in notebook.cells if "solution" not in c.metadata.get("tags", ())]
+    for cell in notebook.cells:
+        is_starter = "starter" in cell.metadata.get("tags", ())
+        if is_starter and all(output.output_type != "error" for output in cell.outputs):
+            raise ValueError(f"{path.name}: the check passes without a solution:\n{cell.source}")
+    notebook.cells = [c for c in notebook.cells if "exercise" not in c.metadata.get("tags", ())]
     code = (cell for cell in notebook.cells if cell.cell_type == "code")
     for count, cell in enumerate(code, 1):
         cell.execution_count = count

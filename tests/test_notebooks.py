@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import nbformat
@@ -10,8 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-refresh = runpy.run_path(str(ROOT / "notebooks" / "refresh.py"))
-execute, solutions = refresh["execute"], refresh["solutions"]
+sys.path.append(str(ROOT / "notebooks"))
+execute = runpy.run_path(str(ROOT / "notebooks" / "refresh.py"))["execute"]
+student = runpy.run_path(str(ROOT / "notebooks" / "student.py"))
+Exercise, exercise_of, edition = student["Exercise"], student["exercise_of"], student["edition"]
 
 
 def code_cells(notebook):
@@ -69,9 +72,61 @@ def test_answers_are_folded_and_solutions_checked(path):
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     assert prose.count("**Question.**") == prose.count("<summary>Answer</summary>")
     assert prose.count("<details>") == prose.count("</details>\n") + prose.endswith("</details>")
-    solved = [code for cell in cells for code in solutions(cell)]
-    assert 2 <= len(solved) == prose.count("<summary>Solution</summary>")
-    assert all("assert" in code.source for code in solved)
+    exercises = list(filter(None, map(exercise_of, cells)))
+    assert 2 <= len(exercises) == prose.count("<summary>Solution</summary>")
+    for exercise in exercises:
+        assert "assert" in exercise.check, exercise.solution
+        assert "= ..." in exercise.starter or "NotImplementedError" in exercise.starter, exercise
+
+
+def test_a_starter_keeps_names_and_signatures_and_the_check_is_verbatim():
+    solution = """from math import pi
+
+
+def area(radius: float) -> float:
+    \"\"\"Of a disc.\"\"\"
+    return pi * radius**2  # the answer
+
+
+one, _ = area(1.0), area(2.0)
+two = area(2.0)
+assert two == 4 * one  # as it should
+three = area(3.0)
+np.testing.assert_allclose(three, 9 * one)
+"""
+    exercise = Exercise("", "", solution)
+    assert exercise.starter.splitlines() == [
+        "# Your code",
+        "from math import pi",
+        "",
+        "",
+        "def area(radius: float) -> float:",
+        '    """Of a disc."""',
+        "    raise NotImplementedError",
+        "",
+        "",
+        "one = ...",
+        "two = ...",
+    ]
+    assert exercise.check == solution[solution.index("assert two") :].rstrip()
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_editions_have_every_exercise(path):
+    cells = nbformat.read(path, as_version=4).cells
+    exercises = list(filter(None, map(exercise_of, cells)))
+    for name, more in (("student", 2), ("teacher", 1)):
+        notebook = edition(path, name)
+        nbformat.validate(notebook)
+        assert len(notebook.cells) == 2 + len(cells) + more * len(exercises)
+        assert f"/{name}/{path.name}" in notebook.cells[0].source
+        sources = [cell.source for cell in notebook.cells]
+        assert not any("<summary>Solution</summary>" in source for source in sources)
+        for exercise in exercises:
+            assert (exercise.solution.rstrip() in sources) == (name == "teacher")
+            assert (exercise.starter in sources) == (name == "student")
+        outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+        assert bool(outputs) == (name == "teacher")
 
 
 @pytest.mark.slow

@@ -1,0 +1,151 @@
+"""Write each lesson twice: for students, with starters for the exercises, and for teachers, solved.
+
+`make student` runs this. The solution of an exercise is split at its first check, an `assert` or a
+call of `np.testing`: what comes before it becomes a starter, the rest stays as it is.
+"""
+
+import ast
+import copy
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell
+
+FOLDER = Path(__file__).resolve().parent
+REPOSITORY = "OWNER/jgpt"  # on GitHub: to fill in
+BRANCH = "editions"  # with the folders that this writes
+FOLDED = re.compile(r"<details>\n<summary>Solution</summary>\n(.*?)\n</details>\n?", re.DOTALL)
+CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
+INSTALL = f"""\
+import importlib.util
+
+if importlib.util.find_spec("jgpt") is None:  # as on Colab
+    %pip install --quiet "jgpt[notebooks] @ git+https://github.com/{REPOSITORY}"
+    !wget -q https://raw.githubusercontent.com/{REPOSITORY}/main/notebooks/pictures.py"""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A task, the explanation and the code of its solution, and its check."""
+
+    task: str
+    explanation: str
+    solution: str
+
+    @property
+    def statements(self) -> tuple[list[ast.stmt], list[ast.stmt]]:
+        """The statements before the first check, and those from it on."""
+        body = ast.parse(self.solution).body
+        checks = [place for place, statement in enumerate(body) if _checks(statement)]
+        first = min(checks, default=len(body))
+        return body[:first], body[first:]
+
+    @property
+    def starter(self) -> str:
+        """The solution without what is to be found."""
+        parts = [_starter(statement, self.solution) for statement in self.statements[0]]
+        code = "\n".join(["# Your code", *filter(None, parts)]).rstrip()
+        return re.sub("\n{4,}", "\n\n\n", code)
+
+    @property
+    def check(self) -> str:
+        """The lines from the first check on."""
+        _, checks = self.statements
+        lines = self.solution.splitlines()[checks[0].lineno - 1 :] if checks else []
+        return "\n".join(lines)
+
+
+def exercise_of(cell: nbformat.NotebookNode) -> Exercise | None:
+    """The exercise in a Markdown cell."""
+    found = FOLDED.search(cell.source) if cell.cell_type == "markdown" else None
+    if found is None:
+        return None
+    task = FOLDED.sub("", cell.source).strip()
+    code = "\n".join(CODE.findall(found[1]))
+    return Exercise(task, CODE.sub("", found[1]).strip(), code)
+
+
+def _checks(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.FunctionDef):
+        return False
+    return any(
+        isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Attribute) and ast.unparse(node).startswith("np.testing."))
+        for node in ast.walk(statement)
+    )
+
+
+def _starter(statement: ast.stmt, source: str) -> str:
+    """What a student is given of a statement: imports, names, signatures with docstrings."""
+    match statement:
+        case ast.Import() | ast.ImportFrom():
+            return ast.unparse(statement)
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return f"{name} = ..."
+        case ast.Assign(targets=[ast.Tuple(elts=targets)]):
+            names = [target for target in targets if isinstance(target, ast.Name)]
+            return "\n".join(f"{name.id} = ..." for name in names if name.id != "_")
+        case ast.FunctionDef():
+            start = min(line.lineno for line in (statement, *statement.decorator_list))
+            inside = statement.body[ast.get_docstring(statement) is not None :]
+            kept = source.splitlines()[start - 1 : inside[0].lineno - 1]
+            return "\n".join(["\n", *kept, "    raise NotImplementedError\n\n"])
+    return ""
+
+
+def student_cells(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The cell as it is, without outputs; or a task, a starter and a check."""
+    if exercise := exercise_of(cell):
+        check = f"# Check: fails until the exercise is solved\n{exercise.check}"
+        return [
+            new_markdown_cell(exercise.task, id=cell.id),
+            new_code_cell(exercise.starter, id=f"{cell.id}-starter"),
+            new_code_cell(check, id=f"{cell.id}-check"),
+        ]
+    plain = copy.deepcopy(cell)
+    if plain.cell_type == "code":
+        plain.outputs, plain.execution_count = [], None
+    return [plain]
+
+
+def teacher_cells(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The cell as it is; or a task and its solution."""
+    if exercise := exercise_of(cell):
+        text = f"{exercise.task}\n\n**Solution.** {exercise.explanation}".rstrip()
+        code = new_code_cell(exercise.solution.rstrip(), id=f"{cell.id}-solution")
+        return [new_markdown_cell(text, id=cell.id), code]
+    return [cell]
+
+
+EDITIONS = {"student": student_cells, "teacher": teacher_cells}
+
+
+def edition(lesson: Path, name: str) -> nbformat.NotebookNode:
+    """A lesson as a notebook of an edition."""
+    notebook = nbformat.read(lesson, as_version=4)
+    badge = "https://colab.research.google.com/assets/colab-badge.svg"
+    page = f"https://colab.research.google.com/github/{REPOSITORY}/blob/{BRANCH}/{name}"
+    first = [
+        new_markdown_cell(f"[![Open in Colab]({badge})]({page}/{lesson.name})", id="colab"),
+        new_code_cell(INSTALL, id="install"),
+    ]
+    notebook.cells = first + [part for cell in notebook.cells for part in EDITIONS[name](cell)]
+    return notebook
+
+
+def main() -> None:
+    """Write both editions of all lessons."""
+    for name in EDITIONS:
+        folder = FOLDER.parent / name
+        folder.mkdir(exist_ok=True)
+        shutil.copy(FOLDER / "pictures.py", folder)
+        for lesson in sorted(FOLDER.glob("*.ipynb")):
+            nbformat.write(edition(lesson, name), folder / lesson.name)
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()
