@@ -111,6 +111,16 @@ np.testing.assert_allclose(three, 9 * one)
     assert exercise.check == solution[solution.index("assert two") :].rstrip()
 
 
+@pytest.mark.slow
+def test_a_check_that_passes_without_a_solution_is_refused(tmp_path):
+    code = "```python\none = 1\nassert one\n```"
+    text = f"<details>\n<summary>Solution</summary>\n\n{code}\n\n</details>"
+    page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
+    nbformat.write(page, tmp_path / "page.ipynb")
+    with pytest.raises(ValueError, match=r"page\.ipynb: the check passes without a solution"):
+        execute(tmp_path / "page.ipynb")
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_editions_have_every_exercise(path):
     cells = nbformat.read(path, as_version=4).cells
