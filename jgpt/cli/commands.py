@@ -491,7 +491,7 @@ def prepare(
 
 
 def import_(
-    source: Annotated[str, Shown("DIR|FILE", positional=True)],
+    source: Annotated[str, Shown("DIR|FILE|NAME", positional=True)],
     out: Annotated[str, Shown("RUN", "The run directory to write.")],
     from_: Literal["hf", "gpt2", "nanogpt"] = "hf",
     block_size: Annotated[int | None, Shown("N")] = None,
@@ -503,7 +503,8 @@ def import_(
     """Import the weights of GPT-2, Llama, SmolLM2, Qwen3 or nanoGPT as a run.
 
     Args:
-        source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt.
+        source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt;
+            hub:OWNER/NAME, gpt2, smollm2, smollm2-chat and qwen3 are fetched from the hub.
         from_: The format of the weights.
         block_size: The context length, where positions are rotary; the config's by default.
         dtype: The dtype of matrix products; auto is bfloat16 where that is fast.
@@ -517,17 +518,19 @@ def import_(
         raise ValueError(f"block_size={block_size} needs rotary positions, which nanoGPT lacks")
 
     with importing() as status:
+        from jgpt.interop.hub import find_model
         from jgpt.interop.huggingface import load_hf
         from jgpt.interop.names import crop_vocabulary
         from jgpt.interop.nanogpt import load_nanogpt
         from jgpt.runs.checkpoints import save
 
-        status.update("loading the model")
+        status.update(f"loading {source}")
         if from_ == "nanogpt":
-            model = load_nanogpt(source)
+            folder, model = Path(source), load_nanogpt(source)
         else:
-            model = load_hf(source, block_size=block_size)
-        own_tokenizer = _tokenizer(source, tokenizer, universal_newlines)
+            folder = find_model(source)
+            model = load_hf(folder, block_size=block_size)
+        own_tokenizer = _tokenizer(folder, tokenizer, universal_newlines)
         model = crop_vocabulary(model, own_tokenizer.vocab_size)
     # small and constant, as is usual for fine-tuning
     optimizer = OptimizerConfig(
@@ -543,7 +546,7 @@ def import_(
     ]
 
 
-def _tokenizer(source: str, given: str | None, universal_newlines: bool) -> Any:
+def _tokenizer(source: Path, given: str | None, universal_newlines: bool) -> Any:
     from jgpt.data.corpus import read_text
     from jgpt.data.tokenizers import BPETokenizer, CharTokenizer, tokenizer_from_json
 
