@@ -93,6 +93,8 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
         from jgpt.cli.console import ConsoleProgress
         from jgpt.cli.signals import stop_requested
         from jgpt.hardware import process_index
+        from jgpt.runs.bands import band_of
+        from jgpt.runs.directory import RunDirectory
         from jgpt.runs.loop import TrainingStopped, fit
         from jgpt.runs.processes import gather
 
@@ -118,10 +120,12 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     if process_index() != 0:
         return []
     model = _own(config)[:2] if config.model.make is not None else []
+    band = band_of(RunDirectory(run.directory))
     return [
         *(["", run.sample, ""] if run.sample else []),
         f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
         f"total time {time.perf_counter() - began:.0f} s",
+        *([f"that is {band.place(run.validation_loss)}"] if band is not None else []),
         f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
         f"next: {_command('sample', run.directory, *model)}   or   "
         f"{_command('eval', run.directory, *model)}",
