@@ -151,7 +151,7 @@ def test_the_band_of_a_preset_is_behind_its_runs(figures, tmp_path, monkeypatch)
     (steps, tokens, seconds), (legend,) = figures[0].axes, figures[0].legends
     for axes, unit in ((steps, 1), (tokens, 35)):
         (drawn,) = [each for each in axes.collections if isinstance(each, PolyCollection)]
-        corners = {tuple(point) for point in drawn.get_paths()[0].vertices.tolist()}
+        corners = {tuple(point) for point in np.array(drawn.get_paths()[0].vertices).tolist()}
         assert corners == {(unit, 3), (4 * unit, 1), (unit, 4.5), (4 * unit, 2)}
         (ranges,) = [each for each in axes.collections if isinstance(each, LineCollection)]
         assert [segment.tolist() for segment in ranges.get_segments()] == [
