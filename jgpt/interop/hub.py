@@ -34,7 +34,7 @@ def find_model(source: str) -> Path:
         return fetch(HUB[source])
     raise ValueError(
         f"there is no folder {source}{did_you_mean(source, HUB)}: give one with {HF_CONFIG} and "
-        f"{HF_WEIGHTS}, or of the hub hub:OWNER/NAME, {', '.join(HUB)}"
+        f"{HF_WEIGHTS}, or from the hub hub:OWNER/NAME, {', '.join(HUB)}"
     )
 
 
