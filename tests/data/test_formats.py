@@ -22,6 +22,10 @@ RECORDS = [
 READ = "one\n1\ntwo 🙂\n🙂\n"
 
 
+def gzipped(data):
+    return gzip.compress(data, mtime=0)  # the same bytes in every worker: they name the tests
+
+
 def lines(*records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
@@ -34,7 +38,7 @@ def write(folder, name, data):
 def packed(data, suffix):
     if suffix == ".zst":
         return pytest.importorskip("backports.zstd").compress(data)
-    return gzip.compress(data) if suffix == ".gz" else data
+    return gzipped(data) if suffix == ".gz" else data
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -81,17 +85,17 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ("a.jsonl", lines("text"), "line 1, has no text"),
         ("a.jsonl", b"[" * 99_999, "line 1, can't be read as JSON"),
         ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
-        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], "a.txt.gz is damaged or cut short: "),
+        ("a.txt.gz", gzipped(b"text" * 99)[:-9], "a.txt.gz is damaged or cut short: "),
         (
             "a.txt.gz",
-            gzip.compress(b"text" * 99)[:-8] + b"12345678",
+            gzipped(b"text" * 99)[:-8] + b"12345678",
             "is damaged or cut short: CRC",
         ),
         ("a.txt.gz", b"text", "is damaged or cut short: Not a gzipped file"),
-        ("a.txt.gz", gzip.compress(b"caf\xe9"), "a.txt.gz is not UTF-8 text: byte 3"),
+        ("a.txt.gz", gzipped(b"caf\xe9"), "a.txt.gz is not UTF-8 text: byte 3"),
         ("a.json", b"{}", "a.json is not text: give UTF-8 text, JSON lines"),
         ("a.PDF", b"%PDF", "a.PDF is not text"),
-        ("a.csv.gz", gzip.compress(b"a,b"), "a.csv.gz is not text"),
+        ("a.csv.gz", gzipped(b"a,b"), "a.csv.gz is not text"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, data, message):
@@ -126,11 +130,11 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, extra, package):
 def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
     for name, data in {
         "a.md": "one ",
-        "b.jsonl.gz": gzip.compress(lines({"text": "two"})),
+        "b.jsonl.gz": gzipped(lines({"text": "two"})),
         "c.txt": "three ",
         "d.py": "four",
         "e.json": "{}",
-        "f.rst.gz": gzip.compress(b"five"),
+        "f.rst.gz": gzipped(b"five"),
     }.items():
         write(tmp_path, name, data)
     assert read_text([str(tmp_path)]) == "one two\nthree five"
@@ -138,7 +142,7 @@ def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
 
 
 def test_bytes_that_are_read_are_counted(tmp_path):
-    path, counts = write(tmp_path, "a.txt.gz", gzip.compress(b"text" * 999)), []
+    path, counts = write(tmp_path, "a.txt.gz", gzipped(b"text" * 999)), []
     read_text([path, path], advance=counts.append)
     assert sum(counts) == 2 * (tmp_path / "a.txt.gz").stat().st_size
 
