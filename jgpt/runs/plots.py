@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Real
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -18,6 +19,7 @@ from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import write_file
 from jgpt.nn.models import LanguageModel
+from jgpt.runs.bands import Band, band_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.look import encode_prompt
 
@@ -30,20 +32,28 @@ VISIBLE = str.maketrans({"\n": "⏎", " ": "␣", "\t": "⇥", "$": r"\$"})
 
 def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot training and validation loss against steps."""
+    write_file(path, losses_image(metrics, path.absolute().parent.name, path.suffix[1:]))
+
+
+def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> bytes:
+    """Training and validation loss against steps, as an image such as svg."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(path.absolute().parent.name, parse_math=False)
+    axes.set_title(title, parse_math=False)
     lines = _draw_run(axes, np.array([line["step"] for line in metrics]), metrics, "C0", "C1")
     labels = ["training, each step", f"training, mean of {_window(metrics)} steps"]
     labels += ["validation", "validation, estimated on a part"]
     _finish(figure, {"step": axes}, lines, labels)
-    _save(figure, path)
+    return _image(figure, format)
 
 
 def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
-    """Plot the losses of several runs against steps, tokens and seconds."""
+    """Plot the losses of several runs against steps, tokens and seconds.
+
+    Runs that repeat a preset have the band of several seeds behind them.
+    """
     figure = Figure(figsize=(15, 5.5), layout="constrained")
-    row, smoothed = figure.subplots(1, 3, sharey=True), []
+    row, smoothed = figure.subplots(1, 3, sharey=True), list[Artist]()
     for index, run in enumerate(runs):
         config, metrics, colour = run.config(), run.metrics(), f"C{index}"
         if not metrics:
@@ -59,6 +69,10 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
     labels = [run.path.resolve().name for run in runs]
     if len(set(labels)) < len(runs):
         labels = [str(run.path) for run in runs]
+    for band in {band.name: band for run in runs if (band := band_of(run))}.values():
+        smoothed.append(_draw_band(row[0], band, 1))
+        _draw_band(row[1], band, band.config.batch_size * band.config.model.block_size)
+        labels.append(f"{band.name}: {len(band.best)} seeds, lowest to highest, and their median")
     title = "line: training, mean of 2% of the steps around; faint: each step; "
     title += "dots: validation; circles: validation, estimated on a part"
     panels: dict[str, Axes] = dict(zip(("steps", "tokens", "seconds"), row, strict=True))
@@ -91,6 +105,19 @@ def _draw_run(
     ]
 
 
+def _draw_band(axes: Axes, band: Band, unit: int) -> Artist:
+    """Behind all runs, in grey: training as an area with a line, validation as bars."""
+    training, validation = (band.curves[name] for name in ("loss", "validation_loss"))
+    drawn: Any = {"color": "grey", "zorder": 0.5}
+    low, median, high = (np.array(validation[name]) for name in ("low", "median", "high"))
+    places = [unit * step for step in validation["step"]]
+    axes.errorbar(places, median, (median - low, high - median), fmt="_", **drawn)
+    places = [unit * step for step in training["step"]]
+    axes.plot(places, training["median"], linewidth=0.8, **drawn)
+    ends = training["low"], training["high"]
+    return axes.fill_between(places, *ends, alpha=0.35, linewidth=0, **drawn)
+
+
 def _window(metrics: Sequence[dict[str, Any]]) -> int:
     """2% of the steps, rounded to an odd number."""
     return max(len(metrics) // 50 | 1, 3)
@@ -107,7 +134,11 @@ def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.n
 
 
 def _finish(
-    figure: Figure, panels: dict[str, Axes], lines: list[Line2D], labels: list[str], title: str = ""
+    figure: Figure,
+    panels: dict[str, Axes],
+    lines: Sequence[Artist],
+    labels: list[str],
+    title: str = "",
 ) -> None:
     """Name the axes and add the legend, below them, where no data is."""
     for name, axes in panels.items():
@@ -123,9 +154,13 @@ def _finish(
 
 
 def _save(figure: Figure, path: Path) -> None:
+    write_file(path, _image(figure, path.suffix.removeprefix(".")))
+
+
+def _image(figure: Figure, format: str) -> bytes:
     image = io.BytesIO()
-    figure.savefig(image, dpi=120, format=path.suffix.removeprefix(".") or None)
-    write_file(path, image.getvalue())
+    figure.savefig(image, dpi=120, format=format or None)
+    return image.getvalue()
 
 
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
+from jgpt.runs.directory import RunDirectory
 from jgpt.training.step import TrainState
 
 
@@ -54,7 +55,31 @@ class LineProgress(Progress):
         print(f"\r{' ' * 40}\r{text}", end="", file=sys.stderr, flush=True)
 
 
+class NotebookProgress(LineProgress):
+    """The same, and the loss curve, drawn again at each evaluation."""
+
+    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
+        """Print where the run goes."""
+        super().started(config, dataset, state, out)
+        self._run, self._picture = RunDirectory(out), None
+
+    def evaluated(self, step: int, validation_loss: float) -> None:
+        """Print a line, and draw the curve in the place of the one before."""
+        from IPython.display import SVG, display
+
+        from jgpt.runs.plots import losses_image  # 40 MiB that training doesn't need
+
+        super().evaluated(step, validation_loss)
+        picture = SVG(losses_image(self._run.metrics(), self._run.path.name, "svg"))
+        if self._picture is None:
+            self._picture = display(picture, display_id=True)
+        else:
+            self._picture.update(picture)
+
+
 def default_progress() -> Progress:
     """Shown on a terminal and in a notebook, silent elsewhere."""
+    if "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel"):
+        return NotebookProgress()
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    return LineProgress() if is_terminal or "ipykernel" in sys.modules else Progress()
+    return LineProgress() if is_terminal else Progress()

@@ -15,12 +15,15 @@ from unittest import mock
 import jax
 import pytest
 
-from jgpt import generate_text, load, save_gpt2
+from jgpt import TrainConfig, generate_text, load, save_gpt2
 from jgpt.cli import main
 from jgpt.cli.commands import BATCH_SIZE, COMMANDS
 from jgpt.cli.terminal import importing
+from jgpt.runs.bands import Band
+from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped
 from tests.commands import jgpt, on_terminal, refused, worked
+from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
 from tests.quick import only
 
@@ -99,7 +102,7 @@ def test_commands_show_that_they_import_jax_before_they_do():
         "import sys, jgpt.cli, jgpt.cli.commands as commands\n"
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
         "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
-        "    'sample r', 'eval r', 'info tiny', 'shapes tiny',\n"
+        "    'sample r', 'chat r', 'eval r', 'info tiny', 'shapes tiny',\n"
         "    'plot r', 'attention r --prompt a', 'look r --prompt a',\n"
         "    'import s --out i', 'export r --out e'):\n"
         "    name, *options = line.split()\n"
@@ -124,6 +127,7 @@ IN_A_PROCESS = {
     "train": ["tiny", "--steps", 2, "--eval-interval", 2, "--sample-tokens", 0, "--out", "again"],
     "plan": ["tiny", "--data", "fox.txt", "--block-size", 4],
     "sample": ["trained", "--prompt-file", "-", "--max-new-tokens", 5, "--temperature", 0],
+    "chat": ["chatty", "--max-new-tokens", 5],
     "eval": ["trained", "--json"],
     "info": ["trained"],
     "shapes": ["trained", "--depth", 1],
@@ -143,6 +147,8 @@ def test_every_command_works_in_a_process_of_its_own(command, trained, text_file
     """All else that tests type runs in theirs, which has imported and set up a lot already."""
     shutil.copytree(trained, tmp_path / "trained")
     shutil.copy(text_file, tmp_path)
+    if command == "chat":
+        chat_run(tmp_path / "chatty", block_size=64)
     if command in ("import", "export"):
         save_gpt2(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
     if command == "export":
@@ -236,7 +242,7 @@ def test_a_help_in_very_few_columns_ends(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "line",
     [
-        *("train tiny", "sample r", "eval r", "info tiny", "export r --out e"),
+        *("train tiny", "sample r", "chat r", "eval r", "info tiny", "export r --out e"),
         *("attention r --prompt a", "look r --prompt a"),
     ],
 )
@@ -271,7 +277,7 @@ def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
 
 
 def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
-    seconds = iter([100.0, 114.2])
+    seconds = iter([100.0, 114.2, 0.0, 1.0])
     monkeypatch.setattr("jgpt.cli.commands.time.perf_counter", lambda: next(seconds))
     run = types.SimpleNamespace(
         directory=tmp_path / "a run", sample="", validation_loss=1.23456, best_step=7
@@ -281,6 +287,10 @@ def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
     assert loss == "validation loss 1.2346 at step 7, total time 14 s"
     assert directory.startswith(f"run directory: {run.directory} (")
     assert following == f"next: jgpt sample '{run.directory}'   or   jgpt eval '{run.directory}'"
+    band = Band("tiny", TrainConfig(), "", (1.2, 1.3), {})
+    monkeypatch.setattr("jgpt.runs.bands.band_of", {RunDirectory(run.directory): band}.get)
+    _, placed, *_ = worked("train", "tiny").splitlines()
+    assert placed == "that is within the 2 seeds of tiny, 1.200 to 1.300"
 
 
 def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
@@ -490,6 +500,7 @@ def two(trained, text_file) -> Path:
     "command",
     [
         ("sample", "--max-new-tokens", 3),
+        ("chat",),
         ("attention", "--prompt", "the", "--out", "a.png"),
         ("look", "--prompt", "the"),
         ("export", "--out", "exported", "--zero-biases"),

@@ -58,6 +58,21 @@ def test_bytes_round_trip_for_any_text(text):
     assert isinstance(tokenizer_from_json(tokenizer.to_json()), ByteTokenizer)
 
 
+def test_special_tokens_in_ordinary_text_are_text(byte_pairs):
+    values = json.loads(byte_pairs.to_json())["tokenizer"]
+    how = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    values["added_tokens"] = [{"id": 283, "content": "<|endoftext|>", "special": True, **how}]
+    tokenizer = BPETokenizer.from_hf(values)
+    text = "low<|endoftext|>er" * 5000  # long enough for tiktoken
+    assert tokenizer.encode(text).tolist().count(283) == 5000
+    ordinary = tokenizer.encode_ordinary(text)
+    assert 283 not in ordinary
+    assert ordinary.tolist() == byte_pairs.encode(text).tolist()
+    assert tokenizer.decode(ordinary) == text
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tokenizer.encode_ordinary("\ud800")
+
+
 @given(st.binary())
 @example(b"\xed\xa0\x80")  # a surrogate, which can be neither printed nor written
 def test_any_bytes_decode_to_text_that_can_be_written(data):

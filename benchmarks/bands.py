@@ -1,0 +1,94 @@
+"""Train five seeds of presets, to say of other runs whether they are normal.
+
+    JGPT_DATA_DIR=DIR python benchmarks/bands.py --runs RUNS
+
+Writes jgpt/runs/bands.json: the lowest, median and highest loss of the seeds at a hundred steps,
+which `jgpt plot` draws behind a run, and the range that `jgpt train` compares with. The runs, on
+tiny Shakespeare, take about ten minutes on two cores; a second call continues them in RUNS.
+"""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from runner import FIRST_SEED, ROOT, jgpt, provenance
+
+from jgpt.config import as_dict
+from jgpt.runs.bands import BANDS
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.plots import _running_mean, _window
+from jgpt.runs.provenance import known_text
+
+Curve = tuple[list[int], np.ndarray]
+"""Steps and losses."""
+SEEDS = range(FIRST_SEED, FIRST_SEED + 5)
+POINTS = 100
+
+
+@dataclass(frozen=True)
+class Options:
+    runs: Path
+    """The folder of the runs."""
+    presets: tuple[str, ...] = ("tiny", "modern")
+    out: Path = BANDS
+
+
+def train(name: str, seed: int, out: Path) -> RunDirectory:
+    command = jgpt("train", name, "--data", "shakespeare", "--seed", seed, "--out", out, "--resume")
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
+    return RunDirectory.open(out)
+
+
+def training_curve(run: RunDirectory) -> Curve:
+    """Smoothed as in a picture, and at a hundred steps alone."""
+    lines = [line for line in run.metrics() if "loss" in line]
+    smooth = _running_mean(np.array([line["loss"] for line in lines]), _window(run.metrics()))
+    at = np.unique(np.linspace(0, len(lines) - 1, POINTS).round().astype(int))
+    return [lines[i]["step"] for i in at], smooth[at]
+
+
+def validation_curve(run: RunDirectory) -> Curve:
+    lines = [line for line in run.metrics() if "validation_loss" in line]
+    return [line["step"] for line in lines], np.array([line["validation_loss"] for line in lines])
+
+
+def band(runs: list[RunDirectory]) -> dict[str, Any]:
+    curves = {
+        "loss": spread(training_curve, runs),
+        "validation_loss": spread(validation_curve, runs),
+    }
+    (digest,) = {known.tokens_digest for run in runs if (known := known_text(run.provenance()))}
+    best = [round(float(validation_curve(run)[1].min()), 4) for run in runs]
+    config = as_dict(runs[0].config()) | {"out": None}
+    return {"config": config, "tokens_sha256": digest, "best": best, "curves": curves}
+
+
+def spread(curve: Callable[[RunDirectory], Curve], runs: list[RunDirectory]) -> dict[str, Any]:
+    steps, losses = zip(*map(curve, runs), strict=True)
+    assert all(each == steps[0] for each in steps)
+    rows = np.stack(losses)
+    drawn = {"low": rows.min(0), "median": np.median(rows, 0), "high": rows.max(0)}
+    return {"step": steps[0]} | {name: row.round(4).tolist() for name, row in drawn.items()}
+
+
+def main(options: Options) -> None:
+    presets = {
+        name: band([train(name, seed, options.runs / f"{name}-{seed}") for seed in SEEDS])
+        for name in options.presets
+    }
+    text = json.dumps(provenance() | {"presets": presets}, indent=2)
+    in_a_line = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)
+    options.out.write_text(in_a_line + "\n")
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
