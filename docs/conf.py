@@ -36,6 +36,7 @@ CONTENTS = """
 :caption: Documentation
 :glob:
 docs/commands
+docs/idea
 docs/data
 docs/api
 docs/shapes

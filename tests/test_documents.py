@@ -9,11 +9,14 @@ import doctest
 import functools
 import io
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +28,7 @@ import jgpt
 from jgpt.cli.commands import COMMANDS
 from tests.commands import jgpt as command
 from tests.commands import worked
+from tests.generation.test_chat import with_chat_tokens
 from tests.models import random_gpt
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +39,8 @@ RUN = [
 ]
 """Pages whose commands are all run. On other pages, commands without output are only parsed: they
 start many processes, or train large models."""
+SESSION = ROOT / "docs" / "idea.md"
+"""A page whose commands and Python are run in turn, in one folder."""
 SAME = functools.partial(
     doctest.OutputChecker().check_output,
     optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
@@ -69,9 +75,18 @@ def commands(block: Block) -> list[tuple[str, str]]:
     """The commands of a block, each with the output that it shows."""
     text = block.code.replace("\\\n", " ")
     if block.language == "sh":
-        return [(line, "") for line in text.splitlines() if line.split("#")[0].strip()]
+        lines = [line for line in text.splitlines() if line.split("#")[0].strip()]
+        return [(each, "") for line in lines for each in unrolled(line)]
     parts = re.split(r"^\$ (.*\n)", text, flags=re.MULTILINE)
     return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def unrolled(line: str) -> list[str]:
+    """The commands of a loop in one line."""
+    loop = re.fullmatch(r"for (\w+) in (.*?); do (.*); done", line)
+    if loop is None:
+        return [line]
+    return [loop[3].replace(f"${loop[1]}", value) for value in loop[2].split()]
 
 
 ALL = [(page, block) for page in PAGES for block in blocks(page.read_text())]
@@ -110,7 +125,7 @@ def run_python(block: Block, names: dict[str, Any], page: str) -> str:
     "page",
     [
         pytest.param(page, marks=[pytest.mark.slow] * (page.name in ("commands.md", "runs.md")))
-        for page in sorted({page for page, block in ALL if block.language == "python"})
+        for page in sorted({page for page, block in ALL if block.language == "python"} - {SESSION})
     ],
     ids=name,
 )
@@ -130,7 +145,7 @@ def jgpt_words(line: str) -> list[str] | None:
     """The arguments of jgpt in a line of shell; None for another command."""
     line = re.sub(r"\$'(.*?)'", lambda quoted: f"'{quoted[1]}'", line)
     line = re.sub(r'"\$\(cat .*?\)"', "'So long'", line)
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.split(" & ")[0], comments=True)
     for word in words:  # gcloud --command='jgpt train ...'
         if " jgpt " in f" {word.partition('=')[2]}":
             words = shlex.split(word.partition("=")[2])
@@ -152,7 +167,7 @@ def check_other_command(line: str) -> None:
     elif program == "python":
         script = Path(*words[1].split(".")).with_suffix(".py") if words[0] == "-m" else words[0]
         assert (ROOT / script).exists(), line
-    elif program != "git":
+    elif program not in ("git", "sed", "diff", "tar", "export"):
         assert (ROOT / program).exists(), line
 
 
@@ -171,7 +186,8 @@ def parse_only(monkeypatch):
 def runs(trained, tmp_path_factory) -> Path:
     """A folder with each run that a page names, and a model of one file."""
     folder = tmp_path_factory.mktemp("named")
-    worked("new", folder / "my_gpt.py")
+    for file in {file for page in PAGES for file in re.findall(r"(\w+\.py):GPT", page.read_text())}:
+        worked("new", folder / file)
     for run in {run for page in PAGES for run in re.findall(r"\bruns/\w+", page.read_text())}:
         (folder / run).mkdir(parents=True)
         for file in ("config.json", "tokenizer.json"):
@@ -180,7 +196,7 @@ def runs(trained, tmp_path_factory) -> Path:
 
 
 @pytest.mark.usefixtures("parse_only")
-@pytest.mark.parametrize("page", sorted({page for page, _ in ALL}), ids=name)
+@pytest.mark.parametrize("page", sorted({page for page, _ in ALL} - {SESSION}), ids=name)
 def test_commands_can_be_typed(page, runs):
     for block in blocks(page.read_text()):
         if block.language in ("sh", "console"):
@@ -221,7 +237,7 @@ def place(tmp_path, shakespeare, poem) -> Path:
     documents = (json.dumps({"body": line}) + "\n" for line in notes.splitlines())
     (tmp_path / "lines.jsonl").write_text("".join(documents))
     (tmp_path / "records.json").write_text("[]")
-    tokenizer = jgpt.BPETokenizer.train([notes], 263)
+    tokenizer = with_chat_tokens(jgpt.BPETokenizer.train([notes], 263))
     model = random_gpt("qwen3", vocab_size=320, block_size=128)
     jgpt.save_hf(model, tmp_path / "DIR", tokenizer=tokenizer)
     (tmp_path / "out").mkdir()
@@ -234,7 +250,7 @@ def place(tmp_path, shakespeare, poem) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    sorted({page for page, block in ALL if page in RUN or block.language == "console"}),
+    sorted({page for page, block in ALL if page in RUN or block.language == "console"} - {SESSION}),
     ids=name,
 )
 def test_commands_give_what_the_page_shows(page, place, trained):
@@ -251,12 +267,93 @@ def test_commands_give_what_the_page_shows(page, place, trained):
             assert block.language == "sh" or SAME(shown, said), f"{line}\n{said}"
 
 
+TYPIST = """
+import json, sys
+from tests.commands import jgpt
+for line in sys.stdin:
+    done = jgpt(*json.loads(line))
+    print(json.dumps(done.stdout + done.stderr), flush=True)
+"""
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch) -> Iterator[Callable[[str], str]]:
+    """Types a line, and gives what is printed.
+
+    Commands run in one process with the page's two devices, and one in the background in another.
+    """
+    program = tmp_path / "bin" / "jgpt"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m jgpt.cli "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    (devices,) = re.findall("export XLA_FLAGS=(.*)", SESSION.read_text())
+    monkeypatch.setenv("XLA_FLAGS", devices)
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    typist = subprocess.Popen([sys.executable, "-c", TYPIST], cwd=tmp_path, **ends)
+
+    def type_in(line: str) -> str:
+        words = jgpt_words(line)
+        if words is None or " & " in line:
+            return subprocess.run(
+                ["bash", "-c", line], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120
+            ).stdout
+        assert typist.stdin is not None
+        assert typist.stdout is not None
+        print(json.dumps(words), file=typist.stdin, flush=True)
+        return json.loads(typist.stdout.readline())
+
+    with typist:
+        yield type_in
+        assert typist.stdin is not None
+        typist.stdin.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="a session of a Unix shell")
+def test_a_page_is_a_session(shell, tmp_path):
+    names: dict[str, Any] = {"__name__": "__main__"}
+    killed = tmp_path / "runs" / "squared_relu-5"
+    for block in blocks(SESSION.read_text()):
+        if block.language == "python":
+            with contextlib.chdir(tmp_path):
+                said = run_python(block, names, name(SESSION))
+            assert said == block.shown or SAME(block.shown, said), said
+        for line, shown in commands(block) if block.language in ("sh", "console") else ():
+            said = shell(line)
+            assert SAME(shown, said) if shown else "jgpt: " not in said, f"{line}\n{said}"
+            if "kill" in line:
+                assert len((killed / "metrics.jsonl").read_text().splitlines()) < 120
+            if "--resume" in line:
+                assert "resumed at step" in said
+    assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "rates.svg").stat().st_size > 10_000
+
+
 # --- the checks themselves -----------------------------------------------------------------------
 
 
 def test_no_block_is_passed_over():
-    assert {block.language for _, block in ALL} == {"python", "sh", "console", "text"}
+    assert {block.language for _, block in ALL} == {"python", "sh", "console", "text", "diff"}
     assert len([block for _, block in ALL if block.language == "python"]) >= 8
+
+
+def test_what_a_diff_keeps_and_removes_is_in_the_package():
+    """Runs of such lines, each as it stands in the file that the diff names."""
+    runs = 0
+    for page, block in ALL:
+        if block.language != "diff":
+            continue
+        for part in re.split("^--- a/", block.code, flags=re.M)[1:]:
+            file, _, text = part.partition("\n")
+            source = (ROOT / file).read_text()
+            for run in re.split(r"^(?:\+.*|@@)\n", text, flags=re.M):
+                kept = "".join(line[1:] for line in run.strip("\n").splitlines(keepends=True))
+                if kept:
+                    assert source.count(kept) == 1, f"{name(page)}: {file} has no\n{kept}"
+                    runs += 1
+    assert runs >= 10
 
 
 PAGE = """

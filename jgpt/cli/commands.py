@@ -199,8 +199,7 @@ def sample(
     """
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
+    _require_seed(seed)
     with _loaded(run, checkpoint, mesh, model) as (loaded, tokenizer, config):
         import jax
         import numpy as np
@@ -226,6 +225,68 @@ def sample(
                 others = [text + new for text, new in zip(others, more, strict=True)]
             print("", *others, sep=f"\n{SEPARATOR}\n")
             first += BATCH_SIZE
+
+
+def _require_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
+
+
+def chat(
+    run: Run,
+    system: Annotated[str | None, Shown("TEXT")] = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.6,
+    top_p: Probability = 0.95,
+    seed: int = 1337,
+    weights: Literal["saved", "int8"] = "saved",
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Chat with an imported model, such as SmolLM2 or Qwen3, in the ChatML template.
+
+    Args:
+        system: What the model is told first, and never forgets.
+        max_new_tokens: The most tokens of an answer.
+        temperature: 0 is greedy; 1 samples from the model's distribution.
+        top_p: Nucleus sampling: sample from the smallest set of tokens with this total probability.
+        seed: The random seed.
+        weights: int8 quantises them, and the inputs of each product: faster on a CPU.
+    """
+    _require_seed(seed)
+    with _loaded(run, checkpoint) as (loaded, tokenizer, _):
+        import jax
+        import numpy as np
+        from flax import nnx
+
+        from jgpt.generation.chat import Chat
+        from jgpt.nn.int8 import with_int8_weights
+
+        loaded = with_int8_weights(loaded) if weights == "int8" else loaded
+        rngs = nnx.Rngs(jax.random.key(np.uint32(seed)))
+        rules = {"rngs": rngs, "temperature": temperature, "top_p": top_p}
+        chat = Chat(loaded, tokenizer, system, max_new_tokens, **rules)
+    console, prompt = open_console(), ""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # Windows
+            import readline  # noqa: F401  # history and editing, for input
+        say(console, "Ctrl-C stops an answer, Ctrl-D ends the chat")
+        prompt = "> "
+    while True:
+        try:
+            dropped, answer = chat.reply(input(prompt))
+            if dropped:
+                say(console, f"[the context is full: it loses {dropped} messages]")
+            with contextlib.closing(answer):
+                for piece in answer:
+                    print(piece, end="", flush=True)
+            print()
+        except EOFError:
+            print(end="\n" * bool(prompt))
+            return
+        except KeyboardInterrupt:
+            print()
+        except ValueError as error:
+            say(console, str(error))
 
 
 def _prompts(
@@ -620,6 +681,7 @@ _all = (
     train,
     plan,
     sample,
+    chat,
     eval_,
     info,
     shapes,

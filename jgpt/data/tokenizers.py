@@ -191,11 +191,18 @@ class BPETokenizer:
         if len(text) >= LONG_TEXT and self._fast is not None:
             with contextlib.suppress(ValueError):  # a surrogate, or too long a run of spaces
                 return self._fast.encode_to_numpy(text, allowed_special="all").astype(np.int32)
-        try:
-            with _failures_raised():
-                return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
-        except TypeError:  # the library's error for a lone surrogate
-            raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
+        return _encode(self._backend, text)
+
+    @typed
+    def encode_ordinary(self, text: str) -> Tokens:
+        """Text to byte-pairs, where the text of a special token is text like any other."""
+        return _encode(self._ordinary, text)
+
+    @functools.cached_property
+    def _ordinary(self) -> Any:
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
 
     @functools.cached_property
     def _fast(self) -> tiktoken.Encoding | None:
@@ -278,6 +285,15 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a tokenizer: {error!r}") from None
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
+
+
+@typed
+def _encode(backend: Any, text: str) -> Tokens:
+    try:
+        with _failures_raised():
+            return np.array(backend.encode(text, add_special_tokens=False).ids, np.int32)
+    except TypeError:  # the library's error for a lone surrogate
+        raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
 
 
 @typed

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Integer, Key
+from jaxtyping import Array, Int, Integer, Key
 
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
@@ -68,11 +67,29 @@ def stream_text(
     stop = (stop,) if isinstance(stop, str) else stop
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    writers = tuple(_Detokenizer(tokenizer, stop) for _ in prompts)
     rows = [tokenizer.encode(prompt) if prompt else default_prompt(tokenizer) for prompt in prompts]
     lengths = np.array([len(row) for row in rows])
-    tokens = jnp.asarray(np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows]))
-    pieces = stream(model, tokens, lengths, max_new_tokens, Sampling(**sampling), key=key)
+    tokens = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows])
+    return stream_continuations(
+        model, tokenizer, tokens, lengths, max_new_tokens, key=key, stop=stop, **sampling
+    )
+
+
+@typed
+def stream_continuations(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: Int[np.ndarray, "batch time"],
+    lengths: Int[np.ndarray, " batch"],
+    max_new_tokens: int,
+    *,
+    key: Key[Array, ""] | nnx.Rngs,
+    stop: tuple[str, ...],
+    **sampling: Any,
+) -> Iterator[tuple[str, ...]]:
+    """Stream the texts that continue tokens, right-padded to one length."""
+    writers = tuple(_Detokenizer(tokenizer, stop) for _ in lengths)
+    pieces = stream(model, prompt, lengths, max_new_tokens, Sampling(**sampling), key=key)
     return _texts(writers, pieces)
 
 

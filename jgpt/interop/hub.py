@@ -52,7 +52,7 @@ def fetch(repository: str) -> Path:
     _snapshot(repository, WEIGHTS, revision=folder.name)
     if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
         raise ValueError(
-            f"{repository} has no {HF_WEIGHTS}: other weights may be pickles, which can run code "
+            f"{repository} has no {HF_WEIGHTS}: other formats can run code when they are read, "
             "and are never fetched"
         )
     return folder

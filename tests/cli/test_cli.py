@@ -23,6 +23,7 @@ from jgpt.runs.bands import Band
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped
 from tests.commands import jgpt, on_terminal, refused, worked
+from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
 from tests.quick import only
 
@@ -101,7 +102,7 @@ def test_commands_show_that_they_import_jax_before_they_do():
         "import sys, jgpt.cli, jgpt.cli.commands as commands\n"
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
         "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
-        "    'sample r', 'eval r', 'info tiny', 'shapes tiny',\n"
+        "    'sample r', 'chat r', 'eval r', 'info tiny', 'shapes tiny',\n"
         "    'plot r', 'attention r --prompt a', 'look r --prompt a',\n"
         "    'import s --out i', 'export r --out e'):\n"
         "    name, *options = line.split()\n"
@@ -126,6 +127,7 @@ IN_A_PROCESS = {
     "train": ["tiny", "--steps", 2, "--eval-interval", 2, "--sample-tokens", 0, "--out", "again"],
     "plan": ["tiny", "--data", "fox.txt", "--block-size", 4],
     "sample": ["trained", "--prompt-file", "-", "--max-new-tokens", 5, "--temperature", 0],
+    "chat": ["chatty", "--max-new-tokens", 5],
     "eval": ["trained", "--json"],
     "info": ["trained"],
     "shapes": ["trained", "--depth", 1],
@@ -145,6 +147,8 @@ def test_every_command_works_in_a_process_of_its_own(command, trained, text_file
     """All else that tests type runs in theirs, which has imported and set up a lot already."""
     shutil.copytree(trained, tmp_path / "trained")
     shutil.copy(text_file, tmp_path)
+    if command == "chat":
+        chat_run(tmp_path / "chatty", block_size=64)
     if command in ("import", "export"):
         save_gpt2(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
     if command == "export":
@@ -238,7 +242,7 @@ def test_a_help_in_very_few_columns_ends(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "line",
     [
-        *("train tiny", "sample r", "eval r", "info tiny", "export r --out e"),
+        *("train tiny", "sample r", "chat r", "eval r", "info tiny", "export r --out e"),
         *("attention r --prompt a", "look r --prompt a"),
     ],
 )
@@ -496,6 +500,7 @@ def two(trained, text_file) -> Path:
     "command",
     [
         ("sample", "--max-new-tokens", 3),
+        ("chat",),
         ("attention", "--prompt", "the", "--out", "a.png"),
         ("look", "--prompt", "the"),
         ("export", "--out", "exported", "--zero-biases"),

@@ -220,6 +220,7 @@ def text() -> None:
     for tokenizer in (tokenizers.CharTokenizer("\0ab"), tokenizers.ByteTokenizer(), pieces):
         tokenizer.encode("ab")
         tokenizer.decode(np.ones(31, np.int32))
+    pieces.encode_ordinary("ab")
     default_prompt(tokenizer)
     look.encode_prompt(model_of(LECTURE), tokenizer, "a")
 

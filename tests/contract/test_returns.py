@@ -22,6 +22,8 @@ LOOSE = (
     "jgpt.data.dataset._open_prepared",
     "jgpt.data.dataset._open_tokens",
     "jgpt.data.tokenizers.BPETokenizer.encode",
+    "jgpt.data.tokenizers.BPETokenizer.encode_ordinary",
+    "jgpt.data.tokenizers._encode",
     "jgpt.data.tokenizers.ByteTokenizer.encode",
     "jgpt.data.tokenizers.CharTokenizer.encode",
     "jgpt.data.tokenizers._code_points",

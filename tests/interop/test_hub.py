@@ -121,8 +121,8 @@ def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_pat
     lines = {
         "import hub:me/tiny --out tiny": "0",
         "import smollm2 --out smollm2": "0",
-        "import hub:me/pickles --out x": "me/pickles has no model.safetensors: other weights may "
-        "be pickles, which can run code and are never fetched",
+        "import hub:me/pickles --out x": "me/pickles has no model.safetensors: other formats can "
+        "run code when they are read, and are never fetched",
         "import hub:me/code --out x": "me/code needs code of its own, by auto_map in config.json: "
         "code is never fetched or run",
         "import hub:me/tokens --out x": "me/tokens needs code of its own, by auto_map in "

@@ -1,0 +1,99 @@
+"""Conversations in ChatML, the template of SmolLM2 and Qwen3."""
+
+import re
+from collections.abc import Generator, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer
+from jgpt.generation.sampling import Sampling
+from jgpt.generation.text import stream_continuations
+from jgpt.nn.models import LanguageModel
+
+START, END = "<|im_start|>", "<|im_end|>"
+_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+
+class Chat:
+    """A conversation with a model, whose context keeps the newest messages.
+
+    Messages are encoded without special tokens: no text can end a turn or begin another role's.
+    `sampling` are the parameters of `jgpt.generate`. Raises ValueError for an invalid one, or a
+    tokenizer without ChatML's tokens.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        system: str | None = None,
+        max_new_tokens: int = 512,
+        *,
+        rngs: nnx.Rngs,
+        **sampling: Any,
+    ) -> None:
+        Sampling(**sampling)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be positive")
+        if not isinstance(tokenizer, BPETokenizer) or not all(
+            len(tokenizer.encode(word)) == 1 < len(tokenizer.encode_ordinary(word))
+            for word in (START, END)
+        ):
+            raise ValueError(
+                f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
+                "smollm2-chat and qwen3 are models that have them (jgpt import)"
+            )
+        self._start, self._end = (tokenizer.encode(word).tolist() for word in (START, END))
+        self._model, self._tokenizer = model, tokenizer
+        self._max_new_tokens, self._rngs, self._sampling = max_new_tokens, rngs, sampling
+        self._system = [] if system is None else self._turn("system", system)
+        self._turns: list[list[int]] = []
+
+    def reply(self, message: str) -> tuple[int, Generator[str, None, None]]:
+        """How many earlier messages no longer fit, and the answer, streamed.
+
+        If the answer is closed before its end, what was said of it stays in the conversation.
+        Raises ValueError for a message that can't be encoded or leaves no room for an answer.
+        """
+        turns, opening = [*self._turns, self._turn("user", message)], self._opening("assistant")
+        size, dropped = self._model.block_size, 0
+        most = size - min(self._max_new_tokens, size // 2)
+        while len(tokens := [*chain(self._system, *turns, opening)]) > most:
+            if len(turns) == 1:
+                raise ValueError(
+                    f"the message is too long: {len(tokens)} tokens with all that belongs to it, "
+                    f"and {most} of block_size={size} are left"
+                )
+            turns, dropped = turns[2:], dropped + 2
+        pieces = stream_continuations(
+            self._model,
+            self._tokenizer,
+            np.array([tokens], np.int32),
+            np.array([len(tokens)]),
+            min(self._max_new_tokens, size - len(tokens)),
+            key=self._rngs,
+            stop=(END, END_OF_TEXT),
+            **self._sampling,
+        )
+        return dropped, self._answer(turns, pieces)
+
+    def _answer(
+        self, turns: list[list[int]], pieces: Iterator[tuple[str, ...]]
+    ) -> Generator[str, None, None]:
+        said = ""
+        try:
+            for (text,) in pieces:
+                said += text
+                yield text
+        finally:
+            self._turns = [*turns, self._turn("assistant", _REASONING.sub("", said))]
+
+    def _opening(self, role: str, text: str = "") -> list[int]:
+        return [*self._start, *self._tokenizer.encode_ordinary(f"{role}\n{text}").tolist()]
+
+    def _turn(self, role: str, text: str) -> list[int]:
+        newline = self._tokenizer.encode_ordinary("\n").tolist()
+        return [*self._opening(role, text), *self._end, *newline]

@@ -1,0 +1,87 @@
+"""`jgpt chat` in a pipe and on a terminal."""
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jgpt
+from jgpt.generation.chat import END, START
+from tests.commands import jgpt as command
+from tests.commands import refused
+from tests.generation.test_chat import chat_run
+
+GREEDY = ("--temperature", "0", "--max-new-tokens")
+
+
+def test_each_line_is_a_message(tmp_path):
+    run = chat_run(tmp_path / "run", block_size=64)
+    tokenizer = jgpt.load(run)[1]
+    turn = f"{START}user\nit{END}\n{START}assistant\n!!!!!{END}\n"
+    room = 64 - 5 - len(tokenizer.encode(turn)) + 5 + 2  # the last answer is not there yet
+    fit = room // len(tokenizer.encode(turn))
+    assert 0 < fit < 4
+    done = command("chat", run, *GREEDY, 5, stdin=b"it\n" * 4 + b"z" * 70 + b"\nit\n")
+    assert (done.code, done.stderr) == (0, "")
+    lines = []
+    for earlier in range(4):
+        lines += ["[the context is full: it loses 2 messages]"] * (earlier > fit) + ["!!!!!"]
+    *first, refusal, lost, last = done.stdout.splitlines()
+    assert first == lines
+    assert refusal.startswith("the message is too long: ")
+    assert "--block-size" not in refusal
+    assert (lost, last) == (lines[-2], "!!!!!")
+
+
+def test_an_answer_needs_a_seed_and_a_checkpoint_that_exist(tmp_path):
+    run = chat_run(tmp_path / "run", block_size=64)
+    assert refused("chat", run, "--seed", -1) == (
+        "jgpt: --seed -1 must be at least 0 and below 2**32"
+    )
+    assert "7" in refused("chat", run, "--checkpoint", 7)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
+def test_a_terminal_edits_a_line_and_ctrl_c_ends_an_answer_alone(tmp_path):
+    run = chat_run(tmp_path / "run", block_size=4096)
+    code = (
+        "import fcntl, signal, termios, jgpt.cli\n"
+        "fcntl.ioctl(1, termios.TIOCSCTTY)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "jgpt.cli.main()"
+    )
+    screen, tty = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "chat", str(run), *GREEDY, "3000"],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm"},
+    )
+    os.close(tty)
+    shown = b""
+
+    def until(text: bytes) -> bytes:
+        """What is shown up to a text."""
+        nonlocal shown
+        while text not in shown:
+            ready, _, _ = select.select([screen], [], [], 60)
+            assert ready, f"no {text!r} in {shown[-999:]!r}"
+            shown += os.read(screen, 4096)
+        before, _, shown = shown.partition(text)
+        return before
+
+    assert b"Ctrl-C stops an answer" in until(b"> ")
+    os.write(screen, b"helo\x1b[Dl\r")  # the cursor left, and a letter put in
+    until(b"!!!!!")
+    os.write(screen, b"\x03")
+    assert until(b"> ").count(b"!") < 2000
+    os.write(screen, b"\x1b[A")  # the line before
+    until(b"hello")
+    os.write(screen, b"\x03")
+    assert b"Traceback" not in until(b"> ")
+    os.write(screen, b"\x04")
+    assert process.wait(60) == 0
+    os.close(screen)
