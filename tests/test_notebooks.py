@@ -25,8 +25,12 @@ def printed(cell) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
+def pictures_of(output) -> list[str]:
+    return [kind for kind in output.get("data", {}) if kind.startswith("image/")]
+
+
 def pictures_in(cell) -> int:
-    return sum("image/png" in output.get("data", {}) for output in cell.outputs)
+    return sum(map(len, map(pictures_of, cell.outputs)))
 
 
 def words_of(text: str) -> str:
@@ -61,9 +65,9 @@ def test_pictures_have_alternative_text(path):
     for cell in code_cells(nbformat.read(path, as_version=4)):
         text = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
         for output in cell.outputs:
-            if "image/png" in output.get("data", {}):
+            for kind in pictures_of(output):
                 assert len(text) > 30, cell.source
-                assert output.metadata["image/png"]["alt"] == text
+                assert output.metadata[kind]["alt"] == text
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
