@@ -207,7 +207,7 @@ def draw_transformer(
     """
     axes = plt.subplots(figsize=(7.6, 7.9))[1]
     for at, name in enumerate((*COURSE, "and on")):
-        number = f"{at}" if name in COURSE else f"{at}–"
+        number = f"{at}" if name in COURSE else f"{at}-"
         current = at == min(lesson, len(COURSE))
         _box(axes, f"{number}\n{name}", (1.8 + 3.7 * at, 21.8, 3.4, 1.7), at > lesson, current)
     for left, right, title in ((12.2, 20.8, "one block"), (22.2, 33.2, "its attention")):
