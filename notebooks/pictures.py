@@ -26,7 +26,8 @@ plt.rcParams.update(
     )
     | dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none")
     | {"figure.dpi": 72, "figure.constrained_layout.use": True, "font.size": 10}
-    | {"axes.titlesize": 10, "svg.fonttype": "none", "svg.hashsalt": "jgpt"}
+    | {"axes.titlesize": 10, "font.sans-serif": ["DejaVu Sans"]}
+    | {"svg.fonttype": "none", "svg.hashsalt": "jgpt"}
 )
 
 
