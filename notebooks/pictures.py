@@ -206,7 +206,7 @@ def draw_transformer(
     Parts of that lesson are orange, and so are those named in `new`; parts of later ones are empty
     and have its number. `labels` replaces labels. Both name parts as PARTS does.
     """
-    axes = plt.subplots(figsize=(7.6, 7.9))[1]
+    axes = plt.subplots(figsize=(7.5, 7.9))[1]
     for at, name in enumerate((*COURSE, "and on")):
         number = f"{at}" if name in COURSE else f"{at}-"
         current = at == min(lesson, len(COURSE))

@@ -71,6 +71,19 @@ def test_pictures_have_alternative_text(path):
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_pictures_are_transparent_with_text_of_10_points(path):
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        for output in cell.outputs:
+            if picture := output.get("data", {}).get("image/svg+xml"):
+                sizes = re.findall(r'<text style="font: (?:\w+ )*([\d.]+)px', picture)
+                assert sizes, cell.source
+                assert min(map(float, sizes)) >= 10, cell.source
+                ground = re.search(r'<g id="patch_1">\s*<path [^>]*style="fill: (\w+)', picture)
+                assert ground is not None, cell.source
+                assert ground[1] == "none", cell.source
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_answers_are_folded_and_solutions_checked(path):
     cells = nbformat.read(path, as_version=4).cells
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
