@@ -75,7 +75,7 @@ def test_pictures_are_transparent_with_text_of_10_points(path):
     for cell in code_cells(nbformat.read(path, as_version=4)):
         for output in cell.outputs:
             if picture := output.get("data", {}).get("image/svg+xml"):
-                sizes = re.findall(r'<text style="font: (?:\w+ )*([\d.]+)px', picture)
+                sizes = re.findall(r'<text style="font(?:-size)?: (?:\w+ )*([\d.]+)px', picture)
                 assert sizes, cell.source
                 assert min(map(float, sizes)) >= 10, cell.source
                 ground = re.search(r'<g id="patch_1">\s*<path [^>]*style="fill: (\w+)', picture)
