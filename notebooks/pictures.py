@@ -243,7 +243,7 @@ def draw_transformer(
 
 def _box(axes: Axes, text: str, place: Sequence[float], later: bool, current: bool) -> None:
     x, y, width, height = place
-    fill = {"facecolor": "none"} if later else {"facecolor": "#ffd8a8" if current else "#cfe2f3"}
+    fill = {"facecolor": "none"} if later else {"facecolor": "#f5b971" if current else "#9fc5e8"}
     line = {"edgecolor": INK, "linestyle": ":" if later else "-", "zorder": 2}
     corner = (x - width / 2, y - height / 2)
     axes.add_patch(plt.Rectangle(corner, width, height, **fill, **line))
