@@ -6,7 +6,6 @@ alternative text of a picture comes from the metadata of the cell, as MyST-NB ha
 `{"mystnb": {"image": {"alt": "..."}}}`.
 """
 
-import base64
 import os
 import sys
 import time
@@ -58,22 +57,15 @@ def execute(path: Path) -> nbformat.NotebookNode:
     for count, cell in enumerate(code, 1):
         cell.execution_count = count
         for output in cell.outputs:
-            if "image/png" in output.get("data", {}):
-                image = cell.metadata.get("mystnb", {}).get("image", {})
-                output.metadata["image/png"] = {"alt": image.get("alt", "")}
+            for kind in output.get("data", {}):
+                if kind.startswith("image/"):
+                    image = cell.metadata.get("mystnb", {}).get("image", {})
+                    output.metadata[kind] = {"alt": image.get("alt", "")}
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
     return notebook
-
-
-def save_pictures(notebook: nbformat.NotebookNode) -> None:
-    """Write the README's pictures, from the cells with a `picture` in their metadata."""
-    for cell in notebook.cells:
-        if name := cell.metadata.get("picture"):
-            picture = next(output.data["image/png"] for output in cell.outputs if "data" in output)
-            (FOLDER / f"{name}.png").write_bytes(base64.b64decode(picture))
 
 
 def main() -> None:
@@ -83,7 +75,6 @@ def main() -> None:
         start = time.perf_counter()
         notebook = execute(path)
         nbformat.write(notebook, path)
-        save_pictures(notebook)
         print(f"{path.name}: {time.perf_counter() - start:.0f} s", flush=True)
 
 

@@ -25,8 +25,12 @@ def printed(cell) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
+def pictures_of(output) -> list[str]:
+    return [kind for kind in output.get("data", {}) if kind.startswith("image/")]
+
+
 def pictures_in(cell) -> int:
-    return sum("image/png" in output.get("data", {}) for output in cell.outputs)
+    return sum(map(len, map(pictures_of, cell.outputs)))
 
 
 def words_of(text: str) -> str:
@@ -38,7 +42,7 @@ def numbers_of(text: str) -> list[float]:
 
 
 def test_the_lessons_are_in_order():
-    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(1, 14)]
+    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(14)]
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -61,9 +65,22 @@ def test_pictures_have_alternative_text(path):
     for cell in code_cells(nbformat.read(path, as_version=4)):
         text = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
         for output in cell.outputs:
-            if "image/png" in output.get("data", {}):
+            for kind in pictures_of(output):
                 assert len(text) > 30, cell.source
-                assert output.metadata["image/png"]["alt"] == text
+                assert output.metadata[kind]["alt"] == text
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_pictures_are_transparent_with_text_of_10_points(path):
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        for output in cell.outputs:
+            if picture := output.get("data", {}).get("image/svg+xml"):
+                sizes = re.findall(r'<text style="font(?:-size)?: (?:\w+ )*([\d.]+)px', picture)
+                assert sizes, cell.source
+                assert min(map(float, sizes)) >= 10, cell.source
+                ground = re.search(r'<g id="patch_1">\s*<path [^>]*style="fill: (\w+)', picture)
+                assert ground is not None, cell.source
+                assert ground[1] == "none", cell.source
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)

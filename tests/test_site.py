@@ -120,10 +120,12 @@ def test_lessons_are_there_as_executed(path, site):
         if cell.cell_type == "code"
         for output in cell.outputs
     ]
-    pictures = {data["image/png"] for o in outputs if "image/png" in (data := o.get("data", {}))}
+    pictures = {
+        data for o in outputs for kind, data in o.get("data", {}).items() if "image/" in kind
+    }
     assert len(page.pictures) >= len(pictures)
     # of a picture without alternative text, Sphinx gives the file's name
-    assert all(alt and not alt.endswith(".png") for alt in page.pictures.values())
+    assert all(alt and not alt.endswith((".png", ".svg")) for alt in page.pictures.values())
     text = "".join(page.text.split())
     for output in outputs:
         if output.output_type == "stream":
