@@ -355,7 +355,7 @@ def shapes(
     if decode and train:
         raise ValueError("decode=True and train=True are two pictures: give one")
     with importing():
-        from jgpt.inside import with_symbols
+        from jgpt.inside import name_colours, with_symbols
         from jgpt.training.shapes import trace_decode, trace_forward, trace_train
 
         config = dataclasses.replace(_config_of(what, model), micro_batches=1)
@@ -366,7 +366,11 @@ def shapes(
         if first != second:
             symbols = {"b": (first[0], second[0]), "t": (first[1], second[1])}
             traced = with_symbols(traced, trace(config, *second), symbols)
-    return [dumps(traced.as_json())] if json else traced.lines(depth)
+    if json:
+        return [dumps(traced.as_json())]
+    lines = traced.lines(depth)
+    say(open_console(), *lines, colours=name_colours("\n".join(lines)))
+    return []
 
 
 def plot(
