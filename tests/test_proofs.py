@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 import json
+import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +46,14 @@ def model_of(config: ModelConfig) -> Any:
 
 def forward(config: ModelConfig, tokens: Array) -> Array:
     return model_of(config)(tokens)
+
+
+def sized_gpt(tokens: Array, sizes: Array) -> Array:
+    """A GPT whose sizes are those of an array, which a config would refuse if they are symbolic."""
+    vocab_size, embed_dim, block_size = sizes.shape
+    its = {"vocab_size": vocab_size, "embed_dim": embed_dim, "block_size": block_size}
+    with mock.patch.object(ModelConfig, "__post_init__"):
+        return forward(dataclasses.replace(CONFIG, **its), tokens)
 
 
 def head(x: Array) -> Array:
@@ -107,6 +118,15 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         lambda logits: next_token(logits, jax.random.key(0), Sampling(1.0, 5, 0.9, 0.1)),
         "float32[b 65]",
     ),
+    "next_token, any vocabulary": (
+        lambda logits: next_token(logits, jax.random.key(0), Sampling(1.0, 5, 0.9, 0.1)),
+        "float32[b v]",
+    ),
+    "GPT of any vocabulary, width and block": (
+        sized_gpt,
+        "int32[b t]",
+        "float32[v 3*d n]",
+    ),
     "int8 weights": (lambda x: with_int8_weights(model_of(CONFIG))(x), "int32[b t]"),
 }
 
@@ -115,6 +135,18 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
 def test_is_proven_for_every_size(name):
     proof = prove(*PROGRAMS[name])
     assert proof, str(proof)
+
+
+SIZES = {"b": 2, "t": 5, "e": 8, "h": 3, "d": 14, "k": 7, "v": 11, "f": 13, "n": 9}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_proven_holds_at_sizes_that_are_tried(name):
+    function, *arrays = PROGRAMS[name]
+    names = sorted(set(re.findall(r"\b[a-z]\b", " ".join(arrays))))
+    where = tuple(f"{name} == {SIZES[name]}" for name in names)
+    (case,) = prove(function, *arrays, where=where).cases
+    assert (case.verdict, case.where) == ("proven", where)
 
 
 def record() -> dict[str, Any]:
@@ -293,6 +325,39 @@ def test_sizes_are_left_as_they_were():
     size: Any = jax.export.symbolic_shape("b")[0]
     with pytest.raises(TypeError, match="wrong argument `time`"):
         jgpt.causal_mask(size)
+
+
+@pytest.mark.parametrize(
+    "decided",
+    [
+        lambda size: int(1 + size**0.5),
+        lambda size: math.ceil(2 * size**0.5 / 3),
+        lambda size: 1 if size**0.5 > 3 else 2,
+        lambda size: 1 if -(size**-0.5) else 2,
+        lambda size: round(size**0.5),
+        lambda size: math.isqrt(size + 1),
+    ],
+)
+def test_what_a_power_of_a_size_decides_is_open(decided):
+    cases = prove(lambda x: x[: decided(x.shape[0])], "float32[b]").cases
+    assert [case.verdict for case in cases] == ["open"]
+    assert "of a size decides" in cases[0].detail or "the square root of b + 1" in cases[0].detail
+
+
+@jgpt.typed
+def wrong_from_9(x: Float[Array, "batch"]) -> Float[Array, "batch"]:
+    return x[:1] if math.isqrt(x.shape[0]) == 3 else x
+
+
+def test_an_integer_square_root_is_any_size():
+    found = {case.where: case.verdict for case in prove(wrong_from_9, "float32[b]").cases}
+    assert found.pop(("isqrt_b == 3",)) == "violated"
+    assert set(found.values()) == {"proven"}
+    assert math.isqrt(10) == 3
+    same = prove(
+        lambda x: jnp.ones(math.isqrt(x.shape[0])) + jnp.ones(math.isqrt(x.shape[0])), "float32[b]"
+    )
+    assert same
 
 
 @jgpt.typed
