@@ -39,6 +39,7 @@ docs/commands
 docs/data
 docs/api
 docs/shapes
+docs/static
 docs/parity
 docs/weights
 docs/runs

@@ -1,5 +1,6 @@
 """Shapes proven for all sizes: one abstract trace for each case of what a program asks of them."""
 
+import ast
 import contextlib
 import math
 import operator
@@ -26,6 +27,11 @@ from jgpt.contracts import SYMBOLS, typed
 MOST_CASES = 60
 FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
 """What JAX writes of sizes and Python doesn't know."""
+NAMED: dict[str, Callable[..., int]] = {**FUNCTIONS, "max": max, "min": min}
+OPERATORS: dict[type, Callable[..., int]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub},
+    **{ast.Mult: operator.mul, ast.Pow: operator.pow},
+}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
 LIBRARIES = tuple(
     f"{Path(str(module.__file__)).parent}/"
@@ -161,9 +167,7 @@ def _parsed(array: str) -> tuple[Any, str]:
 
 def _names(text: str) -> list[str]:
     """The sizes that a text names, not functions."""
-    return [
-        name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in (*FUNCTIONS, "max", "min")
-    ]
+    return [name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in NAMED]
 
 
 def _ours(text: str) -> str:
@@ -196,9 +200,22 @@ def _sizes(names: list[str], case: tuple[str, ...]) -> dict[str, Any]:
 
 def _holds(constraint: str) -> bool:
     """Whether a constraint between numbers holds."""
-    left, how, right = re.split(r"(==|>=|<=)", constraint)
-    ((left,), (right,)) = map(jax.export.symbolic_shape, (left, right))
-    return {"==": operator.eq, ">=": operator.ge, "<=": operator.le}[how](left, right)
+    left, how, right = re.split(r"(==|>=|<=)", constraint.replace("^", "**"))
+    numbers = [_number(ast.parse(side.strip(), mode="eval").body) for side in (left, right)]
+    return {"==": operator.eq, ">=": operator.ge, "<=": operator.le}[how](*numbers)
+
+
+def _number(expression: ast.expr) -> int:
+    match expression:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_number(left), _number(right))
+        case ast.Call(func=ast.Name(id=name), args=args) if name in NAMED:
+            return NAMED[name](*map(_number, args))
+    raise ValueError(f"{ast.unparse(expression)!r} is no number")
 
 
 def _struct(array: str, sizes: dict[str, Any]) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,10 @@ from jgpt.nn.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jgpt.nn.loss import cross_entropy_from, token_losses, token_losses_from
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS, preset
-from jgpt.proofs import Size, prove
+from jgpt.proofs import Proof, Size, prove
+from jgpt.sharding import use_mesh
 from jgpt.training.step import abstract_state, make_eval_step, make_train_steps
+from tests.commands import worked
 
 CONFIG = ModelConfig(vocab_size=17, embed_dim=12, num_heads=3, num_layers=2, block_size=9)
 BTE, HEADS = "float32[b t e]", "float32[b h t d]"
@@ -131,10 +132,31 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
 }
 
 
+RECORD = Path(jgpt.__file__).with_name("proofs.json")
+
+
+def counts(proof: Proof) -> dict[str, int]:
+    verdicts = [case.verdict for case in proof.cases]
+    return {verdict: verdicts.count(verdict) for verdict in ("proven", "refused", "open")}
+
+
+def recorded(name: str) -> dict[str, int]:
+    found = json.loads(RECORD.read_text())[name]
+    del found["arrays"]
+    return found
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_is_proven_for_every_size(name):
     proof = prove(*PROGRAMS[name])
     assert proof, str(proof)
+    assert counts(proof) == recorded(name)
+
+
+def test_info_shows_what_is_proven_of_a_preset():
+    said = worked("info", "bigram").splitlines()
+    assert "shapes proven: any batch and length, int32[b t] (1 case, 0 refused)" in said
+    assert "shapes proven: train steps, int32[n b t+1] (3 cases, 0 refused)" in said
 
 
 SIZES = {"b": 2, "t": 5, "e": 8, "h": 3, "d": 14, "k": 7, "v": 11, "f": 13, "n": 9}
@@ -164,11 +186,7 @@ def record() -> dict[str, Any]:
         programs[f"{name}, train steps"] = (train_steps(name), "int32[n b t+1]", where)
     found = {}
     for name, (function, *arrays, options) in programs.items():
-        began = time.perf_counter()
-        cases = [case.verdict for case in prove(function, *arrays, **options).cases]
-        seconds = time.perf_counter() - began
-        counts = {verdict: cases.count(verdict) for verdict in ("proven", "refused", "open")}
-        found[name] = {"arrays": ", ".join(arrays), **counts, "seconds": seconds}
+        found[name] = {"arrays": ", ".join(arrays), **counts(prove(function, *arrays, **options))}
         print(name, found[name], flush=True)
     return found
 
@@ -180,6 +198,7 @@ def test_a_preset_is_proven_for_any_batch_and_length(name, layers):
     config = dataclasses.replace(config, num_layers=min(config.num_layers, layers))
     proof = prove(functools.partial(forward, config), "int32[b t]")
     assert proof, str(proof)
+    assert counts(proof) == recorded(f"{name}, any batch and length")
     refused = [case for case in proof.cases if case.verdict == "refused"]
     if config.architecture == "gpt":  # a bigram has no longest context
         assert [case.where[0] for case in refused] == [f"t >= {config.block_size + 1}"]
@@ -238,6 +257,24 @@ def test_evaluation_is_proven_for_any_batches():
 
     proof = prove(evaluate, "int32[n b 10]", "bool[n b 9]")
     assert proof, str(proof)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "array", "cases"),
+    [("data=4,fsdp=2", "int32[8*b t]", 1), ("fsdp=8", "int32[b t]", 4)],
+)
+def test_a_mesh_is_proven_for_batches_that_it_divides_and_others(mesh, array, cases):
+    with use_mesh(mesh):
+        proof = prove(functools.partial(forward, CONFIG), array)
+    assert proof, str(proof)
+    assert counts(proof) == {"proven": cases, "refused": 1, "open": 0}
+
+
+@pytest.mark.slow
+def test_train_steps_on_a_mesh_are_proven():
+    with use_mesh("data=4,fsdp=2"):
+        proof = prove(train_steps("tiny"), "int32[n 8*b t+1]", where=["t <= 16"])
+    assert counts(proof) == {"proven": 3, "refused": 0, "open": 0}
 
 
 # --- what a proof must find ----------------------------------------------------------------------
@@ -344,6 +381,22 @@ def test_what_a_power_of_a_size_decides_is_open(decided):
     assert "of a size decides" in cases[0].detail or "the square root of b + 1" in cases[0].detail
 
 
+def test_a_case_of_numbers_has_no_contradiction():
+    """`mod(4, 4) >= 1` holds for no size, `mod(6, 4) >= 1` does."""
+
+    def function(x: Array) -> Array:
+        return x[:1] if x.shape[0] % 4 == 0 or x.shape[0] in (4, 6) else x
+
+    cases = prove(function, "float32[b]").cases
+    first = "mod(b, 4) >= 1"
+    assert {case.where for case in cases if case.where[0] == first} == {
+        (first, "b <= 3"),
+        (first, "b >= 5", "b <= 5"),
+        (first, "b >= 5", "b == 6"),
+        (first, "b >= 5", "b >= 7"),
+    }
+
+
 @jgpt.typed
 def wrong_from_9(x: Float[Array, "batch"]) -> Float[Array, "batch"]:
     return x[:1] if math.isqrt(x.shape[0]) == 3 else x
@@ -371,5 +424,4 @@ def test_sizes_in_braces_and_integers_may_be_open():
 
 
 if __name__ == "__main__":  # python -m tests.test_proofs writes the record
-    path = Path(__file__).parents[1] / "benchmarks" / "results" / "proofs.json"
-    path.write_text(json.dumps(record(), indent=1) + "\n")
+    RECORD.write_text(json.dumps(record(), indent=1) + "\n")

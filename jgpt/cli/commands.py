@@ -11,8 +11,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from itertools import islice
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -295,7 +296,7 @@ def info(
     optimizer: OptimizerOption = None,
     mesh: MeshOption = None,
 ) -> Lines:
-    """Show the parameters, bytes, FLOPs and training memory of a model.
+    """Show the parameters, bytes, FLOPs, training memory and proofs of a model.
 
     Args:
         what: A preset's name or a run directory.
@@ -325,6 +326,11 @@ def info(
     if memory is not None:
         parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
         lines.append(f"training memory at batch_size={config.batch_size}{parts}: {memory}")
+    proofs = loads(files("jgpt").joinpath("proofs.json").read_text(encoding="utf-8"))
+    for name, its in proofs.items():
+        if name.startswith(f"{what}, "):
+            cases = f"{its['proven']} case{'s' * (its['proven'] != 1)}, {its['refused']} refused"
+            lines.append(f"shapes proven: {name[len(what) + 2 :]}, {its['arrays']} ({cases})")
     return lines
 
 
