@@ -292,13 +292,29 @@ def prepare_table() -> list[list[str]]:
 
 def proofs_table() -> list[list[str]]:
     verdicts = "proven", "refused", "open"
-    found = record("proofs")
-    found.pop("figures", None)
+    found = json.loads((ROOT / "jgpt" / "proofs.json").read_text())
     rows = [
         [name, f"`{its['arrays']}`", *(str(its[verdict]) for verdict in verdicts)]
         for name, its in found.items()
     ]
     return [["program", "for any", *(f"cases {verdict}" for verdict in verdicts)], *rows]
+
+
+def judges_table() -> list[list[str]]:
+    """Which of two judges kills a mutant: a proof, or the same programs with numbers."""
+    judges = [record(f"mutants_{judge}").get("outcomes", {}) for judge in ("proven", "tried")]
+    rows: dict[str, list[int]] = {}
+    for name in judges[0]:
+        kills = [judge.get(name, "").startswith("killed") for judge in judges]
+        if all(judge.get(name, "").startswith(("killed", "survived")) for judge in judges):
+            column = {(True, True): 1, (True, False): 2, (False, True): 3}.get((*kills,), 4)
+            for row in (name.split(":")[0], "all"):
+                cells = rows.setdefault(row, [0] * 5)
+                cells[0] += 1
+                cells[column] += 1
+    header = ["module", "mutants", "killed by both", "by the proof alone", "by numbers alone"]
+    names = sorted(rows, key=lambda name: (name == "all", name))
+    return [[*header, "by neither"], *([name, *map(str, rows[name])] for name in names)]
 
 
 def processors_table() -> list[list[str]]:
@@ -323,6 +339,7 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "prepare": prepare_table,
     "processors": processors_table,
     "proofs": proofs_table,
+    "judges": judges_table,
     "ahead": ahead_table,
 }
 

@@ -40,6 +40,7 @@ docs/idea
 docs/data
 docs/api
 docs/shapes
+docs/static
 docs/parity
 docs/weights
 docs/runs

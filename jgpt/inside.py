@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -111,6 +112,17 @@ class _Patterns:
             )
 
 
+NAME = r"[\w*]+(?==)"
+COLOURS = ("#008b8b", "#b0489c", "#3b8c3b", "#a87400", "#3a73c9")
+"""Legible on black and on white."""
+
+
+def name_colours(text: str) -> dict[str, str]:
+    """A colour for each dimension name in printed shapes, in order of appearance."""
+    names = dict.fromkeys(re.findall(NAME, text))
+    return dict(zip(names, itertools.cycle(COLOURS), strict=False))
+
+
 @dataclass(frozen=True)
 class Shape:
     """An array's dtype and dimensions; a dimension's name is empty for an expression."""
@@ -165,7 +177,10 @@ class ShapeTrace:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        text = html.escape(str(self))
+        colours = name_colours(text)
+        spans = {name: f'<span style="color:{its}">{name}</span>' for name, its in colours.items()}
+        return f"<pre>{re.sub(NAME, lambda name: spans[name[0]], text)}</pre>"
 
     def as_json(self) -> dict[str, Any]:
         """The tree as plain data."""

@@ -1,5 +1,6 @@
 """Shapes proven for all sizes: one abstract trace for each case of what a program asks of them."""
 
+import ast
 import contextlib
 import math
 import operator
@@ -26,6 +27,11 @@ from jgpt.contracts import SYMBOLS, typed
 MOST_CASES = 60
 FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
 """What JAX writes of sizes and Python doesn't know."""
+NAMED: dict[str, Callable[..., int]] = {**FUNCTIONS, "max": max, "min": min}
+OPERATORS: dict[type, Callable[..., int]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub},
+    **{ast.Mult: operator.mul, ast.Pow: operator.pow},
+}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
 LIBRARIES = tuple(
     f"{Path(str(module.__file__)).parent}/"
@@ -35,6 +41,21 @@ LIBRARIES = tuple(
 
 class _Open(BaseException):
     """An equality that JAX would decide although it is open. No handler of errors stops it."""
+
+
+class _Scale(float):
+    """A power of an open size: it scales numbers, and what it would decide is open."""
+
+    def _decides(self, *_: Any) -> Any:
+        raise _Open("a power of a size decides a shape or a branch")
+
+    def _scales(self, other: Any = 0) -> Any:
+        return self if isinstance(other, (int, float)) else NotImplemented
+
+    __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = __bool__ = _decides
+    __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __mod__ = _decides
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __abs__ = _scales
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _scales
 
 
 class _Uneven(Exception):
@@ -146,9 +167,7 @@ def _parsed(array: str) -> tuple[Any, str]:
 
 def _names(text: str) -> list[str]:
     """The sizes that a text names, not functions."""
-    return [
-        name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in (*FUNCTIONS, "max", "min")
-    ]
+    return [name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in NAMED]
 
 
 def _ours(text: str) -> str:
@@ -181,9 +200,22 @@ def _sizes(names: list[str], case: tuple[str, ...]) -> dict[str, Any]:
 
 def _holds(constraint: str) -> bool:
     """Whether a constraint between numbers holds."""
-    left, how, right = re.split(r"(==|>=|<=)", constraint)
-    ((left,), (right,)) = map(jax.export.symbolic_shape, (left, right))
-    return {"==": operator.eq, ">=": operator.ge, "<=": operator.le}[how](left, right)
+    left, how, right = re.split(r"(==|>=|<=)", constraint.replace("^", "**"))
+    numbers = [_number(ast.parse(side.strip(), mode="eval").body) for side in (left, right)]
+    return {"==": operator.eq, ">=": operator.ge, "<=": operator.le}[how](*numbers)
+
+
+def _number(expression: ast.expr) -> int:
+    match expression:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_number(left), _number(right))
+        case ast.Call(func=ast.Name(id=name), args=args) if name in NAMED:
+            return NAMED[name](*map(_number, args))
+    raise ValueError(f"{ast.unparse(expression)!r} is no number")
 
 
 def _struct(array: str, sizes: dict[str, Any]) -> jax.ShapeDtypeStruct:
@@ -208,7 +240,7 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
     JAX answers an open `t == 1` with False and an open `if t % 4` with True, which would drop a
     branch in silence. Libraries get these answers still: their questions are about speed.
     """
-    equal, power = Size.__eq__, Size.__pow__
+    equal, power, isqrt = Size.__eq__, Size.__pow__, math.isqrt
 
     def equals(self: Any, other: Any) -> bool:
         if isinstance(other, Size) and other.scope is not self.scope:
@@ -226,20 +258,34 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
         return True
 
     def to_power(self: Any, exponent: Any, modulo: Any = None) -> Any:
-        # a scale such as d ** -0.5 decides no shape
-        return 1.0 if isinstance(exponent, float) else power(self, exponent, modulo)
+        return _Scale(1) if isinstance(exponent, float) else power(self, exponent, modulo)
+
+    def root(size: Any) -> Any:
+        """Any size at all: what is proven for it is proven for the root."""
+        if not isinstance(size, Size):
+            return isqrt(size)
+        name = f"isqrt_{_theirs(str(size))}"
+        if not name.isidentifier():
+            raise _Open(f"the square root of {_theirs(str(size))}")
+        if name not in sizes:
+            (sizes[name],) = jax.export.symbolic_shape(_ours(name), scope=size.scope)
+            known[str(sizes[name])] = sizes[name]
+        return sizes[name]
 
     symbols = {str(size): size for size in sizes.values() if isinstance(size, Size)}
     patches = {"__eq__": equals, "__ne__": lambda a, b: not equals(a, b), "__bool__": truth}
     patches |= {"__pow__": to_power}
     before = {name: vars(Size).get(name) for name in patches}
-    token = SYMBOLS.set(symbols and symbols | FUNCTIONS)
+    known: dict[str, Any] = symbols and symbols | FUNCTIONS
+    token = SYMBOLS.set(known)
+    math.isqrt = root
     for name, method in patches.items():
         setattr(Size, name, method)
     try:
         yield
     finally:
         SYMBOLS.reset(token)
+        math.isqrt = isqrt
         for name, method in before.items():
             if method is None:
                 delattr(Size, name)

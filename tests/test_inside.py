@@ -1,6 +1,8 @@
 """What happens inside a call: watched, captured, edited, and drawn as a tree of shapes."""
 
 import json
+import re
+import sys
 import threading
 
 import jax
@@ -14,7 +16,7 @@ import jgpt
 from jgpt import TypedCall
 from jgpt.inside import with_symbols
 from jgpt.nn.attention import split_heads
-from tests.commands import refused, worked
+from tests.commands import on_terminal, refused, worked
 from tests.models import random_gpt
 
 TOKENS = jnp.arange(10).reshape(2, 5)
@@ -274,7 +276,11 @@ def test_a_trace_of_code_of_one_s_own():
 result   bfloat16[batch=3 4]
          bfloat16[3 4]"""
     assert str(trace) == expected
-    assert trace._repr_html_() == f"<pre>{expected}</pre>"
+    page = trace._repr_html_()
+    assert re.sub("<[^>]*>", "", page) == expected
+    colours = re.findall(r"(#\w+)\">(\w+)</span>=", page)
+    assert [name for _, name in colours] == ["batch", "features"] * 3 + ["batch"]
+    assert len(set(colours)) == 2
     assert json.loads(json.dumps(trace.as_json()))["calls"][1]["arguments"].keys() == {"x"}
     other = jgpt.shape_trace(split, jnp.ones((5, 10), jnp.bfloat16))
     named = with_symbols(trace, other, {"b": (3, 5), "f": (8, 10)})
@@ -308,3 +314,19 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert "--decode and --train are two pictures" in refused(
         "shapes", "tiny", "--decode", "--train"
     )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+def test_a_terminal_shows_dimension_names_in_colours(monkeypatch):
+    plain = worked("shapes", "tiny")
+    assert "\x1b" not in plain
+    code, shown = on_terminal(80, "shapes", "tiny")
+    assert code == 0
+    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", shown).replace("\r\n", "\n")
+    assert text.endswith(plain)
+    coloured = re.findall(r"(\x1b\[[\d;]+m)([\w*]+)\x1b\[0m=", shown)
+    assert [name for _, name in coloured] == re.findall(r"([\w*]+)=", plain)
+    assert len({colour for colour, name in coloured if name == "batch"}) == 1
+    assert len({colour for colour, name in coloured if name in ("batch", "time")}) == 2
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[\d;]+m", on_terminal(80, "shapes", "tiny")[1])

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import json
-import time
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +26,10 @@ from jgpt.nn.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jgpt.nn.loss import cross_entropy_from, token_losses, token_losses_from
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS, preset
-from jgpt.proofs import Size, prove
+from jgpt.proofs import Proof, Size, prove
+from jgpt.sharding import use_mesh
 from jgpt.training.step import abstract_state, make_eval_step, make_train_steps
+from tests.commands import worked
 
 CONFIG = ModelConfig(vocab_size=17, embed_dim=12, num_heads=3, num_layers=2, block_size=9)
 BTE, HEADS = "float32[b t e]", "float32[b h t d]"
@@ -43,6 +47,14 @@ def model_of(config: ModelConfig) -> Any:
 
 def forward(config: ModelConfig, tokens: Array) -> Array:
     return model_of(config)(tokens)
+
+
+def sized_gpt(tokens: Array, sizes: Array) -> Array:
+    """A GPT whose sizes are those of an array, which a config would refuse if they are symbolic."""
+    vocab_size, embed_dim, block_size = sizes.shape
+    its = {"vocab_size": vocab_size, "embed_dim": embed_dim, "block_size": block_size}
+    with mock.patch.object(ModelConfig, "__post_init__"):
+        return forward(dataclasses.replace(CONFIG, **its), tokens)
 
 
 def head(x: Array) -> Array:
@@ -107,14 +119,56 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         lambda logits: next_token(logits, jax.random.key(0), Sampling(1.0, 5, 0.9, 0.1)),
         "float32[b 65]",
     ),
+    "next_token, any vocabulary": (
+        lambda logits: next_token(logits, jax.random.key(0), Sampling(1.0, 5, 0.9, 0.1)),
+        "float32[b v]",
+    ),
+    "GPT of any vocabulary, width and block": (
+        sized_gpt,
+        "int32[b t]",
+        "float32[v 3*d n]",
+    ),
     "int8 weights": (lambda x: with_int8_weights(model_of(CONFIG))(x), "int32[b t]"),
 }
+
+
+RECORD = Path(jgpt.__file__).with_name("proofs.json")
+
+
+def counts(proof: Proof) -> dict[str, int]:
+    verdicts = [case.verdict for case in proof.cases]
+    return {verdict: verdicts.count(verdict) for verdict in ("proven", "refused", "open")}
+
+
+def recorded(name: str) -> dict[str, int]:
+    found = json.loads(RECORD.read_text())[name]
+    del found["arrays"]
+    return found
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_is_proven_for_every_size(name):
     proof = prove(*PROGRAMS[name])
     assert proof, str(proof)
+    assert counts(proof) == recorded(name)
+
+
+def test_info_shows_what_is_proven_of_a_preset():
+    said = worked("info", "bigram").splitlines()
+    assert "shapes proven: any batch and length, int32[b t] (1 case, 0 refused)" in said
+    assert "shapes proven: train steps, int32[n b t+1] (3 cases, 0 refused)" in said
+
+
+SIZES = {"b": 2, "t": 5, "e": 8, "h": 3, "d": 14, "k": 7, "v": 11, "f": 13, "n": 9}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_proven_holds_at_sizes_that_are_tried(name):
+    function, *arrays = PROGRAMS[name]
+    names = sorted(set(re.findall(r"\b[a-z]\b", " ".join(arrays))))
+    where = tuple(f"{name} == {SIZES[name]}" for name in names)
+    (case,) = prove(function, *arrays, where=where).cases
+    assert (case.verdict, case.where) == ("proven", where)
 
 
 def record() -> dict[str, Any]:
@@ -132,11 +186,7 @@ def record() -> dict[str, Any]:
         programs[f"{name}, train steps"] = (train_steps(name), "int32[n b t+1]", where)
     found = {}
     for name, (function, *arrays, options) in programs.items():
-        began = time.perf_counter()
-        cases = [case.verdict for case in prove(function, *arrays, **options).cases]
-        seconds = time.perf_counter() - began
-        counts = {verdict: cases.count(verdict) for verdict in ("proven", "refused", "open")}
-        found[name] = {"arrays": ", ".join(arrays), **counts, "seconds": seconds}
+        found[name] = {"arrays": ", ".join(arrays), **counts(prove(function, *arrays, **options))}
         print(name, found[name], flush=True)
     return found
 
@@ -148,6 +198,7 @@ def test_a_preset_is_proven_for_any_batch_and_length(name, layers):
     config = dataclasses.replace(config, num_layers=min(config.num_layers, layers))
     proof = prove(functools.partial(forward, config), "int32[b t]")
     assert proof, str(proof)
+    assert counts(proof) == recorded(f"{name}, any batch and length")
     refused = [case for case in proof.cases if case.verdict == "refused"]
     if config.architecture == "gpt":  # a bigram has no longest context
         assert [case.where[0] for case in refused] == [f"t >= {config.block_size + 1}"]
@@ -206,6 +257,24 @@ def test_evaluation_is_proven_for_any_batches():
 
     proof = prove(evaluate, "int32[n b 10]", "bool[n b 9]")
     assert proof, str(proof)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "array", "cases"),
+    [("data=4,fsdp=2", "int32[8*b t]", 1), ("fsdp=8", "int32[b t]", 4)],
+)
+def test_a_mesh_is_proven_for_batches_that_it_divides_and_others(mesh, array, cases):
+    with use_mesh(mesh):
+        proof = prove(functools.partial(forward, CONFIG), array)
+    assert proof, str(proof)
+    assert counts(proof) == {"proven": cases, "refused": 1, "open": 0}
+
+
+@pytest.mark.slow
+def test_train_steps_on_a_mesh_are_proven():
+    with use_mesh("data=4,fsdp=2"):
+        proof = prove(train_steps("tiny"), "int32[n 8*b t+1]", where=["t <= 16"])
+    assert counts(proof) == {"proven": 3, "refused": 0, "open": 0}
 
 
 # --- what a proof must find ----------------------------------------------------------------------
@@ -295,6 +364,55 @@ def test_sizes_are_left_as_they_were():
         jgpt.causal_mask(size)
 
 
+@pytest.mark.parametrize(
+    "decided",
+    [
+        lambda size: int(1 + size**0.5),
+        lambda size: math.ceil(2 * size**0.5 / 3),
+        lambda size: 1 if size**0.5 > 3 else 2,
+        lambda size: 1 if -(size**-0.5) else 2,
+        lambda size: round(size**0.5),
+        lambda size: math.isqrt(size + 1),
+    ],
+)
+def test_what_a_power_of_a_size_decides_is_open(decided):
+    cases = prove(lambda x: x[: decided(x.shape[0])], "float32[b]").cases
+    assert [case.verdict for case in cases] == ["open"]
+    assert "of a size decides" in cases[0].detail or "the square root of b + 1" in cases[0].detail
+
+
+def test_a_case_of_numbers_has_no_contradiction():
+    """`mod(4, 4) >= 1` holds for no size, `mod(6, 4) >= 1` does."""
+
+    def function(x: Array) -> Array:
+        return x[:1] if x.shape[0] % 4 == 0 or x.shape[0] in (4, 6) else x
+
+    cases = prove(function, "float32[b]").cases
+    first = "mod(b, 4) >= 1"
+    assert {case.where for case in cases if case.where[0] == first} == {
+        (first, "b <= 3"),
+        (first, "b >= 5", "b <= 5"),
+        (first, "b >= 5", "b == 6"),
+        (first, "b >= 5", "b >= 7"),
+    }
+
+
+@jgpt.typed
+def wrong_from_9(x: Float[Array, "batch"]) -> Float[Array, "batch"]:
+    return x[:1] if math.isqrt(x.shape[0]) == 3 else x
+
+
+def test_an_integer_square_root_is_any_size():
+    found = {case.where: case.verdict for case in prove(wrong_from_9, "float32[b]").cases}
+    assert found.pop(("isqrt_b == 3",)) == "violated"
+    assert set(found.values()) == {"proven"}
+    assert math.isqrt(10) == 3
+    same = prove(
+        lambda x: jnp.ones(math.isqrt(x.shape[0])) + jnp.ones(math.isqrt(x.shape[0])), "float32[b]"
+    )
+    assert same
+
+
 @jgpt.typed
 def counted(tokens: Int[Array, "batch time"], times: int) -> Int[Array, "batch {times}*time"]:
     return jnp.tile(tokens, times)
@@ -306,5 +424,4 @@ def test_sizes_in_braces_and_integers_may_be_open():
 
 
 if __name__ == "__main__":  # python -m tests.test_proofs writes the record
-    path = Path(__file__).parents[1] / "benchmarks" / "results" / "proofs.json"
-    path.write_text(json.dumps(record(), indent=1) + "\n")
+    RECORD.write_text(json.dumps(record(), indent=1) + "\n")

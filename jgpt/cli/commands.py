@@ -11,8 +11,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from itertools import islice
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -356,7 +357,7 @@ def info(
     optimizer: OptimizerOption = None,
     mesh: MeshOption = None,
 ) -> Lines:
-    """Show the parameters, bytes, FLOPs and training memory of a model.
+    """Show the parameters, bytes, FLOPs, training memory and proofs of a model.
 
     Args:
         what: A preset's name or a run directory.
@@ -386,6 +387,11 @@ def info(
     if memory is not None:
         parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
         lines.append(f"training memory at batch_size={config.batch_size}{parts}: {memory}")
+    proofs = loads(files("jgpt").joinpath("proofs.json").read_text(encoding="utf-8"))
+    for name, its in proofs.items():
+        if name.startswith(f"{what}, "):
+            cases = f"{its['proven']} case{'s' * (its['proven'] != 1)}, {its['refused']} refused"
+            lines.append(f"shapes proven: {name[len(what) + 2 :]}, {its['arrays']} ({cases})")
     return lines
 
 
@@ -416,7 +422,7 @@ def shapes(
     if decode and train:
         raise ValueError("decode=True and train=True are two pictures: give one")
     with importing():
-        from jgpt.inside import with_symbols
+        from jgpt.inside import name_colours, with_symbols
         from jgpt.training.shapes import trace_decode, trace_forward, trace_train
 
         config = dataclasses.replace(_config_of(what, model), micro_batches=1)
@@ -427,7 +433,11 @@ def shapes(
         if first != second:
             symbols = {"b": (first[0], second[0]), "t": (first[1], second[1])}
             traced = with_symbols(traced, trace(config, *second), symbols)
-    return [dumps(traced.as_json())] if json else traced.lines(depth)
+    if json:
+        return [dumps(traced.as_json())]
+    lines = traced.lines(depth)
+    say(open_console(), *lines, colours=name_colours("\n".join(lines)))
+    return []
 
 
 def plot(

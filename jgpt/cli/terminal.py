@@ -5,8 +5,10 @@ import errno
 import gc
 import io
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
@@ -55,13 +57,16 @@ def terminal(stream: Any, *, draws: bool = False) -> Any:
     return made
 
 
-def say(console: Any, *lines: str) -> None:
-    """Print plain text; a terminal wraps it at words."""
+def say(console: Any, *lines: str, colours: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Print plain text; a terminal wraps it at words, and shows names before `=` in colours."""
     from rich.text import Text
 
     for line in lines:
         if console.is_terminal:
-            console.print(Text(line.translate(CONTROLS)))
+            text = Text(line.translate(CONTROLS))
+            for name, colour in colours.items():
+                text.highlight_regex(rf"(?<![\w*]){re.escape(name)}(?==)", colour)
+            console.print(text)
         elif not console.quiet:
             print(line, file=console.file, flush=True)
 

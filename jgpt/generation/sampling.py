@@ -71,7 +71,9 @@ def _sample(
     # row, where the Gumbel trick of `jax.random.categorical` needs one for each token
     batch, vocab = logits.shape
     size = math.isqrt(vocab)
-    blocks = jnp.pad(jnp.exp(logits), ((0, 0), (0, -vocab % size))).reshape(batch, -1, size)
+    count = -(-vocab // size)
+    padded = jnp.pad(jnp.exp(logits), ((0, 0), (0, count * size - vocab)))
+    blocks = padded.reshape(batch, count, size)
     uniform = jax.random.uniform(key, (batch, 2), logits.dtype)
     block = _inverse_transform(blocks.sum(axis=-1), uniform[:, 0])
     within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]

@@ -10,7 +10,7 @@ import pytest
 
 import jgpt
 from tests.contract.edits import Editor
-from tests.contract.mutants import kind_of, mutants, summary
+from tests.contract.mutants import kind_of, mutants, stages, summary
 
 SOURCE = """
 @typed
@@ -54,6 +54,14 @@ def test_an_edit_has_a_name_of_its_own_wherever_its_function_stands():
     ]
     moved = Editor("nn/attention.py", "y = 1\n\n\n" + source).edits
     assert [str(edit) for edit in moved] == names
+
+
+def test_the_judge_may_be_named():
+    assert [*stages(None, ["tests/test_proofs.py", "-x"])] == [
+        (["tests/test_proofs.py", "-x"], False)
+    ]
+    ((paths, alone),) = stages(None, [])
+    assert (len(paths) > 50, alone) == (True, False)
 
 
 @pytest.mark.slow
