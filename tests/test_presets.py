@@ -64,7 +64,7 @@ GPT2 = """
     run: batch_size=480 steps=600_000 micro_batches='auto' steps_per_call=10 eval_interval=2000
     run: eval_tokens=1_048_576
     """
-# what lesson 11 teaches; the rates are modded-nanogpt's and benchmarks/ablation.md's
+# what lessons 11 and 12 teach; the rates are modded-nanogpt's and benchmarks/ablation.md's
 MUON = """
     optimizer: optimizer='muon' muon_learning_rate=0.012 muon_weight_decay=0.1
     optimizer: learning_rate=8e-3 embedding_learning_rate=0.04 min_learning_rate=0.0
