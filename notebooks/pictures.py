@@ -9,8 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.typing import ColorType
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 from numpy.typing import ArrayLike
 
@@ -108,9 +106,9 @@ def _label(
     axes.set(ylabel=names[0], xlabel=names[1])
 
 
-def text_on(colour: ColorType) -> str:
-    """Black or white, whichever has more contrast with a colour (WCAG 2.2)."""
-    shares = np.asarray(to_rgb(colour))
+def text_on(colour: ArrayLike) -> str:
+    """Black or white, whichever has more contrast with red, green and blue (WCAG 2.2)."""
+    shares = np.asarray(colour)
     linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
     luminance = linear @ (0.2126, 0.7152, 0.0722)
     return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
