@@ -370,6 +370,8 @@ def test_sizes_are_left_as_they_were():
         lambda size: int(1 + size**0.5),
         lambda size: math.ceil(2 * size**0.5 / 3),
         lambda size: 1 if size**0.5 > 3 else 2,
+        lambda size: 1 if size**0.5 == 3 else 2,
+        lambda size: 1 if size**0.5 != 3 else 2,
         lambda size: 1 if -(size**-0.5) else 2,
         lambda size: round(size**0.5),
         lambda size: math.isqrt(size + 1),
