@@ -329,8 +329,8 @@ def info(
     proofs = loads(files("jgpt").joinpath("proofs.json").read_text(encoding="utf-8"))
     for name, its in proofs.items():
         if name.startswith(f"{what}, "):
-            cases = f"{its['proven']} case{'s' * (its['proven'] != 1)}, {its['refused']} refused"
-            lines.append(f"shapes proven: {name[len(what) + 2 :]}, {its['arrays']} ({cases})")
+            cases = f"{its['proven']} proven, {its['refused']} refused"
+            lines.append(f"shapes for {name[len(what) + 2 :]}, {its['arrays']}, in cases: {cases}")
     return lines
 
 
