@@ -119,8 +119,7 @@ COLOURS = ("#008b8b", "#b0489c", "#3b8c3b", "#a87400", "#3a73c9")
 
 def name_colours(text: str) -> dict[str, str]:
     """A colour for each dimension name in printed shapes, in order of appearance."""
-    names = dict.fromkeys(re.findall(NAME, text))
-    return dict(zip(names, itertools.cycle(COLOURS), strict=False))
+    return dict(zip(dict.fromkeys(re.findall(NAME, text)), itertools.cycle(COLOURS), strict=False))
 
 
 @dataclass(frozen=True)

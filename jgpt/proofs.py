@@ -49,11 +49,15 @@ class _Scale(float):
     def _decides(self, *_: Any) -> Any:
         raise _Open("a power of a size decides a shape or a branch")
 
-    def _scales(self, other: Any = 0) -> Any:
+    def _scales(self, other: Any = 0, mod: Any = None) -> Any:
         return self if isinstance(other, (int, float)) else NotImplemented
 
+    def __eq__(self, other: object) -> bool:
+        return float(self) == other if _a_library_asks() else self._decides()
+
+    __hash__ = float.__hash__
     __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = __bool__ = _decides
-    __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __mod__ = _decides
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __mod__ = _decides
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __abs__ = _scales
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _scales
 

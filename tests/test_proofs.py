@@ -155,8 +155,8 @@ def test_is_proven_for_every_size(name):
 
 def test_info_shows_what_is_proven_of_a_preset():
     said = worked("info", "bigram").splitlines()
-    assert "shapes proven: any batch and length, int32[b t] (1 case, 0 refused)" in said
-    assert "shapes proven: train steps, int32[n b t+1] (3 cases, 0 refused)" in said
+    assert "shapes for any batch and length, int32[b t], in cases: 1 proven, 0 refused" in said
+    assert "shapes for train steps, int32[n b t+1], in cases: 3 proven, 0 refused" in said
 
 
 SIZES = {"b": 2, "t": 5, "e": 8, "h": 3, "d": 14, "k": 7, "v": 11, "f": 13, "n": 9}
@@ -370,6 +370,8 @@ def test_sizes_are_left_as_they_were():
         lambda size: int(1 + size**0.5),
         lambda size: math.ceil(2 * size**0.5 / 3),
         lambda size: 1 if size**0.5 > 3 else 2,
+        lambda size: 1 if size**0.5 == 3 else 2,
+        lambda size: 1 if size**0.5 != 3 else 2,
         lambda size: 1 if -(size**-0.5) else 2,
         lambda size: round(size**0.5),
         lambda size: math.isqrt(size + 1),

@@ -387,11 +387,10 @@ def info(
     if memory is not None:
         parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
         lines.append(f"training memory at batch_size={config.batch_size}{parts}: {memory}")
-    proofs = loads(files("jgpt").joinpath("proofs.json").read_text(encoding="utf-8"))
-    for name, its in proofs.items():
+    for name, its in loads(files("jgpt").joinpath("proofs.json").read_text("utf-8")).items():
         if name.startswith(f"{what}, "):
-            cases = f"{its['proven']} case{'s' * (its['proven'] != 1)}, {its['refused']} refused"
-            lines.append(f"shapes proven: {name[len(what) + 2 :]}, {its['arrays']} ({cases})")
+            cases = f"{its['proven']} proven, {its['refused']} refused"
+            lines.append(f"shapes for {name[len(what) + 2 :]}, {its['arrays']}, in cases: {cases}")
     return lines
 
 
