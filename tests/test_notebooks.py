@@ -38,7 +38,7 @@ def numbers_of(text: str) -> list[float]:
 
 
 def test_the_lessons_are_in_order():
-    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(1, 17)]
+    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(1, 18)]
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
