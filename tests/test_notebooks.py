@@ -42,7 +42,7 @@ def numbers_of(text: str) -> list[float]:
 
 
 def test_the_lessons_are_in_order():
-    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(16)]
+    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(18)]
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
