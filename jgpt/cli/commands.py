@@ -70,6 +70,8 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
         raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
     if options.json:
         raise ValueError("json=True is for a plan: it needs dry_run=True")
+    if options.live and where != ProcessOptions():
+        raise ValueError("live=True is for training in one process: use jgpt look RUN --live")
     if where == ProcessOptions():
         return _train(config, options, began)
     given = where.coordinator, where.processes, where.process
@@ -92,6 +94,7 @@ def _leave(message: str) -> NoReturn:
 def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with importing():
         from jgpt.cli.console import ConsoleProgress
+        from jgpt.cli.live import LiveProgress
         from jgpt.cli.signals import stop_requested
         from jgpt.hardware import process_index
         from jgpt.runs.bands import band_of
@@ -101,8 +104,11 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
 
     console = open_console()
     console.quiet = process_index() != 0
+    shown = ConsoleProgress(console, "reading the data")
+    if options.live:
+        shown = LiveProgress(console, "reading the data", browser=options.browser)
     with (
-        ConsoleProgress(console, "reading the data") as progress,
+        shown as progress,
         stop_requested(progress.stopping, progress.leaving) as stop,
     ):
         try:
@@ -497,10 +503,9 @@ def look(
     path, name = _out(out, ".html"), Path(run).resolve().name
     if prompt is None and not live:
         raise ValueError("give a prompt, or live=True")
+    if live:
+        return _serve(run, prompt, checkpoint, model, browser)
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
-        if live:
-            return _serve(loaded, tokenizer, prompt, name, browser)
-
         from jgpt.runs.look import look_page
 
         page = look_page(loaded, tokenizer, prompt or "", max_new_tokens, name)
@@ -508,17 +513,16 @@ def look(
     return [f"wrote {out}"]
 
 
-def _serve(model: Any, tokenizer: Any, prompt: str | None, name: str, browser: bool) -> Lines:
+def _serve(run: str, prompt: str | None, which: Any, model: str | None, browser: bool) -> Lines:
     import webbrowser
 
-    from jgpt.generation.text import default_prompt
-    from jgpt.runs.live import serving
-    from jgpt.runs.look import Look, encode_prompt
+    with importing() as status:
+        from jgpt.runs.live import RunPage, serving
 
-    text = tokenizer.decode(default_prompt(tokenizer)) if prompt is None else prompt
-    model, _ = encode_prompt(model, tokenizer, text)
-    with serving(Look(model, tokenizer, name), text) as (address, server):
-        say(open_console(), f"{name} is at {address} (Ctrl-C ends it)")
+        status.update("loading the model")
+        page = RunPage(run, prompt, which=which, model=model)
+    with serving(page) as (address, server):
+        say(open_console(), f"{page.name} is at {address} (Ctrl-C ends it)")
         if browser:
             webbrowser.open(address)
         with contextlib.suppress(KeyboardInterrupt):

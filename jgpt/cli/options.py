@@ -77,6 +77,10 @@ class RunOptions:
     """Your own model: a class or function in a Python file, which is run."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
+    live: bool = False
+    """Serve a page that grows with the run."""
+    browser: bool = True
+    """With --live, open the browser."""
     on: Annotated[str | None, Shown("CHIPS")] = None
     """With --dry-run, compile for chips like v5e:4x4, h100:8."""
     json: bool = False

@@ -1,15 +1,35 @@
-"""The page of `jgpt look --live`: served on the loopback interface, to this machine alone."""
+"""The page of a run, live: served on the loopback interface, to this machine alone.
+
+`python -m jgpt.runs.live RUN PROMPT [FILE.py:NAME]` serves it beside `jgpt train --live`, in a
+process of its own: it reads the run's files without a lock, so training waits for no reader.
+"""
 
 import json
 import secrets
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
-from jgpt.runs.look import Changes, Look, encode_prompt, page_of
+import numpy as np
 
+from jgpt.config import Make
+from jgpt.generation.text import default_prompt, generate_text
+from jgpt.nn.transformer import GPT
+from jgpt.runs.checkpoints import Checkpoints, Which, load
+from jgpt.runs.directory import CHECKPOINTS, RunDirectory
+from jgpt.runs.look import Changes, Look, encode_prompt, encode_text, page_of
+from jgpt.runs.manifest import MANIFEST
+from jgpt.runs.profiling import enable_compilation_cache
+
+MOST_POINTS = 400
+"""The limit of a loss curve: more steps are drawn as means."""
+MOST_OPEN = 4
+"""How many checkpoints are kept in memory."""
+SAMPLE_TOKENS = 100
 MOST_BYTES = 1 << 20
 """The limit of a request."""
 MOST_REQUESTS = 16
@@ -18,20 +38,110 @@ SECONDS = 10
 """How long a request may take to arrive."""
 
 
+class RunPage:
+    """What the page of a run is told: how training goes, and the forward pass of checkpoints.
+
+    The run's files are read when a page asks. `which` is the checkpoint that is shown first.
+    Raises ValueError or OSError for a run, a checkpoint or a prompt that can't be shown.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        prompt: str | None = None,
+        *,
+        which: Which = "best",
+        model: Make | str = None,
+    ) -> None:
+        self.run, self._model = RunDirectory.open(directory), model
+        self.which: Which = which
+        self.name, tokenizer = self.run.path.resolve().name, self.run.tokenizer()
+        self.prompt = tokenizer.decode(default_prompt(tokenizer)) if prompt is None else prompt
+        encode_text(tokenizer, self.prompt)
+        self._opened: dict[tuple[int, int], Look] = {}
+        self._snapshots: dict[tuple[int, int], dict[str, Any]] = {}
+        self._computing = threading.Lock()
+        if self.run.checkpoint_steps():
+            self._open(which)
+
+    def look(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers for a prompt and changes; with `other`, also those of that checkpoint."""
+        with self._computing:
+            found = [
+                answer(look, asked) | {"checkpoint": step}
+                for (step, _), look in (
+                    self._open(_which(asked.get(name), self.which))
+                    for name in ("checkpoint", "other")
+                    if name == "checkpoint" or asked.get(name) is not None
+                )
+            ]
+        return found[0] | {"other": found[1] if len(found) > 1 else None}
+
+    def training(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The loss curve so far, and the checkpoints."""
+        run = RunDirectory.open(self.run.path)
+        lines, losses = run.metrics(), {}
+        for name in ("loss", "validation_loss", "validation_estimate"):
+            losses[name] = [[line["step"], line[name]] for line in lines if name in line]
+        steps, each = losses["loss"], max(1, -(-len(losses["loss"]) // MOST_POINTS))
+        parts = [steps[first : first + each] for first in range(0, len(steps), each)]
+        losses["loss"] = [np.mean(part, axis=0).tolist() for part in parts]
+        with Checkpoints(run, read_only=True) as checkpoints:
+            saved = checkpoints.steps()
+            named = {name: checkpoints.step(name) for name in ("best", "last")} if saved else {}
+        last, of = lines[-1]["step"] if lines else 0, run.config().steps
+        told = {"each": each, "step": last, "steps": of, "checkpoints": saved, "named": named}
+        return losses | told
+
+    def snapshot(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """A sample of a checkpoint, and its attention over the prompt that the page began with."""
+        with self._computing:
+            at, look = self._open(_which(asked.get("checkpoint"), self.which))
+            if at not in self._snapshots:
+                text = generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
+                found: dict[str, Any] = {"checkpoint": at[0], "sample": text, "attention": None}
+                if isinstance(look.model, GPT):
+                    numbers = answer(look, {"prompt": self.prompt})
+                    names = ("attention", "tokens", "layers", "heads")
+                    found |= {name: numbers[name] for name in names}
+                self._snapshots[at] = found
+            return self._snapshots[at]
+
+    def _open(self, which: Which) -> tuple[tuple[int, int], Look]:
+        """A checkpoint, by its step and the time when it was saved."""
+        run = RunDirectory.open(self.run.path)
+        with Checkpoints(run, read_only=True) as checkpoints:
+            step = checkpoints.step(which)
+        at = step, (run.path / CHECKPOINTS / f"{step}" / MANIFEST).stat().st_mtime_ns
+        if at not in self._opened:
+            model: Any
+            model, tokenizer, _ = load(run.path, which=step, model=self._model)
+            like = next(iter(self._opened.values()), None)
+            look = Look(model, tokenizer, self.name, like=like)
+            self._opened[at] = look
+            for oldest in [*self._opened][:-MOST_OPEN]:
+                del self._opened[oldest]
+        return at, self._opened[at]
+
+
+def _which(asked: Any, default: Which) -> Which:
+    if asked is None:
+        return default
+    if asked in ("best", "last") or type(asked) is int:
+        return asked
+    raise ValueError(f"checkpoint={asked!r} must be best, last or a step")
+
+
 @contextmanager
-def serving(look: Look, prompt: str) -> Iterator[tuple[str, ThreadingHTTPServer]]:
+def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
     """Serve a page; yield its address, with a secret, and the server.
 
     Only requests with the secret, to this host and from this page are answered, and nothing but the
     page and its numbers.
     """
-    encode_prompt(look.model, look.tokenizer, prompt)
-    first = answer(look, {"prompt": prompt})
-    secret, room, computing = (
-        secrets.token_urlsafe(16),
-        threading.Semaphore(MOST_REQUESTS),
-        threading.Lock(),
-    )
+    secret, room = secrets.token_urlsafe(16), threading.Semaphore(MOST_REQUESTS)
+    page = {"name": run.name, "live": True, "text": run.prompt, "checkpoint": run.which}
+    answers = {"look": run.look, "training": run.training, "checkpoint": run.snapshot}
 
     class Handler(BaseHTTPRequestHandler):
         timeout = SECONDS
@@ -39,10 +149,12 @@ def serving(look: Look, prompt: str) -> Iterator[tuple[str, ThreadingHTTPServer]
 
         def do_GET(self) -> None:
             if self._allowed(f"/{secret}/"):
-                self._send(200, page_of(first, live=True), "text/html; charset=utf-8")
+                self._send(200, page_of(page, live=True), "text/html; charset=utf-8")
 
         def do_POST(self) -> None:
-            if not self._allowed(f"/{secret}/look"):
+            name = self.path.rpartition("/")[2]
+            name = name if name in answers else "look"
+            if not self._allowed(f"/{secret}/{name}"):
                 return
             size = self.headers.get("Content-Length", "")
             if self.headers.get("Content-Type") != "application/json" or not size.isdecimal():
@@ -54,10 +166,11 @@ def serving(look: Look, prompt: str) -> Iterator[tuple[str, ThreadingHTTPServer]
             except (ValueError, RecursionError):
                 return self._refuse(400, "that is not JSON")
             try:
-                with computing:
-                    answered = answer(look, asked)
-            except ValueError as error:
-                answered = {"error": str(error)}
+                if not isinstance(asked, Mapping):
+                    raise ValueError("a request is a JSON object")
+                answered = answers[name](asked)
+            except (ValueError, OSError) as error:
+                answered = {"error": " ".join(str(error).split())}
             self._send(200, json.dumps(answered, allow_nan=False))
 
         def _allowed(self, path: str) -> bool:
@@ -161,3 +274,16 @@ def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
             raise ValueError(f"a patch can't be at block {layer} and position {position}")
         patch = layer, position, other
     return Changes({(i, j): each for (i, j), each in heads.items()}, blocks, patch)
+
+
+def main(directory: str, prompt: str, model: str | None = None) -> None:
+    """Serve a run beside its training, until the trainer's process closes standard input."""
+    enable_compilation_cache()
+    with serving(RunPage(directory, prompt, which="last", model=model)) as (address, server):
+        print(address, flush=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

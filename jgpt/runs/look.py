@@ -38,13 +38,19 @@ def encode_prompt(
     if not isinstance(model, GPT):
         kind = "a bigram model" if isinstance(model, BigramLM) else "a model of your own"
         raise ValueError(f"{kind} has no attention weights: choose a GPT run")
+    return model, encode_text(tokenizer, text)
+
+
+@typed
+def encode_text(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens"]:
+    """The tokens of a prompt. Raises ValueError for an empty one and for half of a character."""
     try:
         tokens = tokenizer.encode(text)
     except UnicodeEncodeError:
         raise ValueError("the prompt contains half of a character (a lone surrogate)") from None
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
-    return model, tokens
+    return tokens
 
 
 @typed
@@ -113,15 +119,22 @@ class Changes:
 
 
 class Look:
-    """Looks into a GPT: the numbers of a page, for one text after another."""
+    """Looks into a GPT: the numbers of a page, for one text after another.
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, name: str) -> None:
+    Programs that were compiled for `like`, the same model with other weights, serve again.
+    """
+
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, name: str, *, like: "Look | None" = None
+    ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._graph, weights = nnx.split(model)
         self._weights = nnx.to_pure_dict(weights)
         self._rows: dict[int, list[dict[str, Any]]] = {}
         self._lasting: dict[int, list[list[int]]] = {}
         self._program = jax.jit(self._forward)
+        if like is not None and like._graph == self._graph:
+            self._program, self._rows, self._lasting = like._program, like._rows, like._lasting
 
     def __call__(
         self, tokens: list[int], prompt: int, changes: Changes = Changes()

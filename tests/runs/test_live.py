@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,16 +12,22 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jgpt
 from jgpt.runs import live
-from jgpt.runs.live import answer, serving
+from jgpt.runs.checkpoints import Checkpoints
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.live import RunPage, answer, serving
 from jgpt.runs.look import Look
+from jgpt.training.optimizer import make_optimizer
+from jgpt.training.step import TrainState
 from tests.browser import browser
 from tests.commands import refused
 from tests.models import random_gpt
@@ -32,6 +39,32 @@ PROMPT, OTHER = "script€", "crespas"
 @pytest.fixture(scope="module")
 def look():
     return Look(random_gpt("modern"), TOKENIZER, "run")
+
+
+@pytest.fixture(scope="module")
+def other():
+    model = random_gpt("modern")
+    for leaf in jax.tree.leaves(
+        nnx.state(model, nnx.Param), is_leaf=lambda x: hasattr(x, "set_value")
+    ):
+        leaf.set_value(leaf[...] * 0.8)
+    return Look(model, TOKENIZER, "run")
+
+
+@pytest.fixture(scope="module")
+def run(look, other, tmp_path_factory):
+    """A run of two checkpoints: step 0, and step 7, which is the best and the last."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    jgpt.save(other.model, path, tokenizer=TOKENIZER, config=look.model.config)
+    directory = RunDirectory.open(path)
+    config, weights = directory.config(), nnx.to_pure_dict(nnx.state(look.model, nnx.Param))
+    optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(TrainState(weights, optimizer, jnp.int32(7)), 1.5)
+    lines = [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 8)]
+    lines[6] |= {"validation_loss": 1.5}
+    directory.append_metrics([{"step": 0, "validation_estimate": 2.75}, *lines])
+    return path
 
 
 def tokens_of(text: str):
@@ -120,9 +153,9 @@ def test_a_wrong_request_gets_one_line(look, asked, reason):
 
 
 @pytest.fixture
-def served(look):
+def served(run):
     """The address of a page, in parts, with its server at work."""
-    with serving(look, PROMPT) as (address, server):
+    with serving(RunPage(run, PROMPT)) as (address, server):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield address
@@ -155,6 +188,59 @@ def test_the_page_and_its_numbers_are_served(served, look):
     status, found = ask(served, f"/{secret}/look", json.dumps({"prompt": "#"}).encode())
     assert status == 200
     assert json.loads(found)["error"].startswith("unknown character '#' at position 0")
+
+
+def test_a_page_is_told_of_training_and_its_checkpoints(run, look, other):
+    page = RunPage(run, PROMPT)
+    told = page.training({})
+    assert told["loss"] == [[step, pytest.approx(3 - step / 10)] for step in range(1, 8)]
+    assert (told["validation_loss"], told["validation_estimate"]) == ([[7, 1.5]], [[0, 2.75]])
+    assert (told["step"], told["each"]) == (7, 1)
+    assert (told["checkpoints"], told["named"]) == ([0, 7], {"best": 7, "last": 7})
+    asked = {"prompt": "spice", "heads": {"0.1": 0}, "checkpoint": 7, "other": 0}
+    found = page.look(asked)
+    for each, its, step in ((found, look, 7), (found["other"], other, 0)):
+        expected = answer(its, asked)
+        assert each["checkpoint"] == step
+        assert each["log_probabilities"] == expected["log_probabilities"]
+        assert each["attention"] == expected["attention"]
+    assert found["attention"] != found["other"]["attention"]
+    snapshot = page.snapshot({"checkpoint": 0})
+    assert snapshot["attention"] == answer(other, {"prompt": PROMPT})["attention"]
+    assert snapshot["sample"] == jgpt.generate_text(
+        other.model, TOKENIZER, "", 100, temperature=0.8
+    )
+    for wrong in (True, "first", [0]):
+        with pytest.raises(ValueError, match="must be best, last or a step"):
+            page.look({"prompt": "a", "checkpoint": wrong})
+    with pytest.raises(ValueError, match="has no checkpoint 3: it has 0, 7"):
+        page.look({"prompt": "a", "other": 3})
+
+
+def test_a_long_curve_is_drawn_as_means(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "MOST_POINTS", 3)
+    told = RunPage(run, PROMPT).training({})
+    assert told["each"] == 3
+    np.testing.assert_allclose(told["loss"], [[2, 2.8], [5, 2.5], [7, 2.3]])
+
+
+def test_checkpoints_share_a_program_and_few_stay_open(run, monkeypatch):
+    monkeypatch.setattr(live, "MOST_OPEN", 1)
+    page = RunPage(run, PROMPT)
+    (first,) = page._opened.values()
+    page._open(0)
+    (second,) = page._opened.values()
+    assert second is not first
+    assert second._program is first._program
+
+
+def test_a_run_that_is_deleted_while_it_is_shown(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    page = RunPage(copy, PROMPT)
+    shutil.rmtree(copy)
+    for asked in (page.training, page.look, page.snapshot):
+        with pytest.raises(OSError, match=r"copy is not a run directory: it has no config\.json"):
+            asked({"prompt": "a"})
 
 
 def test_strangers_get_one_line(served):
@@ -191,9 +277,9 @@ def test_the_port_is_open_on_the_loopback_interface_alone(served):
         assert other.connect_ex(("127.0.0.2", port)) != 0
 
 
-def test_a_thousand_connections_at_once_harm_nobody(look, monkeypatch):
+def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
     monkeypatch.setattr(live, "SECONDS", 0.5)
-    with serving(look, PROMPT) as (address, server):
+    with serving(RunPage(run, PROMPT)) as (address, server):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port, before = int(address.split(":")[2].split("/")[0]), threading.active_count()
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
@@ -206,6 +292,92 @@ def test_a_thousand_connections_at_once_harm_nobody(look, monkeypatch):
         time.sleep(0.6)
         assert ask(address)[0] == 200
         server.shutdown()
+
+
+# idle priority is told and not taken, for on a machine that is busy with tests it would be endless
+MAIN = "import os; os.sched_setscheduler = lambda _, policy, __: print(policy, os.SCHED_IDLE);"
+MAIN += "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+MAIN += "from jgpt.cli import main; main()"
+TRAIN = "--steps 1000000 --eval-interval 5000 --steps-per-call 5 --sample-tokens 0 --block-size 16"
+TRAIN += " --num-layers 2 --embed-dim 24 --batch-size 4 --live --no-browser"
+
+
+@pytest.fixture
+def training(poem, tmp_path):
+    """`jgpt train --live`: the process, and the address that it says."""
+    command = [sys.executable, "-c", MAIN, "train", "tiny", "--data", str(poem), *TRAIN.split()]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], **pipes)
+    assert process.stdout is not None
+    said = [process.stdout.readline()]
+    while said[-1] and "look inside at " not in said[-1]:
+        said.append(process.stdout.readline())
+    assert said[-1], process.communicate()
+    if sys.platform == "linux":
+        assert f"{os.SCHED_IDLE} {os.SCHED_IDLE}\n" in said
+    yield process, said[-1].split()[-1]
+    process.kill()
+    process.communicate()
+
+
+def gone(address: str) -> bool:
+    """Whether the server of an address ends within seconds."""
+    port = int(address.split(":")[2].split("/")[0])
+    for _ in range(100):
+        with socket.socket() as other:
+            if other.connect_ex(("127.0.0.1", port)) != 0:
+                return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_training_waits_for_no_reader_and_ends_with_its_page(training, tmp_path):
+    process, address = training
+    host, port = "127.0.0.1", int(address.split(":")[2].split("/")[0])
+    line = f"GET {address.partition(str(port))[2]} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n"
+    stuck = [socket.create_connection((host, port)) for _ in range(20)]
+    for each in stuck:  # asks for much, and never reads
+        each.sendall(line.encode() * 1000)
+    run = RunDirectory.open(tmp_path / "run")
+    before, end = len(run.metrics()), time.monotonic() + 60
+    while len(run.metrics()) < before + 1000:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+    assert "resume with: " in out
+    assert "the page ended" not in out
+    assert gone(address)
+    for each in stuck:
+        each.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_the_page_ends_however_training_does(training, number):
+    process, address = training
+    assert ask(address)[0] == 200
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert gone(address)
+
+
+@needs_chromium
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_the_page_of_a_run_in_training_grows(training, page, poem):
+    _, address = training
+    page.open("about:blank")
+    page.errors.clear()
+    page.open(address)
+    until(page, "snapshots.size && data?.checkpoint >= 312")
+    step, shown = page.run("[training.step, data.checkpoint]")
+    until(page, f"training.step > {step} && data.checkpoint > {shown}")
+    assert page.run("data.text") in poem.read_text()
+    assert page.run("[...snapshots.values()].every(each => each.sample.length > 9)")
+    assert page.run("tokens.length") == 16
+    assert page.errors == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGHUP")
@@ -245,10 +417,18 @@ def page():
 
 @pytest.fixture
 def opened(page, served):
-    page.errors.clear()
-    page.open(served)
+    opened_at(page, served)
     yield page
     assert page.errors == []
+
+
+def opened_at(page, address: str, *how) -> None:
+    """Open a live page, and wait until it has all that it asked for."""
+    page.open("about:blank")  # another page may still ask a server that ended
+    page.errors.clear()
+    page.open(address, *how)
+    until(page, "data && snapshots.size === training.checkpoints.length")
+    page.run(SETTLED)
 
 
 SETTLED = "(async () => { while (asking) await asking })()"
@@ -309,14 +489,81 @@ def test_three_questions_are_answered_by_clicking(opened, look):
 
 
 @needs_chromium
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, scheme):
+    opened_at(page, served, width, scheme)
+    assert page.run("$('twins').hidden")
+    page.run("$('other').value = 0; $('other').dispatchEvent(new Event('change'))")
+    page.run(SETTLED)
+    page.run("choose({ query: 5, key: 3, layer: 1, head: 2, depth: 1 })")
+    both = page.run("twins.map(({ of, told }) => [weight(1, 2, 5, 3, of), told.textContent])")
+    titles = page.run("[...document.querySelectorAll('#twins h3')].map(e => e.textContent)")
+    assert titles == ["Step 7", "Attention", "Step 0", "Attention"]
+    for (found, said), its, side in zip(both, (look, other), (0, 1), strict=True):
+        data = answer(its, {"prompt": PROMPT})
+        assert found == pytest.approx(unpacked(data["attention"])[1, 2, 18], abs=1e-6)
+        assert f"the weight {found:.4f}." in said
+        loss = -np.mean(data["next_log_probabilities"][-1])
+        assert f"Loss on the text: {loss:.3f} nats" in said
+        best = np.exp(data["log_probabilities"][1][5][0])
+        assert f"” {best:.4f}, “" in said
+        cell = f"twins[{side}].cells[1][5]"
+        page.mouse("mouseMoved", *middle_of(page, cell))
+        assert (
+            f"layer 0, after “t” (5)\n“{page.run(f'{cell}.textContent')}” {best:.4f}"
+            in page.run("$('tip').textContent")
+        )
+    assert both[0] != both[1]
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert "0" in page.run("decodeURIComponent(location.hash)")
+    assert page.errors == []
+
+
+@needs_chromium
+def test_a_page_grows_with_the_run(page, run, tmp_path):
+    """Begun without a checkpoint; then one comes, another, and the run is deleted."""
+    copy, kept = shutil.copytree(run, tmp_path / "copy"), tmp_path / "kept"
+    shutil.move(copy / "checkpoints", kept)
+    (copy / "checkpoints").mkdir()
+    with serving(RunPage(copy, PROMPT)) as (address, server):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.open("about:blank")
+        page.errors.clear()
+        page.open(address)
+        until(page, "training")
+        assert page.run("document.body.className") == "empty"
+        assert "The first checkpoint comes" in page.run("$('progress').textContent")
+        assert page.run("training.loss.length") == 7
+        for step, rows in ((0, 1), (7, 2)):
+            shutil.move(kept / f"{step}", copy / "checkpoints" / f"{step}")
+            until(
+                page, f"data?.checkpoint === {step} && $('growth').children.length === {3 * rows}"
+            )
+        assert page.run("$('growth').children[0].textContent") == "step 7: 1.5000"
+        text = page.run("$('growth').children[2].textContent")
+        assert text == page.run("snapshots.get(7).sample")
+        shutil.rmtree(copy)
+        until(page, "$('progress').textContent.includes('is not a run directory')")
+        assert page.run("tokens.length") == 7
+        assert page.errors == []
+        server.shutdown()
+
+
+def until(page, condition: str) -> None:
+    end = time.monotonic() + 60
+    while not page.run(f"Boolean({condition})"):
+        assert time.monotonic() < end, condition
+        time.sleep(0.05)
+
+
+@needs_chromium
 def test_an_address_has_the_state(opened, served):
     opened.run("change({ blocks: { 1: 0 }, heads: { '0.2': 0 }, prompt: 'spare' })")
     opened.run(SETTLED)
     there = opened.run("location.href")
     numbers = opened.run("data.log_probabilities[2][4]")
     opened.open("about:blank")
-    opened.open(there)
-    opened.run(SETTLED)
+    opened_at(opened, there)
     assert opened.run("$('prompt').value") == "spare"
     assert opened.run("data.log_probabilities[2][4]") == numbers
     assert opened.run("document.querySelector('[data-head=\"0.2\"]').checked") is False
@@ -362,18 +609,17 @@ def test_controls_work_by_keyboard_and_have_names(opened):
     assert opened.run(unnamed) == []
     opened.run("$('prompt').focus()")
     order = []
-    for _ in range(12):
+    for _ in range(30):
         opened.press("Tab")
         order.append(opened.run("document.activeElement.id || document.activeElement.className"))
-    assert order[:4] == ["sample", "write", "reset", "text"]
+    assert order[:8] == ["sample", "write", "reset", "checkpoint", "other", "", "", "text"]
     assert "lens" in order
 
 
 @needs_chromium
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "dark")])
 def test_the_live_page_fits_its_screen(page, served, width, scheme):
-    page.errors.clear()
-    page.open(served, width, scheme)
+    opened_at(page, served, width, scheme)
     assert page.run("document.documentElement.scrollWidth") <= width
     assert page.errors == []
     if width == 390:
@@ -384,10 +630,10 @@ def test_the_live_page_fits_its_screen(page, served, width, scheme):
 
 
 @needs_chromium
-def test_a_server_that_ended_is_said(page, look):
-    with serving(look, PROMPT) as (address, server):
+def test_a_server_that_ended_is_said(page, run):
+    with serving(RunPage(run, PROMPT)) as (address, server):
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        page.open(address)
+        opened_at(page, address)
         server.shutdown()
     for text in ("a", "ab", "abc"):  # the browser may have connected before
         typed(page, text)
