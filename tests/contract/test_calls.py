@@ -127,17 +127,18 @@ def test_the_checks_put_two_frames_between_a_call_and_its_body():
         config.update("jaxtyping_disable", False)
 
 
-def test_an_exception_gets_no_note_and_keeps_its_place():
+def test_an_exception_keeps_its_type_and_place_and_gets_no_note():
     @typed
     def broken(x: Float[Array, "size"]) -> Float[Array, "size"]:
-        raise KeyError("the body's own")
+        raise TypeError("the body's own")
 
     @typed
     def outer(x: Float[Array, "size"]) -> Float[Array, "size"]:
         return broken(x)
 
-    with pytest.raises(KeyError, match="the body's own") as caught:
+    with pytest.raises(TypeError, match=r"^the body's own$") as caught:
         outer(jnp.ones(3))
+    assert caught.type is TypeError
     assert not hasattr(caught.value, "__notes__")
     assert caught.traceback[-1].name == "broken"
     assert [entry.name for entry in caught.traceback if entry.name in ("outer", "broken")] == [

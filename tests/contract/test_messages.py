@@ -255,12 +255,3 @@ def test_a_wrong_call_inside_a_call_is_reported_once_and_where_it_is():
 def test_a_missing_argument_names_the_function():
     with pytest.raises(TypeError, match=r"^Head.__init__\(\) missing a required argument: 'rngs'$"):
         jgpt.Head(10, 4)  # type: ignore[call-arg]
-
-
-def test_errors_inside_a_body_stay_as_they_are():
-    @typed
-    def broken(x: Float[Array, " batch"]) -> Float[Array, " batch"]:
-        raise TypeError("the body's own")
-
-    with pytest.raises(TypeError, match="the body's own"):
-        broken(jnp.ones(3))

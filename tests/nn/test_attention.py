@@ -17,15 +17,6 @@ from tests.models import attention, loud, normal
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
 
 
-def test_a_query_may_look_at_itself_and_its_past():
-    assert causal_mask(0).shape == (0, 0)
-    assert causal_mask(3).tolist() == [
-        [True, False, False],
-        [True, True, False],
-        [True, True, True],
-    ]
-
-
 def test_weights_by_hand():
     # affinities ln 1, ln 2, ln 5 after scaling by 4 ** -0.5: weights 1/8, 2/8, 5/8
     query = jnp.array([[2.0, 0.0, 0.0, 0.0]])
@@ -204,11 +195,6 @@ def test_each_pair_turns_at_its_own_pace():
     turned = apply_rotary(jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([3]))
     by_hand = [math.cos(3), 2 * math.cos(0.03), math.sin(3), 2 * math.sin(0.03)]
     np.testing.assert_allclose(turned, [by_hand], rtol=1e-5)
-
-
-def test_only_pairs_are_turned():
-    with pytest.raises(ValueError, match="head_dim=5 must be even"):
-        apply_rotary(normal(0, TIME, 5), jnp.arange(TIME))
 
 
 def test_turning_is_as_narrow_as_what_it_turns():

@@ -9,11 +9,9 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.config import TrainConfig
 from jgpt.nn.attention import attend
 from jgpt.nn.kernels import attend_windowed
 from jgpt.nn.layers import apply_dropout
-from jgpt.training.step import dropout_stream, init_state, make_train_steps
 
 RATE = 0.3
 PLAIN = jgpt.ModelConfig(embed_dim=6, num_heads=3, hidden_dim=13)
@@ -153,28 +151,3 @@ def test_each_place_drops_for_itself():
     model(jnp.zeros((1, 5), jnp.int32), rngs=stream)
     # the embedding, and in each block the attention weights and two residual branches
     assert stream.dropout.count[...] == 1 + 2 * 3
-
-
-def test_two_steps_on_the_same_window_differ_by_dropout_alone():
-    def losses(dropout, seed):
-        config = TrainConfig(
-            model=jgpt.ModelConfig(
-                num_layers=1, num_heads=3, embed_dim=6, block_size=5, dropout=dropout
-            ),
-            # a learning rate too small to move a weight: dropout is all that differs
-            optimizer=jgpt.OptimizerConfig(learning_rate=1e-30, min_learning_rate=0.0),
-            seed=seed,
-        )
-        windows = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (3, 2, 6))
-        state = dataclasses.replace(init_state(config), weights=start(config))
-        key = dropout_stream(config.seed)
-        return np.asarray(make_train_steps(config)(state, windows, key, 3)[1].loss)
-
-    def start(config):
-        return init_state(dataclasses.replace(config, seed=0)).weights
-
-    with_dropout = losses(RATE, seed=1)
-    assert len(set(with_dropout.tolist())) == 3
-    assert np.array_equal(with_dropout, losses(RATE, seed=1))
-    assert not np.array_equal(with_dropout, losses(RATE, seed=2))
-    assert len(set(losses(0.0, seed=1).tolist())) == 1

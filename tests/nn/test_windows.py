@@ -45,7 +45,8 @@ def test_a_query_may_look_at_itself_and_so_much_of_its_past():
         [False, False, False, True, True],
     ]
     assert causal_mask(3, 1).tolist() == np.eye(3, dtype=bool).tolist()
-    assert causal_mask(3, 3).tolist() == causal_mask(3).tolist()
+    assert causal_mask(3, 3).tolist() == causal_mask(3).tolist() == np.tri(3, dtype=bool).tolist()
+    assert causal_mask(0).shape == (0, 0)
 
 
 @pytest.mark.parametrize("window", [0, -3])
