@@ -1,7 +1,8 @@
 """The README's pictures, from a model trained for a minute: `make pictures`.
 
 docs/pictures/terminal.svg shows the two commands on a terminal, docs/pictures/attention.png one
-head of the model beside the sample.
+head of the model beside the sample, and docs/pictures/look*.png the live page, if there is a
+Chromium.
 """
 
 import os
@@ -11,6 +12,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 import jgpt
+from jgpt.runs.live import RunPage, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -32,6 +36,7 @@ LINE = "To be, or not to be, that is the question"
 WIDTH = 84
 
 sys.path.insert(0, str(ROOT))
+from tests.browser import CHROMIUM, Page, browser  # noqa: E402
 from tests.cli.screen import Screen  # noqa: E402
 
 
@@ -86,12 +91,54 @@ def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer, sample: str) 
     figure.savefig(PICTURES / "attention.png", dpi=120, bbox_inches="tight")
 
 
+def _wait(page: Page, condition: str) -> None:
+    until = time.monotonic() + 120
+    while not page.run(f"Boolean({condition})"):
+        if time.monotonic() > until:
+            raise TimeoutError(f"the page didn't come to {condition}")
+        time.sleep(0.1)
+
+
+def draw_look(run: Path) -> None:
+    """Write the live page, and three answers that are found in it by clicking."""
+
+    def clicked(page: Page, element: str) -> None:
+        page.run(f"{element}.scrollIntoView({{ block: 'center' }})")
+        middle = "(b => [b.left + b.width / 2, b.top + b.height / 2])"
+        page.click(*page.run(f"{middle}({element}.getBoundingClientRect())"))
+
+    def picture(page: Page, section: str, name: str) -> None:
+        page.run("hideTip()")
+        page.run(f"{section}.scrollIntoView()")
+        (PICTURES / f"{name}.png").write_bytes(page.screenshot(whole=False))
+
+    with serving(RunPage(run, LINE)) as (address, server), browser() as page:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.open(address)
+        _wait(page, "data && snapshots.size === training.checkpoints.length")
+        clicked(page, "textSpans[30]")
+        clicked(page, "headButtons[heads + 2]")
+        picture(page, "document.body", "look")
+        page.run(
+            "choose({ key: Array.from({ length: 31 }, (_, key) => weight(1, 2, 30, key))"
+            ".reduce((best, w, key, all) => w > all[best] ? key : best, 0) })"
+        )
+        picture(page, "$('map').closest('section')", "look-letters")
+        picture(page, "$('why')", "look-weight")
+        clicked(page, "document.querySelector('[data-head=\"1.2\"]')")
+        _wait(page, "data.before && !asking")
+        picture(page, "$('changes')", "look-without")
+        server.shutdown()
+
+
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         output = [shown(command, folder) for command in COMMANDS]
         model, tokenizer, _ = jgpt.load(Path(folder, "runs/will"))
         sample = Path(folder, "runs/will/samples.txt").read_text()
+        if CHROMIUM is not None:
+            draw_look(Path(folder, "runs/will"))
     both = zip(COMMANDS, output, strict=True)
     draw_terminal([line for command, lines in both for line in (f"$ {command}", *lines, "")])
     draw_attention(model, tokenizer, sample)
