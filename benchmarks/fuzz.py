@@ -332,16 +332,23 @@ def metrics_jsonl(root: Path) -> Target:
     return Target([run.path / "metrics.jsonl", run.path / "provenance.jsonl"], load)
 
 
-def forge(path: Path) -> None:
-    """Make the manifest of a checkpoint fit one of the files."""
-    manifest = next(it for it in (each / "manifest.json" for each in path.parents) if it.exists())
-    values = json.loads(manifest.read_text())
+def forge(checkpoint: Path, **changes: Any) -> None:
+    """Let the manifest of a checkpoint fit the files, or say something else, with its SHA-256."""
+    path = checkpoint / "manifest.json"
+    values = json.loads(path.read_text())
     del values["sha256"]
-    data = path.read_bytes()
-    name = path.relative_to(manifest.parent).as_posix()
-    values["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
+    files = [file for file in checkpoint.rglob("*") if file.is_file() and file != path]
+    contents = {file.relative_to(checkpoint).as_posix(): file.read_bytes() for file in files}
+    values["files"] = {
+        name: [len(data), hashlib.sha256(data).hexdigest()] for name, data in contents.items()
+    }
+    values |= changes
     values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    manifest.write_text(json.dumps(values))
+    path.write_text(json.dumps(values))
+
+
+def forge_around(file: Path) -> None:
+    forge(next(folder for folder in file.parents if (folder / "manifest.json").exists()))
 
 
 COMMAND_LINES = (
@@ -420,7 +427,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "checkpoint": files_of_a_run("checkpoints/2/**/*", detects_all=True),
     "config.json": files_of_a_run("config.json"),
     "safetensors": safetensors,
-    "forged checkpoint": files_of_a_run("checkpoints/2/weights/**/*", repair=forge),
+    "forged checkpoint": files_of_a_run("checkpoints/2/weights/**/*", repair=forge_around),
     "options": command_lines,
     "train --config": config_option,
 }

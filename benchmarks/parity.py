@@ -17,25 +17,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import runner
 import torch
 import tyro
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ladder is the tests'
 
 import jgpt
-from jgpt.interop.formats import LLAMA
-from jgpt.interop.names import write_tensors
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.nn.loss import cross_entropy
 from tests.parity.ladder import FAMILIES, TOLERANCE, errors, ours, theirs
-from tests.parity.test_transformers import MODELS, random_model, transformers
+from tests.parity.test_transformers import MODELS, compared, random_model, transformers
 
 
 @dataclass(frozen=True)
@@ -82,33 +78,16 @@ def nanogpt(file: str) -> list[dict]:
 def directory(name: str) -> list[dict]:
     """Logits, loss and gradients of a transformers model in jgpt, and the weights written back."""
     reference = random_model(name)
-    tokens = np.random.default_rng(1).integers(reference.config.vocab_size, size=(2, 11))
-    labels = torch.tensor(tokens)
-    answer = reference(labels, labels=labels)
-    answer.loss.backward()
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
         model = jgpt.load_hf(folder)
         jgpt.save_hf(model, f"{folder}/again")
         again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/again")
-    graph, weights = nnx.split(model)
-
-    def loss_of(weights):
-        logits = nnx.merge(graph, weights)(jnp.asarray(tokens))
-        return cross_entropy(logits[:, :-1], jnp.asarray(tokens[:, 1:])), logits
-
-    (loss, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
-    found = write_tensors(nnx.merge(graph, gradients), LLAMA)
-    leaves = dict(reference.named_parameters())
-    pairs = {
-        "logits": ({"": np.asarray(logits)}, {"": answer.logits.detach().numpy()}),
-        "loss": ({"": np.asarray(loss)}, {"": answer.loss.detach().numpy()}),
-        "gradients": (found, {path: leaf.grad.numpy() for path, leaf in leaves.items()}),
-        "written back": (
-            {path: leaf.detach().numpy() for path, leaf in again.named_parameters()},
-            {path: leaf.detach().numpy() for path, leaf in leaves.items()},
-        ),
-    }
+    stored, wanted = (
+        {path: leaf.detach().numpy() for path, leaf in each.named_parameters()}
+        for each in (again, reference)
+    )
+    pairs = {**compared(reference, model), "written back": (stored, wanted)}
     return [
         row(f"{name} of transformers", "float32", rung, errors(*its)) for rung, its in pairs.items()
     ]

@@ -457,27 +457,6 @@ def test_overwrite_starts_again(run, text_file):
     assert [line["step"] for line in metrics(run)][-1] == 9
 
 
-@pytest.mark.parametrize(
-    ("files", "data", "because"),
-    [
-        ("checkpoints/*/weights/**/*", b"", "checkpoints/30"),
-        ("config.json", b"{", "config.json is damaged"),
-        ("config.json", b"[]", "config.json is damaged"),
-        ("config.json", b'{"model": {"embed_dim": "wide"}}', "config.json is damaged"),
-        ("config.json", b"\xff", "config.json is damaged"),
-        ("config.json", b'{"model": {"embed_dim": 64}}', "checkpoint"),
-        ("checkpoints", None, "has no checkpoint"),
-    ],
-)
-def test_a_damaged_run_is_one_line(run, files, data, because):
-    if data is None:
-        shutil.rmtree(run / files)
-    for path in run.glob(files):
-        if path.is_file():
-            path.write_bytes(data)
-    assert because in refused("sample", run)
-
-
 def test_control_characters_are_shown_as_pictures(tmp_path):
     said = refused("train", "--resume", "--out", "a\x1b[31m\x9b\a", cwd=tmp_path)
     assert "a␛[31m�␇ is not a run" in said

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from jgpt import fit, load
+from jgpt import CharTokenizer, fit, load
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
-from jgpt.runs.manifest import files_below, sha256_of
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 fuzz = importlib.import_module("fuzz")
+forge = fuzz.forge
 
 
 @pytest.fixture
@@ -40,18 +40,6 @@ def python(code: str, **limits: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def forge(checkpoint: Path, **changes: object) -> None:
-    """Let a manifest fit the files, or say something else, with the right SHA-256."""
-    path = checkpoint / "manifest.json"
-    values = json.loads(path.read_text())
-    del values["sha256"]
-    found = [(name, file) for name, file in files_below(checkpoint) if file != path]
-    values["files"] = {name: [file.stat().st_size, sha256_of(file)] for name, file in found}
-    values |= changes
-    values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    path.write_text(json.dumps(values))
-
-
 LAST = "checkpoints/11"
 LARGE = "larger than the model's largest array"
 
@@ -65,6 +53,10 @@ def edit_header(run: Path, **lie: object) -> None:
     """TensorStore would abort the process, so the manifest is forged to fit."""
     edit(run, "weights/final_norm.scale/.zarray", **lie)
     forge(run / LAST)
+
+
+def write(run: Path, name: str, data: bytes) -> None:
+    (run / name).write_bytes(data)
 
 
 def add(run: Path, name: str) -> None:
@@ -113,6 +105,16 @@ FAULTS: list[tuple[Callable[..., object], dict[str, object], str]] = [
             *("weights/manifest.ocdbt", "weights/ocdbt.process_0/manifest.ocdbt"),
             *("weights/zarr.json", "other/_METADATA"),
         )
+    ),
+    *(
+        (write, {"name": name, "data": data}, f"{name} is damaged")
+        for name in ("config.json", "tokenizer.json")
+        for data in (b"", b"{", b"\xff", b"[]", b'{"model": {"embed_dim": "wide"}}')
+    ),
+    (
+        write,
+        {"name": "tokenizer.json", "data": CharTokenizer("abc").to_json().encode()},
+        "checkpoints/11 was saved with another tokenizer than",
     ),
     *(
         (link, {"name": name}, "link")
@@ -165,8 +167,8 @@ def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, small_run,
         load(copy)
 
 
-def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, tmp_path):
-    moved = Path(shutil.copytree(trained.directory, tmp_path / "moved"))
+def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, copy, tmp_path):
+    moved = copy.rename(tmp_path / "moved")
     for path in [moved, *moved.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = {path: path.stat().st_mtime_ns for path in [moved, *moved.rglob("*")]}
@@ -178,8 +180,7 @@ def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, tmp_path):
             path.chmod(0o755)
 
 
-def test_a_second_process_is_refused_until_the_first_is_gone(trained, small_run, tmp_path):
-    copy = Path(shutil.copytree(trained.directory, tmp_path / "copy"))
+def test_a_second_process_is_refused_until_the_first_is_gone(copy, small_run):
     config = dataclasses.replace(small_run, out=str(copy), steps=12)
     code = (
         "import sys; from pathlib import Path; from jgpt.runs.directory import RunDirectory\n"

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -221,10 +220,3 @@ def test_trackers_are_given_every_line_and_closed(small_run, tmp_path, monkeypat
     run = fit(dataclasses.replace(small_run, out=str(tmp_path / "run"), trackers=("wandb",)))
     written = (run.directory / "metrics.jsonl").read_text().splitlines()
     assert logged == [*map(json.loads, written), {}]
-
-
-def test_a_missing_tracker_names_its_extra(small_run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), trackers=("wandb",))
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jgpt\[wandb\]'"):
-        fit(config)

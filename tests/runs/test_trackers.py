@@ -65,7 +65,8 @@ def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path, monkeypatch):
     }
 
 
-def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # type: ignore[arg-type]
-    with pytest.raises(ModuleNotFoundError, match=r"jgpt\[tensorboard\]"):
-        require_tracker("tensorboard")
+@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_tracker_that_is_not_installed_names_its_extra(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jgpt\[{name}\]'"):
+        require_tracker(name)
