@@ -70,7 +70,8 @@ def at_most(most: int) -> Rule:
     return Rule(f"be at most {most}", lambda value: value <= most)
 
 
-FINITE = Rule("be finite", lambda value: abs(value) <= sys.float_info.max)  # NaN is not
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FINITE = Rule("be finite in float32", lambda value: abs(value) <= FLOAT32_MAX)  # NaN is not
 INT32 = at_most(2**31 - 1)
 POSITIVE = Rule("be positive", lambda value: value > 0)
 NOT_NEGATIVE = Rule("not be negative", lambda value: value >= 0)
@@ -534,7 +535,7 @@ def mesh_sizes(mesh: str) -> dict[str, int]:
                 "data, fsdp and tensor"
             )
         if axis in sizes or not re.fullmatch("0*[1-9][0-9]{0,8}", size):
-            raise ValueError(f"mesh={mesh} must give an axis once, as data=2,fsdp=4")
+            raise ValueError(f"mesh={mesh} must give each axis once, as in 'data=2,fsdp=4'")
         sizes[axis] = int(size)
     return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
 

@@ -49,8 +49,8 @@ def load_hf(
     directory = Path(directory)
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"there is no folder {directory}: weights are not downloaded, only read from a folder "
-            f"with {HF_CONFIG} and {HF_WEIGHTS}"
+            f"there is no folder {directory}: give one with {HF_CONFIG} and {HF_WEIGHTS}; "
+            "jgpt import fetches models of the hub by name"
         )
     known = [*HF_FORMATS] if model_type is None else [model_type]
 

@@ -104,7 +104,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     it updates the average, from gradients at the `trained_weights`.
     """
     if config.make is not None:
-        return require_code(config.make, "optimizer")(config, steps)
+        made = require_code(config.make, "optimizer")(config, steps)
+        if not isinstance(made, optax.GradientTransformation):
+            kind = type(made).__name__
+            raise ValueError(f"optimizer= must make an optax.GradientTransformation, not {kind}")
+        return made
 
     def adamw(peak: float) -> optax.GradientTransformation:
         return optax.adamw(

@@ -277,7 +277,7 @@ def test_a_config_that_is_none(text, directory):
 
 
 def test_missing_files(directory, tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no folder gpt2: weights are not downl"):
+    with pytest.raises(FileNotFoundError, match="there is no folder gpt2: give one with con"):
         jgpt.load_hf("gpt2")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):

@@ -21,6 +21,7 @@ from jgpt.nn.models import flops_per_token, parts_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped, evaluate
 from jgpt.sharding import abstract_mesh
+from jgpt.training.optimizer import make_optimizer
 from jgpt.training.plan import parameters_without_names
 from jgpt.training.step import state_specs
 from tests.commands import jgpt as command
@@ -135,7 +136,7 @@ def test_what_a_model_lacks_is_said_by_name():
     assert "lacks vocab_size, block_size, hidden, logits, which" in refusal(of())
     assert "a Mine lacks hidden, which" in refusal(of(vocab_size=11, block_size=64, logits=1))
     assert "Mine.vocab_size is 9, not the config's 11" in refusal(of(**whole | {"vocab_size": 9}))
-    assert "a dict is not a model" in refusal(lambda config, *, rngs: {})
+    assert "must make a flax.nnx.Module, not dict" in refusal(lambda config, *, rngs: {})
 
     def dropping(config, *, rngs):
         model: Any = of(**whole)(config, rngs=rngs)
@@ -143,6 +144,12 @@ def test_what_a_model_lacks_is_said_by_name():
         return model
 
     assert "a Mine holds RngCount, RngKey: a model holds nnx.Param alone" in refusal(dropping)
+
+
+def test_what_is_no_optimizer_is_refused():
+    config = jgpt.OptimizerConfig(make=lambda config, steps: 3)
+    with pytest.raises(ValueError, match=r"must make an optax\.Gradient.*, not int"):
+        make_optimizer(config, 10)
 
 
 def test_a_model_without_a_cache_generates_as_it_predicts(sums):
