@@ -210,6 +210,11 @@ def test_a_page_is_told_of_training_and_its_checkpoints(run, look, other):
     assert snapshot["sample"] == jgpt.generate_text(
         other.model, TOKENIZER, "", 100, temperature=0.8
     )
+    newest = page.snapshot({"checkpoint": 7})
+    assert (newest["checkpoint"], newest["attention"]) == (
+        7,
+        answer(look, {"prompt": PROMPT})["attention"],
+    )
     for wrong in (True, "first", [0]):
         with pytest.raises(ValueError, match="must be best, last or a step"):
             page.look({"prompt": "a", "checkpoint": wrong})
