@@ -14,7 +14,6 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
-
 from student import exercise_of
 
 FOLDER = Path(__file__).resolve().parent
