@@ -4,7 +4,7 @@
 
 Writes jgpt/runs/bands.json: the lowest, median and highest loss of the seeds at a hundred steps,
 which `jgpt plot` draws behind a run, and the range that `jgpt train` compares with. The runs, on
-tiny Shakespeare, take about ten minutes on two cores; a second call continues them in RUNS.
+tiny Shakespeare, take about a quarter of an hour on two cores; a second call continues them in RUNS.
 """
 
 import json
@@ -36,7 +36,7 @@ POINTS = 100
 class Options:
     runs: Path
     """The folder of the runs."""
-    presets: tuple[str, ...] = ("tiny", "modern")
+    presets: tuple[str, ...] = ("tiny", "modern", "nanogpt-cpu")
     out: Path = BANDS
 
 

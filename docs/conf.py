@@ -33,11 +33,20 @@ include_patterns += ["benchmarks/results/*.md", "tests/contract/README.md"]
 CONTENTS = """
 ```{toctree}
 :hidden:
+:glob:
+:caption: Lessons
+notebooks/*
+```
+```{toctree}
+:hidden:
 :caption: Documentation
 :glob:
 docs/commands
 docs/idea
+docs/change
 docs/data
+docs/finetune
+docs/gpu
 docs/api
 docs/shapes
 docs/static
@@ -47,12 +56,6 @@ docs/runs
 docs/scale
 docs/benchmarks
 docs/*
-```
-```{toctree}
-:hidden:
-:glob:
-:caption: Lessons
-notebooks/*
 ```
 ```{toctree}
 :hidden:
