@@ -4,7 +4,7 @@
 
 Writes jgpt/runs/bands.json: the lowest, median and highest loss of the seeds at a hundred steps,
 which `jgpt plot` draws behind a run, and the range that `jgpt train` compares with. The runs, on
-tiny Shakespeare, take about a quarter of an hour on two cores; a second call continues them in RUNS.
+tiny Shakespeare, take about a quarter of an hour on two cores; a second call continues them.
 """
 
 import json
