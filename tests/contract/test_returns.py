@@ -30,6 +30,7 @@ LOOSE = (
     "jgpt.generation.text.default_prompt",
     "jgpt.nn.loss._chunked",
     "jgpt.runs.look.encode_prompt",
+    "jgpt.runs.look.encode_text",
 )
 """Where sizes of the result depend on what is in the arguments: its ranks and dtypes are left."""
 
