@@ -64,6 +64,8 @@ SEPARATOR = "---------------"
 def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Train a GPT."""
     began = time.perf_counter()
+    if options.live and options.dry_run:
+        raise ValueError("live=True is for training: it can't be with dry_run=True")
     if options.dry_run:
         return plan(config, options, where)
     if options.on is not None:

@@ -116,6 +116,16 @@ def test_old_messages_make_room_and_the_system_s_stays(asked):
     assert asked[-1] == asked[-2]
 
 
+def test_a_message_is_forgotten_with_its_answer(asked):
+    """Even where room for the message alone would do."""
+    tokenizer, chat = chat_tokenizer(), make()
+    last = f"{START}user\nis{END}\n{START}assistant\n"
+    others = f"{START}user\n{END}\n{START}assistant\nhello{END}\n{last}"
+    said(chat, "z" * (64 - 7 + 1 - len(tokenizer.encode(others))))  # one token too long
+    assert said(chat, "is")[0] == 2
+    assert asked[-1]["tokens"] == tokenizer.encode(last).tolist()
+
+
 def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(asked):
     chat, tokenizer = make(), chat_tokenizer()
     _, pieces = chat.reply("it")
