@@ -4,7 +4,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -167,7 +167,8 @@ def fit(
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
         profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
-        _train(config, dataset, state, checkpoints, logger, profiler, progress, should_stop)
+        how = checkpoints, logger, profiler, progress
+        _Training(config, dataset, state, *how).run(should_stop)
         checkpoints.wait()
         release_memory()
         best = checkpoints.best()
@@ -275,89 +276,125 @@ def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) 
     return tokenizer.decode(np.asarray(drawn[0]))
 
 
-def _train(
-    config: TrainConfig,
-    dataset: Dataset,
-    state: TrainState,
-    checkpoints: Checkpoints,
-    logger: MetricsLogger,
-    profiler: Profiler,
-    progress: Progress,
-    should_stop: Callable[[], bool],
-) -> None:
+class _Training:
     """Calls of many steps: while one runs, the metrics of the one before are read."""
-    held_out = dataset.validation[: config.eval_tokens]
-    tokens, key = resident(dataset.train), dropout_stream(config.seed)
-    train_steps, (exact, estimate) = make_train_steps(config), _evaluators(config, held_out)
-    sizes = config.steps_per_call, config.batch_size, config.model.block_size
-    lines = checkpoints.run.metrics()
-    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    first_step = step = int(state.step)
-    interval = config.eval_interval
-    halves = {interval >> halvings for halvings in range(1, 5)}
-    early = {at for at in halves if at > step} | ({0} if step == 0 and not lines else set())
-    first_save = min(halves - {0}, default=interval)
-    blamed = "ema_decay or learning_rate" if config.optimizer.ema_decay else "learning_rate"
-    vote = Vote()
-    with CompilationWatch(progress.warned) as watch:
-        try:
-            while step < config.steps and not _stops_early(losses, config.patience):
-                if step in early:
-                    logger.wait()
-                    loss = estimate(state.weights)
-                    if math.isfinite(loss):  # if not, the next step stops the run
-                        logger.add_evaluation(validation_estimate=loss)
-                        progress.estimated(step, loss)
-                    if step == first_save:
-                        logger.finish()
-                        checkpoints.save(state, None)
-                    if step > first_step:
-                        logger.start_clock()
-                failed = checkpoints.have_failed() or logger.failure is not None
-                if vote(should_stop() or failed):
-                    logger.finish()
-                    checkpoints.save(state, None)
-                    checkpoints.wait()
-                    raise TrainingStopped(step, checkpoints.run.path)
-                boundary = min((step // interval + 1) * interval, config.steps)
-                pause = min({boundary} | {at for at in early if at > step})
-                most = progress.most_steps or config.steps_per_call
-                count = profiler.limit(min(config.steps_per_call, most, pause - step))
-                windows = batches(tokens, config.seed, step, *sizes)
-                if step == first_step:  # a call of no steps compiles, which isn't training's time
-                    state, _ = train_steps(state, windows, key, 0, step)
-                    release_memory()
-                    logger.start_clock()
-                state, metrics = train_steps(state, windows, key, count, step)
-                call_start, step = step, step + count
-                profiler.stepped(count, metrics)
-                logger.add(call_start, count, metrics)
-                if step == boundary:
-                    logger.wait()
-                    loss = exact(state.weights)
-                    if not math.isfinite(loss):
-                        message = f"the validation loss is {loss} after step {step}: lower {blamed}"
-                        raise FloatingPointError(message)
-                    losses.append(loss)
-                    logger.add_evaluation(validation_loss=loss)
-                    logger.finish()
-                    progress.evaluated(step, loss)
-                    checkpoints.save(state, loss)
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dataset: Dataset,
+        state: TrainState,
+        checkpoints: Checkpoints,
+        logger: MetricsLogger,
+        profiler: Profiler,
+        progress: Progress,
+    ) -> None:
+        self.config, self.state, self.checkpoints = config, state, checkpoints
+        self.logger, self.profiler, self.progress = logger, profiler, progress
+        self.tokens, self.key = resident(dataset.train), dropout_stream(config.seed)
+        self.train_steps = make_train_steps(config)
+        held_out = dataset.validation[: config.eval_tokens]
+        self.exact_loss, self.estimated_loss = _evaluators(config, held_out)
+        self.first_step = self.step = int(state.step)
+        lines = checkpoints.run.metrics()
+        self.losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+        # until the first evaluation: estimates ever further apart, and at the first a checkpoint
+        halves = {config.eval_interval >> halvings for halvings in range(1, 5)}
+        self.early = {at for at in halves if at > self.step}
+        if self.step == 0 and not lines:
+            self.early.add(0)
+        self.first_save = min(halves - {0}, default=config.eval_interval)
+        self.vote = Vote()
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Train to the last step, or until the losses stop falling."""
+        patience = self.config.patience
+        with CompilationWatch(self.progress.warned) as watch, self._last_good_state_saved():
+            while self.step < self.config.steps and not _stops_early(self.losses, patience):
+                if self.step in self.early:
+                    self._estimate()
+                self._stop_if_asked(should_stop())
+                boundary = self._next_evaluation()
+                self._take_steps(boundary)
+                if self.step == boundary:
+                    self._evaluate()
                     watch.arm()
-                    logger.start_clock()
-            if step < config.steps:
-                progress.warned(
-                    f"stopped at step {step} of {config.steps}: no better validation loss in "
-                    f"patience={config.patience} evaluations"
-                )
+        if self.step < self.config.steps:
+            self.progress.warned(
+                f"stopped at step {self.step} of {self.config.steps}: no better validation loss in "
+                f"{patience=} evaluations"
+            )
+
+    @contextlib.contextmanager
+    def _last_good_state_saved(self) -> Iterator[None]:
+        """Save the state before a loss or gradient that is not finite, and name its checkpoint."""
+        try:
+            yield
         except FloatingPointError as error:
-            logger.finish()
-            if int(state.step) < step:  # the step that was not finite was skipped
-                checkpoints.save(state, None)
-            checkpoints.wait()  # a pending one doesn't count yet
-            good = checkpoints.steps()
+            self.logger.finish()
+            if int(self.state.step) < self.step:  # the step that was not finite was skipped
+                self.checkpoints.save(self.state, None)
+            self.checkpoints.wait()  # a pending one doesn't count yet
+            good = self.checkpoints.steps()
             kept = f"checkpoint {good[-1]} is kept" if good else "nothing was saved yet"
             raise FloatingPointError(f"{error}; {kept}") from None
+
+    def _next_evaluation(self) -> int:
+        interval = self.config.eval_interval
+        return min((self.step // interval + 1) * interval, self.config.steps)
+
+    def _estimate(self) -> None:
+        self.logger.wait()
+        loss = self.estimated_loss(self.state.weights)
+        if math.isfinite(loss):  # if not, the next step stops the run
+            self.logger.add_evaluation(validation_estimate=loss)
+            self.progress.estimated(self.step, loss)
+        if self.step == self.first_save:
+            self.logger.finish()
+            self.checkpoints.save(self.state, None)
+        if self.step > self.first_step:
+            self.logger.start_clock()
+
+    def _stop_if_asked(self, asked: bool) -> None:
+        failed = self.checkpoints.have_failed() or self.logger.failure is not None
+        if self.vote(asked or failed):
+            self.logger.finish()
+            self.checkpoints.save(self.state, None)
+            self.checkpoints.wait()
+            raise TrainingStopped(self.step, self.checkpoints.run.path)
+
+    def _take_steps(self, boundary: int) -> None:
+        """One call, at most to the next evaluation or estimate."""
+        config, first = self.config, self.step
+        pause = min({boundary} | {at for at in self.early if at > first})
+        most = self.progress.most_steps or config.steps_per_call
+        count = self.profiler.limit(min(config.steps_per_call, most, pause - first))
+        sizes = config.steps_per_call, config.batch_size, config.model.block_size
+        windows = batches(self.tokens, config.seed, first, *sizes)
+        if first == self.first_step:  # a call of no steps compiles, which isn't training's time
+            self.state, _ = self.train_steps(self.state, windows, self.key, 0, first)
+            release_memory()
+            self.logger.start_clock()
+        self.state, metrics = self.train_steps(self.state, windows, self.key, count, first)
+        self.step = first + count
+        self.profiler.stepped(count, metrics)
+        self.logger.add(first, count, metrics)
+
+    def _evaluate(self) -> None:
+        self.logger.wait()
+        loss = self.exact_loss(self.state.weights)
+        if not math.isfinite(loss):
+            averaged = "ema_decay or " * (self.config.optimizer.ema_decay > 0)
+            raise FloatingPointError(
+                f"the validation loss is {loss} after step {self.step}: lower "
+                f"{averaged}learning_rate"
+            )
+        self.losses.append(loss)
+        self.logger.add_evaluation(validation_loss=loss)
+        self.logger.finish()
+        self.progress.evaluated(self.step, loss)
+        self.checkpoints.save(self.state, loss)
+        self.logger.start_clock()
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
