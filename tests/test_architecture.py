@@ -13,7 +13,7 @@ import jgpt
 PACKAGE = Path(jgpt.__file__).parent
 LAYERS = (
     ("contracts",),
-    ("config", "durable", "presets", "hardware", "sharding", "inside", "proofs"),
+    ("config", "user_code", "durable", "presets", "hardware", "sharding", "inside", "proofs"),
     ("nn", "data"),
     ("training", "generation", "interop"),
     ("runs",),

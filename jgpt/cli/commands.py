@@ -34,10 +34,10 @@ from jgpt.config import (
     TokenizerName,
     TrainConfig,
     did_you_mean,
-    with_code,
 )
 from jgpt.durable import write_file
 from jgpt.presets import PRESETS
+from jgpt.user_code import with_code
 
 Run = Annotated[str, Shown("RUN", "The run directory.", positional=True)]
 What = Annotated[str, Shown("PRESET|RUN", positional=True)]

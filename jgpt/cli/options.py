@@ -23,9 +23,9 @@ from jgpt.config import (
     OptimizerConfig,
     TrainConfig,
     did_you_mean,
-    with_code,
 )
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
+from jgpt.user_code import with_code
 
 NAMES = {int: ("N", "a whole number"), float: ("X", "a number"), NoneType: ("None", "None")}
 GROUPS = ("model", "optimizer", "dataset")

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import ModelConfig, missing_case, require_code
+from jgpt.config import ModelConfig, missing_case
 from jgpt.contracts import typed
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.cache import KVCache
 from jgpt.nn.transformer import GPT
+from jgpt.user_code import require_code
 
 Weights = PyTree[Float[Array, "..."]]
 """A model's parameters as a plain tree of arrays."""

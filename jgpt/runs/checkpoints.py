@@ -23,8 +23,6 @@ from jgpt.config import (
     OptimizerConfig,
     TrainConfig,
     as_dict,
-    changed_code,
-    with_code,
 )
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
@@ -46,6 +44,7 @@ from jgpt.training.step import (
     state_specs,
     unstack_state,
 )
+from jgpt.user_code import changed_code, with_code
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""

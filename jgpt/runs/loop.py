@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Integer
 
-from jgpt.config import Make, TrainConfig, changed_code, require_code, with_code
+from jgpt.config import Make, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.batches import batches, evaluation_windows, resident
 from jgpt.data.dataset import Dataset, count_characters, load_dataset
@@ -63,6 +63,7 @@ from jgpt.training.step import (
     make_train_steps,
     unstack_state,
 )
+from jgpt.user_code import changed_code, require_code, with_code
 
 ESTIMATE_TOKENS = 2048
 """The fewest validation tokens of an estimate."""

@@ -10,11 +10,12 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import OptimizerConfig, missing_case, require_code
+from jgpt.config import OptimizerConfig, missing_case
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
 from jgpt.sharding import replicate
 from jgpt.training.stacking import STACKED
+from jgpt.user_code import require_code
 
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 

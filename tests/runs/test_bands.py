@@ -6,10 +6,10 @@ import json
 import pytest
 
 from jgpt import CharTokenizer, TrainConfig, preset
-from jgpt.config import with_code
 from jgpt.runs.bands import BANDS, Band, band_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.resume import fields_of
+from jgpt.user_code import with_code
 
 MEASURED = json.loads(BANDS.read_text())["presets"]
 TINY = MEASURED["tiny"]

@@ -16,7 +16,7 @@ from flax import nnx
 
 import jgpt
 from jgpt.cli import commands
-from jgpt.config import Code, load_code, with_code
+from jgpt.config import Code
 from jgpt.nn.models import flops_per_token, parts_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped, evaluate
@@ -24,6 +24,7 @@ from jgpt.sharding import abstract_mesh
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.plan import parameters_without_names
 from jgpt.training.step import state_specs
+from jgpt.user_code import load_code, with_code
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
 
