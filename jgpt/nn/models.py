@@ -1,5 +1,6 @@
 """Models from configs: the LanguageModel protocol, create and abstract, parameters and FLOPs."""
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -129,7 +130,17 @@ def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
     """The same with abstract parameters: shapes and dtypes without memory."""
-    return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
+    if config.make is not None:  # code that a notebook may change
+        return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
+    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    traced = _traced(config, jax.sharding.get_abstract_mesh(), x64)
+    return nnx.merge(*traced, copy=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _traced(config: ModelConfig, *_context: object) -> tuple[nnx.GraphDef, nnx.State]:
+    """An abstract model, which takes a tenth of a second and is asked for in many places."""
+    return nnx.split(nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0))))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Train and evaluation steps: pure functions of (state, batch), jit-compiled."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,7 +84,10 @@ def init_state(config: TrainConfig) -> TrainState:
 def _init_state(config: TrainConfig) -> TrainState:
     # not under one jit: a small program per shape compiles faster, to far less code
     model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
-    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return _first_state(config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = TrainState(weights, jax.jit(optimizer.init)(weights), jnp.zeros((), jnp.int32))
     return stack_blocks(state) if uses_stacked_blocks(config.model) else state
@@ -100,7 +104,8 @@ def dropout_stream(seed: int) -> Key[Array, ""]:
 
 def abstract_state(config: TrainConfig) -> TrainState:
     """The shapes and dtypes of the train state."""
-    return jax.eval_shape(lambda: _init_state(config))
+    weights = nnx.to_pure_dict(nnx.state(abstract_model(config.model), nnx.Param))
+    return jax.eval_shape(functools.partial(_first_state, config), weights)
 
 
 def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
