@@ -1,5 +1,6 @@
 """How big a model is: counted by hand, and counted in the model itself."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jgpt import ModelConfig, create_model
-from jgpt.nn.models import flops_per_token, parts_of
+from jgpt.nn.models import abstract_model, flops_per_token, parts_of
 from tests.models import FAMILIES, config_of
 
 MODERN = config_of("modern")
@@ -56,6 +57,21 @@ def test_the_parts_are_the_model(family, dtype):
 
 # each query meets 11 keys in its 24 features, and gathers 24 features of 11 values
 MEETINGS = 2 * (2 * 11 * 24)
+
+
+def test_an_abstract_model_is_the_caller_s_own():
+    """Though it is traced once for a config."""
+    abstract: Callable[[ModelConfig], Any] = abstract_model
+    first, second = abstract(MODERN), abstract(MODERN)
+    first.blocks = nnx.List(first.blocks[:1])
+    first.head.kernel.set_value(jnp.ones((2, 3)))
+    assert len(second.blocks) == MODERN.num_layers
+    assert second.head.kernel.shape == abstract(MODERN).head.kernel.shape == (24, 17)
+    wide = ModelConfig(**{**vars(MODERN), "param_dtype": "float64"})
+    with jax.enable_x64(True):
+        assert str(abstract(wide).head.kernel.dtype) == "float64"
+    with pytest.raises(ValueError, match="JAX_ENABLE_X64"):
+        abstract(wide)
 
 
 def test_flops_by_hand():
