@@ -1,7 +1,9 @@
 """The models that tests are about, once: families, sizes, and parameters that hide no mistake."""
 
+import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -77,14 +79,20 @@ def tokens_of(seed: int, batch: int = 2, time: int = SIZES["block_size"]) -> Arr
     return jnp.asarray(random.integers(SIZES["vocab_size"], size=(batch, time), dtype=np.int32))
 
 
+def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result from one program: eagerly, each operation is compiled alone."""
+    return jax.jit(function)(*arguments)
+
+
 def attention(embed_dim: int, num_heads: int, *, causal: bool = True, **options: Any) -> Any:
-    """Attention whose options are called as a head's; with biases in the projection by default."""
+    """Loud attention with options called as a head's, and with biases in the projection."""
     names = {"window": "attention_window", "scale": "attention_scale"}
     if options.pop("rotary", False):
         options["positions"] = "rotary"
     options = {"use_bias": True} | {names.get(name, name): of for name, of in options.items()}
     config = ModelConfig(embed_dim=embed_dim, num_heads=num_heads, **options)
-    return MultiHeadAttention(config, causal=causal, rngs=nnx.Rngs(0))
+    make = functools.partial(MultiHeadAttention, config, causal=causal)
+    return loud(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
 
 
 def loud(module: Any, size: float = 1.0, seed: int = 5) -> Any:

@@ -1,5 +1,6 @@
 """Attention by hand: what a query reads, from whom, and never from its future."""
 
+import functools
 import math
 
 import jax
@@ -12,41 +13,36 @@ from jgpt import attend, attention_weights, causal_mask
 from jgpt.nn import heads as heads_module
 from jgpt.nn.attention import apply_rotary, merge_heads, split_heads
 from jgpt.nn.kernels import fused_attend, repeat_heads
-from tests.models import attention, loud, normal
+from tests.models import attention, compiled, loud, normal
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
+X = normal(1, BATCH, TIME, EMBED_DIM)
 
 
 def test_weights_by_hand():
     # affinities ln 1, ln 2, ln 5 after scaling by 4 ** -0.5: weights 1/8, 2/8, 5/8
     query = jnp.array([[2.0, 0.0, 0.0, 0.0]])
     key = jnp.array([[0.0, 9, 9, 9], [math.log(2), 0, 0, 0], [math.log(5), 0, 0, 0]])
-    np.testing.assert_allclose(attention_weights(query, key), [[1 / 8, 2 / 8, 5 / 8]], rtol=1e-6)
     value = jnp.array([[8.0, 0.0], [0.0, 8.0], [16.0, 0.0]])
-    np.testing.assert_allclose(attend(query, key, value), [[11.0, 2.0]], rtol=1e-6)
-    masked = attention_weights(query, key, jnp.array([[True, True, False]]))
-    np.testing.assert_allclose(masked, [[1 / 3, 2 / 3, 0]], rtol=1e-6)
-
-
-def test_a_query_that_may_look_nowhere_reads_all_alike():
-    query, key = normal(0, 2, 4), normal(1, 3, 4)
-    mask = jnp.array([[False, False, False], [True, False, False]])
-    weights = attention_weights(query, key, mask)
-    np.testing.assert_allclose(weights, [[1 / 3, 1 / 3, 1 / 3], [1, 0, 0]], rtol=1e-6)
-
-
-def test_huge_affinities_stay_finite():
-    weights = attention_weights(jnp.full((1, 4), 1e15), jnp.array([[1e15] * 4, [-1e15] * 4]))
-    assert weights.tolist() == [[1, 0]]
+    masks = None, jnp.array([[True, True, False]]), jnp.array([[False] * 3])
+    weights = compiled(
+        lambda *inputs: [attention_weights(*inputs, mask) for mask in masks], query, key
+    )
+    np.testing.assert_allclose(weights[0], [[1 / 8, 2 / 8, 5 / 8]], rtol=1e-6)
+    np.testing.assert_allclose(weights[1], [[1 / 3, 2 / 3, 0]], rtol=1e-6)
+    np.testing.assert_allclose(weights[2], [[1 / 3] * 3], rtol=1e-6)  # one that sees nothing
+    np.testing.assert_allclose(compiled(attend, query, key, value), [[11.0, 2.0]], rtol=1e-6)
+    huge = jnp.full((1, 4), 1e15), jnp.array([[1e15] * 4, [-1e15] * 4])
+    assert compiled(attention_weights, *huge).tolist() == [[1, 0]]
 
 
 def test_the_softmax_of_bfloat16_is_float32():
     """Affinities that differ by less than bfloat16 resolves still give different weights."""
     query, key = jnp.ones((1, 2)), jnp.array([[100.0, 1.0], [100.0, 1.25]])
-    wide = attention_weights(query, key)
-    narrow = attention_weights(query.astype(jnp.bfloat16), key.astype(jnp.bfloat16))
+    wide = compiled(attention_weights, query, key)
+    narrow = compiled(attention_weights, query.astype("bfloat16"), key.astype("bfloat16"))
     assert narrow.dtype == jnp.bfloat16
-    np.testing.assert_allclose(narrow.astype(jnp.float32), wide, atol=2**-8)
+    np.testing.assert_allclose(np.float32(narrow), wide, atol=2**-8)
     assert abs(float(wide[0, 0]) - 0.5) > 2**-5
 
 
@@ -56,10 +52,6 @@ def test_heads_are_split_and_merged_in_order():
     assert heads.shape == (2, 4, 3, 2)
     assert heads[1, 3, 2].tolist() == x[1, 2, 6:8].tolist()
     assert jnp.array_equal(merge_heads(heads), x)
-
-
-def make_heads(**options):
-    return loud(attention(EMBED_DIM, NUM_HEADS, **options))
 
 
 MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
@@ -78,14 +70,18 @@ MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
     ids=str,
 )
 def test_many_heads_are_the_heads_side_by_side_and_projected(options, cross):
-    module = loud(attention(**{"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS, **options}))
-    x = normal(1, BATCH, TIME, EMBED_DIM)
-    context = normal(2, BATCH, CONTEXT, EMBED_DIM) if cross else None
+    module = attention(**{"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS, **options})
     heads = [module.head(index) for index in range(module.num_heads)]
-    beside = jnp.concatenate([head(x, context) for head in heads], axis=-1)
-    np.testing.assert_allclose(module(x, context), module.projection(beside), rtol=1e-3, atol=1e-3)
-    weights = np.stack([head.weights(x, context) for head in heads], axis=1)
-    np.testing.assert_allclose(module.weights(x, context), weights, rtol=1e-3, atol=1e-5)
+
+    def together_and_side_by_side(*inputs):
+        beside = jnp.concatenate([head(*inputs) for head in heads], axis=-1)
+        weights = jnp.stack([head.weights(*inputs) for head in heads], axis=1)
+        return (module(*inputs), module.projection(beside)), (module.weights(*inputs), weights)
+
+    context = [normal(2, BATCH, CONTEXT, EMBED_DIM)] if cross else []
+    outputs, weights = compiled(together_and_side_by_side, X, *context)
+    np.testing.assert_allclose(*outputs, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(*weights, rtol=1e-3, atol=1e-5)
     keys = {np.asarray(head.key.kernel[...]).tobytes() for head in heads}
     assert len(keys) == module.num_kv_heads
     queries = {np.asarray(head.query.kernel[...]).tobytes() for head in heads}
@@ -93,17 +89,18 @@ def test_many_heads_are_the_heads_side_by_side_and_projected(options, cross):
 
 
 def test_a_head_is_a_copy():
-    module, x = make_heads(), normal(1, BATCH, TIME, EMBED_DIM)
+    module = attention(EMBED_DIM, NUM_HEADS)
     head = module.head(1)
-    before = head(x)
+    before = np.asarray(head.query.kernel[...])
     module.query.kernel[...] = jnp.zeros_like(module.query.kernel[...])
-    assert jnp.array_equal(head(x), before)
+    assert np.array_equal(head.query.kernel[...], before)
+    assert before.any()
 
 
 @pytest.mark.parametrize("index", [-1, NUM_HEADS])
 def test_there_is_no_other_head(index):
     with pytest.raises(ValueError, match=f"there is no head {index}: the heads are 0 to 2"):
-        make_heads().head(index)
+        attention(EMBED_DIM, NUM_HEADS).head(index)
 
 
 @pytest.mark.parametrize("num_heads", [5, 24])
@@ -129,21 +126,22 @@ def test_fused_attention_is_attention_forward_and_backward(causal, window, kv_he
         mask = causal_mask(TIME, window) if causal else None
         return attend(query, key, value, mask, scale=scale)
 
-    def fused(query, key, value, window=window, scale=scale):
+    def fused(window=window, scale=scale):
         options = {"causal": causal, "window": window, "scale": scale}
-        return fused_attend(query, key, value, **options, implementation="xla")
+        return functools.partial(fused_attend, **options, implementation="xla")
 
-    def both(function):
-        out, back = jax.vjp(function, query, key, value)
-        return out, *back(reads)
+    def all_of_them(*qkv):
+        (found, back), (expected, pull) = jax.vjp(fused(), *qkv), jax.vjp(plain, *qkv)
+        others = [fused(scale=0.2)(*qkv), fused(window=2)(*qkv)]
+        return (found, *back(reads)), (expected, *pull(reads)), others
 
-    expected = both(plain)
-    for found, wanted in zip(both(fused), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    other = fused(query, key, value, scale=0.2)  # of a single key any scale makes a weight of 1
-    assert np.allclose(other, expected[0], atol=1e-2) == (window == 1)
-    other = fused(query, key, value, window=2)  # a window without an order is not heeded
-    assert np.allclose(other, expected[0], atol=1e-3) == (not causal)
+    found, expected, (scaled, windowed) = compiled(all_of_them, query, key, value)
+    for one, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-5)
+    # of a single key any scale makes a weight of 1
+    assert np.allclose(scaled, expected[0], atol=1e-2) == (window == 1)
+    # a window without an order is not heeded
+    assert np.allclose(windowed, expected[0], atol=1e-3) == (not causal)
 
 
 def test_heads_that_can_t_be_shared_are_refused():
@@ -161,25 +159,33 @@ def test_a_module_fuses_what_can_be_fused(monkeypatch):
         "scale": 0.3,
         "window": 2,
     }
-    module = attention(16, 2, dropout=0.5, **options)
+    module = loud(attention(16, 2, dropout=0.5, **options), size=0.1)
     x, context = normal(1, BATCH, TIME, 16), normal(2, BATCH, CONTEXT, 16)
-    plain, plain_cross = module(x), module(x, context)
-    dropped_out = module(x, rngs=nnx.Rngs(dropout=1))
     calls = []
 
     def kernel(query, key, value, **options):
         calls.append((options["causal"], key.shape[1:3]))
         return fused_attend(query, key, value, implementation="xla", **options)
 
+    def read(x, context):
+        return module(x), module(x, context)
+
+    expected = compiled(read, x, context)
     module.fused = True
     monkeypatch.setattr(heads_module, "fused_attend", kernel)
-    np.testing.assert_allclose(module(x), plain, rtol=2**-6, atol=2**-10)
-    np.testing.assert_allclose(module(x, context), plain_cross, rtol=2**-6, atol=2**-10)
+    for found, wanted in zip(
+        compiled(lambda *both: read(*both), x, context), expected, strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=2**-6, atol=2**-10)
     assert calls == [(True, (1, TIME)), (False, (1, CONTEXT))]
-    assert jnp.array_equal(module(x, rngs=nnx.Rngs(dropout=1)), dropped_out)
+
+    def train(key):
+        return module(x, rngs=nnx.Rngs(dropout=key))
+
+    jax.eval_shape(train, jax.random.key(1))
     assert len(calls) == 2
     module.dropout = 0.0  # a key alone drops nothing
-    np.testing.assert_allclose(module(x, rngs=nnx.Rngs(dropout=1)), plain, rtol=2**-6, atol=2**-10)
+    jax.eval_shape(lambda key: train(key), jax.random.key(1))
     assert len(calls) == 3
 
 
@@ -187,20 +193,21 @@ def test_a_pair_is_turned_by_its_position():
     x = jnp.array([[3.0, 4.0], [1.0, 0.0], [1.0, 2.0]])
     cosine, sine = math.cos(-40), math.sin(-40)
     by_hand = [[3, 4], [math.cos(1), math.sin(1)], [cosine - 2 * sine, sine + 2 * cosine]]
-    np.testing.assert_allclose(apply_rotary(x, jnp.array([0, 1, -40])), by_hand, rtol=1e-5)
+    turned = compiled(apply_rotary, x, jnp.array([0, 1, -40]))
+    np.testing.assert_allclose(turned, by_hand, rtol=1e-5)
 
 
 def test_each_pair_turns_at_its_own_pace():
     # features 0 and 2 are a pair that turns by 1 a position, 1 and 3 one that turns by 1/100
-    turned = apply_rotary(jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([3]))
+    turned = compiled(apply_rotary, jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([3]))
     by_hand = [math.cos(3), 2 * math.cos(0.03), math.sin(3), 2 * math.sin(0.03)]
     np.testing.assert_allclose(turned, [by_hand], rtol=1e-5)
 
 
 def test_turning_is_as_narrow_as_what_it_turns():
-    x = normal(0, TIME, 6, dtype=jnp.bfloat16)
-    turned = apply_rotary(x, 1000 + jnp.arange(TIME))
+    x, position = normal(0, TIME, 6, dtype=jnp.bfloat16), jnp.arange(1000, 1000 + TIME)
+    turned = compiled(apply_rotary, x, position)
     assert turned.dtype == jnp.bfloat16
-    wide = apply_rotary(x.astype(jnp.float32), 1000 + jnp.arange(TIME))
     # the angles are not narrow: 1001 and 1002 are one number in bfloat16
-    np.testing.assert_allclose(turned.astype(jnp.float32), wide, atol=0.05)
+    wide = compiled(apply_rotary, x.astype(jnp.float32), position)
+    np.testing.assert_allclose(np.float32(turned), wide, atol=0.05)

@@ -1,4 +1,4 @@
-"""Attention over a KV cache, and the sizes of heads and groups."""
+"""Attention over a KV cache."""
 
 import jax
 import jax.numpy as jnp
@@ -12,61 +12,64 @@ from jgpt import Head
 from jgpt.nn import kernels
 from jgpt.nn.attention import attend
 from jgpt.nn.cache import LayerCache
-from tests.models import attention, loud, normal
+from tests.models import attention, compiled, normal
 
-BATCH, TIME, CONTEXT = 2, 5, 7
+BATCH, TIME, PLACES = 2, 5, 8
 EMBED_DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 6, 2, 4
+MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
+X = normal(1, BATCH, TIME, EMBED_DIM)
 
 
 def make_heads(num_kv_heads: int | None = KV_HEADS, **options):
-    return loud(attention(EMBED_DIM, HEADS, num_kv_heads=num_kv_heads, **options))
+    return attention(EMBED_DIM, HEADS, num_kv_heads=num_kv_heads, **options)
+
+
+@pytest.fixture(scope="module")
+def modern():
+    return make_heads(**MODERN)
+
+
+def empty_cache(module, batch=BATCH, capacity=PLACES, dtype="float32"):
+    return LayerCache(batch, capacity, module.num_kv_heads, HEAD_DIM, dtype=dtype)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_rotary_heads_have_an_even_size():
     with pytest.raises(ValueError, match="head_dim=5 must be even"):
-        Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))(jnp.ones((1, 1, EMBED_DIM)))
-    with pytest.raises(ValueError, match="'rotary' needs an even head size"):
-        attention(15, 3, rotary=True)
-
-
-@pytest.mark.parametrize("num_kv_heads", [4, 12])
-def test_query_heads_divide_into_groups(num_kv_heads):
-    with pytest.raises(
-        ValueError, match=f"num_heads=6 must be divisible by num_kv_heads={num_kv_heads}"
-    ):
-        make_heads(num_kv_heads)
-
-
-MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
-PLACES = 8
-
-
-def empty_cache(module, batch=BATCH, dtype="float32"):
-    return LayerCache(batch, PLACES, module.num_kv_heads, HEAD_DIM, dtype=dtype)
+        nnx.eval_shape(lambda: Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))(X))
 
 
 def read_in_parts(module, x, parts):
     """What is read when so many positions at a time are appended to the cache."""
-    cache, read, length = empty_cache(module), [], 0
+    read = nnx.jit(lambda module, cache, x: module(x, cache=cache))
+    cache, found, length = empty_cache(module), [], 0
     for part in parts:
-        read.append(module(x[:, length : length + part], cache=cache))
+        found.append(read(module, cache, x[:, length : length + part]))
         length += part
         assert cache.length[...].tolist() == [length] * BATCH
-    return jnp.concatenate(read, axis=1)
+    return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("options", [{"num_kv_heads": None}, MODERN], ids=["plain", "modern"])
 @pytest.mark.parametrize("parts", [(5,), (1, 1, 1, 1, 1), (3, 2)], ids=str)
-def test_a_cache_changes_nothing(options, parts):
-    module, x = make_heads(**options), normal(1, BATCH, TIME, EMBED_DIM)
-    np.testing.assert_allclose(read_in_parts(module, x, parts), module(x), rtol=1e-3, atol=1e-3)
+def test_a_cache_changes_nothing(modern, parts):
+    close(read_in_parts(modern, np.asarray(X), parts), compiled(modern, X))
+
+
+def test_a_full_cache_forgets_the_oldest(modern):
+    """Each new position takes the place of the one that is `PLACES` before it."""
+    x = np.asarray(normal(1, BATCH, 2 * PLACES + 3, EMBED_DIM))
+    read = read_in_parts(modern, x, [5] + [1] * (2 * PLACES - 2))
+    close(read, compiled(make_heads(**MODERN, window=PLACES), x))
+    assert np.abs(compiled(modern, x)[:, -1] - read[:, -1]).max() > 0.1
 
 
 @pytest.mark.parametrize(
     ("time", "options", "products"),
     [
         (11, {"window": 4}, [(3, 3), (3, 6), (3, 6), (2, 5)]),  # the first of each sees 3 back
-        (11, {}, [(3, 3), (3, 6), (3, 9), (2, 11)]),
         (7, {}, [(2, 2), (2, 4), (2, 6), (1, 7)]),
         (2, {}, [(2, 2)]),
         (10, {"window": 4}, [(3, 11)] * 3 + [(1, 11)]),  # the cache has room for one more
@@ -85,12 +88,18 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
     monkeypatch.setattr(kernels, "MIN_QUERY_BLOCK", 2)
     monkeypatch.setattr(kernels, "MAX_QUERY_BLOCKS", 4)
     monkeypatch.setattr(kernels, "attend", counted)
-    cache = LayerCache(BATCH, max(time, products[0][1]), KV_HEADS, HEAD_DIM)
-    cache.length[...] = jnp.array([0, -1])
-    read = module(x.at[1, 1:].set(longer[0]), cache=cache)
+
+    def read_and_expected(x, longer):
+        expected = module(x)[0], module(longer)[0]
+        seen.clear()
+        cache = empty_cache(module, capacity=max(time, products[0][1]))
+        cache.length[...] = jnp.array([0, -1])
+        read = module(x.at[1, 1:].set(longer[0]), cache=cache)
+        return (read[0], read[1, 1:]), expected
+
+    for found, expected in zip(*compiled(read_and_expected, x, longer), strict=True):
+        close(found, expected)
     assert seen == products
-    np.testing.assert_allclose(read[0], module(x)[0], rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(read[1, 1:], module(longer)[0], rtol=1e-3, atol=1e-3)
 
 
 def test_sizes_of_the_blocks(monkeypatch):
@@ -104,68 +113,66 @@ def test_sizes_of_the_blocks(monkeypatch):
     monkeypatch.setattr(kernels, "attend", counted)
     for time, lengths in ((129, [128, 1]), (1100, [138] * 7 + [134])):
         blocks.clear()
-        module(normal(1, 1, time, EMBED_DIM), cache=LayerCache(1, time, HEADS, HEAD_DIM))
+        x = jax.ShapeDtypeStruct((1, time, EMBED_DIM), "float32")
+        jax.eval_shape(lambda x: module(x, cache=empty_cache(module, 1, x.shape[1])), x)
         assert blocks == lengths
 
 
-@pytest.mark.slow
-def test_a_full_cache_forgets_the_oldest():
-    """Each new position takes the place of the one that is `PLACES` before it."""
-    module, x = make_heads(**MODERN), normal(1, BATCH, 2 * PLACES + 3, EMBED_DIM)
-    read = read_in_parts(module, x, [5] + [1] * (2 * PLACES - 2))
-    for time in range(x.shape[1]):
-        window = x[:, max(0, time + 1 - PLACES) : time + 1]
-        np.testing.assert_allclose(read[:, time], module(window)[:, -1], rtol=1e-3, atol=1e-3)
-    longer = module(x)[:, -1]
-    assert float(jnp.abs(longer - read[:, -1]).max()) > 0.1
-
-
-def test_rows_of_a_cache_stand_where_they_stand():
+def test_rows_of_a_cache_stand_where_they_stand(modern):
     """Sequences of different lengths, side by side: they end together."""
-    module, x = make_heads(**MODERN), normal(1, BATCH, 3, EMBED_DIM)
-    cache = empty_cache(module)
-    cache.length[...] = jnp.array([0, -1])
-    module(x[:, :2], cache=cache)
-    read = module(x[:, 2:], cache=cache)
-    np.testing.assert_allclose(read[0, 0], module(x[:1])[0, 2], rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(read[1, 0], module(x[1:, 1:])[0, 1], rtol=1e-3, atol=1e-3)
-    assert float(jnp.abs(read[1, 0] - module(x[1:])[0, 2]).max()) > 0.1
+
+    def read_and_expected(x):
+        cache = empty_cache(modern)
+        cache.length[...] = jnp.array([0, -1])
+        modern(x[:, :2], cache=cache)
+        read = modern(x[:, 2:], cache=cache)[:, 0]
+        return read, (modern(x[:1])[0, 2], modern(x[1:, 1:])[0, 1], modern(x[1:])[0, 2])
+
+    (first, second), (whole, shorter, other) = compiled(read_and_expected, X[:, :3])
+    close(first, whole)
+    close(second, shorter)
+    assert float(jnp.abs(second - other).max()) > 0.1
 
 
-def test_a_cache_keeps_its_dtype():
-    module, x = make_heads(**MODERN, dtype="bfloat16"), normal(1, BATCH, TIME, EMBED_DIM)
-    for dtype in ("bfloat16", "float32"):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cache_keeps_its_dtype(dtype):
+    module = make_heads(**MODERN, dtype="bfloat16")
+
+    def read(x):
         cache = empty_cache(module, dtype=dtype)
-        read = module(x, cache=cache)
-        assert (read.dtype, cache.keys.dtype, cache.values.dtype) == (jnp.float32, dtype, dtype)
-        assert cache.keys.shape == cache.values.shape == (BATCH * KV_HEADS, PLACES, HEAD_DIM)
+        return module(x, cache=cache), cache.keys[...], cache.values[...]
+
+    read, *kept = jax.eval_shape(read, X)
+    assert read.dtype == jnp.float32
+    assert kept == [jax.ShapeDtypeStruct((BATCH * KV_HEADS, PLACES, HEAD_DIM), dtype)] * 2
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"context": normal(2, BATCH, 3, EMBED_DIM)}, {"rngs": nnx.Rngs(dropout=0)}],
-    ids=["cross-attention", "training"],
+    ("causal", "options"),
+    [(True, {"context": X[:, :3]}), (True, {"rngs": nnx.Rngs(dropout=0)}), (False, {})],
+    ids=["cross-attention", "training", "an encoder"],
 )
-def test_a_cache_is_for_self_attention_in_evaluation(options):
-    module, x = make_heads(**MODERN, dropout=0.5), normal(1, BATCH, TIME, EMBED_DIM)
+def test_a_cache_is_for_self_attention_in_evaluation(causal, options):
+    module = make_heads(**MODERN, dropout=0.5, causal=causal)
     with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
-        module(x, cache=empty_cache(module), **options)
-    encoder = attention(EMBED_DIM, HEADS, causal=False)
-    with pytest.raises(ValueError, match="a KV cache is for causal self-attention"):
-        encoder(x, cache=LayerCache(BATCH, PLACES, HEADS, HEAD_DIM))
+        module(X, cache=empty_cache(module), **options)
 
 
-def test_a_cache_of_other_sizes_is_refused():
-    module, x = make_heads(**MODERN), normal(1, BATCH, TIME, EMBED_DIM)
-    with pytest.raises(TypeCheckError, match=r"positions\(\) got a wrong argument `new`"):
-        module(x, cache=empty_cache(module, batch=BATCH + 1))
-    for kv_heads, head_dim in ((KV_HEADS + 1, HEAD_DIM), (KV_HEADS, HEAD_DIM + 2)):
-        with pytest.raises(TypeCheckError, match=r"append\(\) got a wrong argument `key`"):
-            module(x, cache=LayerCache(BATCH, PLACES, kv_heads, head_dim))
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "head_dim", "refusal"),
+    [
+        (BATCH + 1, KV_HEADS, HEAD_DIM, r"positions\(\) got a wrong argument `new`"),
+        (BATCH, KV_HEADS + 1, HEAD_DIM, r"append\(\) got a wrong argument `key`"),
+        (BATCH, KV_HEADS, HEAD_DIM + 2, r"append\(\) got a wrong argument `key`"),
+    ],
+)
+def test_a_cache_of_other_sizes_is_refused(modern, batch, kv_heads, head_dim, refusal):
+    cache = nnx.eval_shape(lambda: LayerCache(batch, PLACES, kv_heads, head_dim))
+    with pytest.raises(TypeCheckError, match=refusal):
+        nnx.eval_shape(lambda x, cache: modern(x, cache=cache), X, cache)
 
 
-def test_a_cache_can_t_be_carried_out_of_a_trace():
-    module, x = make_heads(**MODERN), normal(1, BATCH, TIME, EMBED_DIM)
-    cache = empty_cache(module)
+def test_a_cache_can_t_be_carried_out_of_a_trace(modern):
+    cache = empty_cache(modern)
     with pytest.raises(TraceContextError):
-        jax.jit(lambda x: module(x, cache=cache))(x)
+        jax.jit(lambda x: modern(x, cache=cache))(X)
