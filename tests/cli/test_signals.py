@@ -112,7 +112,12 @@ def test_under_nohup_a_closed_terminal_is_no_request(heard):
 @needs_hang_up
 def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
     """The system tells the process, as a shell would, and what it still says goes nowhere."""
-    code = "import fcntl, termios, jgpt.cli; fcntl.ioctl(1, termios.TIOCSCTTY); jgpt.cli.main()"
+    code = (
+        "import fcntl, signal, termios, jgpt.cli\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
+        "fcntl.ioctl(1, termios.TIOCSCTTY)\n"
+        "jgpt.cli.main()"
+    )
     train = ["train", "bigram", "--data", str(poem), "--out", str(tmp_path / "run")]
     endless = ["--steps", "1000000", "--eval-interval", "1000000"]
     screen, tty = os.openpty()
@@ -127,7 +132,10 @@ def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
     while b" left" not in shown:  # the bar, after the first steps
         shown += os.read(screen, 4096)
     os.close(screen)
-    assert process.wait(60) == 129
+    try:
+        assert process.wait(60) == 129
+    finally:
+        process.kill()
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert int(checkpoint.name) == json.loads(lines[-1])["step"] > 0
