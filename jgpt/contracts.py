@@ -1,4 +1,4 @@
-"""The shape contract: `@typed`, `check`, `record`, `watching`, the legend of dimension names.
+"""The shape contract: `@typed`, `check`, records, `watching`, the legend of dimension names.
 
 Shapes are checked when a function is traced or called eagerly, never inside a compiled step.
 `JAXTYPING_DISABLE=1` in the environment switches every check off.
@@ -171,17 +171,21 @@ def check(value: Result, annotation: Any) -> Result:
 
 
 def record(kind: type[Record]) -> type[Record]:
-    """Check a dataclass's fields against their annotations when it is made.
+    """Check a dataclass's fields against their annotations when it is made."""
+    kind.__init__ = typed(kind.__init__)
+    return kind
 
-    JAX can take it apart, and rebuilds it unchecked: in a tree, leaves may be anything. As for
-    `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
+
+def tree_record(kind: type[Record]) -> type[Record]:
+    """A `record` that JAX takes apart, and rebuilds unchecked: in a tree, leaves may be anything.
+
+    As for `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
     """
     import jax
 
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [field.name for field in fields if not field.metadata.get("static")]
     static = [field.name for field in fields if field.metadata.get("static")]
-    kind.__init__ = typed(kind.__init__)
 
     def flatten(made):
         leaves = [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names]
@@ -193,7 +197,7 @@ def record(kind: type[Record]) -> type[Record]:
         return made
 
     jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
-    return kind
+    return record(kind)
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception | None]]:
@@ -320,9 +324,12 @@ def _is_array(hint: Any) -> bool:
 
 
 def _is_tree_of_arrays(hint: Any) -> bool:
+    leaf: Any = getattr(hint, "leaftype", None)
+    if leaf is None:
+        return False
+
     import jax
 
-    leaf: Any = getattr(hint, "leaftype", None)
     leaves: Any = get_args(leaf) if get_origin(leaf) in _UNIONS else (leaf,)
     known = all(_is_array(each) and each.array_type in (jax.Array, np.ndarray) for each in leaves)
     return known and ("?" not in str(leaf) or len(leaves) == 1)

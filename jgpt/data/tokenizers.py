@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import tiktoken
 import tokenizers
-from jaxtyping import Array, Int32, Integer, UInt32
+from jaxtyping import Int32, Integer
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from jgpt.contracts import typed
@@ -28,8 +29,9 @@ LONG_TEXT = 1 << 16
 LONG_WORD = 1 << 12
 """Bytes of a word that are learnt from together: learning takes the square of them."""
 MAX_THREADS = 8
+UTF_32 = "utf-32-le", "surrogatepass"
 Tokens = Int32[np.ndarray, " tokens"]
-AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Array, " tokens"] | Sequence[int]
+AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[int]
 
 
 class CharTokenizer:
@@ -40,7 +42,7 @@ class CharTokenizer:
         if not characters or list(characters) != sorted(set(characters)):
             raise ValueError("a character vocabulary must be sorted, unique and not empty")
         self.characters = characters
-        self._code_points = _code_points(characters)
+        self._code_points = np.frombuffer(characters.encode(*UTF_32), np.uint32)
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -57,7 +59,7 @@ class CharTokenizer:
     @typed
     def encode(self, text: str) -> Tokens:
         """The index of each character. Raises ValueError for one outside the vocabulary."""
-        code_points = _code_points(text)
+        code_points = np.frombuffer(text.encode(*UTF_32), np.uint32)
         tokens = np.searchsorted(self._code_points, code_points)
         tokens = np.minimum(tokens, len(self._code_points) - 1)
         unknown = np.flatnonzero(self._code_points[tokens] != code_points)
@@ -191,12 +193,12 @@ class BPETokenizer:
         if len(text) >= LONG_TEXT and self._fast is not None:
             with contextlib.suppress(ValueError):  # a surrogate, or too long a run of spaces
                 return self._fast.encode_to_numpy(text, allowed_special="all").astype(np.int32)
-        return _encode(self._backend, text)
+        return np.array(_encode(self._backend, text), np.int32)
 
     @typed
     def encode_ordinary(self, text: str) -> Tokens:
         """Text to byte-pairs, where the text of a special token is text like any other."""
-        return _encode(self._ordinary, text)
+        return np.array(_encode(self._ordinary, text), np.int32)
 
     @functools.cached_property
     def _ordinary(self) -> Any:
@@ -231,9 +233,11 @@ class BPETokenizer:
             and all(len(self._backend.model.tokenize(word)) == 1 for word in merged)
         ):
             return None
-        words = {bytes(bytes_of[letter] for letter in word): id for word, id in ids.items()}
-        how = {"mergeable_ranks": words, "special_tokens": special}
-        return tiktoken.Encoding("jgpt", pat_str=r50k_pat_str, **how)
+        codes = str.maketrans({letter: chr(byte) for letter, byte in bytes_of.items()})
+        words = {word.translate(codes).encode("latin-1"): id for word, id in ids.items()}
+        return tiktoken.Encoding(
+            "jgpt", pat_str=r50k_pat_str, mergeable_ranks=words, special_tokens=special
+        )
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
@@ -244,7 +248,7 @@ class BPETokenizer:
 
     def to_json(self) -> str:
         """Serialise, with the library's own JSON inside."""
-        return json.dumps({"type": "bpe", "tokenizer": json.loads(self._backend.to_str())})
+        return f'{{"type": "bpe", "tokenizer": {self._backend.to_str()}}}'
 
 
 Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
@@ -257,8 +261,9 @@ def encode_each(
     if isinstance(tokenizer, BPETokenizer):
         tokenizer._fast  # made once, not by each thread  # noqa: B018
     threads, texts = min(os.cpu_count() or 1, MAX_THREADS), iter(texts)
+    unchecked = inspect.unwrap(type(tokenizer).encode)  # jaxtyping would import JAX: a second
     with ThreadPoolExecutor(threads) as pool:
-        encode = lambda text: tokenizer.encode(text).astype(dtype).tobytes()  # noqa: E731
+        encode = lambda text: unchecked(tokenizer, text).astype(dtype).tobytes()  # noqa: E731
         submit = lambda text: (len(text), pool.submit(encode, text))  # noqa: E731
         waiting = deque(map(submit, islice(texts, threads + 2)))
         while waiting:
@@ -287,18 +292,12 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 
 
-@typed
-def _encode(backend: Any, text: str) -> Tokens:
+def _encode(backend: Any, text: str) -> list[int]:
     try:
         with _failures_raised():
-            return np.array(backend.encode(text, add_special_tokens=False).ids, np.int32)
+            return backend.encode(text, add_special_tokens=False).ids
     except TypeError:  # the library's error for a lone surrogate
         raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
-
-
-@typed
-def _code_points(text: str) -> UInt32[np.ndarray, " tokens"]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 @typed

@@ -97,6 +97,19 @@ def test_help_is_instant_and_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_a_text_is_prepared_without_jax(data_directory, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be\n" * 4000)  # long enough for tiktoken
+    files = ["--tokenizer", "gpt2", "--tokenizer-files", str(data_directory / "gpt2-bpe")]
+    command = ["prepare", str(text), "--out", str(tmp_path / "out"), *files]
+    code = (
+        "import sys, jgpt.cli\n"
+        f"jgpt.cli.main({command!r})\n"
+        "assert not {'jax', 'flax', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 def test_commands_show_that_they_import_jax_before_they_do():
     code = (
         "import sys, jgpt.cli, jgpt.cli.commands as commands\n"

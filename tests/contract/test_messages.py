@@ -67,7 +67,7 @@ SUBJECTS = {
     ),
     "decode": (
         "jgpt.data.tokenizers.ByteTokenizer.decode() got a wrong argument `tokens`",
-        'Integer[ndarray, "tokens"] | Integer[Array, "tokens"] | Sequence[int]',
+        'Integer[ndarray, "tokens"] | Integer[Any, "tokens"] | Sequence[int]',
     ),
     "mask": (
         "jgpt.nn.attention.attend() got a wrong argument `mask`",
