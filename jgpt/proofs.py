@@ -1,17 +1,18 @@
 """Shapes proven for all sizes: one abstract trace for each case of what a program asks of them."""
 
-import ast
 import contextlib
 import math
 import operator
 import re
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import beartype
 import flax
@@ -27,16 +28,16 @@ from jgpt.contracts import SYMBOLS, typed
 MOST_CASES = 60
 FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
 """What JAX writes of sizes and Python doesn't know."""
-NAMED: dict[str, Callable[..., int]] = {**FUNCTIONS, "max": max, "min": min}
-OPERATORS: dict[type, Callable[..., int]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub},
-    **{ast.Mult: operator.mul, ast.Pow: operator.pow},
-}
+NAMED: dict[str, Any] = {**FUNCTIONS, "max": max, "min": min}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
 LIBRARIES = tuple(
     f"{Path(str(module.__file__)).parent}/"
     for module in (jax, flax, optax, jaxtyping, beartype, np)
 )
+
+
+_LOCK = threading.RLock()
+"""Held by the thread that proves: methods of JAX's class of sizes are replaced for it."""
 
 
 class _Open(BaseException):
@@ -104,7 +105,8 @@ def prove(function: Callable[..., Any], *arrays: str, where: Sequence[str] = ())
     annotation isn't met (or can't be shown to be), or `open`. Equal shapes are proven, not values.
     Raises ValueError for an array or a constraint that can't be read.
     """
-    names = sorted({name for array in arrays for name in _names(_parsed(array)[1])})
+    parsed = [_parsed(array) for array in arrays]
+    names = sorted({name for _, text in parsed for name in _names(text)})
     todo, cases = [tuple(where)], []
     while todo:
         case = todo.pop()
@@ -112,14 +114,15 @@ def prove(function: Callable[..., Any], *arrays: str, where: Sequence[str] = ())
             cases.append(Case(case, "open", f"there are more than {MOST_CASES} cases"))
             break
         try:
-            sizes = _sizes(names, case)
-        except ValueError as error:
+            scope = _scope(case)
+            sizes = dict(zip(names, _shape(" ".join(names), scope), strict=True))
+        except Exception as error:
             if "nsatisfiable" not in str(error):
                 raise ValueError(f"where={list(case)} can't be read: {error}") from None
             continue  # no sizes are in this case
+        structs = [jax.ShapeDtypeStruct(_shape(text, scope), dtype) for dtype, text in parsed]
         try:
-            with _splitting(sizes):
-                structs = [_struct(array, sizes) for array in arrays]
+            with _LOCK, _splitting(sizes):
                 traced = jax.make_jaxpr(lambda *given: (function(*given), None)[1])(*structs)
                 _require_whole_reshapes(traced.jaxpr)
             cases.append(Case(case, "proven"))
@@ -183,58 +186,21 @@ def _theirs(text: str) -> str:
     return re.sub(r"\b(\w+?)_symbol\b", r"\1", text)
 
 
-def _sizes(names: list[str], case: tuple[str, ...]) -> dict[str, Any]:
-    """The symbolic sizes of a case; one that the case fixes is a number."""
-    fixed: dict[str, str] = {}
-    for each in case:
-        if found := re.fullmatch(r"(\w+) == (\d+)", each):
-            fixed[found[1]] = found[2]
-    free = [name for name in names if name not in fixed]
-    rest = []
-    for each in case:
-        for name, number in fixed.items():
-            each = re.sub(rf"\b{name}\b", number, each)
-        if _names(each):
-            rest.append(_ours(each))
-        elif not _holds(each):
+def _scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
+    """The constraints of a case, for JAX. Raises ValueError if no sizes meet them."""
+    equal = [re.fullmatch(r"(\w+) == (\d+)", each) for each in case]
+    fixed = {found[1]: int(found[2]) for found in equal if found}
+    for each in case:  # JAX doesn't compare numbers with numbers
+        if fixed.keys() >= {*_names(each)} and not eval(each, {"__builtins__": {}}, NAMED | fixed):
             raise ValueError("unsatisfiable")
-    shape = jax.export.symbolic_shape(_ours(", ".join(free)), constraints=rest) if free else ()
-    return dict(zip(free, shape, strict=True)) | {name: int(it) for name, it in fixed.items()}
+    # sizes that are numbers first: JAX puts them into what comes later
+    ordered = sorted(zip(equal, case, strict=True), key=lambda each: each[0] is None)
+    return jax.export.SymbolicScope([_ours(each) for _, each in ordered])
 
 
-def _holds(constraint: str) -> bool:
-    """Whether a constraint between numbers holds."""
-    left, how, right = re.split(r"(==|>=|<=)", constraint.replace("^", "**"))
-    numbers = [_number(ast.parse(side.strip(), mode="eval").body) for side in (left, right)]
-    return {"==": operator.eq, ">=": operator.ge, "<=": operator.le}[how](*numbers)
-
-
-def _number(expression: ast.expr) -> int:
-    match expression:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](_number(left), _number(right))
-        case ast.Call(func=ast.Name(id=name), args=args) if name in NAMED:
-            return NAMED[name](*map(_number, args))
-    raise ValueError(f"{ast.unparse(expression)!r} is no number")
-
-
-def _struct(array: str, sizes: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    dtype, text = _parsed(array)
-    scope = [size for size in sizes.values() if isinstance(size, Size)]
-    shape = []
-    for part in text.split():
-        for name, size in sizes.items():
-            part = re.sub(rf"\b{name}\b", f"({size})", part) if isinstance(size, int) else part
-        spelled = _ours(part)
-        if _names(part):
-            shape += jax.export.symbolic_shape(spelled, scope=scope[0].scope)
-        else:
-            shape.append(int(np.prod([int(each) for each in re.findall(r"\d+", part)])))
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+def _shape(dimensions: str, scope: jax.export.SymbolicScope) -> tuple[Any, ...]:
+    """Sizes, of which those that the case fixes are numbers."""
+    return jax.export.symbolic_shape(_ours(", ".join(dimensions.split())), scope=scope)
 
 
 @contextlib.contextmanager
@@ -242,7 +208,8 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
     """Within it, an open equality or truth of a size is an error, as an open order is.
 
     JAX answers an open `t == 1` with False and an open `if t % 4` with True, which would drop a
-    branch in silence. Libraries get these answers still: their questions are about speed.
+    branch in silence. Libraries get these answers still, whose questions are about speed, and so
+    do other threads.
     """
     equal, power, isqrt = Size.__eq__, Size.__pow__, math.isqrt
 
@@ -272,29 +239,34 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
         if not name.isidentifier():
             raise _Open(f"the square root of {_theirs(str(size))}")
         if name not in sizes:
-            (sizes[name],) = jax.export.symbolic_shape(_ours(name), scope=size.scope)
+            (sizes[name],) = _shape(name, size.scope)
             known[str(sizes[name])] = sizes[name]
         return sizes[name]
 
     symbols = {str(size): size for size in sizes.values() if isinstance(size, Size)}
-    patches = {"__eq__": equals, "__ne__": lambda a, b: not equals(a, b), "__bool__": truth}
-    patches |= {"__pow__": to_power}
-    before = {name: vars(Size).get(name) for name in patches}
     known: dict[str, Any] = symbols and symbols | FUNCTIONS
-    token = SYMBOLS.set(known)
-    math.isqrt = root
-    for name, method in patches.items():
-        setattr(Size, name, method)
-    try:
-        yield
-    finally:
-        SYMBOLS.reset(token)
-        math.isqrt = isqrt
-        for name, method in before.items():
-            if method is None:
-                delattr(Size, name)
-            else:
-                setattr(Size, name, method)
+    patches = (
+        (Size, "__eq__", equals, equal),
+        (Size, "__ne__", lambda a, b: not equals(a, b), Size.__ne__),
+        (Size, "__bool__", truth, lambda size: True),
+        (Size, "__pow__", to_power, power),
+        (math, "isqrt", root, isqrt),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, ours, theirs in patches:
+            patch = mock.patch.object(owner, name, _here(ours, theirs), create=True)
+            stack.enter_context(patch)
+        token = SYMBOLS.set(known)
+        try:
+            yield
+        finally:
+            SYMBOLS.reset(token)
+
+
+def _here(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for this thread, another for others."""
+    thread = threading.get_ident()
+    return lambda *args: (ours if threading.get_ident() == thread else theirs)(*args)
 
 
 def _is_open(size: Any) -> bool:

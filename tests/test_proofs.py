@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,42 @@ def test_sizes_are_left_as_they_were():
     size: Any = jax.export.symbolic_shape("b")[0]
     with pytest.raises(TypeError, match="wrong argument `time`"):
         jgpt.causal_mask(size)
+
+
+def test_a_fixed_size_counts_in_what_is_computed_of_it():
+    cases = prove(lambda x: x.reshape(17), "float32[t+1]", where=["t == 16"]).cases
+    assert [case.verdict for case in cases] == ["proven"]
+
+
+def test_other_threads_get_jax_s_own_answers_meanwhile():
+    """One thread asks while another proves; two threads prove at once."""
+    size: Any = jax.export.symbolic_shape("s")[0]
+    told = []
+
+    def ask() -> None:
+        told.append([size == 7, size != 7, bool(size % 4), str(size**2)])
+        with pytest.raises(TypeError):
+            math.isqrt(size)
+
+    def function(x: Array) -> Array:
+        asked = threading.Thread(target=ask)
+        asked.start()
+        asked.join()
+        return wrong_at_7(x)
+
+    proofs = []
+    threads = [
+        threading.Thread(target=lambda: proofs.append(prove(function, "float32[b t]")))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == [[False, True, True, "s^2"]] * len(told)
+    assert len(told) == 3 * 4  # a proof asks about t == 7, and has three cases
+    (said,) = set(map(str, proofs))
+    assert said.startswith("violated  t == 7: ")
 
 
 @pytest.mark.parametrize(
