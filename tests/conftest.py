@@ -8,8 +8,16 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# programs of tests are small and run once: compiling them is what takes time
+# programs of tests are small and run once: compiling them is what takes time, and with the emitters
+# and the threads that make long runs fast it takes four times as long
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        os.environ.get("XLA_FLAGS", ""),
+    )
+)
 
 import hypothesis
 import jax
