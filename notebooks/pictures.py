@@ -1,4 +1,4 @@
-"""What the lessons share: a matrix or a table as a picture, visible text, and the map of a GPT.
+"""What the lessons share: matrices and tables as pictures, the map of a GPT.
 
 Pictures are SVG with a transparent background, for light and dark pages.
 """
@@ -19,10 +19,10 @@ BOX = "black"
 
 set_matplotlib_formats("svg", metadata={"Date": None})
 plt.rcParams.update(
-    dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
-    )
-    | dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none")
+    dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
+    | dict.fromkeys(("xtick.color", "ytick.color"), INK)
+    | dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
+    | {"legend.facecolor": "none"}
     | {"figure.dpi": 72, "figure.constrained_layout.use": True, "font.size": 10}
     | {"axes.titlesize": 10, "font.sans-serif": ["DejaVu Sans"]}
     | {"svg.fonttype": "none", "svg.hashsalt": "jgpt"}
@@ -37,35 +37,40 @@ def heat_map(
     columns: Sequence[str] = (),
     names: tuple[str, str] = ("", ""),
     digits: int | None = 2,
+    texts: Sequence[Sequence[str]] = (),
     largest: float | None = None,
     axes: Axes | None = None,
 ) -> None:
-    """Draw a matrix with its values in it; `digits=None` leaves them out.
+    """Draw a matrix with values, or texts, in it; not with `digits=None`.
 
-    Rows and columns are labels, a string being one for each character. Names are those of the axes.
+    Rows and columns are labels, a string being one for each character. Names
+    are those of the axes.
     `largest` is the value of the darkest colour, to compare matrices.
     """
     matrix = np.asarray(matrix, np.float64)
     height, width = matrix.shape
     if axes is None:
         cell = 0.55 if digits is not None else 0.2
-        axes = plt.subplots(figsize=(cell * width + 1.3, cell * height + 1.1))[1]
+        size = (cell * width + 1.3, cell * height + 1.1)
+        axes = plt.subplots(figsize=size)[1]
     finite = matrix[np.isfinite(matrix)]
     largest = largest or np.abs(finite).max() or 1.0
     signed = finite.min() < 0
+    colours = plt.get_cmap("RdBu_r" if signed else "Blues")
     shown = axes.imshow(
         np.ma.masked_invalid(matrix),
-        cmap=plt.get_cmap("RdBu_r" if signed else "Blues").with_extremes(bad="0.85"),
+        cmap=colours.with_extremes(bad="0.85"),
         vmin=-largest if signed else 0,
         vmax=largest,
         interpolation="none",
     )
     if digits is not None:
-        colours = shown.to_rgba(shown.get_array())
+        shades = shown.to_rgba(shown.get_array())
         for (row, column), value in np.ndenumerate(matrix):
             number = f"{value:.{digits}f}" if np.isfinite(value) else "-∞"
-            colour = text_on(colours[row, column, :3])
-            axes.text(column, row, number, ha="center", va="center", color=colour)
+            text = texts[row][column] if texts else number
+            colour = text_on(shades[row, column, :3])
+            axes.text(column, row, text, ha="center", va="center", color=colour)
     _label(axes, title, rows, columns, names)
 
 
@@ -78,14 +83,16 @@ def grid(
     names: tuple[str, str] = ("", ""),
     axes: Axes | None = None,
 ) -> None:
-    """Draw a table without shading, for what isn't a quantity: letters, numbers of tokens."""
+    """Draw a table without shading, for letters and the numbers of tokens."""
     height, width = len(cells), len(cells[0])
     if axes is None:
         axes = plt.subplots(figsize=(0.4 * width + 1.3, 0.4 * height + 1.1))[1]
     for row, line in enumerate(cells):
         for column, cell in enumerate(line):
             axes.text(column, row, str(cell), ha="center", va="center")
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), aspect="equal")
+    axes.set(
+        xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), aspect="equal"
+    )
     _label(axes, title, rows, columns, names)
     axes.set_xticks(np.arange(width - 1) + 0.5, minor=True)
     axes.set_yticks(np.arange(height - 1) + 0.5, minor=True)
@@ -107,21 +114,30 @@ def _label(
 
 
 def text_on(colour: ArrayLike) -> str:
-    """Black or white, whichever has more contrast with red, green and blue (WCAG 2.2)."""
+    """Black or white, whichever has more contrast with a colour (WCAG 2.2)."""
     shares = np.asarray(colour)
-    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
+    curve = ((shares + 0.055) / 1.055) ** 2.4
+    linear = np.where(shares <= 0.04045, shares / 12.92, curve)
     luminance = linear @ (0.2126, 0.7152, 0.0722)
-    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
+    with_white, with_black = (
+        1.05 / (luminance + 0.05),
+        (luminance + 0.05) / 0.05,
+    )
+    return "white" if with_white > with_black else "black"
 
 
 def visible(characters: Sequence[str]) -> list[str]:
     """The characters, with signs for the two that can't be seen."""
-    return [{" ": "␣", "\n": "↵"}.get(character, character) for character in characters]
+    return [
+        {" ": "␣", "\n": "↵"}.get(character, character)
+        for character in characters
+    ]
 
 
-COURSE = ("JAX", "bigram", "averages", "head", "heads", "block", "shapes", "training")
+COURSE = ("JAX", "bigram", "averages", "head")
+COURSE += ("heads", "block", "shapes", "training")
 """The first lessons, from 0 on."""
-# name: the lesson that explains the part, its label, and its place: x, y, width, height
+# name: the lesson that explains it, its label, its place: x, y, width, height
 PARTS = {
     "tokenizer": (1, "tokenizer", 4.2, 1.6, 5.6, 1.0),
     "token_embedding": (1, "token embedding", 4.2, 3.4, 5.6, 1.0),
@@ -169,7 +185,10 @@ LINES = [  # corners; the last has an arrowhead
     [(13.6, 9.4), (17.2, 9.4), (17.2, 10.1)],
     [(17.2, 11.1), (17.2, 12.0)],
     [(17.2, 13.6), (17.2, 15.2), (14.0, 15.2)],
-    *([(26.9, 0.8), (26.9, 1.7), (x, 1.7), (x, 2.3)] for x in (24.2, 26.9, 29.6)),
+    *(
+        [(26.9, 0.8), (26.9, 1.7), (x, 1.7), (x, 2.3)]
+        for x in (24.2, 26.9, 29.6)
+    ),
     *([(x, 3.3), (x, 3.9)] for x in (24.2, 26.9, 29.6)),
     *([(x, 4.9), (x, 5.5)] for x in (26.9, 29.6)),
     [(24.2, 4.9), (24.2, 7.1)],
@@ -197,26 +216,35 @@ SHAPES = [  # of lesson 6: text, where it begins, and where its middle is
 
 
 def draw_transformer(
-    lesson: int, *, new: Collection[str] = (), labels: Mapping[str, str] | None = None
+    lesson: int,
+    *,
+    new: Collection[str] = (),
+    labels: Mapping[str, str] | None = None,
 ) -> None:
-    """Draw the course, a GPT, one of its blocks, and its attention, filled in up to a lesson.
+    """Draw the course, a GPT, a block and attention, filled in up to a lesson.
 
-    Parts of that lesson are orange, and so are those named in `new`; parts of later ones are empty
-    and have its number. `labels` replaces labels. Both name parts as PARTS does.
+    Parts of that lesson are orange, and so are those named in `new`; parts of
+    later ones are empty and have its number. `labels` replaces labels. Both
+    name parts as PARTS does.
     """
     axes = plt.subplots(figsize=(7.5, 7.9))[1]
     for at, name in enumerate((*COURSE, "and on")):
         number = f"{at}" if name in COURSE else f"{at}-"
         current = at == min(lesson, len(COURSE))
-        _box(axes, f"{number}\n{name}", (1.8 + 3.7 * at, 21.8, 3.4, 1.7), at > lesson, current)
-    for left, right, title in ((12.2, 20.8, "one block"), (22.2, 33.2, "its attention")):
-        frame = {"facecolor": "#80808015", "edgecolor": INK, "zorder": 0, "linewidth": 0.7}
-        axes.add_patch(plt.Rectangle((left, 0.4), right - left, 18.5, **frame))
+        place = (1.8 + 3.7 * at, 21.8, 3.4, 1.7)
+        _box(axes, f"{number}\n{name}", place, at > lesson, current)
+    frame = {"facecolor": "#80808015", "edgecolor": INK, "linewidth": 0.7}
+    frames = ((12.2, 20.8, "one block"), (22.2, 33.2, "its attention"))
+    for left, right, title in frames:
+        size = right - left, 18.5
+        axes.add_patch(plt.Rectangle((left, 0.4), *size, zorder=0, **frame))
         axes.text((left + right) / 2, 19.5, title, ha="center", va="center")
     axes.text(4.2, 19.5, "GPT", ha="center", va="center")
-    for inner, outer, low, high in ((7.0, 12.2, 6.9, 9.7), (19.6, 22.2, 4.7, 6.3)):
+    thin = {"color": INK, "linewidth": 0.5, "zorder": 0}
+    zooms = ((7.0, 12.2, 6.9, 9.7), (19.6, 22.2, 4.7, 6.3))
+    for inner, outer, low, high in zooms:
         for near, far in ((low, 0.4), (high, 18.9)):
-            axes.plot((inner, outer), (near, far), color=INK, linewidth=0.5, zorder=0)
+            axes.plot((inner, outer), (near, far), **thin)
     for corners in LINES:
         axes.plot(*zip(*corners, strict=True), color=INK, linewidth=1, zorder=1)
         arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
@@ -226,22 +254,31 @@ def draw_transformer(
         (13.6, 7.7, lesson >= 5),
         (13.6, 15.2, lesson >= 5),
     ):
-        axes.text(x, y, "+" if known else "", ha="center", va="center", color=BOX, zorder=3)
+        style = {"ha": "center", "va": "center", "color": BOX, "zorder": 3}
+        axes.text(x, y, "+" if known else "", **style)
         axes.scatter(x, y, s=150, facecolor="white", edgecolor=INK, zorder=2)
     axes.text(2.5, 0.2, "“First Citi”", va="center")
     for name, (taught_in, label, *place) in PARTS.items():
         later, current = taught_in > lesson, taught_in == lesson or name in new
-        text = f"lesson {taught_in}" if later else (labels or {}).get(name, label)
+        known = (labels or {}).get(name, label)
+        text = f"lesson {taught_in}" if later else known
         _box(axes, text, place, later, current)
+    style = {"va": "center", "color": "#b86200" if lesson == 6 else INK}
     for shape, x, y in SHAPES if lesson >= 6 else ():
-        axes.text(x, y, shape, va="center", color="#b86200" if lesson == 6 else INK, zorder=4)
+        axes.text(x, y, shape, zorder=4, **style)
     axes.set(xlim=(-0.2, 33.4), ylim=(-0.4, 22.8))
     axes.axis("off")
 
 
-def _box(axes: Axes, text: str, place: Sequence[float], later: bool, current: bool) -> None:
+def _box(
+    axes: Axes, text: str, place: Sequence[float], later: bool, current: bool
+) -> None:
     x, y, width, height = place
-    fill = {"facecolor": "none"} if later else {"facecolor": "#f5b971" if current else "#9fc5e8"}
+    fill = (
+        {"facecolor": "none"}
+        if later
+        else {"facecolor": "#f5b971" if current else "#9fc5e8"}
+    )
     line = {"edgecolor": INK, "linestyle": ":" if later else "-", "zorder": 2}
     corner = (x - width / 2, y - height / 2)
     axes.add_patch(plt.Rectangle(corner, width, height, **fill, **line))

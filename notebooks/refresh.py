@@ -1,8 +1,9 @@
-"""Execute lessons from top to bottom, each in a fresh process, and save the outputs.
+"""Execute lessons, each in a fresh process, and save the outputs.
 
-`make notebooks` runs this on all lessons; arguments choose some by path. Exercises, which are in
-Markdown cells, are run in place: a student's starter, whose check must fail, and the solution. The
-alternative text of a picture comes from the metadata of the cell, as MyST-NB has it:
+`make notebooks` runs this on all lessons; arguments choose some by path.
+Exercises, which are in Markdown cells, are run in place: a student's starter,
+whose check must fail, and the solution. The alternative text of a picture
+comes from the metadata of the cell, as MyST-NB has it:
 `{"mystnb": {"image": {"alt": "..."}}}`.
 """
 
@@ -20,12 +21,13 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def attempts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Code cells for an exercise: its starter with the check, and its solution."""
+    """An exercise as code: the starter with the check, and the solution."""
     if (exercise := exercise_of(cell)) is None:
         return []
     failing = {"tags": ["exercise", "starter", "raises-exception"]}
+    attempt = f"{exercise.starter}\n{exercise.check}"
     return [
-        new_code_cell(f"{exercise.starter}\n{exercise.check}", metadata=failing),
+        new_code_cell(attempt, metadata=failing),
         new_code_cell(exercise.solution, metadata={"tags": ["exercise"]}),
     ]
 
@@ -33,10 +35,13 @@ def attempts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 def execute(path: Path) -> nbformat.NotebookNode:
     """The notebook with fresh outputs.
 
-    Raises CellExecutionError where a cell fails, and ValueError where a starter passes its check.
+    Raises CellExecutionError where a cell fails, and ValueError where a
+    starter passes its check.
     """
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells = [part for cell in notebook.cells for part in (cell, *attempts(cell))]
+    notebook.cells = [
+        part for cell in notebook.cells for part in (cell, *attempts(cell))
+    ]
     client = NotebookClient(
         notebook,
         timeout=600,
@@ -47,12 +52,25 @@ def execute(path: Path) -> nbformat.NotebookNode:
         resources={"metadata": {"path": str(FOLDER)}},
     )
     # the package beside the notebooks, not an installed one
-    client.execute(env={"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(FOLDER.parent)})
+    client.execute(
+        env={
+            "JAX_PLATFORMS": "cpu",
+            **os.environ,
+            "PYTHONPATH": str(FOLDER.parent),
+        }
+    )
     for cell in notebook.cells:
         is_starter = "starter" in cell.metadata.get("tags", ())
-        if is_starter and all(output.output_type != "error" for output in cell.outputs):
-            raise ValueError(f"{path.name}: the check passes without a solution:\n{cell.source}")
-    notebook.cells = [c for c in notebook.cells if "exercise" not in c.metadata.get("tags", ())]
+        if is_starter and all(
+            output.output_type != "error" for output in cell.outputs
+        ):
+            passes = "the check passes without a solution"
+            raise ValueError(f"{path.name}: {passes}:\n{cell.source}")
+    notebook.cells = [
+        c
+        for c in notebook.cells
+        if "exercise" not in c.metadata.get("tags", ())
+    ]
     code = (cell for cell in notebook.cells if cell.cell_type == "code")
     for count, cell in enumerate(code, 1):
         cell.execution_count = count
@@ -62,7 +80,11 @@ def execute(path: Path) -> nbformat.NotebookNode:
                     image = cell.metadata.get("mystnb", {}).get("image", {})
                     output.metadata[kind] = {"alt": image.get("alt", "")}
     notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "kernelspec": {
+            "display_name": "Python 3",
+            "language": "python",
+            "name": "python3",
+        },
         "language_info": {"name": "python"},
     }
     return notebook
@@ -70,7 +92,9 @@ def execute(path: Path) -> nbformat.NotebookNode:
 
 def main() -> None:
     """Refresh the notebooks named, or all."""
-    chosen = [Path(name).resolve() for name in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb"))
+    chosen = [Path(name).resolve() for name in sys.argv[1:]] or sorted(
+        FOLDER.glob("*.ipynb")
+    )
     for path in chosen:
         start = time.perf_counter()
         notebook = execute(path)

@@ -1,7 +1,8 @@
-"""Write each lesson twice: for students, with starters for the exercises, and for teachers, solved.
+"""Write two editions of each lesson: for students, and solved for teachers.
 
-`make student` runs this. The solution of an exercise is split at its first check, an `assert` or a
-call of `np.testing`: what comes before it becomes a starter, the rest stays as it is.
+`make student` runs this. The solution of an exercise is split at its first
+check, an `assert` or a call of `np.testing`: what comes before it becomes a
+starter for students, the rest stays as it is.
 """
 
 import ast
@@ -17,14 +18,17 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 FOLDER = Path(__file__).resolve().parent
 REPOSITORY = "OWNER/jgpt"  # on GitHub: to fill in
 BRANCH = "editions"  # with the folders that this writes
-FOLDED = re.compile(r"<details>\n<summary>Solution</summary>\n(.*?)\n</details>\n?", re.DOTALL)
+FOLDED = re.compile(
+    r"<details>\n<summary>Solution</summary>\n(.*?)\n</details>\n?", re.DOTALL
+)
 CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
+PICTURES = f"{REPOSITORY}/main/notebooks/pictures.py"
 INSTALL = f"""\
 import importlib.util
 
 if importlib.util.find_spec("jgpt") is None:  # as on Colab
     %pip install --quiet "jgpt[notebooks] @ git+https://github.com/{REPOSITORY}"
-    !wget -q https://raw.githubusercontent.com/{REPOSITORY}/main/notebooks/pictures.py"""
+    !wget -q https://raw.githubusercontent.com/{PICTURES}"""
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,19 @@ class Exercise:
     def statements(self) -> tuple[list[ast.stmt], list[ast.stmt]]:
         """The statements before the first check, and those from it on."""
         body = ast.parse(self.solution).body
-        checks = [place for place, statement in enumerate(body) if _checks(statement)]
+        checks = [
+            place for place, statement in enumerate(body) if _checks(statement)
+        ]
         first = min(checks, default=len(body))
         return body[:first], body[first:]
 
     @property
     def starter(self) -> str:
         """The solution without what is to be found."""
-        parts = [_starter(statement, self.solution) for statement in self.statements[0]]
+        parts = [
+            _starter(statement, self.solution)
+            for statement in self.statements[0]
+        ]
         code = "\n".join(["# Your code", *filter(None, parts)]).rstrip()
         return re.sub("\n{4,}", "\n\n\n", code)
 
@@ -54,7 +63,9 @@ class Exercise:
     def check(self) -> str:
         """The lines from the first check on."""
         _, checks = self.statements
-        lines = self.solution.splitlines()[checks[0].lineno - 1 :] if checks else []
+        lines = (
+            self.solution.splitlines()[checks[0].lineno - 1 :] if checks else []
+        )
         return "\n".join(lines)
 
 
@@ -73,23 +84,35 @@ def _checks(statement: ast.stmt) -> bool:
         return False
     return any(
         isinstance(node, ast.Assert)
-        or (isinstance(node, ast.Attribute) and ast.unparse(node).startswith("np.testing."))
+        or (
+            isinstance(node, ast.Attribute)
+            and ast.unparse(node).startswith("np.testing.")
+        )
         for node in ast.walk(statement)
     )
 
 
 def _starter(statement: ast.stmt, source: str) -> str:
-    """What a student is given of a statement: imports, names, signatures with docstrings."""
+    """What students get: imports, names, signatures with docstrings."""
     match statement:
         case ast.Import() | ast.ImportFrom():
             return ast.unparse(statement)
-        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+        case (
+            ast.Assign(targets=[ast.Name(id=name)])
+            | ast.AnnAssign(target=ast.Name(id=name))
+        ):
             return f"{name} = ..."
         case ast.Assign(targets=[ast.Tuple(elts=targets)]):
-            names = [target for target in targets if isinstance(target, ast.Name)]
-            return "\n".join(f"{name.id} = ..." for name in names if name.id != "_")
+            names = [
+                target for target in targets if isinstance(target, ast.Name)
+            ]
+            return "\n".join(
+                f"{name.id} = ..." for name in names if name.id != "_"
+            )
         case ast.FunctionDef():
-            start = min(line.lineno for line in (statement, *statement.decorator_list))
+            start = min(
+                line.lineno for line in (statement, *statement.decorator_list)
+            )
             inside = statement.body[ast.get_docstring(statement) is not None :]
             kept = source.splitlines()[start - 1 : inside[0].lineno - 1]
             return "\n".join(["\n", *kept, "    raise NotImplementedError\n\n"])
@@ -114,8 +137,12 @@ def student_cells(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 def teacher_cells(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """The cell as it is; or a task and its solution."""
     if exercise := exercise_of(cell):
-        text = f"{exercise.task}\n\n**Solution.** {exercise.explanation}".rstrip()
-        code = new_code_cell(exercise.solution.rstrip(), id=f"{cell.id}-solution")
+        text = (
+            f"{exercise.task}\n\n**Solution.** {exercise.explanation}".rstrip()
+        )
+        code = new_code_cell(
+            exercise.solution.rstrip(), id=f"{cell.id}-solution"
+        )
         return [new_markdown_cell(text, id=cell.id), code]
     return [cell]
 
@@ -126,13 +153,16 @@ EDITIONS = {"student": student_cells, "teacher": teacher_cells}
 def edition(lesson: Path, name: str) -> nbformat.NotebookNode:
     """A lesson as a notebook of an edition."""
     notebook = nbformat.read(lesson, as_version=4)
-    badge = "https://colab.research.google.com/assets/colab-badge.svg"
-    page = f"https://colab.research.google.com/github/{REPOSITORY}/blob/{BRANCH}/{name}"
+    colab = "https://colab.research.google.com"
+    badge = f"![Open in Colab]({colab}/assets/colab-badge.svg)"
+    page = f"{colab}/github/{REPOSITORY}/blob/{BRANCH}/{name}"
     first = [
-        new_markdown_cell(f"[![Open in Colab]({badge})]({page}/{lesson.name})", id="colab"),
+        new_markdown_cell(f"[{badge}]({page}/{lesson.name})", id="colab"),
         new_code_cell(INSTALL, id="install"),
     ]
-    notebook.cells = first + [part for cell in notebook.cells for part in EDITIONS[name](cell)]
+    notebook.cells = first + [
+        part for cell in notebook.cells for part in EDITIONS[name](cell)
+    ]
     return notebook
 
 

@@ -84,6 +84,14 @@ def test_pictures_are_transparent_with_text_of_10_points(path):
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_code_fits_the_column_of_the_site(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        fenced = re.findall(r"^```python\n(.*?)^```", cell.source, re.DOTALL | re.MULTILINE)
+        code = [cell.source] if cell.cell_type == "code" else fenced
+        assert [line for line in "\n".join(code).splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_answers_are_folded_and_solutions_checked(path):
     cells = nbformat.read(path, as_version=4).cells
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
