@@ -1,13 +1,15 @@
 """Tokens a second when sampling, beside what people use on a CPU.
 
-    pip install ctranslate2
+    pip install ctranslate2 gguf xllamacpp
     python benchmarks/sampling.py --nanogpt PATH
 
 PATH is a checkout of nanoGPT. All engines of a size have the same random weights, begin with one
 token and draw at temperature 0.8 from the whole vocabulary: nanoGPT's Shakespeare setting (10.7M
-parameters), and GPT-2's (124M). transformers and CTranslate2 use their caches; nanoGPT has none,
-has random weights of its own, and is left out at 124M. Then each reads a prompt of 1,000 tokens and
-draws one more. Each process loads its engine, draws once to warm up, and then measures.
+parameters), and GPT-2's (124M). All but nanoGPT use a cache; it has random weights of its own, too,
+and is left out at 124M. Then each reads a prompt of 1,000 tokens and draws one more. Each process
+loads its engine, draws once to warm up, and then measures. xllamacpp brings llama.cpp as a wheel,
+and has no call without its server's queue. ONNX Runtime GenAI 0.18 can't be measured: its model
+builder knows no GPT-2.
 """
 
 import importlib.util
@@ -32,9 +34,11 @@ TOKENS = {"10.7M": 128, "124M": 48}
 ENGINES = (
     *("jgpt float32", "jgpt bfloat16", "jgpt int8"),
     *(f"CTranslate2 {dtype} {threads}" for dtype in ("float32", "int8") for threads in (1, 2)),
-    *("transformers", "nanoGPT"),
+    *("llama.cpp F16", "llama.cpp Q8_0", "transformers", "nanoGPT"),
 )
-"""The number after CTranslate2's dtype is that of its threads."""
+"""The number after CTranslate2's dtype is that of its threads. llama.cpp has two."""
+PACKAGES = {"CTranslate2": "ctranslate2", "llama.cpp": "xllamacpp"}
+"""What an engine needs, to be measured."""
 Draw = Callable[[int, int, int], None]
 """Continues a prompt: (batch, its tokens, new tokens); back when all of them are there."""
 
@@ -85,7 +89,10 @@ def variants(folder: str, options: Options) -> list[Variant]:
             command += ["--batches", *map(str, options.batches)]
             if engine == "nanoGPT":
                 command += ["--nanogpt", str(options.nanogpt)]
-            if engine != "nanoGPT" or (options.nanogpt and model == "10.7M"):
+            needed = PACKAGES.get(engine.split()[0], "numpy")
+            if not importlib.util.find_spec(needed):
+                print(f"{engine} is left out: it needs pip install {needed}")
+            elif engine != "nanoGPT" or (options.nanogpt and model == "10.7M"):
                 found.append(Variant(f"{model} {engine}", command, environment=environment))
     return found
 
@@ -181,11 +188,33 @@ def of_ctranslate2(options: Options, dtype: str, threads: str) -> Draw:
     return draw
 
 
+def of_llamacpp(options: Options, dtype: str) -> Draw:
+    import xllamacpp
+
+    parameters, slots = xllamacpp.CommonParams(), max(options.batches)
+    parameters.model.path = str(options.folder / f"{options.model}-{dtype}.gguf")
+    parameters.n_parallel = slots
+    parameters.n_ctx = slots * MODELS[options.model].block_size
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 2
+    parameters.verbosity = -1
+    server = xllamacpp.Server(parameters)
+    how = {"samplers": ["temperature"], "temperature": TEMPERATURE}
+    how |= {"ignore_eos": True, "cache_prompt": False}
+
+    def draw(batch: int, prompt: int, new: int) -> None:
+        asked = {"prompt": [[1] * prompt] * batch, "n_predict": new}
+        drawn = server.handle_completions(asked | how)
+        assert [each["finish_reason"] for each in drawn["choices"]] == ["length"] * batch
+
+    return draw
+
+
 DRAWS: dict[str, Callable[..., Draw]] = {
     "jgpt": of_jgpt,
     "nanoGPT": of_nanogpt,
     "transformers": of_transformers,
     "CTranslate2": of_ctranslate2,
+    "llama.cpp": of_llamacpp,
 }
 
 
@@ -199,7 +228,7 @@ def vocabulary(model: str) -> int:
 
 
 def prepare(folder: Path) -> None:
-    """Each model as a Hugging Face directory, and as CTranslate2 has it in float32 and int8."""
+    """Each model as a Hugging Face directory, and in the formats of the engines that are there."""
     import tokenizers
     import torch
     import transformers
@@ -222,13 +251,51 @@ def prepare(folder: Path) -> None:
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
             folder / name
         )
-        if not importlib.util.find_spec("ctranslate2"):
-            continue
-        import ctranslate2
+        if importlib.util.find_spec("ctranslate2"):
+            import ctranslate2
 
-        converter = ctranslate2.converters.TransformersConverter(str(folder / name))
-        for dtype in ("float32", "int8"):
-            converter.convert(str(folder / f"{name}-{dtype}"), quantization=dtype)
+            converter = ctranslate2.converters.TransformersConverter(str(folder / name))
+            for dtype in ("float32", "int8"):
+                converter.convert(str(folder / f"{name}-{dtype}"), quantization=dtype)
+        if importlib.util.find_spec("xllamacpp"):
+            for dtype in ("F16", "Q8_0"):
+                write_gguf(folder / name, dtype)
+
+
+def write_gguf(folder: Path, dtype: str) -> None:
+    """A GPT-2 of transformers as llama.cpp reads it, beside its folder."""
+    import gguf
+    import transformers
+
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    shape, kind = model.config, gguf.GGMLQuantizationType[dtype]
+    writer = gguf.GGUFWriter(f"{folder}-{dtype}.gguf", "gpt2")
+    writer.add_context_length(shape.n_positions)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_feed_forward_length(4 * shape.n_embd)
+    writer.add_block_count(shape.n_layer)
+    writer.add_head_count(shape.n_head)
+    writer.add_layer_norm_eps(shape.layer_norm_epsilon)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"t{index}" for index in range(shape.vocab_size)])
+    writer.add_token_merges(["t 0"])
+    writer.add_eos_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, shape.n_layer)
+    for path, parameter in model.transformer.named_parameters():
+        array = parameter.detach().numpy()
+        if path.startswith("h.") and array.ndim == 2:
+            array = array.T.copy()  # transformers stores (in, out)
+        name = names.get_name(path, try_suffixes=(".weight", ".bias"))
+        if array.ndim == 2 and path != "wpe.weight":
+            array = gguf.quants.quantize(array, kind)
+            writer.add_tensor(name, array, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 if __name__ == "__main__":
