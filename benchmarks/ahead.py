@@ -1,19 +1,27 @@
 """Compile train steps for hardware that this machine lacks: the table in docs/scale.md.
 
     JAX_PLATFORMS=cpu python benchmarks/ahead.py
+    JAX_PLATFORMS=cpu python benchmarks/ahead.py --budget
 
-Each step is compiled for each mesh (jgpt[tpu] and jgpt[cuda12] bring the compilers).
+Each step is compiled for each mesh (jgpt[tpu] and jgpt[cuda12] bring the compilers). `--budget`
+writes down the costs of a few programs, with which `make test-ahead` compares those of today: a
+change that costs something has to change the record, too.
 """
 
 import argparse
 import dataclasses
+import math
 import time
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import runner
 
-from jgpt import preset
+from jgpt import TrainConfig, preset
 from jgpt.cli.console import describe_ahead
 from jgpt.training.ahead import compile_ahead
+from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
 
 CASES = (
     ("gpt2", "v5e:2x2", 16, ("data=4", "fsdp=4")),
@@ -24,28 +32,47 @@ CASES = (
 """A preset, chips, sequences a step, and meshes to try."""
 
 
+BUDGET = (
+    ("modern", "h100:8", 16, "data=8"),
+    ("modern", "v5e:2x2", 16, "data=4"),
+    ("gpt2", "h100:8", 128, "fsdp=8"),
+    ("gpt2", "v5e:2x2", 16, "data=4"),
+)
+"""The same, of programs whose costs are in the record `budget`."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="of this preset only")
-    only = parser.parse_args().only
+    parser.add_argument("--budget", action="store_true", help="write the record of the budget")
+    options = parser.parse_args()
+    if options.budget:
+        print(runner.write("budget", {title(*case): costs(*case) for case in BUDGET}))
+        return
     steps = []
     for name, on, batch_size, meshes in CASES:
-        for mesh in meshes if only in (None, name) else ():
+        for mesh in meshes if options.only in (None, name) else ():
             try:
                 steps.append(measure(name, on, batch_size, mesh))
             except ValueError as error:  # it doesn't fit
                 print(f"\n{name}, {mesh}: {error}")
-    if only is None:
+    if options.only is None:
         print(runner.write("ahead", {"steps": steps}))
 
 
-def measure(name: str, on: str, batch_size: int, mesh: str) -> dict:
-    """A preset's step for chips on a mesh; its blocks are scanned, which changes no figure."""
+def configured(name: str, batch_size: int, mesh: str) -> TrainConfig:
+    """A preset with scanned blocks, which compile faster and change no figure."""
     config = preset(name)
-    model = dataclasses.replace(config.model, scan_layers=True)
-    config = dataclasses.replace(
+    vocabulary = max(config.model.vocab_size, 65)  # data decides it in a run
+    model = dataclasses.replace(config.model, scan_layers=True, vocab_size=vocabulary)
+    return dataclasses.replace(
         config, model=model, batch_size=batch_size, micro_batches=1, mesh=mesh, steps_per_call=2
     )
+
+
+def measure(name: str, on: str, batch_size: int, mesh: str) -> dict[str, Any]:
+    """A preset's step for chips on a mesh."""
+    config = configured(name, batch_size, mesh)
     began, busy = time.perf_counter(), time.process_time()
     step = compile_ahead(config, on)
     took = time.perf_counter() - began, time.process_time() - busy
@@ -58,6 +85,49 @@ def measure(name: str, on: str, batch_size: int, mesh: str) -> dict:
         "compile_cpu_seconds": took[1],
         **dataclasses.asdict(step),
     }
+
+
+def title(name: str, on: str, batch_size: int, mesh: str) -> str:
+    return f"{name} on {on}, {mesh}, {batch_size} sequences"
+
+
+def costs(name: str, on: str, batch_size: int, mesh: str) -> dict[str, int | str]:
+    """The costs of a step's program. Bytes are per chip; the FLOPs are those of all chips."""
+    config = configured(name, batch_size, mesh)
+    step = compile_ahead(config, on)
+    found: dict[str, int | str] = {
+        "FLOPs of products": product_flops(config),
+        "bytes of parameters and optimizer": step.memory.state,
+        "bytes of temporaries": step.memory.working,
+        "kernels": ", ".join(step.kernels),
+    }
+    for each in step.collectives:
+        found[f"{each.kind}, count"] = each.count
+        found[f"{each.kind}, bytes sent"] = each.sent
+    return found
+
+
+def product_flops(config: TrainConfig) -> int:
+    """FLOPs of all matrix products that a step describes, without fused attention kernels."""
+    windows = jax.ShapeDtypeStruct((2, config.batch_size, config.model.block_size + 1), jnp.int32)
+    given = abstract_state(config), windows, dropout_stream(config.seed), 0, 0
+    steps: Any = make_train_steps(dataclasses.replace(config, mesh=None))
+    return flops_of(steps.trace(*given).jaxpr.jaxpr)
+
+
+def flops_of(jaxpr: Any) -> int:
+    """Those of a scan as often as it runs; those of a loop over steps once."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            sizes = [equation.invars[0].aval.shape[axis] for axis in contracted]
+            total += 2 * math.prod((*equation.outvars[0].aval.shape, *sizes))
+        inside = jax.tree.leaves(list(equation.params.values()))
+        jaxprs = [getattr(each, "jaxpr", each) for each in inside]
+        within = sum(flops_of(each) for each in jaxprs if hasattr(each, "eqns"))
+        total += within * equation.params.get("length", 1)
+    return total
 
 
 if __name__ == "__main__":

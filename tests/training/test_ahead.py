@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
+import json
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -17,6 +20,11 @@ from jgpt.sharding import current_mesh
 from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
 from jgpt.training.plan import TrainingMemory
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+benchmark = importlib.import_module("ahead")
+BUDGET = json.loads((ROOT / "benchmarks" / "results" / "budget.json").read_text())
 
 # --- collectives of a program, and what each device sends, by hand --------------------------------
 
@@ -278,3 +286,56 @@ def test_a_step_for_chips(on, package, monkeypatch, tmp_path):
         assert step.chip.platform == Platform("gpu", 9.0)
         assert step.kernels[:2] == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
         assert sent["reduce-scatter"] >= 4 * (PARAMETERS - 512 * 256 - 128 * 256) * 3 // 4
+
+
+# --- costs of the presets' programs beside a record of them ---------------------------------------
+
+
+def changes(found: dict[str, int | str], budget: dict[str, int | str]) -> list[str]:
+    """What a program costs more or less than the budget, by more than 2%."""
+
+    def differs(name: str) -> bool:
+        now, then = found.get(name), budget.get(name)
+        if isinstance(now, int) and isinstance(then, int):
+            return abs(now - then) > 0.02 * then
+        return now != then
+
+    return [
+        f"{name}: {budget.get(name)} in the budget, now {found.get(name)}"
+        for name in budget | found
+        if differs(name)
+    ]
+
+
+def test_a_cost_that_changed_is_named():
+    budget = {"FLOPs": 10_000, "all-gather, count": 26, "kernels": "fmha"}
+    assert changes({**budget, "FLOPs": 10_200}, budget) == []
+    assert changes({**budget, "FLOPs": 10_201}, budget) == ["FLOPs: 10000 in the budget, now 10201"]
+    assert changes({**budget, "FLOPs": 9_799}, budget) == ["FLOPs: 10000 in the budget, now 9799"]
+    more = {"FLOPs": 10_000, "all-gather, count": 27, "kernels": "", "all-reduce, count": 1}
+    assert changes(more, budget) == [
+        "all-gather, count: 26 in the budget, now 27",
+        "kernels: fmha in the budget, now ",
+        "all-reduce, count: None in the budget, now 1",
+    ]
+
+
+@pytest.mark.parametrize("case", benchmark.BUDGET, ids=str)
+def test_products_are_those_of_the_budget(case):
+    """Traced, without a compiler for the chip."""
+    name, _, batch_size, mesh = case
+    flops = benchmark.product_flops(benchmark.configured(name, batch_size, mesh))
+    assert flops == BUDGET[benchmark.title(*case)]["FLOPs of products"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", benchmark.BUDGET, ids=str)
+def test_a_program_costs_what_its_budget_says(case):
+    package = "libtpu" if "v5e" in case[1] else "jax_plugins"
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"compiling for {case[1]} needs {package}: make test-ahead installs it")
+    changed = changes(benchmark.costs(*case), BUDGET[benchmark.title(*case)])
+    assert not changed, (
+        f"{changed}; the budget is of JAX {BUDGET['versions']['jax']}, this is {jax.__version__}. "
+        "If it is worth that: JAX_PLATFORMS=cpu .venv-ahead/bin/python benchmarks/ahead.py --budget"
+    )
