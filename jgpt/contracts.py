@@ -132,6 +132,8 @@ def watching(watch: Watch) -> Iterator[None]:
     A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`.
     Raises ValueError where checks are switched off, since nothing is heard then.
     """
+    if not callable(watch):
+        raise TypeError(f"watching needs a function of a TypedCall, not {_described(watch)}")
     if config.jaxtyping_disable or not __debug__:
         raise ValueError("watching needs the shape checks, which are switched off")
     before = _WATCHES.set((*_WATCHES.get(), watch))
@@ -262,6 +264,9 @@ def _watched(
     call = TypedCall(whole, function, bound.arguments, hints)
     with _unwatched():
         leaves = [watch(call) for watch in watches]
+    for leave in leaves:
+        if not (leave is None or callable(leave)):
+            raise TypeError(f"a watch returns a function of the result, not {_described(leave)}")
     before = _PLACE.set((path, modules))
     try:
         result = function(*bound.args, **bound.kwargs)
@@ -370,6 +375,8 @@ def _other_mismatch(hint: Any, value: Any) -> str:
     try:
         die_if_unbearable(_with_numbers(value), hint, conf=_BEARTYPE)
     except BeartypeCallHintViolation as violation:
+        if _is_shaped(value):  # beartype would print the numbers
+            return f"an array is no {_spelled(hint)}"
         reason = str(violation).partition(", as ")[2].strip()
         return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
     return ""

@@ -25,9 +25,11 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
 
     `blocks.1.attention` is a module, `blocks.1.attention.merge_heads` a function that it calls;
     `*` stands for any one part. Further calls of a path are numbered: `split_heads[1]`. Blocks
-    run in turn, whatever the config says. Raises ValueError for a path that nothing has, and
-    under a mesh.
+    run in turn, whatever the config says. Raises ValueError without a path, for one that nothing
+    has, and under a mesh.
     """
+    if not paths:
+        raise ValueError("capture what? give a path, such as 'blocks.*.attention'")
 
     def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
         if not current_mesh().empty:
@@ -41,7 +43,7 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
                 found[call.path + f"[{calls}]" * (calls > 0)] = result
                 return result
 
-            return keep if patterns.match(call.path) else None
+            return None if patterns.match(call.path) is None else keep
 
         with watching(watch):
             _in_turn(model)(*args, **kwargs)

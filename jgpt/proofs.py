@@ -96,18 +96,19 @@ class Proof:
 
 
 @typed
-def prove(function: Callable[..., Any], *arrays: str, where: Sequence[str] = ()) -> Proof:
+def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str] = ()) -> Proof:
     """Trace a function for all sizes of its arrays, and check every shape annotation in it.
 
     An array is written `float32[b t 8]`; `where` has constraints such as `t <= 8`, and every size
     is at least 1. Where the program asks something open of a size, as in `if t > 8`, both answers
     are traced. A case ends `proven`, `refused` by a ValueError of the program, `violated` if an
     annotation isn't met (or can't be shown to be), or `open`. Equal shapes are proven, not values.
-    Raises ValueError for an array or a constraint that can't be read.
+    Raises ValueError for an array or a constraint that can't be read, and where no size can be.
     """
     parsed = [_parsed(array) for array in arrays]
     names = sorted({name for _, text in parsed for name in _names(text)})
-    todo, cases = [tuple(where)], []
+    todo, cases = [(where,) if isinstance(where, str) else tuple(where)], []
+    _require_readable(todo[0], names)
     while todo:
         case = todo.pop()
         if len(cases) + len(todo) >= MOST_CASES:
@@ -115,11 +116,9 @@ def prove(function: Callable[..., Any], *arrays: str, where: Sequence[str] = ())
             break
         try:
             scope = _scope(case)
-            sizes = dict(zip(names, _shape(" ".join(names), scope), strict=True))
-        except Exception as error:
-            if "nsatisfiable" not in str(error):
-                raise ValueError(f"where={list(case)} can't be read: {error}") from None
+        except ValueError:
             continue  # no sizes are in this case
+        sizes = dict(zip(names, _shape(" ".join(names), scope), strict=True))
         structs = [jax.ShapeDtypeStruct(_shape(text, scope), dtype) for dtype, text in parsed]
         try:
             with _LOCK, _splitting(sizes):
@@ -165,10 +164,12 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _parsed(array: str) -> tuple[Any, str]:
-    found = re.fullmatch(r"(\w+)\[([^\]]*)\]", array.strip())
-    with contextlib.suppress(TypeError):
+    found = re.fullmatch(r"(\w+)\[([^\],]*)\]", array.strip())
+    with contextlib.suppress(TypeError, ValueError):
         if found:
-            return jnp.dtype(found[1]), found[2]
+            sizes = _shape(found[2], jax.export.SymbolicScope())
+            if all(isinstance(size, Size) or size >= 0 for size in sizes):
+                return jnp.dtype(found[1]), found[2]
     raise ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
 
 
@@ -186,6 +187,23 @@ def _theirs(text: str) -> str:
     return re.sub(r"\b(\w+?)_symbol\b", r"\1", text)
 
 
+def _require_readable(where: tuple[str, ...], names: list[str]) -> None:
+    """Raise ValueError for constraints that aren't any, of other sizes, or that contradict."""
+    if others := {name for each in where for name in _names(each)} - {*names}:
+        raise ValueError(f"where={list(where)} names {min(others)}, a size that no array has")
+    try:
+        scope = _scope(where)
+        for each in where:
+            left, how, right = re.split("(==|>=|<=)", each)
+            low, high = _shape(f"{left.replace(' ', '')} {right.replace(' ', '')}", scope)
+            with contextlib.suppress(InconclusiveDimensionOperation):
+                if (low < high if how != "<=" else low > high) is True:
+                    raise ValueError("unsatisfiable")
+    except Exception as error:
+        said = "holds for no sizes" if "nsatisfiable" in str(error) else f"can't be read: {error}"
+        raise ValueError(f"where={list(where)} {said}") from None
+
+
 def _scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
     """The constraints of a case, for JAX. Raises ValueError if no sizes meet them."""
     equal = [re.fullmatch(r"(\w+) == (\d+)", each) for each in case]
@@ -198,7 +216,7 @@ def _scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
     return jax.export.SymbolicScope([_ours(each) for _, each in ordered])
 
 
-def _shape(dimensions: str, scope: jax.export.SymbolicScope) -> tuple[Any, ...]:
+def _shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:
     """Sizes, of which those that the case fixes are numbers."""
     return jax.export.symbolic_shape(_ours(", ".join(dimensions.split())), scope=scope)
 

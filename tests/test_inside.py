@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +35,17 @@ def heard(function, *args) -> list[TypedCall]:
     return calls
 
 
-def edited_by_hand(model: jgpt.GPT, tokens: jax.Array, edit) -> jax.Array:
-    """The logits with the result of the second block's attention replaced."""
+def by_hand(model: jgpt.GPT, tokens: jax.Array, edit=lambda x: x) -> dict[str, jax.Array]:
+    """Results of the forward pass, with that of the second block's attention replaced."""
+    found = {}
     x = embedded = model.embed(tokens)
     for i, block in enumerate(model.blocks):
         x = x if model.shortcut is None else x + model.shortcut[i] * embedded
         attended = block.attention(block.attention_norm(x))
-        x = x + (edit(attended) if i == 1 else attended)
-        x = x + block.feed_forward(block.feed_forward_norm(x))
-    return model.logits(model.final_norm(x))
+        found[f"blocks.{i}.attention"] = attended = edit(attended) if i == 1 else attended
+        x = x + attended
+        found[f"blocks.{i}"] = x = x + block.feed_forward(block.feed_forward_norm(x))
+    return found | {"logits": model.logits(model.final_norm(x))}
 
 
 # --- watching ------------------------------------------------------------------------------------
@@ -80,13 +83,13 @@ def test_paths_within_transformations(changes, block):
     def loss(weights, tokens):
         return nnx.merge(graph, weights)(tokens).sum()
 
-    for function in (
-        loss,
-        jax.jit(loss),
-        jax.grad(loss),
-        lambda weights, tokens: jax.vmap(loss, (None, 0))(weights, tokens[:, None]),
-    ):
-        paths = [call.path for call in heard(function, weights, TOKENS)]
+    def of_each(weights, tokens):
+        return jax.vmap(loss, (None, 0))(weights, tokens[:, None])
+
+    for function in (loss, jax.jit(loss), jax.grad(loss), of_each):
+        jax.clear_caches()  # or nothing is traced again
+        calls = heard(jax.eval_shape, function, weights, TOKENS)
+        paths = [call.path for call in calls]
         assert paths.count(f"{block}.attention") == 1
         others = {path for path in paths if path.startswith("blocks") and "." in path}
         assert f"{block}.feed_forward.expansion" in others
@@ -94,12 +97,16 @@ def test_paths_within_transformations(changes, block):
 
 
 def test_a_cached_program_is_not_heard_and_decoding_is():
-    model = model_of()
-    forward = jax.jit(lambda tokens: model(tokens))
-    assert heard(forward, TOKENS)
-    assert not heard(forward, TOKENS)
-    cache = model.empty_cache(2)
-    paths = [call.path for call in heard(lambda: model(TOKENS[:, :1], cache=cache))]
+    masked = jax.jit(jgpt.causal_mask, static_argnums=0)
+    assert heard(masked, 3)
+    assert not heard(masked, 3)
+    graph, weights = nnx.split(model_of())
+
+    def decode(weights, tokens):
+        model = nnx.merge(graph, weights)
+        return model(tokens, cache=model.empty_cache(2))
+
+    paths = [call.path for call in heard(jax.eval_shape, decode, weights, TOKENS[:, :1])]
     assert "blocks.2.attention.attend_over_cache" in paths
 
 
@@ -159,6 +166,14 @@ def test_the_error_of_a_watch_goes_through_as_it_is():
 
     with jgpt.watching(fail), pytest.raises(KeyError, match=r"^'mine'$"):
         jgpt.causal_mask(3)
+    with pytest.raises(TypeError, match="needs a function of a TypedCall, not 3"):
+        jgpt.watching(3).__enter__()  # type: ignore[arg-type]
+    watch: Any = lambda call: TOKENS  # noqa: E731
+    with (
+        jgpt.watching(watch),
+        pytest.raises(TypeError, match=r"returns a function of the result, not int32\[2,5\]"),
+    ):
+        jgpt.causal_mask(3)
     assert jgpt.causal_mask(1).all()
 
 
@@ -171,42 +186,47 @@ def test_watching_needs_the_checks(monkeypatch):
 # --- capture and edit ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "rematerialise": True}])
-def test_captured_results_are_those_of_the_modules(family, changes):
-    model = model_of(family, **changes)
-    found = jgpt.capture(model, "blocks.*", "blocks.*.attention", "logits")(TOKENS)
-    assert list(found) == [
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("modern", {"scan_layers": True, "rematerialise": True}),
+    ],
+)
+def test_results_are_captured_and_edited_as_by_hand(family, changes):
+    edits = jnp.zeros_like, lambda x: x.at[:, 2, 3].add(1.0)
+    graph, weights = nnx.split(model_of(family, **changes))
+    in_turn = nnx.graphdef(model_of(family))
+    order = []
+
+    @jax.jit
+    def all_of(weights):
+        model, plain = nnx.merge(graph, weights), nnx.merge(in_turn, weights)
+        captured = jgpt.capture(model, "blocks.*", "blocks.*.attention", "logits")(TOKENS)
+        order.extend(captured)
+        edited = [jgpt.edit(model, {"blocks.1.attention": edit})(TOKENS) for edit in edits]
+        expected = [by_hand(plain, TOKENS, edit)["logits"] for edit in edits]
+        return captured, by_hand(plain, TOKENS), edited, expected
+
+    captured, found, edited, expected = all_of(weights)
+    assert order == [
         *(f"blocks.{i}{end}" for i in range(3) for end in (".attention", "")),
         "logits",
     ]
-    model = model_of(family)
-    *inputs, _ = model.hidden_states(TOKENS)
-    for i, (block, x) in enumerate(zip(model.blocks, inputs, strict=True)):
-        attended = block.attention(block.attention_norm(x))
-        np.testing.assert_allclose(found[f"blocks.{i}.attention"], attended, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(found["logits"], model(TOKENS), rtol=2e-5, atol=2e-6)
+    for got, its in ((captured, found), (edited, expected)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, its)
+    assert all(np.abs(each - found["logits"]).max() > 1e-3 for each in edited)
 
 
 def test_further_calls_of_a_path_are_numbered():
     model = model_of()
-    found = jgpt.capture(model, "blocks.0.attention.split_heads")(TOKENS)
-    assert list(found) == [f"blocks.0.attention.split_heads{end}" for end in ("", "[1]", "[2]")]
+    found = jgpt.capture(model, "blocks.0.attention.split_heads", "")(TOKENS)
+    paths = [f"blocks.0.attention.split_heads{end}" for end in ("", "[1]", "[2]")]
+    assert list(found) == [*paths, ""]  # the model itself
     attention = model.blocks[0].attention
     x = model.blocks[0].attention_norm(model.embed(TOKENS))
     value = split_heads(attention.value(x), attention.num_heads)
     np.testing.assert_array_equal(found["blocks.0.attention.split_heads[2]"], value)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "rematerialise": True}])
-def test_an_edit_equals_doing_it_by_hand(family, changes):
-    model = model_of(family, **changes)
-    for edit in (jnp.zeros_like, lambda x: x.at[:, 2, 3].add(1.0)):
-        edited = jgpt.edit(model, {"blocks.1.attention": edit})(TOKENS)
-        by_hand = edited_by_hand(model_of(family), TOKENS, edit)
-        np.testing.assert_allclose(edited, by_hand, rtol=2e-5, atol=2e-6)
-        assert np.abs(edited - model(TOKENS)).max() > 1e-3
 
 
 def test_a_head_is_switched_off_before_heads_are_merged():
@@ -243,6 +263,8 @@ def test_what_can_t_be_captured_or_edited_is_refused():
         jgpt.capture(model, "block.1.attention")(TOKENS)
     with pytest.raises(ValueError, match=r"no typed call has the path 'blocks\.7'"):
         jgpt.edit(model, {"blocks.7": jnp.zeros_like})(TOKENS)
+    with pytest.raises(ValueError, match="give a path"):
+        jgpt.capture(model)
     with pytest.raises(TypeCheckError, match=r"(?s)MultiHeadAttention.*wrong result.*time is 3"):
         jgpt.edit(model, {"blocks.1.attention": lambda x: x[:, :3]})(TOKENS)
     with (
@@ -305,8 +327,10 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert "      merge_heads          float32[batch=b time=t heads*value_dim=96]" in said
     assert max(map(len, said)) <= 80
     assert "batch=2 time=5 vocab_size=65" in worked("shapes", "tiny", "--batch", 2, "--time", 5)
-    assert "attend_over_cache" in worked("shapes", "tiny", "--decode")
-    assert "cross_entropy_from" in worked("shapes", "tiny", "--train", "--depth", 3)
+    for option, call in (("--decode", "attend_over_cache"), ("--train", "cross_entropy_from")):
+        said = worked("shapes", "tiny", option, "--depth", 9)
+        assert call in said
+        assert max(map(len, said.splitlines())) <= 80
     data = json.loads(worked("shapes", trained.directory, "--json"))
     assert (data["name"], data["arguments"]["tokens"][0]["dtype"]) == ("GPT", "int32")
     assert "99 tokens are more than block_size=16" in refused("shapes", "tiny", "--time", 99)

@@ -348,9 +348,27 @@ def test_other_verdicts():
     (case,) = prove(lambda x: [jnp.ones(n) for n in range(x.shape[0])], "float32[b]").cases
     assert case.verdict == "open"
     assert "test_proofs.py:" in case.detail
-    for array, where in (("float32(b)", ()), ("floot32[b]", ()), ("float32[b]", ["b !! 3"])):
-        with pytest.raises(ValueError, match=r"is not an array such as|can't be read"):
-            prove(jnp.abs, array, where=where)
+
+
+@pytest.mark.parametrize(
+    ("array", "where", "message"),
+    [
+        *((f"float32{sizes}", "", "is not an array such as") for sizes in ("(b)", "[b,2]", "[-1]")),
+        *(
+            (array, "", "is not an array such as")
+            for array in ("floot32[b]", "int8[b+]", "int8[.5]")
+        ),
+        *(
+            ("int8[b]", where, "can't be read")
+            for where in ("b !! 3", "b < 3", ["b == 3", "b ! 3"])
+        ),
+        *(("int8[b]", where, "no sizes") for where in (["b >= 3", "b <= 2"], ["b == 3", "b >= 4"])),
+        ("int8[b]", "q >= 3", "names q, a size that no array has"),
+    ],
+)
+def test_what_can_t_be_read_is_refused(array, where, message):
+    with pytest.raises(ValueError, match=message):
+        prove(jnp.abs, array, where=where or ())
 
 
 def test_sizes_are_left_as_they_were():

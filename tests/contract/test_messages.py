@@ -177,6 +177,12 @@ GOLDEN = [
         "float 4.5 not instance of int",
     ),
     (
+        "head_dim",
+        lambda: jgpt.Head(10, X, rngs=nnx.Rngs(0)),  # type: ignore[arg-type]
+        "float32[2,3,10]",
+        "an array is no int",
+    ),
+    (
         "weights",
         lambda: averaged({"bias": jnp.ones(3), "head": {"kernel": jnp.ones((2, 3), int)}}),
         "{'bias': float32[3], 'head': {'kernel': int32[2,3]}}",
