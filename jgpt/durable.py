@@ -15,6 +15,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
+_LARGEST_TEXT = 1 << 28
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -78,6 +79,13 @@ def write_file(path: Path, data: str | bytes) -> None:
         raise _unwritten(given, error) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_file(path: Path) -> str:
+    """The text of a small file, as configs are. Raises ValueError for a large one."""
+    if (size := path.stat().st_size) > _LARGEST_TEXT:
+        raise ValueError(f"it has {size:,} bytes")
+    return path.read_text(encoding="utf-8-sig")  # an editor may have added a mark
 
 
 def append(path: Path, data: bytes, *, durable: bool = False) -> None:

@@ -628,7 +628,7 @@ def import_(
 
 def _tokenizer(source: Path, given: str | None, universal_newlines: bool) -> Any:
     from jgpt.data.corpus import read_text
-    from jgpt.data.tokenizers import BPETokenizer, CharTokenizer, tokenizer_from_json
+    from jgpt.data.tokenizers import BPETokenizer, CharTokenizer, read_tokenizer
 
     path = Path(given or source)
     if (path / "tokenizer.json").is_file():
@@ -636,7 +636,7 @@ def _tokenizer(source: Path, given: str | None, universal_newlines: bool) -> Any
     if path.is_dir():
         return BPETokenizer.from_gpt2(path)
     if path.suffix == ".json":
-        return tokenizer_from_json(path.read_text(encoding="utf-8"))
+        return read_tokenizer(path)
     if given is None:
         raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
     return CharTokenizer.from_text(read_text((given,), universal_newlines=universal_newlines))

@@ -352,7 +352,10 @@ def in_flags(message: str, options: Collection[str] = TRAIN) -> str:
         if value in (None, "True", "False"):
             return f"--no-{name}" if value == "False" else f"--{name}"
         inner = value[1:-1]
-        words = {"(": re.sub("[',]", "", inner), "'": shlex.quote(inner)}
+        several = re.sub(
+            "'([^']*)'|,", lambda it: "" if it[1] is None else shlex.quote(it[1]), inner
+        )
+        words = {"(": several, "'": shlex.quote(inner)}
         return f"--{name} {words.get(value[0], value)}"
 
     ours, *quoted = re.split("( is damaged: )", message, maxsplit=1)

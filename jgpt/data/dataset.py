@@ -23,9 +23,9 @@ from jgpt.data.tokenizers import (
     BPETokenizer,
     Tokenizer,
     encode_each,
-    tokenizer_from_json,
+    read_tokenizer,
 )
-from jgpt.durable import new_directory, write_file
+from jgpt.durable import new_directory, read_file, write_file
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
 NANOGPT = "train.bin", "val.bin"
@@ -195,7 +195,7 @@ def prepare(
     def advance(count: int) -> None:
         nonlocal bytes_read
         bytes_read += count
-        progress(bytes_read / max(size, bytes_read))
+        progress(bytes_read / max(size, bytes_read, 1))
 
     def read(tokenizer: Tokenizer | None = None, **how: Any) -> Iterable[str]:
         return text_chunks(config.data, **_how(config, tokenizer), advance=advance, **how)
@@ -204,7 +204,7 @@ def prepare(
     with new_directory(directory, hashlib.sha256(content.encode()).hexdigest()[:8]) as partial:
         kept, done_file = partial / TOKENIZER_FILE, partial / DONE_FILE
         if kept.is_file():
-            tokenizer, bytes_read = _read_tokenizer(kept), size - sum(size for _, size, _ in files)
+            tokenizer, bytes_read = read_tokenizer(kept), size - sum(size for _, size, _ in files)
         else:
             tokenizer = _make_tokenizer(config, read)
             write_file(kept, tokenizer.to_json())
@@ -249,9 +249,9 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
     path = directory / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: prepare the text again")
-    tokenizer = _read_tokenizer(path)
+    tokenizer = read_tokenizer(path)
     try:
-        index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+        index = json.loads(read_file(directory / INDEX_FILE))
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
         count = int(index["tokens"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -271,18 +271,11 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
         return _make_tokenizer(config, tuple)
     beside = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
     if beside.is_file():
-        return _read_tokenizer(beside)
+        return read_tokenizer(beside)
     raise ValueError(
         f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give "
         "tokenizer=gpt2 and tokenizer_files, or name a text"
     )
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return tokenizer_from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 @typed

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import did_you_mean
+from jgpt.durable import read_file
 from jgpt.interop.huggingface import HF_CONFIG, HF_INDEX, HF_WEIGHTS
 from jgpt.interop.names import prefix_errors
 
@@ -85,7 +86,7 @@ def _require_no_code(repository: str, path: Path) -> None:
         return
     with prefix_errors(Path(repository) / path.name):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_file(path))
         except RecursionError as error:
             raise ValueError(f"not JSON: {error}") from None
     if isinstance(values, dict) and values.get("auto_map"):

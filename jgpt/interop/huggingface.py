@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
-from jgpt.durable import new_directory
+from jgpt.durable import new_directory, read_file
 from jgpt.interop.formats import HF_FORMATS, Format, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
@@ -115,7 +115,7 @@ def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
         raise FileNotFoundError(f"{path} is missing")
     with prefix_errors(path):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_file(path))
         except RecursionError as error:
             raise ValueError(f"not JSON: {error}") from None
         if not isinstance(values, dict):

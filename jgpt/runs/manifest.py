@@ -11,11 +11,10 @@ from typing import Any, Self, TypeVar, get_type_hints
 from beartype.door import is_bearable
 
 from jgpt.config import UnknownField
-from jgpt.durable import write_file
+from jgpt.durable import read_file, write_file
 
 Parsed = TypeVar("Parsed")
 MANIFEST = "manifest.json"
-_LARGEST_TEXT = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,7 @@ def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
 def parse_file(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     """Parse a text file of a run. Raises ValueError naming it if it is damaged."""
     try:
-        if (size := path.stat().st_size) > _LARGEST_TEXT:
-            raise ValueError(f"it has {size:,} bytes")
-        return parse(path.read_text(encoding="utf-8-sig"))  # an editor may have added a mark
+        return parse(read_file(path))
     except UnknownField as error:
         raise ValueError(
             f"{path} was written by a newer version of jgpt, or by another program: {error}"

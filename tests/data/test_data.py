@@ -280,6 +280,11 @@ def damage_tokens(data):
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (make_pipe, "tokenizer.json is missing"),
+        *(
+            # a sparse file costs nothing to make
+            (lambda folder, name=name: os.truncate(folder / name, 1 << 40), f"{name}.* 1,099,511,")
+            for name in ("dataset.json", "tokenizer.json")
+        ),
         (
             lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff"),
             "tokenizer.json: 'utf-8'",
@@ -351,6 +356,12 @@ def test_preparing_leaves_nothing_behind_where_it_fails(tmp_path):
     with pytest.raises(ValueError, match="byte 3 can't be read"):
         prepare(DataConfig(data=sources, tokenizer="byte"), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "input.txt"]
+
+
+def test_a_text_of_no_bytes_is_not_prepared(tmp_path):
+    write(tmp_path, "")
+    with pytest.raises(ValueError, match=r"input.txt is empty"):
+        prepare(DataConfig(data=(str(tmp_path / "input.txt"),)), tmp_path / "out")
 
 
 def test_only_a_run_s_text_can_have_moved(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import struct
 
 import jax.numpy as jnp
@@ -363,6 +364,12 @@ def test_a_sparse_file_is_refused_before_it_is_read(name, complaint, directory):
         file.write(header(said))
         file.truncate(file.tell() + end)
     with pytest.raises(ValueError, match=complaint):
+        jgpt.load_gpt2(directory)
+
+
+def test_a_config_larger_than_memory_is_not_read(directory):
+    os.truncate(directory / "config.json", 1 << 40)
+    with pytest.raises(ValueError, match=r"config\.json: it has 1,099,511,627,776 bytes"):
         jgpt.load_gpt2(directory)
 
 
