@@ -1,19 +1,26 @@
 """Sphinx configuration of the site: `make docs`. The pages are the files of the repository.
 
-With `--fail-on-warning` a broken link, a public name without documentation and a page that asks
-another host for something are errors.
+With `--fail-on-warning` a broken link, a public name or a parameter without documentation and a
+page that asks another host for something are errors.
 """
 
-import ast
 import dataclasses
 import inspect
 import re
 import shutil
+import textwrap
+import typing
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from sphinx.addnodes import desc, desc_sig_literal_string, desc_signature, pending_xref
+from sphinx.addnodes import (
+    desc,
+    desc_parameter,
+    desc_sig_literal_string,
+    desc_signature,
+    pending_xref,
+)
 from sphinx.application import Sphinx
 from sphinx.domains.python import PythonDomain
 from sphinx.transforms.post_transforms import SphinxPostTransform
@@ -26,7 +33,7 @@ logger = getLogger(__name__)
 
 project = html_title = "jgpt"
 author = "the authors of jgpt"
-extensions = ["myst_nb", "sphinx.ext.autodoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "benchmarks/*.md"]
 include_patterns += ["benchmarks/results/*.md", "tests/contract/README.md"]
@@ -39,22 +46,21 @@ notebooks/*
 ```
 ```{toctree}
 :hidden:
+:caption: How to
+docs/change
+docs/data
+docs/gpu
+docs/hosts
+docs/finetune
+```
+```{toctree}
+:hidden:
 :caption: Documentation
 :glob:
 docs/commands
 docs/idea
-docs/change
-docs/data
-docs/finetune
-docs/gpu
+docs/one_page_gpt
 docs/api
-docs/shapes
-docs/static
-docs/parity
-docs/weights
-docs/runs
-docs/scale
-docs/benchmarks
 docs/*
 ```
 ```{toctree}
@@ -95,26 +101,6 @@ class Legend(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         entries = "\n\n".join(f"{name}\n  {meaning}" for name, meaning in jgpt.LEGEND.items())
         return self.parse_text_to_nodes(f"```{{glossary}}\n{entries}\n```")
-
-
-class Public(SphinxDirective):
-    """The public names of the modules in the content."""
-
-    has_content = True
-
-    def run(self) -> list[nodes.Node]:
-        stub = ast.parse(Path(jgpt.__file__).with_suffix(".pyi").read_text())
-        names = {
-            line.module: sorted(alias.name for alias in line.names)
-            for line in stub.body
-            if isinstance(line, ast.ImportFrom)
-        }
-        lines = []
-        for name in (name for module in self.content for name in names[module]):
-            thing = getattr(jgpt, name)
-            kind = "class" if inspect.isclass(thing) else "function"
-            lines.append(f".. auto{kind}:: jgpt.{name}\n" * callable(thing))
-        return self.parse_text_to_nodes("```{eval-rst}\n" + "".join(lines) + "```")
 
 
 class LinkDimensions(SphinxPostTransform):
@@ -161,7 +147,8 @@ def simplify_signature(
 ) -> tuple[str | None, str | None]:
     """Write types as in the source; omit the signature of a config, whose fields are listed."""
     if inspect.isclass(thing) and dataclasses.is_dataclass(thing) and options.members:
-        return None, None
+        thing.__annotations__ = typing.get_type_hints(thing)  # without bounds
+        return "", ""
     return plain(arguments), plain(result)
 
 
@@ -170,16 +157,44 @@ def plain(text: str | None) -> str | None:
         (r"jax\w*\.[\w.]+\bArray\b", "Array"),
         (r"str \| type\[.*?\] \| \S*dtype \| \S*SupportsDType", "DTypeLike"),
         (r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1"),
+        (r"<function <lambda>>", "..."),
     ):
         text = text and re.sub(pattern, name, text)
     return text
 
 
+ENTRY = re.compile(r"^### \[(\w+)\].*?\n(.*?)(?=^##|^```{)", re.MULTILINE | re.DOTALL)
+"""A public name with its parameters, example and lesson, as a hosting site shows it."""
+
+
+def add_signature(found: re.Match[str]) -> str:
+    """An entry of the API reference, under the signature and docstring that autodoc writes."""
+    name, body = found.groups()
+    kind = "class" if inspect.isclass(getattr(jgpt, name)) else "function"
+    body = re.sub(r"\[(.+?)\]\(([\w./]+)\.\w+\)", r":doc:`\1 <\2>`", body)
+    for language, code in re.findall(r"```(\w+)\n(.*?)```", body, re.DOTALL):
+        block = f".. code-block:: {language}\n\n{textwrap.indent(code, '   ')}"
+        body = body.replace(f"```{language}\n{code}```", block)
+    body = textwrap.indent(body, "   ")
+    return f"```{{eval-rst}}\n.. auto{kind}:: jgpt.{name}\n\n{body}\n```\n\n"
+
+
 def require_documentation(app: Sphinx, page: nodes.document) -> None:
+    """Warn of an undocumented name, and of a parameter that neither its text nor a table names."""
+    tables = {
+        it.astext() for table in page.findall(nodes.table) for it in table.findall(nodes.literal)
+    }
     for thing in page.findall(desc):
         # a field that is only a name and a type may say enough
         if thing["objtype"] != "attribute" and not thing[-1].children:
             logger.warning("%s has no documentation", thing[0]["fullname"], location=thing)
+        around = [thing, thing.parent.parent if isinstance(thing.parent.parent, desc) else thing]
+        named = tables | {it.astext() for each in around for it in each.findall(nodes.literal)}
+        for parameter in thing[0].findall(desc_parameter):
+            name = parameter.astext().split(":")[0].strip("*")
+            if thing[0]["module"] == "jgpt" and name and name not in named:
+                where = f"{thing[0]['fullname']}({name})"
+                logger.warning("%s is not described", where, location=thing)
 
 
 def require_public_names(app: Sphinx, env: Any) -> None:
@@ -188,10 +203,12 @@ def require_public_names(app: Sphinx, env: Any) -> None:
         logger.warning("%s is not in the API reference", name)
 
 
-def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Append the table of contents to the README."""
+def add_to_source(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Append the table of contents to the README, and add signatures to the API reference."""
     if docname == root_doc:
         source[0] += CONTENTS
+    if docname == "docs/api":
+        source[0] = ENTRY.sub(add_signature, source[0])
 
 
 FETCHED = re.compile(
@@ -215,10 +232,9 @@ def check_pages(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.add_directive("legend", Legend)
-    app.add_directive("public", Public)
     app.add_post_transform(LinkDimensions)
     app.add_post_transform(UnlinkFolders)
-    app.connect("source-read", add_contents)
+    app.connect("source-read", add_to_source)
     app.connect("autodoc-process-signature", simplify_signature)
     app.connect("doctree-read", require_documentation)
     app.connect("env-check-consistency", require_public_names)

@@ -1,8 +1,7 @@
 """The README's pictures, from a model trained for a minute: `make pictures`.
 
-docs/pictures/terminal.svg shows the two commands on a terminal, docs/pictures/attention.png one
-head of the model beside the sample, and docs/pictures/look*.png the live page, if there is a
-Chromium.
+docs/pictures/terminal.svg shows the two commands on a terminal, docs/pictures/attention.png two
+heads of the model, and docs/pictures/look*.png the live page, if there is a Chromium.
 """
 
 import os
@@ -75,19 +74,17 @@ def draw_terminal(lines: list[str]) -> None:
     (PICTURES / "terminal.svg").write_text(svg.replace("Fira Code", "ui-monospace"))
 
 
-def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer, sample: str) -> None:
-    """Write the attention weights of the sharpest head in the last layer, beside a sample."""
-    weights = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode(LINE))[None])[-1, 0])
-    head = weights.max(-1).mean(-1).argmax()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    left.imshow(weights[head], cmap="Blues", vmin=0)
-    for axis in (left.xaxis, left.yaxis):
-        axis.set_ticks(range(len(LINE)), LINE.replace(" ", "·"), family="monospace", fontsize=8)
-    left.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
-    left.set_title("what each letter attends to (row: from, column: to)", fontsize=11)
-    right.set_title("what the model wrote", fontsize=11)
-    right.text(0.05, 1, sample.strip(), va="top", family="monospace", fontsize=9, linespacing=1.6)
-    right.axis("off")
+def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer) -> None:
+    """Write the attention weights of the sharpest head in the first and in the last layer."""
+    weights = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode(LINE))[None])[:, 0])
+    figure, panels = plt.subplots(1, 2, figsize=(10, 5.1), layout="constrained")
+    for axes, layer in zip(panels, (0, len(weights) - 1), strict=True):
+        head = weights[layer].max(-1).mean(-1).argmax()
+        axes.imshow(weights[layer, head], cmap="Blues", vmin=0, vmax=1)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(range(len(LINE)), LINE.replace(" ", "·"), family="monospace", fontsize=8)
+        axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+        axes.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=11)
     figure.savefig(PICTURES / "attention.png", dpi=120, bbox_inches="tight")
 
 
@@ -136,12 +133,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = [shown(command, folder) for command in COMMANDS]
         model, tokenizer, _ = jgpt.load(Path(folder, "runs/will"))
-        sample = Path(folder, "runs/will/samples.txt").read_text()
         if CHROMIUM is not None:
             draw_look(Path(folder, "runs/will"))
     both = zip(COMMANDS, output, strict=True)
     draw_terminal([line for command, lines in both for line in (f"$ {command}", *lines, "")])
-    draw_attention(model, tokenizer, sample)
+    draw_attention(model, tokenizer)
 
 
 if __name__ == "__main__":

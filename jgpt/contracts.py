@@ -39,7 +39,7 @@ LEGEND: dict[str, str] = {
     "kv_heads": "key-value heads, each shared by a group of query heads",
     "embed_dim": "features of the residual stream",
     "vocab": "tokens in the vocabulary",
-    "choices": "what one is drawn from, by weight",
+    "choices": "candidates, one of which is drawn by weight",
     "features": "features of all heads concatenated",
     "in_features": "input features of a linear layer",
     "out_features": "output features of a linear layer",
@@ -99,12 +99,12 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 @dataclasses.dataclass(frozen=True)
 class TypedCall:
-    """A call of a `@typed` function, as `watching` hears of it."""
+    """A call of a `@typed` function, the argument of a watcher."""
 
     path: str
-    """The module's path in the outermost module called, and what is called unless it is the
-    module: `blocks.1.attention`, `blocks.1.attention.merge_heads`, `hidden`. The model itself is
-    the empty path."""
+    """The module's path in the outermost module, then the method or function called unless it is
+    the module's own call: `blocks.1.attention`, `blocks.1.attention.merge_heads`, `hidden`. The
+    model itself is the empty path."""
     function: Callable[..., Any]
     arguments: dict[str, Any]
     """By name, `self` and defaults included."""
@@ -119,18 +119,18 @@ _PLACE: ContextVar[_Place] = ContextVar("place", default=("", {}))
 
 
 SYMBOLS: ContextVar[dict[str, Any]] = ContextVar("symbols", default={})  # noqa: B039  never changed
-"""While shapes are proven: symbolic sizes, which count as integers, and what braces may name."""
+"""During a proof: symbolic sizes, accepted as integers, and the functions that braces may use."""
 
 
 @contextlib.contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Within it, `watch` hears of every typed call of this thread, before the function runs.
+    """Call `watch` before every typed call of this thread.
 
-    It may return a function of the result, whose own result takes its place and is checked like
-    any other. Of nested watchers the outer one hears first, and the inner one sees the result
-    first. Under `jit` a call is heard when it is traced: a program that is cached is not heard.
-    A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`.
-    Raises ValueError where checks are switched off, since nothing is heard then.
+    It may return a function of the result. What that returns replaces the result, and is checked
+    like any other. Of nested watchers the outer one is called first, and the inner one sees the
+    result first. Under `jit` calls are heard when they are traced, so a cached program is not
+    heard. A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`.
+    Raises ValueError where checks are switched off.
     """
     if not callable(watch):
         raise TypeError(f"watching needs a function of a TypedCall, not {_described(watch)}")
@@ -145,7 +145,7 @@ def watching(watch: Watch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def place(path: str) -> Iterator[None]:
-    """The path of modules that the outermost one doesn't hold, as copies in a transformation."""
+    """Set the path of modules outside the outermost one, such as copies in a transformation."""
     before = _PLACE.set((path, _PLACE.get()[1]))
     try:
         yield
@@ -280,7 +280,7 @@ def _watched(
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
-    """What a watch itself calls is not heard."""
+    """Don't hear what a watcher itself calls."""
     before = _WATCHES.set(())
     try:
         yield
@@ -289,7 +289,7 @@ def _unwatched() -> Iterator[None]:
 
 
 def _placed(module: Any) -> _Place:
-    """The path of a module, or of the one that calls a function, and all modules known there."""
+    """The path of a module (of the calling module, for a function), and all known modules."""
     from flax import nnx
 
     path, modules = _PLACE.get()

@@ -145,9 +145,9 @@ def device_kinds() -> list[str]:
 
 
 def accelerators() -> int:
-    """The number of devices to train on by default: all, but only one in a lone CPU process.
+    """The number of devices to train on by default: all, or one in a lone CPU process.
 
-    Its CPU devices would share the same cores.
+    Several CPU devices would share its cores.
     """
     return 1 if jax.default_backend() == "cpu" and process_count() == 1 else len(jax.devices())
 

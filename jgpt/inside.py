@@ -210,7 +210,7 @@ def heard_trace(
     *args: Any,
     **kwargs: Any,
 ) -> ShapeTrace:
-    """The tree of a call that is made; `hear` gets each of its parts with the call and result."""
+    """The tree of a call while it runs; `hear` gets each node, with the call and the result."""
     root = ShapeTrace("", getattr(function, "__name__", type(function).__name__), {})
     stack, in_module = [root], [False]
 
@@ -281,7 +281,7 @@ def _dimensions(names: list[str], sizes: tuple[Any, ...]) -> Iterator[tuple[str,
 
 
 def _alike(calls: list[ShapeTrace]) -> Iterator[tuple[ShapeTrace, list[str]]]:
-    """Each call, with the names of those right after it that are alike but for a number."""
+    """Each call, with the names of the next ones if they differ in a number only."""
     while calls:
         first, *calls = calls
         others = []

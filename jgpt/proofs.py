@@ -1,4 +1,4 @@
-"""Shapes proven for all sizes: one abstract trace for each case of what a program asks of them."""
+"""Shapes proven for all sizes: an abstract trace for each branch that sizes decide."""
 
 import contextlib
 import math
@@ -27,7 +27,7 @@ from jgpt.contracts import SYMBOLS, typed
 
 MOST_CASES = 60
 FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
-"""What JAX writes of sizes and Python doesn't know."""
+"""Functions in JAX's text of a size that Python lacks."""
 NAMED: dict[str, Any] = {**FUNCTIONS, "max": max, "min": min}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
 LIBRARIES = tuple(
@@ -41,7 +41,7 @@ _LOCK = threading.RLock()
 
 
 class _Open(BaseException):
-    """An equality that JAX would decide although it is open. No handler of errors stops it."""
+    """An open equality that JAX would decide. Handlers of `Exception` don't catch it."""
 
 
 class _Scale(float):
@@ -69,7 +69,7 @@ class _Uneven(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A part of all sizes, and what was found for it."""
+    """Constraints on the sizes, and the verdict under them."""
 
     where: tuple[str, ...]
     """Constraints on the sizes."""
@@ -179,7 +179,7 @@ def _names(text: str) -> list[str]:
 
 
 def _ours(text: str) -> str:
-    """Sizes under names that no dimension has."""
+    """Rename sizes to names that no dimension has."""
     return re.sub(r"[A-Za-z_]\w*", lambda it: f"{it[0]}_symbol" if _names(it[0]) else it[0], text)
 
 
@@ -226,7 +226,7 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
     """Within it, an open equality or truth of a size is an error, as an open order is.
 
     JAX answers an open `t == 1` with False and an open `if t % 4` with True, which would drop a
-    branch in silence. Libraries get these answers still, whose questions are about speed, and so
+    branch in silence. Libraries still get these answers, since they ask for speed only, and so
     do other threads.
     """
     equal, power, isqrt = Size.__eq__, Size.__pow__, math.isqrt

@@ -52,12 +52,12 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None, *, explicit: bool
 
 
 def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
-    """Set the mesh that a text describes; nothing for None."""
+    """Set the mesh of a text such as `data=2,fsdp=4`; none for None."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
 
 
 def abstract_mesh(mesh: str | None) -> AbstractMesh:
-    """The same without devices, to see how arrays would be sharded; of one device for None."""
+    """A mesh without devices, to compute shardings; of one device for None."""
     sizes = mesh_sizes(mesh or "data=1")
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
@@ -154,7 +154,7 @@ def laid_out(function: Callable[Parameters, Result]) -> Callable[Parameters, Res
 
 
 def _by_name(annotation: Any, each: Iterable[Any]) -> dict[str, list[Any]]:
-    """What belongs to each dimension of an array, by the names in an annotation."""
+    """Values per dimension, grouped by the dimension names in an annotation."""
     names, rest = annotation.dim_str.split(), list(each)
     several = len(rest) - len(names) + 1  # dimensions of `*batch`
     found = {}
@@ -178,11 +178,11 @@ def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
 def remembering(
     function: Callable[Parameters, Result], *, nothing: bool = False, scanned: bool = False
 ) -> Callable[Parameters, Result]:
-    """A function that keeps `nothing` for the backward pass, or all but gathered parameters.
+    """Rematerialise: store `nothing` for the backward pass, or all but gathered parameters.
 
-    What is not kept is computed again, also where a compiler would find it computed already; the
-    two loops of a `scanned` function share nothing that it could find. Without fsdp nothing is
-    gathered, but a scan would keep a copy of the weights.
+    Common subexpression elimination must not undo this; the two loops of a `scanned` function
+    share no subexpressions. Without fsdp nothing is gathered, but a scan would store a copy of the
+    weights.
     """
     if nothing:
         return nnx.remat(function, graph_updates=False)
@@ -193,9 +193,9 @@ def remembering(
 
 
 def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
-    """Whether the backward pass keeps a result: not that of a cast or of a move alone.
+    """The policy of rematerialisation: store all results but those of casts and moves.
 
-    `_gathered` is one operation, whose own are inside.
+    `_gathered` is one operation with a jaxpr of its own.
     """
     if "call_jaxpr" in parameters:
         return any(_is_kept(each.primitive) for each in parameters["call_jaxpr"].eqns)
@@ -204,10 +204,10 @@ def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
-    """Gather a parameter as `read` does, for all that reads it from here on.
+    """Gather a parameter once, for every later `read`.
 
-    The gradient keeps the sharding of the parameter. Types of explicit axes don't allow that:
-    there each `read` gathers.
+    The gradient keeps the sharding of the parameter. Explicit axes don't allow that: there each
+    `read` gathers.
     """
     mesh = current_mesh()
     if not (mesh.empty or mesh.explicit_axes):

@@ -37,10 +37,7 @@ class BigramLM(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Next-token logits; `cache` and `rngs` are unused.
-
-        Raises ValueError as `require_in_vocabulary`.
-        """
+        """Next-token logits; `cache` and `rngs` are unused."""
         return self.logits(self.hidden(tokens))
 
     @typed

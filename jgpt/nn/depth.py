@@ -63,7 +63,7 @@ def _scanned(
 ) -> PyTree[Float[Array, "batch time {config.embed_dim}"]]:
     """`run_blocks` by a scan over the blocks, whose weights are stacked for it.
 
-    Train steps keep them stacked: then there is one block, with the weights of all. Raises
+    Train steps keep them stacked: then there is one block, which holds all weights. Raises
     ValueError for blocks that differ in more than their weights.
     """
     x = embedded = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # as blocks return it

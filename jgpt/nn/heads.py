@@ -31,7 +31,7 @@ class _Attention(Module):
     rotary: bool
     rotary_base: float
 
-    def _source_length(self, x: Any, context: Any) -> int:
+    def source_length(self, x: Any, context: Any) -> int:
         return (x if context is None else context).shape[1]
 
     @typed
@@ -116,7 +116,7 @@ class Head(_Attention):
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
-    ) -> Float[Array, "batch time {self._source_length(x,context)}"]:
+    ) -> Float[Array, "batch time {self.source_length(x,context)}"]:
         """The attention weights of `x` over itself, or over `context`."""
         source = x if context is None else context
         query = self._normalise_and_rotate(self.query(x), self.query_norm)
@@ -197,7 +197,7 @@ class MultiHeadAttention(_Attention):
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
-    ) -> Float[Array, "batch {self.num_heads} time {self._source_length(x,context)}"]:
+    ) -> Float[Array, "batch {self.num_heads} time {self.source_length(x,context)}"]:
         """The attention weights of each head."""
         query, key, _ = self._project(x, x if context is None else context)
         mask = self._mask(x, context)

@@ -18,7 +18,7 @@ MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 128, 8
 
 
 def uses_fused_kernel(kernel: AttentionKernel) -> bool:
-    """Whether attention is `fused_attend`; `auto` is decided before, and otherwise it is not."""
+    """Whether to use `fused_attend`; not for an `auto` that no platform has decided."""
     match kernel:
         case "cudnn":
             return True

@@ -93,7 +93,7 @@ class Embedding(Module):
 
     @typed
     def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
-        """Look up each index. Raises ValueError as `require_in_vocabulary`."""
+        """Look up each index. Raises ValueError for one outside the table."""
         require_in_vocabulary(index, self.num_embeddings)
         return look_up(read(self.embedding), index)
 

@@ -26,7 +26,7 @@ def token_losses(
 ) -> Float[Array, "*rows"]:
     """Each target's negative log likelihood in nats, in at least float32.
 
-    Raises ValueError as `require_in_vocabulary`.
+    Raises ValueError for a target outside the vocabulary.
     """
     require_in_vocabulary(targets, logits.shape[-1], "target")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -48,7 +48,7 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The mean negative log likelihood of the targets in nats, in at least float32.
 
-    Raises ValueError without targets, and as `require_in_vocabulary`.
+    Raises ValueError without targets, and for one outside the vocabulary.
     """
     if targets.size == 0:
         raise ValueError("there are no targets, so their mean loss is undefined")

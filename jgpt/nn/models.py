@@ -22,7 +22,7 @@ Weights = PyTree[Float[Array, "..."]]
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """What training and generation need of a model, which is an `nnx.Module`.
+    """The interface that training and generation require of an `nnx.Module`.
 
     It is causal: logits at a position depend on no later token.
     """
@@ -129,7 +129,7 @@ def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
-    """The same with abstract parameters: shapes and dtypes without memory."""
+    """`create_model` with abstract parameters: shapes and dtypes without memory."""
     if config.make is not None:  # code that a notebook may change
         return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
 
 @functools.lru_cache(maxsize=8)
 def _traced(config: ModelConfig, *_context: object) -> tuple[nnx.GraphDef, nnx.State]:
-    """An abstract model, which takes a tenth of a second and is asked for in many places."""
+    """A cached abstract model: tracing it takes a tenth of a second."""
     return nnx.split(nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0))))
 
 

@@ -40,9 +40,9 @@ def portable(config: ModelConfig) -> ModelConfig:
 
 
 def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
-    """The config of a run with each `auto` of the model decided, to compile from.
+    """`for_platform` of a run's config, to compile from.
 
-    The config that a run saves keeps its `auto`, so that it can go on elsewhere.
+    The saved config keeps `auto`, so that the run can be resumed on another platform.
     """
     return dataclasses.replace(config, model=for_platform(config.model, platform))
 

@@ -147,8 +147,8 @@ class GPT(Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """Next-token logits.
 
-        Raises ValueError past `block_size`, and as `require_in_vocabulary`. With a `cache`,
-        `tokens` continue the sequences in it and are appended to it.
+        With a `cache`, `tokens` continue the sequences in it and are appended to it. Raises
+        ValueError past `block_size` and for a token outside the vocabulary.
         """
         return self.logits(self.hidden(tokens, cache=cache, rngs=rngs))
 
