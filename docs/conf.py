@@ -149,6 +149,8 @@ def simplify_signature(
     if inspect.isclass(thing) and dataclasses.is_dataclass(thing) and options.members:
         thing.__annotations__ = typing.get_type_hints(thing)  # without bounds
         return "", ""
+    if getattr(thing, "_is_protocol", False):
+        return "", ""
     return plain(arguments), plain(result)
 
 

@@ -61,7 +61,7 @@ def with_code(
 ) -> TrainConfig:
     """The config with a user's own model and optimizer, given as they are or as FILE.py:NAME.
 
-    The model's config becomes of the class that `make(config, rngs=)` is annotated with.
+    `config.model` is converted to the class in the annotation of `make(config, rngs=)`.
     """
     if model is not None and not isinstance(model, Code):
         make = load_code(model) if isinstance(model, str) else model
@@ -81,7 +81,7 @@ def with_code(
 
 
 def config_class(make: Callable[..., Any], config: TrainConfig) -> type[ModelConfig]:
-    """The class of configs of the first argument of `make`; if that isn't said, the config's."""
+    """The config class that an argument of `make` is annotated with, or that of `config.model`."""
     function = make.__init__ if isinstance(make, type) else make
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         kind = parameter.annotation

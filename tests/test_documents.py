@@ -124,7 +124,9 @@ def run_python(block: Block, names: dict[str, Any], page: str) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] * (page.name in ("commands.md", "runs.md")))
+        pytest.param(
+            page, marks=[pytest.mark.slow] * (page.name in ("api.md", "commands.md", "runs.md"))
+        )
         for page in sorted({page for page, block in ALL if block.language == "python"} - {SESSION})
     ],
     ids=name,

@@ -254,7 +254,7 @@ def chat(
     """Chat with an imported model, such as SmolLM2 or Qwen3, in the ChatML template.
 
     Args:
-        system: What the model is told first, and never forgets.
+        system: The system message, which always stays in the context.
         max_new_tokens: The most tokens of an answer.
         temperature: 0 is greedy; 1 samples from the model's distribution.
         top_p: Nucleus sampling: sample from the smallest set of tokens with this total probability.

@@ -96,9 +96,9 @@ class ProcessOptions:
     coordinator: Annotated[str | None, Shown("HOST:PORT")] = None
     """Join processes elsewhere: where process 0 listens."""
     processes: Annotated[int | None, Shown("N")] = None
-    """How many there are."""
+    """The number of processes."""
     process: Annotated[int | None, Shown("I")] = None
-    """Which of them this one is, from 0."""
+    """The number of this process, from 0."""
 
 
 CONFIGS = TrainConfig, ModelConfig, OptimizerConfig, DataConfig
@@ -112,7 +112,7 @@ TRAIN = {
 
 
 class OptionError(ValueError):
-    """A refused option, said in the command's words."""
+    """A refused option, in the words of the command line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -133,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
         self.flags: list[str] = []
 
     def error(self, message: str) -> NoReturn:
-        """What argparse calls where it would exit."""
+        """Raise an error where argparse would exit."""
         raise OptionError(f"{message}; see {self.prog.replace('jgpt', 'jgpt help')}")
 
     def add(self, group: Any, name: str, kind: Any, shown: Shown, default: Any, help: str) -> None:

@@ -32,13 +32,13 @@ CORPORA = {
 }
 RECORDS = (".jsonl", ".ndjson", ".parquet")
 TEXTS = (".txt", ".text", ".md", ".rst", ".org", ".tex", *RECORDS)
-"""What is read in folders, also if it is packed."""
+"""Suffixes of files that are read in folders, compressed or not."""
 PACKED = (".gz", ".zst")
 NOT_TEXT = (".json", ".csv", ".tsv", ".pdf", ".docx", ".bin", ".npy", ".arrow")
 NOT_TEXT += (".zip", ".tar", ".tgz", ".xz", ".bz2", ".7z")
 LONGEST_WORD = 1 << 22
 LONGEST_LINE = 1 << 26
-"""Bytes of JSON; a longer line is cut, which is no JSON."""
+"""Bytes; a longer line of JSON is cut, and then refused."""
 
 Warn = Callable[[str], None]
 """Called with a message for the user."""
@@ -118,7 +118,7 @@ def read_blocks(
     With `universal_newlines`, CR LF and CR are read as newlines, and a file's byte-order mark is
     dropped, with one warning. The documents of JSON lines and Parquet are the texts in `field`,
     each followed by the separator. With `plain`, every file is text, in folders .txt alone.
-    `advance` is told of bytes that were read.
+    `advance` is called with the number of bytes read.
     """
     changed = []
     for source in sources:
@@ -237,7 +237,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
 
 
 class _CountingFile(io.FileIO):
-    """A file that tells how many bytes are read."""
+    """A file that reports the number of bytes read."""
 
     def __init__(self, path: Path, advance: Callable[[int], None]) -> None:
         super().__init__(path)
@@ -308,7 +308,7 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
 def _followed(
     documents: Iterator[str], separator: str, universal_newlines: bool
 ) -> Generator[str, None, tuple[int, bool]]:
-    """Each document that isn't empty, and the separator; return what `_decode` does."""
+    """Non-empty documents, each with the separator; return what `_decode` returns."""
     length, is_changed = 0, False
     for document in documents:
         if universal_newlines and "\r" in document:

@@ -30,7 +30,7 @@ from jgpt.durable import new_directory, read_file, write_file
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
 NANOGPT = "train.bin", "val.bin"
 DONE_FILE = "done.json"
-"""The characters and tokens that are prepared, while others aren't."""
+"""The numbers of characters and tokens prepared so far."""
 SECONDS_BETWEEN_SAVES = 2.0
 DECODED_AT_ONCE = 1 << 20
 
@@ -131,14 +131,14 @@ def load_dataset(
 
 
 def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """How a text is read: its end separates documents where the tokenizer has a token for it."""
+    """Options of `read_text`. Documents end with `<|endoftext|>` if the tokenizer has it."""
     has_end = isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None
     how = {"universal_newlines": config.universal_newlines, "field": config.data_field}
     return how | {"separator": END_OF_TEXT if has_end else "\n"}
 
 
 def _read(read: Callable[..., str], wanted: str | None) -> tuple[str, str]:
-    """A text and its SHA-256; the plain text, as earlier versions read it, if that is wanted."""
+    """A text and its SHA-256, read as earlier versions did if that gives the digest `wanted`."""
     if wanted is not None:
         with contextlib.suppress(ValueError, FileNotFoundError):
             text = read(plain=True)
@@ -183,8 +183,8 @@ def prepare(
     """Tokenize text of any size into a folder to train from; return the number of tokens.
 
     The folder holds the tokens as uint16 or uint32, the tokenizer and an index. It appears whole or
-    not at all. What a killed process has prepared of the same text is continued. `progress` is
-    called with the fraction that was read.
+    not at all. Continues what a killed process has prepared of the same text. `progress` is called
+    with the fraction read.
     """
     for source in config.data:
         if Path(source).is_fifo():
@@ -239,7 +239,7 @@ def _without(chunks: Iterable[str], done: int) -> Iterator[str]:
 
 
 def _has_tokens(path: Path, is_text: bool) -> bool:
-    """Whether data are tokens; beside nanoGPT's there may be the text of an earlier run."""
+    """Whether a path has tokens. A run's own text may lie beside those of nanoGPT."""
     nanogpt = path.suffix == ".bin" or any((path / name).is_file() for name in NANOGPT)
     return (path / INDEX_FILE).is_file() or (nanogpt and not is_text)
 
@@ -312,7 +312,7 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
 
 @typed
 def _digest(tokens: Integer[np.ndarray, " tokens"], after: Any = None) -> Any:
-    """The SHA-256 of tokens, after that of others."""
+    """The SHA-256 of tokens, continuing the digest `after`."""
     digest = after or hashlib.sha256()
     for start in range(0, len(tokens), 1 << 24):
         digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())

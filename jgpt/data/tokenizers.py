@@ -26,9 +26,9 @@ from jgpt.durable import read_file
 END_OF_TEXT = "<|endoftext|>"
 MAX_GROWTH = 16
 LONG_TEXT = 1 << 16
-"""Characters from which it pays to make tiktoken's encoder."""
+"""Characters; for shorter texts making tiktoken's encoder does not pay."""
 LONG_WORD = 1 << 12
-"""Bytes of a word that are learnt from together: learning takes the square of them."""
+"""Bytes; longer words are cut for training, which takes quadratic time."""
 MAX_THREADS = 8
 UTF_32 = "utf-32-le", "surrogatepass"
 Tokens = Int32[np.ndarray, " tokens"]
@@ -258,7 +258,7 @@ Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 def encode_each(
     tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype
 ) -> Iterator[tuple[int, bytes]]:
-    """The length of each text and its tokens as bytes, by threads that are a few texts ahead."""
+    """The length of each text and its tokens as bytes; threads encode a few texts ahead."""
     if isinstance(tokenizer, BPETokenizer):
         tokenizer._fast  # made once, not by each thread  # noqa: B018
     threads, texts = min(os.cpu_count() or 1, MAX_THREADS), iter(texts)

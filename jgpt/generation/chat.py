@@ -55,7 +55,7 @@ class Chat:
     def reply(self, message: str) -> tuple[int, Generator[str, None, None]]:
         """How many earlier messages no longer fit, and the answer, streamed.
 
-        If the answer is closed before its end, what was said of it stays in the conversation.
+        If the answer is closed early, the part so far stays in the conversation.
         Raises ValueError for a message that can't be encoded or leaves no room for an answer.
         """
         turns, opening = [*self._turns, self._turn("user", message)], self._opening("assistant")

@@ -29,7 +29,7 @@ def generate_text(
     stop: str | tuple[str, ...] = (),
     **sampling: Any,
 ) -> Texts:
-    """The continuation of each prompt, or of the one."""
+    """The continuations that `stream_text` streams, whole."""
     options: dict[str, Any] = {"key": key, "stop": stop, **sampling}
     pieces: Any = stream_text(model, tokenizer, prompts, max_new_tokens, **options)
     if isinstance(prompts, str):
@@ -87,7 +87,7 @@ def stream_continuations(
     stop: tuple[str, ...],
     **sampling: Any,
 ) -> Iterator[tuple[str, ...]]:
-    """Stream the texts that continue tokens, right-padded to one length."""
+    """`stream_text` for tokens, right-padded to one length."""
     writers = tuple(_Detokenizer(tokenizer, stop) for _ in lengths)
     pieces = stream(model, prompt, lengths, max_new_tokens, Sampling(**sampling), key=key)
     return _texts(writers, pieces)

@@ -69,7 +69,7 @@ def load_hf(
 
 @typed
 def load_gpt2(directory: str | Path) -> GPT:
-    """`load_hf` of GPT-2 alone."""
+    """`load_hf` for GPT-2 only."""
     return load_hf(directory, model_type="gpt2")
 
 

@@ -124,7 +124,7 @@ class Checkpoints:
                 saving.result()
 
     def have_failed(self) -> bool:
-        """Whether the last save has failed already, which `wait` raises."""
+        """Whether the last save has failed already; `wait` raises the error."""
         saving = self._saving
         return saving is not None and saving.done() and saving.exception() is not None
 
@@ -234,7 +234,7 @@ class Checkpoints:
             ) from error
 
     def _open_orbax(self) -> Any:
-        """Orbax's package, and its checkpointer with it: 30 MiB that training first needs late."""
+        """Import Orbax and make a checkpointer when first needed: they take 30 MiB."""
         import orbax.checkpoint as ocp
 
         if self._orbax is None:

@@ -198,7 +198,7 @@ class RunDirectory:
         return [line for line, _ in self._lines(PROVENANCE)]
 
     def clear(self) -> None:
-        """Delete what runs write, except the files that `create` replaces. The rest stays.
+        """Delete the files of a run, except those that `create` replaces. Other files stay.
 
         The config stays: a directory with one can be overwritten if this is interrupted.
         """

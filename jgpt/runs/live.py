@@ -39,7 +39,7 @@ SECONDS = 10
 
 
 class RunPage:
-    """What the page of a run is told: how training goes, and the forward pass of checkpoints.
+    """The data of a run's page: the progress of training, and forward passes of checkpoints.
 
     The run's files are read when a page asks. `which` is the checkpoint that is shown first.
     Raises ValueError or OSError for a run, a checkpoint or a prompt that can't be shown.
@@ -207,7 +207,7 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is printed of requests."""
+            """Print nothing."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -226,7 +226,7 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
                 room.release()
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """A connection that broke concerns nobody else."""
+            """Ignore broken connections."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}/{secret}/", server

@@ -1,4 +1,4 @@
-"""What the page of `jgpt look` shows: a forward pass over a text, with changes, as numbers."""
+"""The numbers on the page of `jgpt look`: a forward pass over a text, with changes."""
 
 import base64
 import json
@@ -80,7 +80,7 @@ class Changes:
     heads: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """By layer and head."""
     blocks: Mapping[int, float] = field(default_factory=dict)
-    """By layer: a factor of what the block adds to the residual stream."""
+    """By layer: a factor for what the block adds to the residual stream."""
     patch: tuple[int, int, str] | None = None
     """A layer, a position and the other prompt."""
 
@@ -119,9 +119,9 @@ class Changes:
 
 
 class Look:
-    """Looks into a GPT: the numbers of a page, for one text after another.
+    """Computes the numbers of a page, for one text after another.
 
-    Programs that were compiled for `like`, the same model with other weights, serve again.
+    Reuses the compiled programs of `like`, the same model with other weights.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Look:
 
 
 def _rows(trace: ShapeTrace, values: dict[int, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The arrays of a trace, each once, where it first appears, and what to say of it."""
+    """A description and the value of each array of a trace, where it first appears."""
     rows: list[dict[str, Any]] = []
     arrays: list[Any] = []
     seen: set[int] = set()

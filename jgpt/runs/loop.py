@@ -118,10 +118,10 @@ def fit(
     """Train a config's run into its directory; return the run with its best model.
 
     `model` makes a user's own model: `model(config.model, rngs=rngs)` returns a `LanguageModel`,
-    and the config's model becomes of the class that its annotation says. `optimizer` makes an
-    optimizer of optax: `optimizer(config.optimizer, config.steps)`. Either may be FILE.py:NAME.
-    It trains on the mesh of the config, or by default on all accelerators. Every process calls it
-    with the same arguments; process 0 writes and reports.
+    and `config.model` is converted to the class that it annotates. `optimizer` makes an optax
+    optimizer: `optimizer(config.optimizer, config.steps)`. Either may be FILE.py:NAME. Training
+    uses the mesh of the config, by default all accelerators. Every process calls `fit` with the
+    same arguments; process 0 writes and reports.
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
@@ -278,7 +278,7 @@ def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) 
 
 
 class _Training:
-    """Calls of many steps: while one runs, the metrics of the one before are read."""
+    """Calls of many steps; the metrics of a call are read while the next one runs."""
 
     def __init__(
         self,

@@ -43,14 +43,14 @@ class MetricsLogger:
         self._clock: float | None = None
         self._tokens = 0
         self.failure: OSError | ValueError | None = None
-        """What process 0 could not write, which `finish` raises in all processes."""
+        """The error of process 0 in writing; `finish` raises it in all processes."""
 
     def start_clock(self) -> None:
         """Measure throughput from now on: compilation and evaluation don't count."""
         self._clock, self._tokens = time.perf_counter(), 0
 
     def add(self, first_step: int, count: int, metrics: Metrics) -> None:
-        """Record the call before, and this one as soon as it is ready."""
+        """Record the previous call, and this one if it is ready."""
         self.wait()
         self._pending = first_step, count, metrics
         if metrics.loss.is_ready():  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ HEARTBEAT_SECONDS = 10
 START_SECONDS = 50
 """How long the processes wait for each other at the start."""
 GRACE_SECONDS = 3
-"""How long process 0 stays after an error: it runs the service whose end aborts the others."""
+"""How long process 0 stays after an error, since the end of its service aborts the others."""
 _BLOCK = 4096
 _EXPECTED = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, JaxRuntimeError)
 Leave = Callable[[str], NoReturn]

@@ -73,10 +73,10 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def describe_learning_rate(
     saved: TrainConfig, given: TrainConfig, checkpoints: list[int]
 ) -> str | None:
-    """What other steps and lower rates do to the learning rate; None if it is as before.
+    """The effect of other steps and lower rates on the learning rate; None if there is none.
 
-    `checkpoints` are steps; the last is resumed. A jump that the number of steps alone causes comes
-    with a way to avoid it.
+    `checkpoints` are steps; the last is resumed. If only the number of steps causes a jump, the
+    text says how to avoid it.
     """
     done = max(checkpoints, default=0)
     span = saved.optimizer.schedule_steps or saved.steps

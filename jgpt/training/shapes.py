@@ -22,7 +22,7 @@ def trace_forward(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
 
 
 def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """One token more for each of `batch` sequences, over a KV cache of `time` positions."""
+    """Decode one token for each of `batch` sequences, over a KV cache of `time` positions."""
     graph, weights = nnx.split(abstract_model(config.model))
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
 

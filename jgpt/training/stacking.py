@@ -1,7 +1,7 @@
 """The blocks' arrays stacked: the train state of a config with `scan_layers`.
 
-A program then has as many arrays however many blocks there are. Checkpoints and models that a user
-sees have each block's own.
+The number of arrays in a program then doesn't depend on the depth. Checkpoints, and models that a
+user sees, keep each block's own arrays.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def stack_specs(specs: Any) -> Any:
 
 
 def merge_with(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
-    """A function from weights, whose blocks may be stacked, to the model that has them."""
+    """A function from weights, with stacked blocks or not, to a model."""
     model = abstract_model(config)
     graph = nnx.graphdef(model)
     if not (isinstance(model, GPT) and uses_stacked_blocks(config)):

@@ -95,7 +95,7 @@ def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
 
 @typed
 def dropout_stream(seed: int) -> Key[Array, ""]:
-    """The dropout key of a seed, which steps fold their number into.
+    """The dropout key of a seed; each step folds in its number.
 
     It is an argument of the steps, so that another seed needs no new compilation.
     """
@@ -116,7 +116,7 @@ def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainS
 
 
 def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
-    """The state that train steps take, from one with each block's own arrays."""
+    """The state of train steps, from a state with each block's own arrays."""
     if not uses_stacked_blocks(config.model):
         return state
     return jax.jit(stack_blocks, out_shardings=shardings(state_specs(config)))(state)
@@ -129,7 +129,7 @@ def unstack_state(state: TrainState) -> TrainState:
 
 
 def make_train_steps(config: TrainConfig) -> TrainSteps:
-    """A jitted function that takes the first `count` of the steps whose windows it is given.
+    """A jitted function that takes `count` steps, on the first `count` windows.
 
     One program serves every count. The state is donated. A step whose loss or gradient is not
     finite is skipped, and so are all after it, in later calls too: their `first_step` is ahead of
