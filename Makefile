@@ -7,7 +7,7 @@ AHEAD := $(VENV)-ahead
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: train test test-all test-ahead test-matrix lint notebooks student docs pictures
+.PHONY: train test test-times test-all test-ahead test-matrix lint notebooks student docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -15,6 +15,11 @@ train: $(VENV)/installed-train
 test: $(VENV)/installed-test
 	@echo "About nine minutes on two cores, most of it compiling; a dot is a test."
 	@$(PYTEST) -q -m "not slow"
+
+# where the time of `make test` goes when nothing is compiled yet: the table in CONTRIBUTING.md
+test-times: $(VENV)/installed-test
+	JAX_COMPILATION_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" --junitxml=$(VENV)/times.xml
+	$(BIN)/python tests/slowest.py $(VENV)/times.xml
 
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=all $(PYTEST) --durations=20

@@ -12,6 +12,7 @@ import jgpt
 from jgpt.nn.attention import attend
 from jgpt.nn.kernels import attend_windowed
 from jgpt.nn.layers import apply_dropout
+from tests.models import compiled, normal
 
 RATE = 0.3
 PLAIN = jgpt.ModelConfig(embed_dim=6, num_heads=3, hidden_dim=13)
@@ -65,28 +66,39 @@ MODULES = [
     jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0)),
     jgpt.Block(CONFIG, rngs=nnx.Rngs(0)),
 ]
+EVERY = pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+X = normal(3, 2, 7, 6)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
-def test_evaluation_has_none_and_training_is_by_the_key(module):
-    x = jax.random.normal(jax.random.key(3), (2, 7, 6))
-    assert jnp.array_equal(module(x), module(x))
-    assert jnp.array_equal(module(x, rngs=rngs(1)), module(x, rngs=rngs(1)))
-    assert not jnp.array_equal(module(x, rngs=rngs(1)), module(x, rngs=rngs(2)))
-    assert not jnp.array_equal(module(x, rngs=rngs(1)), module(x))
+@EVERY
+def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
+    """After `train()` as before; without a rate, a key drops nothing."""
+    plain, training = nnx.clone(module), nnx.clone(module)
+    plain.set_attributes(dropout=0.0, raise_if_not_found=False)
+    training.train()
+    evaluate = jax.jit(lambda x: (module(x), plain(x)))
+    train = jax.jit(
+        lambda x, key: [each(x, rngs=nnx.Rngs(dropout=key)) for each in (module, training, plain)]
+    )
+    evaluated, without = evaluate(X)
+    (first, trained, kept), (other, *_) = (train(X, jax.random.key(seed)) for seed in (1, 2))
+    assert jnp.abs(evaluated).max() > 0
+    assert jnp.array_equal(without, evaluated)
+    assert jnp.array_equal(kept, evaluated)
+    assert jnp.array_equal(trained, first)
+    assert not jnp.array_equal(first, other)
+    assert not jnp.array_equal(first, evaluated)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+@EVERY
 def test_training_mode_without_a_key_is_an_error(module):
     """Not a loop of `nnx.Optimizer` that trains without dropout and doesn't know."""
-    x, module = jax.random.normal(jax.random.key(3), (2, 7, 6)), nnx.clone(module)
-    evaluated, trained = module(x), module(x, rngs=rngs(1))
+    module = nnx.clone(module)
     module.train()
     with pytest.raises(ValueError, match=rf"dropout={RATE} needs .* rngs=nnx.Rngs\(dropout=key\)"):
-        module(x)
-    assert jnp.array_equal(module(x, rngs=rngs(1)), trained)
+        jax.eval_shape(lambda x: module(x), X)
     module.eval()
-    assert jnp.array_equal(module(x), evaluated)
+    jax.eval_shape(lambda x: module(x), X)
 
 
 @pytest.mark.parametrize(("dropout", "ngram_dropout"), [(RATE, 0.0), (0.0, RATE)])
@@ -105,27 +117,14 @@ def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
     def loss(model):
         return jgpt.cross_entropy(model(tokens), tokens)
 
-    evaluated = loss(model)
     model.train()
     for call in (loss, nnx.value_and_grad(loss), nnx.jit(loss)):
         with pytest.raises(ValueError, match=rf"after train\(\), dropout={RATE} needs"):
-            call(model)
+            nnx.eval_shape(call, model)
     with pytest.raises(ValueError, match="eval method switches back to evaluation"):
         jgpt.generate(model, tokens, 2, key=jax.random.key(0))
     model.eval()
-    assert loss(model) == evaluated
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
-def test_without_a_rate_a_key_drops_nothing(module):
-    """And evaluation with one is the same: a rate changes nothing but training."""
-    x, plain = jax.random.normal(jax.random.key(3), (2, 7, 6)), nnx.clone(module)
-    plain.set_attributes(dropout=0.0, raise_if_not_found=False)
-    assert jnp.abs(plain(x)).max() > 0
-    assert jnp.array_equal(plain(x), module(x))
-    plain.train()
-    assert jnp.array_equal(plain(x), module(x))
-    assert jnp.array_equal(plain(x, rngs=rngs(1)), module(x))
+    nnx.eval_shape(loss, model)
 
 
 def test_no_dropout_is_the_default():
@@ -133,21 +132,22 @@ def test_no_dropout_is_the_default():
 
 
 def test_attention_drops_nothing_unless_it_is_asked_to():
-    query, key, value = (jax.random.normal(jax.random.key(i), (2, 7, 6)) for i in range(3))
-    drop_with = jax.random.key(3)
-    assert jnp.array_equal(
-        attend(query, key, value, dropout_key=drop_with), attend(query, key, value)
-    )
-    assert jnp.array_equal(
-        attend_windowed(query, key, value, jgpt.causal_mask(7, 3), 3, dropout_key=drop_with),
-        attend_windowed(query, key, value, jgpt.causal_mask(7, 3), 3),
-    )
+    def attended(query, key, value, drop_with):
+        windowed = query, key, value, jgpt.causal_mask(7, 3), 3
+        return [
+            [attend(query, key, value, dropout_key=given) for given in (drop_with, None)],
+            [attend_windowed(*windowed, dropout_key=given) for given in (drop_with, None)],
+        ]
+
+    qkv = (normal(seed, 2, 7, 6) for seed in range(3))
+    for dropping, not_dropping in compiled(attended, *qkv, jax.random.key(3)):
+        assert jnp.array_equal(dropping, not_dropping)
 
 
 def test_each_place_drops_for_itself():
     config = jgpt.ModelConfig(num_layers=2, num_heads=3, embed_dim=6, block_size=5, dropout=RATE)
     model = jgpt.GPT(config, rngs=nnx.Rngs(0))
     stream = rngs(4)
-    model(jnp.zeros((1, 5), jnp.int32), rngs=stream)
+    nnx.jit(lambda model, rngs: model(jnp.zeros((1, 5), jnp.int32), rngs=rngs))(model, stream)
     # the embedding, and in each block the attention weights and two residual branches
     assert stream.dropout.count[...] == 1 + 2 * 3

@@ -9,7 +9,7 @@ from flax import nnx
 from jgpt import generate
 from jgpt.nn.int8 import Int8Linear, quantise, with_int8_weights
 from jgpt.nn.layers import Linear, Module
-from tests.models import SIZES, random_gpt, random_model
+from tests.models import SIZES, compiled, normal, random_gpt, random_model
 from tests.quick import only
 
 KEY = jax.random.key(3)
@@ -24,7 +24,7 @@ def test_rows_are_quantised_by_hand():
 
 
 def test_narrow_numbers_are_quantised_in_float32():
-    narrow = jax.random.normal(KEY, (3, 29), jnp.bfloat16)
+    narrow = normal(3, 3, 29, dtype=jnp.bfloat16)
     for found, expected in zip(quantise(narrow), quantise(narrow.astype("float32")), strict=True):
         assert found.dtype == expected.dtype
         assert (found == expected).all()
@@ -33,17 +33,18 @@ def test_narrow_numbers_are_quantised_in_float32():
 @pytest.mark.parametrize("shape", [(23,), (1, 23), (5, 23), (2, 3, 23)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_layer_is_the_product_of_what_is_quantised(shape, biased):
-    keys = jax.random.split(KEY, 3)
-    kernel, x = jax.random.normal(keys[0], (23, 29)), 7 * jax.random.normal(keys[1], shape)
-    bias = jax.random.normal(keys[2], (29,)) if biased else None
-    found = Int8Linear(kernel, bias)(x)
-    (weights, their), (inputs, its) = quantise(kernel.T), quantise(x.reshape(-1, 23))
+    kernel, x, bias = normal(0, 23, 29), 7 * normal(1, *shape), normal(2, 29) if biased else None
+
+    def layer(x):
+        return Int8Linear(kernel, bias)(x), quantise(kernel.T), quantise(x.reshape(-1, 23))
+
+    found, (weights, their), (inputs, its) = compiled(layer, x)
     exact = np.asarray(inputs, np.float64) @ np.asarray(weights, np.float64).T
     expected = exact * np.asarray(its)[:, None] * np.asarray(their)
     if bias is not None:
         expected += np.asarray(bias)
     np.testing.assert_allclose(found, expected.reshape(*shape[:-1], 29), rtol=1e-5, atol=1e-5)
-    unrounded = x @ kernel + (0 if bias is None else bias)
+    unrounded = np.asarray(x) @ np.asarray(kernel) + (0 if bias is None else np.asarray(bias))
     assert 1e-3 < abs(found - unrounded).max() / abs(unrounded).max() < 0.05
 
 
@@ -71,7 +72,7 @@ class Dequantised(Module):
 
 @pytest.mark.parametrize("family", only(["modern"], ["nanogpt", "lecture", "modern"]))
 def test_greedy_decoding_agrees_with_the_dequantised_weights(family):
-    model = random_gpt(family)
+    model = random_gpt(family, num_layers=1)
     quantised, dequantised = with_int8_weights(model), with_int8_weights(model)
     replace(dequantised, Int8Linear, Dequantised)
     tokens = [
