@@ -87,6 +87,7 @@ def _init_state(config: TrainConfig) -> TrainState:
     return _first_state(config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
+@typed
 def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = TrainState(weights, jax.jit(optimizer.init)(weights), jnp.zeros((), jnp.int32))

@@ -23,8 +23,10 @@ from jgpt import contracts
 from tests.contract.inspection import handles_arrays
 
 KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
-DTYPES = ("float16", "bfloat16", "float32", "int8", "int32", "uint8", "uint32", "bool", "complex64")
-FLOATS, INTS, UNSIGNED = {*DTYPES[:3], "float64"}, {*DTYPES[3:5], "int64"}, {*DTYPES[5:7], "uint16"}
+DTYPES = ("bfloat16", "float32", "int32", "uint8", "bool", "complex64")
+"""One or two of each kind that an annotation may name."""
+FLOATS, INTS = {"float16", "bfloat16", "float32", "float64"}, {"int8", "int32", "int64"}
+UNSIGNED = {"uint8", "uint16", "uint32"}
 ACCEPTED = {
     "Float": FLOATS,
     "Int": INTS,
@@ -32,7 +34,7 @@ ACCEPTED = {
     "Real": FLOATS | INTS | UNSIGNED,
     "Bool": {"bool"},
     "Key": {KEY.name},
-    "Shaped": {*DTYPES, KEY.name},
+    "Shaped": {*DTYPES, *FLOATS, *INTS, *UNSIGNED, KEY.name},
 }
 
 
@@ -281,7 +283,7 @@ def shape_mutations(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     resized = [
         (*shape[:axis], size, *shape[axis + 1 :])
         for axis, old in enumerate(shape)
-        for size in (1, old + 1, 2 * old, 41)
+        for size in (1, old + 1)  # what broadcasts, and the nearest
         if size != old
     ]
     dropped = [(*shape[:axis], *shape[axis + 1 :]) for axis in range(len(shape))]

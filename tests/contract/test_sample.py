@@ -34,9 +34,9 @@ SAMPLE = {
     "data.tokenizers.CharTokenizer.decode": ({"tokens": "integer tokens"}, {}),
 }
 DTYPES = {
-    "float": {"float16", "bfloat16", "float32"},
-    "int": {"int8", "int32"},
-    "integer": {"int8", "int32", "uint8", "uint32"},
+    "float": {"bfloat16", "float32"},
+    "int": {"int32"},
+    "integer": {"int32", "uint8"},
     "bool": {"bool"},
     "key": {"key<fry>"},
 }
