@@ -217,7 +217,7 @@ def _scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
 
 
 def _shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:
-    """Sizes, of which those that the case fixes are numbers."""
+    """Sizes; those that the case fixes are numbers."""
     return jax.export.symbolic_shape(_ours(", ".join(dimensions.split())), scope=scope)
 
 

@@ -18,7 +18,7 @@ _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 class Chat:
-    """A conversation with a model, whose context keeps the newest messages.
+    """A conversation with a model; the context keeps the newest messages.
 
     Messages are encoded without special tokens: no text can end a turn or begin another role's.
     `sampling` are the parameters of `jgpt.generate`. Raises ValueError for an invalid one, or a

@@ -61,7 +61,7 @@ def _scanned(
     shortcut: nnx.Param | None,
     rngs: nnx.Rngs | None,
 ) -> PyTree[Float[Array, "batch time {config.embed_dim}"]]:
-    """`run_blocks` by a scan over the blocks, whose weights are stacked for it.
+    """`run_blocks` as a scan over the stacked weights of the blocks.
 
     Train steps keep them stacked: then there is one block, which holds all weights. Raises
     ValueError for blocks that differ in more than their weights.

@@ -14,7 +14,7 @@ from jgpt.nn.cache import LayerCache
 from jgpt.sharding import laid_out
 
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 128, 8
-"""Long inputs attend over a KV cache in blocks of queries, whose weights then fit a CPU's cache."""
+"""Long inputs attend over a KV cache in blocks of queries, so that weights fit a CPU's cache."""
 
 
 def uses_fused_kernel(kernel: AttentionKernel) -> bool:

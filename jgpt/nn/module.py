@@ -19,7 +19,7 @@ SIZES = (
 
 
 class Module(nnx.Module):
-    """An NNX module whose class keeps its own signature, which NNX's metaclass hides.
+    """An NNX module that shows the signature of `__init__`, which NNX's metaclass hides.
 
     Setting one of `SIZES` to 0 or less, `dropout` outside [0, 1), or a negative `epsilon` raises
     ValueError.

@@ -139,7 +139,7 @@ class Look:
     def __call__(
         self, tokens: list[int], prompt: int, changes: Changes = Changes()
     ) -> dict[str, Any]:
-        """The numbers for tokens, of which the first `prompt` are a prompt.
+        """The numbers for tokens; the first `prompt` of them are the prompt.
 
         Raises ValueError for too many tokens, and for a patch from a prompt of another length.
         """
