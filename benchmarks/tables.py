@@ -204,6 +204,8 @@ def readme() -> list[list[str]]:
 def decoding_table() -> list[list[str]]:
     engines = "jgpt float32", "jgpt bfloat16", "jgpt int8", "transformers", "nanoGPT"
     names = [*engines[:1], "CTranslate2 float32", *engines[1:3], "CTranslate2 int8", *engines[3:]]
+    measured = {name for _, _, found in decoding() for name in found}
+    names += [name for name in ("llama.cpp F16", "llama.cpp Q8_0") if name in measured]
     table = [["tokens/s", *names]]
     for label, figure, found in decoding():
         form, unit = (".2f", " s") if figure == "prompt_seconds" else (",.0f", "")

@@ -58,6 +58,8 @@ def test_a_missing_record_leaves_its_rows_out(tmp_path, monkeypatch):
     assert engines["tokens/s"] == "10.7M, batch 1"
     assert engines["CTranslate2 int8"] == "990 (990 to 990)"
     assert engines["nanoGPT"] == ""
+    assert engines["llama.cpp Q8_0"] == "700 (650 to 900)"
+    assert "llama.cpp F16" not in engines
     assert tables.processors_table()[1][1:] == ["EPYC", "205 (200 to 210)", "60 (60 to 60)"]
 
 
@@ -68,6 +70,7 @@ SAMPLED = {
     "10.7M CTranslate2 float32 2": {"batch 1": [380, 360, 370]},
     "10.7M CTranslate2 int8 1": {"batch 1": [990]},
     "10.7M CTranslate2 int8 2": {"batch 1": [238]},
+    "10.7M llama.cpp Q8_0": {"batch 1": [900, 700, 650]},
 }
 
 

@@ -173,7 +173,7 @@ def make_muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTr
         orthogonal = jax.tree.map(lambda each: newton_schulz(each, state.ns_coeffs), updates)
         return orthogonal, after
 
-    def scale_by_shape(update: Array, _: object) -> Array:
+    def scale_by_shape(update: Any, _: object) -> Any:
         rows, columns = update.shape
         return update * max(1, columns / rows) ** 0.5
 
@@ -192,8 +192,8 @@ def make_muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTr
 
 @typed
 def newton_schulz(
-    matrix: Float[Array, "rows columns"], coefficients: Float[Array, "3"]
-) -> Float[Array, "rows columns"]:
+    matrix: Float[Array, "in_features out_features"], coefficients: Float[Array, "3"]
+) -> Float[Array, "in_features out_features"]:
     """Five iterations that bring all singular values near one (Jordan et al. 2024).
 
     optax transposes tall matrices, and in each iteration every matrix; on a CPU these are copies.
