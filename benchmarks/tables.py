@@ -8,6 +8,7 @@ A row whose record is missing is left out.
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -303,20 +304,19 @@ def proofs_table() -> list[list[str]]:
 
 
 def judges_table() -> list[list[str]]:
-    """Which of two judges kills a mutant: a proof, or the same programs with numbers."""
-    judges = [record(f"mutants_{judge}").get("outcomes", {}) for judge in ("proven", "tried")]
-    rows: dict[str, list[int]] = {}
-    for name in judges[0]:
-        kills = [judge.get(name, "").startswith("killed") for judge in judges]
-        if all(judge.get(name, "").startswith(("killed", "survived")) for judge in judges):
-            column = {(True, True): 1, (True, False): 2, (False, True): 3}.get((*kills,), 4)
+    """How two judges notice an edit of an annotation: calls with numbers, and their proofs."""
+    both = ["a right call", "a wrong argument", "a wrong result"]
+    columns = ["mutants", *both, "the proof alone", "numbers alone", "neither"]
+    rows: dict[str, Counter[str]] = {}
+    for name, (numbers, proof) in record("mutants_judged").get("outcomes", {}).items():
+        if {numbers, proof} <= {*both, ""}:  # others are of functions that run on the host
+            alone = "numbers alone" if numbers else "the proof alone"
+            how = numbers or "neither" if bool(numbers) == bool(proof) else alone
             for row in (name.split(":")[0], "all"):
-                cells = rows.setdefault(row, [0] * 5)
-                cells[0] += 1
-                cells[column] += 1
-    header = ["module", "mutants", "killed by both", "by the proof alone", "by numbers alone"]
+                rows.setdefault(row, Counter()).update(["mutants", how])
     names = sorted(rows, key=lambda name: (name == "all", name))
-    return [[*header, "by neither"], *([name, *map(str, rows[name])] for name in names)]
+    cells = ([name, *(str(rows[name][column]) for column in columns)] for name in names)
+    return [["module", *columns], *cells]
 
 
 def processors_table() -> list[list[str]]:

@@ -19,7 +19,6 @@ import inspect
 import itertools
 import json
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -108,11 +107,8 @@ def source_of(item: Any) -> str:
     return inspect.getsource(item.function)
 
 
-def stages(mutant: Edit | None, tests: list[str]) -> Iterator[tuple[list[str], bool]]:
+def stages(mutant: Edit | None) -> Iterator[tuple[list[str], bool]]:
     """The tests to run on a mutant, until one fails, and whether only those that name it."""
-    if tests:
-        yield tests, False
-        return
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     files = {path.relative_to(ROOT).as_posix(): path for path in paths}
     files = {name: path for name, path in files.items() if name not in WITHOUT}
@@ -133,7 +129,7 @@ def stages(mutant: Edit | None, tests: list[str]) -> Iterator[tuple[list[str], b
             yield list(group), False
 
 
-def start(mutant: Edit | None, tree: Path, noticed: set[str], tests: list[str]) -> int:
+def start(mutant: Edit | None, tree: Path, noticed: set[str]) -> int:
     """Fork a child that runs the tests in the tree and never returns."""
     if pid := os.fork():
         return pid
@@ -155,7 +151,7 @@ def start(mutant: Edit | None, tree: Path, noticed: set[str], tests: list[str]) 
 
         arguments = ["-x", "-q", "-o", f"cache_dir={tree}/cache", "--no-header", "--tb=line"]
         arguments += ["--assert=plain"]  # rewriting costs more than most of the tests
-        for paths, alone in stages(mutant, tests):
+        for paths, alone in stages(mutant):
             order = MostLikelyFirst(mutant, alone, noticed)
             code = int(pytest.main([*arguments, *paths], plugins=[order]))
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -168,11 +164,7 @@ def start(mutant: Edit | None, tree: Path, noticed: set[str], tests: list[str]) 
 
 
 def run(
-    chosen: list[Edit | None],
-    workers: int,
-    minutes: float,
-    outcomes: dict[str, str],
-    tests: list[str],
+    chosen: list[Edit | None], workers: int, minutes: float, outcomes: dict[str, str]
 ) -> Iterator[tuple[Edit | None, str]]:
     """Try all mutants, several at a time; None is no edit at all."""
     # threads would not survive the fork, so nothing here may start one
@@ -210,7 +202,7 @@ def run(
                     for other, outcome in outcomes.items()
                     if other.split(" ")[0] == place
                 }
-                running[start(mutant, tree, noticed, tests)] = mutant, tree
+                running[start(mutant, tree, noticed)] = mutant, tree
             if running:
                 pid, status = os.wait()
                 mutant, tree = running.pop(pid)
@@ -270,7 +262,6 @@ def main() -> None:
     parser.add_argument("--files", nargs="*", default=[], help="of these modules only")
     parser.add_argument("--every", type=int, default=1, help="every N-th mutant")
     parser.add_argument("--kind", choices=["contract", "value"], help="of this kind only")
-    parser.add_argument("--tests", default="", help="judged by what pytest runs of these words")
     parser.add_argument("--green", action="store_true", help="believe that the tests pass unedited")
     parser.add_argument("--minutes", type=float, default=600, help="begin nothing new after them")
     parser.add_argument("--workers", type=int, default=2)
@@ -299,8 +290,7 @@ def main() -> None:
                 tried.append(mutant)
     tried.sort(key=lambda mutant: outcomes[str(mutant)] == SURVIVED)  # what is new comes first
     queue = tried if options.green else [None, *tried]
-    how = options.workers, options.minutes, outcomes, shlex.split(options.tests)
-    for mutant, outcome in run(queue, *how):
+    for mutant, outcome in run(queue, options.workers, options.minutes, outcomes):
         if mutant is None:
             if outcome != SURVIVED:
                 sys.exit(f"the tests fail without any edit: {outcome}")
