@@ -7,7 +7,7 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 from unittest import mock
@@ -16,6 +16,7 @@ from jgpt.cli import main
 
 if sys.platform != "win32":
     import fcntl
+    import resource
     import termios
 
 
@@ -80,6 +81,17 @@ def worked(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> s
     done = jgpt(*arguments, stdin=stdin, cwd=cwd)
     assert done.code == 0, done.stderr
     return done.stdout
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A limit, as a quota sets it, that what writes more runs into."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _exit_code(

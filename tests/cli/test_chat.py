@@ -4,7 +4,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,12 @@ from tests.generation.test_chat import chat_run
 GREEDY = ("--temperature", "0", "--max-new-tokens")
 
 
-def test_each_line_is_a_message(tmp_path):
-    run = chat_run(tmp_path / "run", block_size=64)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return chat_run(tmp_path_factory.mktemp("chat") / "run", block_size=64)
+
+
+def test_each_line_is_a_message(run):
     tokenizer = jgpt.load(run)[1]
     turn = f"{START}user\nit{END}\n{START}assistant\n!!!!!{END}\n"
     room = 64 - 5 - len(tokenizer.encode(turn)) + 5 + 2  # the last answer is not there yet
@@ -37,8 +40,7 @@ def test_each_line_is_a_message(tmp_path):
     assert (lost, last) == (lines[-2], "!!!!!")
 
 
-def test_an_answer_needs_a_seed_and_a_checkpoint_that_exist(tmp_path):
-    run = chat_run(tmp_path / "run", block_size=64)
+def test_an_answer_needs_a_seed_and_a_checkpoint_that_exist(run):
     assert refused("chat", run, "--seed", -1) == (
         "jgpt: --seed -1 must be at least 0 and below 2**32"
     )
@@ -81,8 +83,10 @@ def test_a_terminal_edits_a_line_and_ctrl_c_ends_an_answer_alone(tmp_path):
     assert until(b"> ").count(b"!") < 2000
     os.write(screen, b"\x1b[A")  # the line before
     until(b"hello")
-    time.sleep(1)  # Python hears a signal at the prompt only while it waits for a key
-    os.write(screen, b"\x03")
+    for _ in range(60):  # Python hears a signal at the prompt only while it waits for a key
+        os.write(screen, b"\x03")
+        if select.select([screen], [], [], 1)[0]:
+            break
     assert b"Traceback" not in until(b"> ")
     os.write(screen, b"\x04")
     assert process.wait(60) == 0

@@ -1,24 +1,25 @@
 """The numbers that commands print, each computed by hand. In this process: jax is there already."""
 
+import dataclasses
 import json
-import math
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import pytest
+from flax import nnx
 
-from jgpt import TrainConfig, fit
+from jgpt import TrainConfig
 from jgpt.cli import main
 from jgpt.cli.commands import info
 from jgpt.cli.console import describe, describe_ahead
-from jgpt.data.dataset import load_dataset
 from jgpt.hardware import CHIPS
-from jgpt.nn.loss import token_losses
+from jgpt.runs.loop import evaluate
 from jgpt.training.ahead import Collective, CompiledStep
 from jgpt.training.plan import Plan, TrainingMemory
+from tests.commands import worked
 
 MIB = 1 << 20
 
@@ -82,21 +83,20 @@ def test_a_description_is_as_it_was(title, monkeypatch):
     assert DESCRIBED[title]() == rest.partition("\n\n")[0].splitlines()
 
 
-def test_eval_prints_the_loss_of_the_run_s_model(trained, capsys):
-    tokens, total = load_dataset(trained.config.dataset, 7).validation, 0.0
-    for start in range(0, len(tokens) - 1, 7):
-        window = jnp.asarray(tokens[None, start : start + 8])
-        total += float(token_losses(trained.model(window[:, :-1]), window[:, 1:]).sum())
-    loss = total / (len(tokens) - 1)
-    main(["eval", str(trained.directory)])
-    lines = capsys.readouterr().out.splitlines()
-    said = [re.findall(r"\d[\d,.]*", line) for line in lines]
-    assert [float(line[0]) for line in said] == [
-        pytest.approx(loss, abs=6e-5),
-        pytest.approx(math.exp(loss), abs=1e-3),
-        pytest.approx(loss / math.log(2), abs=6e-5),  # a token is a character
-    ]
-    assert said[0][1] == str(len(tokens) - 1)
+def test_eval_prints_what_was_measured(trained):
+    found, run = evaluate(trained.directory), trained.directory
+    assert found.loss == pytest.approx(trained.validation_loss, rel=1e-6)
+    lines = worked("eval", run).splitlines()
+    said = [float(re.findall(r"\d[\d.]*", line)[0]) for line in lines]
+    expected = (found.loss, found.perplexity, found.bits_per_character)
+    assert said == pytest.approx(expected, abs=6e-4)
+    assert f" {found.tokens:,} " in lines[0]
+    assert json.loads(worked("eval", run, "--json")) == dataclasses.asdict(found)
+
+
+def test_info_counts_the_parameters_of_a_run(trained):
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
+    assert f"{count:,} parameters" in " ".join(worked("info", trained.directory).split())
 
 
 @pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]])
@@ -131,14 +131,12 @@ def test_a_plan_as_json(capsys, monkeypatch, poem):
 
 
 @pytest.mark.slow
-def test_a_mesh_samples_and_evaluates_alike(small_run, capsys):
-    run = fit(small_run)
+def test_a_mesh_samples_and_evaluates_alike(trained):
     said = []
-    for mesh in ([], ["--mesh", "data=2,fsdp=2,tensor=2"]):
-        main(["sample", str(run.directory), "--max-new-tokens", "9", "--temperature", "0", *mesh])
-        main(["eval", str(run.directory), "--json", *mesh])
-        text, _, measured = capsys.readouterr().out.strip().rpartition("\n")
-        said.append((text, json.loads(measured)))
+    for mesh in ((), ("--mesh", "data=2,fsdp=2,tensor=2")):
+        ask = (trained.directory, *mesh)
+        text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)
+        said.append((text, json.loads(worked("eval", *ask, "--json"))))
     (text, alone), (same, together) = said
     assert text == same
     assert alone["tokens"] == together["tokens"]

@@ -1,6 +1,5 @@
 """What can be typed: every field of the config, lists, presets, and what the help shows of them."""
 
-import argparse
 import dataclasses
 import importlib.metadata
 from typing import Literal
@@ -73,32 +72,19 @@ def test_a_file_s_own_options_stay_but_for_its_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "metavar", "values", "refusal"),
+    ("kind", "metavar", "values"),
     [
-        (int, "N", {"-3": -3}, "must be a whole number, not 'x'"),
-        (
-            float | None,
-            "X|None",
-            {"2e-3": 0.002, "None": None},
-            "must be a number or None",
-        ),
-        (
-            int | Literal["auto"],
-            "auto|N",
-            {"auto": "auto", "12": 12},
-            "must be auto or a whole",
-        ),
-        (Literal["best", "last"] | int, "best|last|N", {"last": "last", "7": 7}, "not 'x'"),
-        (str | None, "None", {"None": None, "a b": "a b"}, None),
+        (int, "N", {"-3": -3}),
+        (float | None, "X|None", {"2e-3": 0.002, "None": None}),
+        (int | Literal["auto"], "auto|N", {"auto": "auto", "12": 12}),
+        (Literal["best", "last"] | int, "best|last|N", {"last": "last", "7": 7}),
+        (str | None, "None", {"None": None, "a b": "a b"}),
     ],
 )
-def test_a_value_is_read_by_its_type(kind, metavar, values, refusal):
+def test_a_value_is_read_by_its_type(kind, metavar, values):
     read, shown = options._reader(kind)
     assert shown == metavar
     assert {text: read(text) for text in values} == values
-    if refusal is not None:
-        with pytest.raises(argparse.ArgumentTypeError, match=refusal):
-            read("x")
 
 
 def test_the_preset_stands_anywhere():

@@ -1,8 +1,6 @@
 """What can happen to a run's files, and what is said of it."""
 
-import dataclasses
 import hashlib
-import importlib
 import json
 import os
 import shutil
@@ -14,19 +12,17 @@ from pathlib import Path
 import pytest
 
 from jgpt import CharTokenizer, fit, load
-from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
+from tests.commands import files_of_at_most
+from tests.runs.harness import REPOSITORY, fuzz
 
-REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-fuzz = importlib.import_module("fuzz")
 forge = fuzz.forge
 
 
 @pytest.fixture
-def copy(trained, tmp_path):
-    return Path(shutil.copytree(trained.directory, tmp_path / "copy"))
+def run(copy) -> Path:
+    return Path(copy.out)
 
 
 def python(code: str, **limits: object) -> subprocess.CompletedProcess[str]:
@@ -120,6 +116,8 @@ FAULTS: list[tuple[Callable[..., object], dict[str, object], str]] = [
         (link, {"name": name}, "link")
         for name in ("config.json", "metrics.jsonl", f"{LAST}/manifest.json")
     ),
+    (link, {"name": LAST}, "checkpoints/11 is a link or not a file"),
+    (lambda run: os.mkfifo(run / LAST / "pipe"), {}, "11/pipe is a link or not a file"),
     *(
         (truncate, {"name": name}, f"{name} is damaged: it has 1,099,511,627,776 bytes")
         for name in ("config.json", "tokenizer.json", f"{LAST}/manifest.json")
@@ -128,47 +126,35 @@ FAULTS: list[tuple[Callable[..., object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("fault", "how", "reason"), FAULTS)
-def test_a_fault_is_named_and_nothing_foreign_is_touched(copy, tmp_path, fault, how, reason):
-    fault(copy, **how)
+def test_a_fault_is_named_and_nothing_foreign_is_touched(run, tmp_path, fault, how, reason):
+    fault(run, **how)
     elsewhere = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(ValueError, match=reason):
-        load(copy, which="last")
+        load(run, which="last")
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == elsewhere
 
 
-def test_metrics_larger_than_memory_are_read_up_to_their_last_line(copy):
-    lines = RunDirectory(copy).metrics()
-    truncate(copy, "metrics.jsonl")
-    assert RunDirectory(copy).metrics() == lines
+def test_metrics_larger_than_memory_are_read_up_to_their_last_line(run):
+    lines = RunDirectory(run).metrics()
+    truncate(run, "metrics.jsonl")
+    assert RunDirectory(run).metrics() == lines
 
 
-def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, small_run, tmp_path):
-    shutil.move(copy / "checkpoints" / "11", tmp_path / "elsewhere")
-    (copy / "checkpoints" / "11").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="checkpoints/11 is a link or not a file"):
-        load(copy)
-    (copy / "checkpoints" / "11").unlink()
-    config = dataclasses.replace(small_run, out=str(copy))
-    for name in ("metrics.jsonl", "provenance.jsonl", "lock"):
-        kept = (copy / name).rename(tmp_path / name)
-        os.mkfifo(copy / name)
-        with pytest.raises(ValueError, match=f"{name} is a link or not a file"):
-            fit(config, resume=True)
-        (copy / name).unlink()
-        (copy / name).hardlink_to(kept)
-        before = kept.read_bytes()
-        with pytest.raises(ValueError, match=f"{name} is a link or not a file: delete it, or"):
-            fit(config, resume=True)
-        assert kept.read_bytes() == before
-        (copy / name).unlink()
-        shutil.copy(kept, copy / name)
-    os.mkfifo(copy / "checkpoints" / "8" / "pipe")
-    with pytest.raises(ValueError, match="8/pipe is a link or not a file"):
-        load(copy)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("metrics.jsonl", "hard link"), ("provenance.jsonl", "hard link"), ("lock", "pipe")],
+)
+def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, run, tmp_path, name, kind):
+    kept = (run / name).rename(tmp_path / name)
+    before = kept.read_bytes()
+    os.mkfifo(run / name) if kind == "pipe" else (run / name).hardlink_to(kept)
+    with pytest.raises(ValueError, match=f"{name} is a link or not a file"):
+        fit(copy, resume=True)
+    assert kept.read_bytes() == before
 
 
-def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, copy, tmp_path):
-    moved = copy.rename(tmp_path / "moved")
+def test_a_read_only_run_evaluates_from_anywhere(trained, run, tmp_path):
+    moved = run.rename(tmp_path / "moved")
     for path in [moved, *moved.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = {path: path.stat().st_mtime_ns for path in [moved, *moved.rglob("*")]}
@@ -180,39 +166,27 @@ def test_a_read_only_run_evaluates_and_samples_from_anywhere(trained, copy, tmp_
             path.chmod(0o755)
 
 
-def test_a_second_process_is_refused_until_the_first_is_gone(copy, small_run):
-    config = dataclasses.replace(small_run, out=str(copy), steps=12)
+def test_a_second_process_is_refused_until_the_first_is_gone(copy, run):
     code = (
         "import sys; from pathlib import Path; from jgpt.runs.directory import RunDirectory\n"
-        f"with RunDirectory(Path({str(copy)!r})).locked(): print('locked', flush=True); input()"
+        f"with RunDirectory(Path({str(run)!r})).locked(): print('locked', flush=True); input()"
     )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
-    assert holder.stdout
-    assert holder.stdin
-    try:
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as holder:
+        assert holder.stdout
         assert holder.stdout.readline() == b"locked\n"
         with pytest.raises(BlockingIOError, match=f"is in use by process {holder.pid}"):
-            fit(config, resume=True)
-        load(copy)  # but it may be read
-    finally:
+            fit(copy, resume=True)
+        load(run)  # but it may be read
         holder.kill()
-        holder.wait()
-        holder.stdin.close()
-        holder.stdout.close()
-    with RunDirectory(copy).locked():
+    with RunDirectory(run).locked():
         pass
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(small_run, tmp_path):
+def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(run):
     """A limit on file sizes, as a quota sets it, that a file of a later save runs into."""
-    first = dataclasses.replace(small_run, out=str(tmp_path / "run"), steps=4, sample_tokens=0)
-    fit(first)
     code = f"""
 import resource
 import jgpt.cli, jgpt.runs.checkpoints
@@ -221,52 +195,37 @@ def limited(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
     save(*args)
 jgpt.runs.checkpoints.Checkpoints.save = limited
-jgpt.cli.main(["train", "--out", {str(tmp_path / "run")!r}, "--resume", "--steps", "8"])
+jgpt.cli.main(["train", "--out", {str(run)!r}, "--resume", "--steps", "12"])
 """
     done = python(code)
     assert done.returncode == 2
     # and nothing of the threads of Orbax and TensorStore
     assert done.stderr == (
-        f"jgpt: the checkpoint of step 8 could not be written to {tmp_path}/run/checkpoints "
-        "(File too large); the last good checkpoint is step 4: free some space and use --resume\n"
+        f"jgpt: the checkpoint of step 12 could not be written to {run}/checkpoints "
+        "(File too large); the last good checkpoint is step 11: free some space and use --resume\n"
     )
-    with Checkpoints(RunDirectory.open(tmp_path / "run"), read_only=True) as checkpoints:
-        assert checkpoints.steps() == [1, 4]  # the early one, and the last good one
-    load(tmp_path / "run")
-    assert not list((tmp_path / "run" / "checkpoints").glob("saving-*"))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["11", "8"]
+    load(run)
 
 
-def test_metrics_that_cannot_be_written_leave_no_half_line(copy):
-    run = RunDirectory.open(copy)
-    before = (copy / "metrics.jsonl").read_bytes()
-    code = f"""
-import resource; from pathlib import Path
-from jgpt.runs.directory import RunDirectory
-run = RunDirectory(Path({str(copy)!r}))
-resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 10}, {len(before) + 10}))
-try:
-    run.append_metrics([{{"step": 12, "loss": 1.0}}])
-except OSError as error:
-    print(error)
-"""
-    assert "metrics.jsonl can't be written: File too large" in python(code).stdout
-    assert (copy / "metrics.jsonl").read_bytes() == before
-    assert run.metrics()[-1]["step"] == 11
+def test_metrics_that_cannot_be_written_leave_no_half_line(run):
+    before = (run / "metrics.jsonl").read_bytes()
+    said = r"metrics\.jsonl can't be written: File too large"
+    with files_of_at_most(len(before) + 10), pytest.raises(OSError, match=said):
+        RunDirectory(run).append_metrics([{"step": 12, "loss": 1.0}])
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_loading_a_run_unpickles_nothing(trained):
+def test_loading_a_run_unpickles_nothing(trained, monkeypatch):
     """Importing pickle from our code is refused by the linter; here every unpickler is."""
-    code = f"""
-import _pickle, pickle
-import jax, jgpt, jgpt.runs.loop
-def refuse(*args, **options): raise AssertionError("unpickled")
-for module in (pickle, _pickle):
-    for name in ("load", "loads", "Unpickler"):
-        setattr(module, name, refuse)
-jgpt.load({str(trained.directory)!r})
-print(jgpt.runs.loop.evaluate({str(trained.directory)!r}).loss)
-"""
-    assert float(python(code).stdout) == pytest.approx(trained.validation_loss, rel=1e-6)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    for module in ("pickle", "_pickle"):
+        for name in ("load", "loads", "Unpickler"):
+            monkeypatch.setattr(f"{module}.{name}", refuse)
+    assert evaluate(trained.directory).loss == pytest.approx(trained.validation_loss, rel=1e-6)
     unsafe = ("pickle", "marshal", "shelve", "eval(", "exec(", "np.load(", "allow_pickle")
     for path in (REPOSITORY / "jgpt").rglob("*.py"):
         if path.name != "contracts.py":

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import logging
 import math
 import re
-import shutil
 import subprocess
 import sys
 import types
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,35 +24,15 @@ from jgpt.nn.loss import token_losses
 from jgpt.runs import loop, plots
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.directory import read_config
-from jgpt.runs.loop import _stops_early, evaluate, plan
-from jgpt.runs.progress import Progress
+from jgpt.runs.loop import Run, _stops_early, evaluate, plan
+from jgpt.runs.trackers import Tracker
+from tests.runs.harness import BIGRAM, Heard, contents, kill_resume, with_changes
+
+fingerprint = kill_resume.fingerprint
 
 
 def lines_of(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def measured(directory):
-    """The metrics but for what a clock says."""
-    return [
-        {name: line.get(name) for name in ("step", *EACH_STEP, *VALIDATION)}
-        for line in lines_of(directory)
-    ]
-
-
-EACH_STEP = ("loss", "gradient_norm", "learning_rate")
-VALIDATION = ("validation_loss", "validation_estimate")
-
-
-def last_state(directory, config):
-    with Checkpoints(RunDirectory(directory), read_only=True) as checkpoints:
-        return jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), checkpoints.restore(config))
-
-
-def with_changes(config, part, **changes):
-    return dataclasses.replace(
-        config, **{part: dataclasses.replace(getattr(config, part), **changes)}
-    )
 
 
 def test_a_run_leaves_all_that_it_promises(trained, small_run, poem):
@@ -82,7 +63,7 @@ def test_every_step_and_evaluation_is_a_line_of_metrics(trained):
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in lines] == list(range(12))
     assert [line["step"] for line in steps] == list(range(1, 12))
-    assert all({"step", *EACH_STEP} <= set(line) for line in steps)
+    assert all({"loss", "gradient_norm", "learning_rate"} <= set(line) for line in steps)
     assert steps[0]["loss"] == pytest.approx(math.log(trained.tokenizer.vocab_size), abs=0.1)
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
     assert steps[0]["learning_rate"] == pytest.approx(1e-2 / 4)
@@ -142,72 +123,42 @@ def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tm
         assert found.bits_per_character == pytest.approx(bits, rel=1e-5)
 
 
-class Killed(Exception):
-    """What ends a run from outside."""
-
-
 def test_the_saved_config_repeats_the_run_and_progress_that_hears_sooner_changes_no_number(
     trained, tmp_path
 ):
-    class Heard(Progress):
+    class Sooner(Heard):
         most_steps = 1
 
-        def __init__(self):
-            self.steps = []
-
         def stepped(self, step, loss, tokens_per_second):
-            self.steps.append(step)
+            super().stepped(step, loss, tokens_per_second)
             self.most_steps = 2 if step >= 5 else 1
 
-    heard, config = Heard(), read_config(trained.directory / "config.json")
+    heard, config = Sooner(), read_config(trained.directory / "config.json")
     again = fit(dataclasses.replace(config, out=str(tmp_path / "run")), progress=heard)
-    assert measured(tmp_path / "run") == measured(trained.directory)
-    assert last_state(tmp_path / "run", config) == last_state(trained.directory, config)
+    assert fingerprint(again.directory) == fingerprint(trained.directory)
     assert again.sample == trained.sample
     assert heard.steps[:5] == [1, 2, 3, 4, 5]  # steps_per_call is 3
     # the call after step 5 may be under way when step 5 is heard
     assert heard.steps[5:] in ([6, 8, 10, 11], [7, 8, 10, 11])  # evaluated at 8
 
 
-class KillAt(Progress):
-    def __init__(self, step):
-        self.step = step
+class Observed(NamedTuple):
+    """A run, and what was seen of it."""
 
-    def stepped(self, step, loss, tokens_per_second):
-        if step >= self.step:
-            raise Killed
-
-    def evaluated(self, step, validation_loss):
-        # at this moment the evaluation is written down and the checkpoint is not
-        if step >= self.step:
-            raise Killed
+    run: Run
+    events: list[Any]
+    """Calls of steps with their number, and what comes before and after."""
+    log: list[str]
+    tracked: list[dict[str, Any]]
+    heard: Heard
 
 
-@pytest.mark.parametrize("killed_at", [2, 8])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
-    trained, small_run, tmp_path, killed_at
-):
-    config = dataclasses.replace(small_run, out=str(tmp_path / "stopped"))
-    with pytest.raises(Killed):
-        fit(config, progress=KillAt(killed_at))
-    for name in ("metrics.jsonl", "provenance.jsonl"):
-        with (tmp_path / "stopped" / name).open("a") as file:
-            file.write('{"step": 9, "lo')  # damage, which is cut off
-    # in calls of another size, too
-    config = dataclasses.replace(config, steps_per_call=5)
-    resumed = fit(config, resume=True)
-    assert measured(resumed.directory) == measured(trained.directory)
-    assert last_state(resumed.directory, resumed.config) == last_state(
-        trained.directory, trained.config
+@pytest.fixture(scope="module")
+def observed(small_run, tmp_path_factory) -> Observed:
+    events, log, tracked, heard = [], [], [], Heard()
+    tracker = Tracker(
+        lambda values, step: tracked.append({"step": step, **values}), lambda: tracked.append({})
     )
-    assert resumed.sample == trained.sample
-    assert resumed.validation_loss == trained.validation_loss
-    from_steps = [line["step"] for line in RunDirectory(resumed.directory).provenance()]
-    assert from_steps == [0, {2: 1, 8: 4}[killed_at]]  # no step twice
-
-
-def test_compiling_takes_no_step_and_gives_its_memory_back(small_run, tmp_path, monkeypatch):
-    events: list[Any] = []
 
     def recorded(name, function):
         def call(*arguments, **options):
@@ -216,12 +167,25 @@ def test_compiling_takes_no_step_and_gives_its_memory_back(small_run, tmp_path, 
 
         return call
 
-    make = loop.make_train_steps
-    monkeypatch.setattr(loop, "make_train_steps", lambda config: recorded("steps", make(config)))
-    for name in ("release_memory", "generate"):
-        monkeypatch.setattr(loop, name, recorded(name, getattr(loop, name)))
-    monkeypatch.setattr(plots, "plot_losses", recorded("plot_losses", plots.plot_losses))
-    fit(dataclasses.replace(small_run, out=str(tmp_path / "run")))
+    make, handler = loop.make_train_steps, logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    out = str(tmp_path_factory.mktemp("observed") / "run")
+    config = dataclasses.replace(small_run, out=out, seed=3, trackers=("wandb",))
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patched, jax.log_compiles():
+        patched.setattr(loop, "make_train_steps", lambda config: recorded("steps", make(config)))
+        for name in ("release_memory", "generate"):
+            patched.setattr(loop, name, recorded(name, getattr(loop, name)))
+        patched.setattr(plots, "plot_losses", recorded("plot_losses", plots.plot_losses))
+        patched.setattr(loop, "require_tracker", lambda name: lambda *_: tracker)
+        logging.getLogger().addHandler(handler)
+        run = fit(config, progress=heard)
+        logging.getLogger().removeHandler(handler)
+    return Observed(run, events, log, tracked, heard)
+
+
+def test_compiling_takes_no_step_and_gives_its_memory_back(observed):
+    events = observed.events
     steps = [event for event in events if event[0] == "steps"]
     assert steps == [("steps", count) for count in (0, 1, 1, 2, 3, 1, 3)]
     assert events[:2] == [("steps", 0), "release_memory"]
@@ -229,9 +193,21 @@ def test_compiling_takes_no_step_and_gives_its_memory_back(small_run, tmp_path, 
     assert len(events) == len(steps) + 5
 
 
+def test_a_run_compiles_each_function_once(observed):
+    found = re.findall(r"Finished XLA compilation of jit\((\w+)\)", "\n".join(observed.log))
+    for name in ("steps", "evaluate", "_window_starts", "_gather"):
+        assert found.count(name) == 1, (name, found)
+    assert observed.heard.messages == []
+
+
+def test_trackers_are_given_every_line_and_closed(observed):
+    assert observed.tracked == [*lines_of(observed.run.directory), {}]
+
+
 def test_what_training_needs_late_is_imported_late(small_run, tmp_path):
     config = tmp_path / "config.json"
-    config.write_text(to_json(dataclasses.replace(small_run, out=str(tmp_path / "run"))))
+    quick = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
+    config.write_text(to_json(quick))
     code = (
         "import pathlib, sys\n"
         "from jgpt import TrainConfig, fit\n"
@@ -245,48 +221,6 @@ def test_what_training_needs_late_is_imported_late(small_run, tmp_path):
         "assert late <= set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-def test_a_run_that_scans_keeps_each_layer_s_own_arrays(small_run, tmp_path):
-    """It saves, evaluates and resumes as a run that doesn't."""
-
-    def with_scan(scan, name):
-        model = dataclasses.replace(small_run.model, num_layers=2, scan_layers=scan)
-        return dataclasses.replace(small_run, model=model, out=str(tmp_path / name))
-
-    looped, whole = fit(with_scan(False, "loop")), fit(with_scan(True, "whole"))
-    assert whole.validation_loss == pytest.approx(looped.validation_loss, rel=1e-5)
-    arrays = [
-        {path.relative_to(run): path.stat().st_size for path in run.rglob(".zarray")}
-        for run in (looped.directory, whole.directory)
-    ]
-    assert arrays[0] == arrays[1]
-    assert len(arrays[0]) > 100
-    states = [jax.tree.leaves(nnx.state(load(each.directory)[0])) for each in (looped, whole)]
-    for one, other in zip(*states, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
-
-    config = with_scan(True, "stopped")
-    with pytest.raises(Killed):
-        fit(config, progress=KillAt(8))
-    resumed = fit(config, resume=True)
-    assert measured(resumed.directory) == measured(whole.directory)
-    assert last_state(resumed.directory, resumed.config) == last_state(
-        whole.directory, whole.config
-    )
-
-
-@pytest.fixture
-def copy(trained, small_run, tmp_path):
-    """The finished run's copy, and the config that made it."""
-    out = tmp_path / "copy"
-    shutil.copytree(trained.directory, out)
-    return dataclasses.replace(small_run, out=str(out))
-
-
-def snapshot(directory):
-    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -314,24 +248,10 @@ def snapshot(directory):
     ],
 )
 def test_a_refusal_loses_nothing(copy, tmp_path, changes, options, error, message):
-    before = snapshot(tmp_path)
-    if "dataset" in changes:
-        changes = {"dataset": dataclasses.replace(copy.dataset, **changes["dataset"])}
+    before = contents(tmp_path)
     with pytest.raises(error, match=message):
-        fit(dataclasses.replace(copy, **changes), **options)
-    assert snapshot(tmp_path) == before
-
-
-def test_resuming_begins_where_there_is_no_run_yet(trained, small_run, tmp_path):
-    """So the same command is right whenever it was killed: even while it made the directory."""
-    for out in (tmp_path / "nowhere", tmp_path / "begun"):
-        config = dataclasses.replace(small_run, out=str(out), sample_tokens=0)
-        if out.name == "begun":
-            out.mkdir()
-            (out / "lock").touch()
-            (out / "config.json.partial").write_text("{")
-        run = fit(config, resume=True)
-        assert measured(run.directory) == measured(trained.directory)
+        fit(with_changes(copy, **changes), **options)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -349,26 +269,25 @@ def test_a_folder_that_is_not_a_run_is_never_overwritten(small_run, tmp_path, fo
         (tmp_path / name).write_text("precious")
     if foreign:
         (tmp_path / "config.json").write_text(foreign)
-    before = snapshot(tmp_path)
+    before = contents(tmp_path)
     with pytest.raises((ValueError, OSError), match=refusal):
         fit(dataclasses.replace(small_run, out=str(tmp_path)), overwrite=True)
-    assert snapshot(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_runs_without_a_place_are_numbered(small_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "gpt").mkdir(parents=True)
-    assert plan(small_run).out.as_posix() == "runs/gpt-2"
+    out = RunDirectory.choose(small_run, resume=False, overwrite=False)
+    assert out.as_posix() == "runs/gpt-2"
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_what_explodes_stops_the_run_and_keeps_the_state_before_it(small_run, tmp_path, clip):
     rate = 1e30 if clip else 1e15
-    wild = with_changes(
-        small_run, "optimizer", learning_rate=rate, warmup_steps=0, gradient_clip=clip
-    )
-    interval = 1 if clip else 4
-    config = dataclasses.replace(wild, out=str(tmp_path / "wild"), eval_interval=interval)
+    wild = {"learning_rate": rate, "warmup_steps": 0, "gradient_clip": clip}
+    out, interval = str(tmp_path / "wild"), 1 if clip else 4
+    config = with_changes(small_run, optimizer=wild, out=out, eval_interval=interval)
     with pytest.raises(FloatingPointError) as stopped:
         fit(config)
     found = re.fullmatch(
@@ -389,65 +308,48 @@ def test_what_explodes_stops_the_run_and_keeps_the_state_before_it(small_run, tm
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.weights))
 
 
-@pytest.mark.parametrize(
-    ("ema_decay", "advice"),
-    [(0.9, "lower ema_decay or learning_rate"), (0.0, "lower learning_rate")],
-)
-def test_a_validation_loss_that_is_not_finite_blames_what_can_be_the_cause(
-    small_run, tmp_path, monkeypatch, ema_decay, advice
-):
+def test_a_validation_loss_that_is_not_finite_blames_averages_too(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_evaluators", lambda *_: (lambda _: math.nan, lambda _: 3.0))
-    config = with_changes(small_run, "model", architecture="bigram", dropout=0.0)
-    config = with_changes(config, "optimizer", ema_decay=ema_decay)
-    refusal = f"validation loss is nan after step 4: {advice}; checkpoint 1 is kept$"
+    config = with_changes(with_changes(small_run, **BIGRAM), optimizer={"ema_decay": 0.9})
+    refusal = "nan after step 4: lower ema_decay or learning_rate; checkpoint 1 is kept$"
     with pytest.raises(FloatingPointError, match=refusal):
         fit(dataclasses.replace(config, out=str(tmp_path / "run")))
 
 
-def test_a_run_trains_from_prepared_data_as_from_its_text(trained, small_run, tmp_path):
-    prepare(small_run.dataset, tmp_path / "prepared")
-    config = with_changes(small_run, "dataset", data=(str(tmp_path / "prepared"),))
-    run = fit(dataclasses.replace(config, out=str(tmp_path / "run"), steps=4, eval_interval=9))
-    first, again = (lines_of(directory)[1:4] for directory in (trained.directory, run.directory))
-    assert [line["loss"] for line in again] == [line["loss"] for line in first]
+def test_byte_pairs_are_learnt_from_a_text_as_from_what_was_prepared(small_run, tmp_path):
+    config = with_changes(small_run, **BIGRAM, steps=40)
+    config = with_changes(config, dataset={"tokenizer": "bpe", "bpe_vocab_size": 300})
+    prepare(config.dataset, tmp_path / "prepared")
+    losses = []
+    for data in (config.dataset.data, (str(tmp_path / "prepared"),)):
+        out = str(tmp_path / f"run {len(losses)}")
+        run = fit(with_changes(config, dataset={"data": data}, out=out))
+        losses.append(run.metrics["loss"][1:])
+        assert load(run.directory)[1].to_json() == run.tokenizer.to_json()
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0] - 1
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_a_bigram_learns_from_any_tokenizer(small_run, tmp_path, tokenizer):
-    config = with_changes(small_run, "model", architecture="bigram", dropout=0.0)
-    config = with_changes(config, "dataset", tokenizer=tokenizer, bpe_vocab_size=300)
-    config = with_changes(config, "optimizer", learning_rate=0.3)
-    run = fit(dataclasses.replace(config, out=str(tmp_path / "run"), steps=40))
-    losses = [line["loss"] for line in lines_of(run.directory) if "loss" in line]
-    assert losses[-1] < losses[0] - 1
-    assert load(run.directory)[1].to_json() == run.tokenizer.to_json()
-
-
-def test_a_damaged_checkpoint_stops_resuming_and_stays(copy, tmp_path):
-    for path in (tmp_path / "copy" / "checkpoints" / "11" / "optimizer").rglob("*"):
+def test_a_damaged_checkpoint_stops_resuming_and_stays(copy):
+    out = Path(copy.out)
+    for path in (out / "checkpoints" / "11" / "optimizer").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     refusal = r"checkpoints/11/optimizer/.* is damaged.*; checkpoint 8 is intact"
     with pytest.raises(ValueError, match=refusal):
         fit(dataclasses.replace(copy, steps=14), resume=True)
-    assert lines_of(tmp_path / "copy")[-1]["step"] == 11
+    assert lines_of(out)[-1]["step"] == 11
 
 
-def test_patience_stops_says_so_and_keeps_the_best(small_run, tmp_path, monkeypatch):
+def test_patience_stops_says_so_and_keeps_the_best(small_run, tmp_path):
     assert not _stops_early([3.0, 2.0, 2.5], 2)
     assert _stops_early([3.0, 2.0, 2.5, 2.2], 2)
     assert not _stops_early([3.0, 2.0, 2.5, 1.9], 2)
     assert not _stops_early([], 1)
     # a learning rate at which it gets worse from the first evaluation on
-    optimizer = dataclasses.replace(
-        small_run.optimizer, learning_rate=1.0, schedule="constant", warmup_steps=0
-    )
-    config = dataclasses.replace(
-        small_run, optimizer=optimizer, out=str(tmp_path / "run"), steps=400, patience=2
-    )
-    said: list[str] = []
-    progress = Progress()
-    monkeypatch.setattr(progress, "warned", said.append)
+    high = {"learning_rate": 9.0, "schedule": "constant", "warmup_steps": 0}
+    out, progress = str(tmp_path / "run"), Heard()
+    config = with_changes(small_run, **BIGRAM | {"optimizer": high}, out=out, steps=400, patience=2)
     run = fit(config, progress=progress)
     lines = RunDirectory.open(run.directory).metrics()
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
@@ -457,16 +359,14 @@ def test_patience_stops_says_so_and_keeps_the_best(small_run, tmp_path, monkeypa
     again = fit(config, resume=True, progress=progress)
     assert len(RunDirectory.open(again.directory).metrics()) == len(lines)
     why = "no better validation loss in patience=2 evaluations"
-    assert said == [f"stopped at step {lines[-1]['step']} of 400: {why}"] * 2
+    assert progress.messages == [f"stopped at step {lines[-1]['step']} of 400: {why}"] * 2
 
 
 def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run, tmp_path):
     """At a learning rate at which the last model is not the best."""
-    worse = with_changes(
-        small_run, "optimizer", learning_rate=0.3, schedule="constant", warmup_steps=0
-    )
-    config = dataclasses.replace(worse, out=str(tmp_path / "run"), steps=8, eval_interval=2)
-    run = fit(dataclasses.replace(config, eval_tokens=50, sample_tokens=60))
+    worse = {"learning_rate": 0.3, "schedule": "constant", "warmup_steps": 0}
+    sizes = {"steps": 8, "eval_interval": 2, "eval_tokens": 50, "sample_tokens": 60}
+    run = fit(with_changes(small_run, optimizer=worse, out=str(tmp_path / "run"), **sizes))
     losses = {
         line["step"]: line["validation_loss"]
         for line in lines_of(run.directory)
@@ -500,8 +400,8 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
     """The old text's provenance would stand in the way of resuming with the new one."""
     (tmp_path / "copy" / "notes.txt").write_text("mine")
     (tmp_path / "new.txt").write_text("so long lives this, and this gives life to thee " * 40)
-    config = with_changes(copy, "dataset", data=(str(tmp_path / "new.txt"),))
-    config = dataclasses.replace(config, steps=2, sample_tokens=0)
+    data = {"data": (str(tmp_path / "new.txt"),)}
+    config = with_changes(copy, **BIGRAM, dataset=data, steps=2)
     run = fit(config, overwrite=True)
     assert [line["step"] for line in lines_of(run.directory)] == [0, 1, 2]
     assert (tmp_path / "copy" / "notes.txt").read_text() == "mine"
@@ -516,7 +416,7 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
 
 def test_what_cannot_work_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):
     out = str(tmp_path / "run")
-    double = with_changes(dataclasses.replace(small_run, out=out), "model", param_dtype="float64")
+    double = with_changes(small_run, out=out, model={"param_dtype": "float64"})
     with pytest.raises(ValueError, match="param_dtype=float64 needs JAX_ENABLE_X64=1"):
         fit(double)
     monkeypatch.setattr("jgpt.runs.loop.memory_limit", lambda: 100)
@@ -528,7 +428,7 @@ def test_what_cannot_work_is_refused_before_it_compiles(small_run, tmp_path, mon
 def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, monkeypatch):
     """A state of 2 MiB: the best three, the last four, and the one that is being written."""
     monkeypatch.setattr("jgpt.runs.loop.bytes_of", lambda _: 2 << 20)
-    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), keep_best=3, keep_last=4)
+    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"), keep_best=3, keep_last=4)
     disk = types.SimpleNamespace(free=16 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
     assert plan(config).out == tmp_path / "run"

@@ -1,11 +1,9 @@
 """What a run writes down of itself, and who is told."""
 
 import dataclasses
-import json
 import re
 import types
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +19,8 @@ from jgpt.nn.loss import token_losses
 from jgpt.runs import loop
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.metrics import MetricsLogger
-from jgpt.runs.trackers import Tracker
 from jgpt.training.step import Metrics
+from tests.runs.harness import BIGRAM, with_changes
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,7 +162,7 @@ def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
     monkeypatch.setattr(loop, "make_train_steps", steps)
     monkeypatch.setattr(loop, "make_eval_step", timed(loop.make_eval_step, lambda _: 1000))
     monkeypatch.setattr(type(jnp.zeros(())), "is_ready", lambda _: True)
-    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), sample_tokens=0)
+    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
     lines = [line for line in RunDirectory(fit(config).directory).metrics() if "seconds" in line]
     # calls of three steps, cut short where there is an estimate, after 0, 1 and 2, or an
     # evaluation, after 4, 8 and 11
@@ -177,10 +175,8 @@ def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
 
 def test_the_validation_loss_is_estimated_before_it_is_evaluated(small_run, tmp_path):
     """At step 0, and at a half, a quarter, ... of the first interval; a checkpoint is exact."""
-    model = dataclasses.replace(small_run.model, architecture="bigram", dropout=0.0)
-    out = tmp_path / "run"
-    config = dataclasses.replace(small_run, model=model, out=str(out), sample_tokens=0)
-    run = fit(dataclasses.replace(config, steps=80, eval_interval=35, patience=1))
+    out, steps = tmp_path / "run", {"steps": 80, "eval_interval": 35, "patience": 1}
+    run = fit(with_changes(small_run, **BIGRAM | {"optimizer": {}}, out=str(out), **steps))
     lines = RunDirectory.open(run.directory).metrics()
     assert [line["step"] for line in lines] == list(range(81))
     where = {
@@ -209,14 +205,3 @@ def test_an_estimate_is_of_batches_that_are_spread_over_the_split(trained, monke
         assert exact(weights) == pytest.approx(losses[counts].mean(), rel=1e-5)
         expected = np.concatenate([losses[i][counts[i]] for i in chosen]).mean()
         assert estimate(weights) == pytest.approx(expected, rel=1e-5)
-
-
-def test_trackers_are_given_every_line_and_closed(small_run, tmp_path, monkeypatch):
-    logged: list[dict[str, Any]] = []
-    tracker = Tracker(
-        lambda values, step: logged.append({"step": step, **values}), lambda: logged.append({})
-    )
-    monkeypatch.setattr("jgpt.runs.loop.require_tracker", lambda name: lambda *_: tracker)
-    run = fit(dataclasses.replace(small_run, out=str(tmp_path / "run"), trackers=("wandb",)))
-    written = (run.directory / "metrics.jsonl").read_text().splitlines()
-    assert logged == [*map(json.loads, written), {}]

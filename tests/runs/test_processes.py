@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
-from jgpt.cli import main
 from jgpt.runs import processes as module
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.processes import Vote, gather, require_same, together
@@ -249,7 +248,8 @@ def test_the_coordinator_listens_at_its_address_alone(unjoined, monkeypatch):
     ],
 )
 def test_a_wrong_start_is_one_line(unjoined, monkeypatch, coordinator, processes, process, said):
-    monkeypatch.setattr(module, "START_SECONDS", 1)
+    waits = "not started" in said or "n't answer" in said
+    monkeypatch.setattr(module, "START_SECONDS", 1 if waits else 60)
 
     def greet() -> None:
         with server.accept()[0] as connection:
@@ -293,27 +293,6 @@ def test_at_the_start_a_number_comes_once_and_garbage_is_nobody():
     for connection in thrown:
         connection.close()
     socket.create_server(("127.0.0.1", port)).close()  # it is free for JAX
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--distributed", "--dry-run"), "a plan is for one process: leave out --distributed and"),
-        (("--processes", "2"), "give --coordinator HOST:PORT, --processes N and --process I, all"),
-        (("--coordinator", "a:1", "--process", "0"), "give --coordinator HOST:PORT, --processes N"),
-        (("--coordinator", "a", "--processes", "2", "--process", "0"), "the processes can't be"),
-        (("--processes", "two"), "--processes"),
-    ],
-)
-def test_wrong_options_are_one_line(unjoined, capsys, given, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", *given])
-    assert stopped.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert err.startswith("jgpt: ")
-    assert err.count("\n") == 1
 
 
 def test_a_process_alone_agrees_with_itself():
@@ -384,7 +363,7 @@ def test_one_that_dies_ends_the_other(options, tmp_path, number, index):
         wait_for(started, tmp_path / "run" / "checkpoints" / "6")
         started.started[index].send_signal(number)
         other = started.started[1 - index]
-        _, err = other.communicate(timeout=20)  # JAX has heartbeats, of 10 s
+        _, err = other.communicate(timeout=60)  # heartbeats are of 10 s, and JAX's own of 100
     ours = "another process has ended: see its messages; --resume goes on from the last checkpoint"
     if number == signal.SIGKILL and other.returncode == 2:
         assert re.search(rf"^jgpt: {ours} \(.*Gloo.*\)$", err, re.MULTILINE)

@@ -1,10 +1,7 @@
 """What is compiled is kept and heard of, and steps are traced."""
 
 import contextlib
-import dataclasses
-import logging
 import platform
-import re
 import warnings
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 
 from jgpt import fit
 from jgpt.runs.profiling import CompilationWatch, Profiler, enable_compilation_cache
-from jgpt.runs.progress import Progress
+from tests.runs.harness import BIGRAM, with_changes
 
 COMPILATION_CACHE = (
     "jax_compilation_cache_dir",
@@ -60,23 +57,6 @@ def test_a_compilation_cache_that_was_chosen_is_left_alone(compilation_cache, tm
     assert chosen[0] == str(tmp_path)
 
 
-def test_a_run_compiles_each_function_once(small_run, tmp_path, caplog):
-    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), seed=3)
-    warned = []
-
-    class Listening(Progress):
-        def warned(self, message):
-            warned.append(message)
-
-    jax.clear_caches()
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        fit(config, progress=Listening())
-    assert warned == []
-    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
-    for name in ("steps", "evaluate", "_window_starts", "_gather"):
-        assert compiled.count(name) == 1, (name, compiled)
-
-
 def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
     told: list[str] = []
     double = jax.jit(lambda x: 2 * x)
@@ -103,7 +83,7 @@ def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
 
 
 def test_profile_writes_a_trace(small_run, tmp_path):
-    config = dataclasses.replace(small_run, out=str(tmp_path / "run"), sample_tokens=0)
+    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
     run = fit(config, profile_steps=4)
     assert list((run.directory / "profile").rglob("*.xplane.pb"))
 

@@ -1,6 +1,5 @@
 """What `fit` shows by default: a curve in a notebook, a line on a terminal, nothing elsewhere."""
 
-import dataclasses
 import re
 import sys
 import types
@@ -10,6 +9,7 @@ import pytest
 
 from jgpt import fit
 from jgpt.runs.progress import LineProgress, NotebookProgress, Progress, default_progress
+from tests.runs.harness import BIGRAM, with_changes
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_notebook_draws_the_curve_in_one_place(small_run, tmp_path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr("jgpt.runs.plots.losses_image", image)
         patched.setattr("jgpt.runs.plots.plot_losses", lambda metrics, path: None)
-        fit(dataclasses.replace(small_run, out=str(tmp_path / "run")))
+        fit(with_changes(small_run, **BIGRAM, out=str(tmp_path / "run")))
     assert drawn == [
         ("display", "<svg>run svg [4]</svg>", True),
         ("update", "<svg>run svg [4, 8]</svg>"),
@@ -52,7 +52,7 @@ def test_a_notebook_draws_the_curve_in_one_place(small_run, tmp_path, monkeypatc
 @pytest.mark.usefixtures("kernel")
 def test_none_is_silent_in_a_notebook_too(small_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: pytest.fail("drawn"))
-    fit(dataclasses.replace(small_run, steps=2, out=str(tmp_path / "run")), progress=None)
+    fit(with_changes(small_run, **BIGRAM, out=str(tmp_path / "run")), progress=None)
     assert capsys.readouterr().err == ""
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import shutil
 
 import jax
 import pytest
@@ -12,26 +13,33 @@ from jgpt.data.batches import evaluation_windows
 from jgpt.runs import loop
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
-from jgpt.runs.progress import Progress
 from jgpt.training import plan
 from jgpt.training.plan import TrainingMemory
+from tests.runs.harness import BIGRAM, Heard, with_changes
+
+
+def use_corpus(patched, text: str, python: str) -> None:
+    """The Python reference, as another version of Python has it."""
+    patched.setattr(corpus, "python_reference", lambda: text)
+    patched.setattr(corpus.platform, "python_version", lambda: python)
+
+
+@pytest.fixture(scope="module")
+def begun(small_run, poem, tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("python") / "run")
+    data = DataConfig(data=("pydocs",))
+    config = with_changes(small_run, **BIGRAM, dataset=data, out=out, steps=4)
+    with pytest.MonkeyPatch.context() as patched:
+        use_corpus(patched, poem.read_text(), "3.11.7")
+        fit(config)
+    return config
 
 
 @pytest.fixture
-def of_python_3_11(small_run, poem, tmp_path, monkeypatch):
-    """A run on the Python reference, as another version of Python has it."""
-    text = poem.read_text()
-    monkeypatch.setattr(corpus, "python_reference", lambda: text)
-    monkeypatch.setattr(corpus.platform, "python_version", lambda: "3.11.7")
-    config = dataclasses.replace(
-        small_run,
-        dataset=DataConfig(data=("pydocs",)),
-        out=str(tmp_path / "run"),
-        steps=4,
-        sample_tokens=0,
-    )
-    fit(config)
-    return config
+def of_python_3_11(begun, poem, tmp_path, monkeypatch):
+    """A run on the text of Python 3.11, in a copy."""
+    use_corpus(monkeypatch, poem.read_text(), "3.11.7")
+    return dataclasses.replace(begun, out=str(shutil.copytree(begun.out, tmp_path / "run")))
 
 
 def test_provenance_names_the_text_and_the_corpus_version(of_python_3_11, poem):
@@ -51,9 +59,7 @@ def test_another_python_s_corpus_is_named_before_it_is_encoded(
     of_python_3_11, poem, monkeypatch, goes_on
 ):
     """It has characters that the run's tokenizer does not know."""
-    text = "$" + poem.read_text()
-    monkeypatch.setattr(corpus, "python_reference", lambda: text)
-    monkeypatch.setattr(corpus.platform, "python_version", lambda: "3.13.0")
+    use_corpus(monkeypatch, "$" + poem.read_text(), "3.13.0")
     longer = dataclasses.replace(of_python_3_11, steps=8)
     changed = r"pydocs was that of Python 3\.11\.7, here it is that of Python 3\.13\.0"
     with pytest.raises(ValueError, match=changed) as error:
@@ -62,13 +68,13 @@ def test_another_python_s_corpus_is_named_before_it_is_encoded(
 
 
 def test_a_changed_text_of_the_same_python_is_to_be_restored(of_python_3_11, monkeypatch):
-    monkeypatch.setattr(corpus, "python_reference", lambda: "another text")
+    use_corpus(monkeypatch, "another text", "3.11.7")
     with pytest.raises(ValueError, match="restore the text, or train a new run"):
         evaluate(of_python_3_11.out)
 
 
-def test_the_same_text_from_another_python_is_the_same(of_python_3_11, monkeypatch):
-    monkeypatch.setattr(corpus.platform, "python_version", lambda: "3.13.0")
+def test_the_same_text_from_another_python_is_the_same(of_python_3_11, poem, monkeypatch):
+    use_corpus(monkeypatch, poem.read_text(), "3.13.0")
     assert evaluate(of_python_3_11.out).loss > 0
 
 
@@ -77,15 +83,14 @@ def test_a_run_from_before_the_text_was_recorded_compares_its_tokens(of_python_3
     path = run.path / "provenance.jsonl"
     path.write_text(path.read_text().replace("text_sha256", "unknown"))
     assert evaluate(run.path).loss > 0
-    text = corpus.python_reference()[::-1]
-    monkeypatch.setattr(corpus, "python_reference", lambda: text)
+    use_corpus(monkeypatch, corpus.python_reference()[::-1], "3.11.7")
     with pytest.raises(ValueError, match="SHA-256 of its tokens"):
         evaluate(run.path)
 
 
 def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_path, monkeypatch):
     """Of 12 rows a device holds 6 at once, and the one that goes on 3: evaluations are as large."""
-    out, evaluated, said = tmp_path / "run", [], []
+    out, evaluated = tmp_path / "run", []
 
     def memory_of_rows(config):
         return TrainingMemory(0, config.batch_size // config.micro_batches)
@@ -111,11 +116,10 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
     assert run.config().micro_batches == "auto"
     assert [line["micro_batches"] for line in run.provenance()] == [2]
     monkeypatch.setattr(plan, "host_memory", lambda: 2 * 3)
-    progress = Progress()
-    monkeypatch.setattr(progress, "warned", said.append)
+    progress = Heard()
     fit(dataclasses.replace(config, steps=3), resume=True, progress=progress)
     assert [line["micro_batches"] for line in run.provenance()] == [2, 4]
-    (changed,) = (line for line in said if "micro-batches" in line)
+    (changed,) = (line for line in progress.messages if "micro-batches" in line)
     assert changed == (
         "4 micro-batches fit here, 2 were used before: gradients differ in rounding, and dropout "
         "in its random numbers"

@@ -2,31 +2,28 @@
 
 import concurrent.futures
 import dataclasses
-import importlib
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jgpt import DataConfig, fit, load
+from jgpt import DataConfig, OptimizerConfig, TrainConfig, fit, load
 from jgpt.runs import loop
 from jgpt.runs.checkpoints import Checkpoints
-from jgpt.runs.directory import RunDirectory, read_config
+from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped, evaluate, plan
 from jgpt.runs.progress import Progress
+from jgpt.runs.resume import describe_learning_rate
 from tests.models import config_of
 from tests.quick import only
-
-REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-kill_resume = importlib.import_module("kill_resume")
+from tests.runs.harness import BIGRAM, REPOSITORY, Heard, contents, kill_resume, with_changes
 
 
 @pytest.mark.slow
@@ -38,76 +35,112 @@ def test_a_killed_process_loses_nothing(tmp_path):
     assert (result["lost"], result["differing"]) == (0, 0)
 
 
-def test_a_stop_that_is_asked_for_saves_and_goes_on(trained, small_run, tmp_path):
-    config = dataclasses.replace(small_run, out=str(tmp_path / "run"))
-    asked = []
-
-    def should_stop() -> bool:
-        asked.append(True)
-        return len(asked) == 4
-
-    with pytest.raises(TrainingStopped) as stopped:
-        fit(config, should_stop=should_stop)
-    assert stopped.value.step == 4  # not where it would have been evaluated alone
-    assert str(stopped.value) == f"stopped after step 4; its checkpoint is in {tmp_path / 'run'}"
-    resumed = fit(config, resume=True)
-    assert kill_resume.fingerprint(resumed.directory) == kill_resume.fingerprint(trained.directory)
-    assert [line["step"] for line in resumed_sessions(resumed.directory)] == [0, 4]
+class Killed(Exception):
+    """What ends a run from outside."""
 
 
-@pytest.mark.slow
-def test_muon_s_state_and_averaged_weights_go_on_too(small_run, tmp_path):
-    sizes = ("vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "dropout")
-    small = {name: getattr(small_run.model, name) for name in sizes}
-    model = config_of("modern", **small, num_kv_heads=1, attention_scale=0.5)
-    muon = dataclasses.replace(
-        small_run.optimizer,
-        optimizer="muon",
-        schedule="wsd",
-        embedding_learning_rate=0.02,
-        ema_decay=0.7,
-    )
-    config = dataclasses.replace(small_run, model=model, optimizer=muon)
-    whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole")))
-    config = dataclasses.replace(config, out=str(tmp_path / "stopped"))
-    calls = iter([False, False, True])
-    with pytest.raises(TrainingStopped):
-        fit(config, should_stop=lambda: next(calls))
-    resumed = fit(config, resume=True)
-    assert kill_resume.fingerprint(resumed.directory) == kill_resume.fingerprint(whole.directory)
-    assert resumed.validation_loss < 2.9  # of ln 21 = 3.04 at the start
+class KillAt(Progress):
+    def __init__(self, step):
+        self.step = step
+
+    def stepped(self, step, loss, tokens_per_second):
+        if step >= self.step:
+            raise Killed
+
+    def evaluated(self, step, validation_loss):
+        # at this moment the evaluation is written down and the checkpoint is not
+        if step >= self.step:
+            raise Killed
 
 
-def resumed_sessions(directory):
-    return RunDirectory.open(directory).provenance()
+MODERN = config_of("modern", num_kv_heads=1, attention_scale=0.5)
+MUON = {"optimizer": "muon", "schedule": "wsd", "embedding_learning_rate": 0.02, "ema_decay": 0.7}
+SIZES = ("vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "dropout")
+OTHERS = {name: value for name, value in vars(MODERN).items() if name not in SIZES}
+RUNS: dict[str, dict[str, Any]] = {
+    "small": {},
+    # the checkpoint without a validation loss, of step 2, is neither the best nor among the best
+    "bigram": BIGRAM | {"steps": 64, "eval_interval": 32, "keep_best": 3, "keep_last": 1},
+    "muon, averaged": {"model": OTHERS, "optimizer": MUON},
+    "scanned": {"model": {"num_layers": 2, "scan_layers": True}},
+}
 
 
-TRAIN = ("train", "tiny", "--steps", "100000", "--eval-interval", "50000", "--eval-tokens", "500")
+@pytest.mark.parametrize(
+    ("run", "killed_at", "last", "kept"),
+    only(
+        lambda case: case[0] in ("small", "bigram"),
+        [
+            ("small", None, 4, [8, 11]),
+            ("small", 2, 1, [8, 11]),
+            ("small", 8, 4, [8, 11]),
+            ("bigram", 8, 2, [32, 64]),
+            ("muon, averaged", None, 4, [8, 11]),
+            ("scanned", 8, 4, [8, 11]),
+        ],
+    ),
+)
+def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
+    run, killed_at, last, kept, trained, small_run, tmp_path
+):
+    """Its last checkpoint is of step `last`; a run that is never killed keeps those of `kept`."""
+    config = with_changes(small_run, **RUNS[run])
+    whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole"))) if RUNS[run] else trained
+    assert RunDirectory(whole.directory).checkpoint_steps() == kept
+    out = tmp_path / "run"
+    config = dataclasses.replace(config, out=str(out))
+    out.mkdir()  # killed before, while it made the directory
+    (out / "lock").touch()
+    (out / "config.json.partial").write_text("{")
+    if killed_at:
+        with pytest.raises(Killed):
+            fit(config, resume=True, progress=KillAt(killed_at))
+    else:
+        calls = iter([False, False, False, True])
+        with pytest.raises(TrainingStopped) as stopped:
+            fit(config, resume=True, should_stop=lambda: next(calls))
+        assert str(stopped.value) == f"stopped after step {last}; its checkpoint is in {out}"
+        assert stopped.value.step == last
+    assert RunDirectory(out).checkpoint_steps()[-1] == last
+    load(out)
+    for name in ("metrics.jsonl", "provenance.jsonl"):
+        with (out / name).open("a") as file:
+            file.write('{"step": 9, "lo')  # damage, which is cut off
+    # in calls of another size, too
+    resumed = fit(dataclasses.replace(config, steps_per_call=5), resume=True)
+    assert kill_resume.fingerprint(out) == kill_resume.fingerprint(whole.directory)
+    assert (resumed.sample, resumed.validation_loss) == (whole.sample, whole.validation_loss)
+    assert [line["step"] for line in RunDirectory(out).provenance()] == [0, last]  # no step twice
 
 
-def begin(out: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "jgpt.cli", *TRAIN, "--out", str(out), "--sample-tokens", "0"],
+ENDLESS = ("--steps", "1000000", "--eval-interval", "1000000", "--sample-tokens", "0")
+
+
+@pytest.fixture
+def begin(poem, tmp_path):
+    """Starts the command, and returns when it has taken steps."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "jgpt.cli", "train", "bigram", "--data", poem, "--out", out]
+    process = subprocess.Popen(
+        [*command, *ENDLESS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
-
-
-def wait_for_steps(process: subprocess.Popen[str], out: Path) -> None:
     while process.poll() is None and not (out / "metrics.jsonl").exists():
         time.sleep(0.02)
-    assert process.poll() is None
+    assert process.poll() is None, process.communicate()
+    yield process, out
+    with process:
+        process.kill()
 
 
 @pytest.mark.parametrize(
     ("number", "code"), only([(signal.SIGINT, 130)], [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 )
-def test_a_signal_finishes_the_call_saves_and_says_so(tmp_path, number, code):
-    out = tmp_path / "run"
-    process = begin(out)
-    wait_for_steps(process, out)
+def test_a_signal_finishes_the_call_saves_and_says_so(begin, number, code):
+    process, out = begin
     process.send_signal(number)
     said, complained = process.communicate(timeout=120)
     assert process.returncode == code, complained
@@ -118,10 +151,8 @@ def test_a_signal_finishes_the_call_saves_and_says_so(tmp_path, number, code):
     assert RunDirectory.open(out).metrics()[-1]["step"] == saved
 
 
-def test_a_second_signal_leaves_at_once(tmp_path):
-    out = tmp_path / "run"
-    process = begin(out)
-    wait_for_steps(process, out)
+def test_a_second_signal_leaves_at_once(begin):
+    process, out = begin
     process.send_signal(signal.SIGSTOP)  # so that both are there before either is acted on
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
@@ -131,135 +162,108 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     assert not list((out / "checkpoints").glob("[0-9]*"))
 
 
-class Warned(Progress):
-    """Keeps the warnings."""
+# --- the learning rate ---------------------------------------------------------------------------
 
-    def __init__(self):
-        self.messages = []
-
-    def warned(self, message):
-        self.messages.append(message)
+RATES = {"learning_rate": 0.4, "min_learning_rate": 0.1, "warmup_steps": 0}
+TO_ZERO = RATES | {"min_learning_rate": 0.0}
+WSD = TO_ZERO | {"schedule": "wsd", "decay_fraction": 0.4}
 
 
-def bigram(small_run, out, steps, **optimizer):
-    """A run that compiles at once, which evaluates and saves every tenth step."""
-    model = dataclasses.replace(small_run.model, architecture="bigram", dropout=0.0)
-    schedule = {"learning_rate": 0.4, "min_learning_rate": 0.1, "warmup_steps": 0, **optimizer}
-    return dataclasses.replace(
-        small_run,
-        model=model,
-        optimizer=dataclasses.replace(small_run.optimizer, **schedule),
-        out=str(out),
-        steps=steps,
-        eval_interval=10,
-        sample_tokens=0,
+@pytest.mark.parametrize(
+    ("begun", "given", "checkpoints", "said"),
+    [
+        (
+            (20, RATES),
+            (40, RATES),
+            [10, 20],
+            "40 steps instead of 20: the learning rate jumps from 0.102 to 0.25 at step 21. "
+            "Without a jump: schedule_steps=20 keeps the schedule (0.1 at the last step)",
+        ),
+        (
+            (20, RATES),
+            (40, RATES | {"schedule_steps": 20}),
+            [10, 20],
+            "40 steps instead of 20: the learning rate goes on from 0.102 to 0.1, without a jump",
+        ),
+        # the run's own config keeps it too
+        ((40, RATES | {"schedule_steps": 20}), (40, RATES | {"schedule_steps": 20}), [20], None),
+        (
+            (40, TO_ZERO),
+            (30, TO_ZERO),
+            [10],
+            "30 steps instead of 40: the learning rate jumps from 0.352 to 0.3 at step 11. "
+            "Without a jump: schedule_steps=40 keeps the schedule (0.0701 at the last step)",
+        ),
+        (
+            (40, TO_ZERO),
+            (30, TO_ZERO | {"schedule_steps": 40}),
+            [10],
+            "30 steps instead of 40: the learning rate goes on from 0.352 to 0.341, without a jump",
+        ),
+        ((20, RATES), (40, RATES | {"learning_rate": 0.3}), [], None),  # nothing was trained
+        # a decay moves to the new end; from a checkpoint of before, afterwards too
+        (
+            (50, WSD),
+            (100, WSD),
+            [20],
+            "100 steps instead of 50: the learning rate goes on from 0.4 to 0.4, without a jump",
+        ),
+        (
+            (50, WSD),
+            (100, WSD),
+            [20, 40, 50],
+            "100 steps instead of 50: the learning rate jumps from 0.02 to 0.4 at step 51. "
+            "Without a jump: delete the checkpoints after 20 to resume from that one",
+        ),
+        (
+            (50, WSD),
+            (100, WSD),
+            [40, 50],
+            "100 steps instead of 50: the learning rate jumps from 0.02 to 0.4 at step 51. "
+            "Without a jump: nothing, for the schedule ends at 0; wsd can be extended from a "
+            "checkpoint before its decay, which keep_every keeps",
+        ),
+    ],
+)
+def test_what_resuming_says_of_the_learning_rate(begun, given, checkpoints, said):
+    saved, other = (TrainConfig(steps=n, optimizer=OptimizerConfig(**o)) for n, o in (begun, given))
+    assert describe_learning_rate(saved, other, checkpoints) == said
+
+
+def test_a_run_that_diverged_goes_on_with_lower_rates_and_more_steps(
+    small_run, tmp_path, monkeypatch
+):
+    config = with_changes(
+        small_run, **BIGRAM, steps=20, eval_interval=10, out=str(tmp_path / "run")
     )
-
-
-def with_optimizer(config, steps, **changes):
-    optimizer = dataclasses.replace(config.optimizer, **changes)
-    return dataclasses.replace(config, steps=steps, optimizer=optimizer)
-
-
-def resumed(config):
-    """What resuming said of the learning rate, and the learning rates of all steps."""
-    progress = Warned()
-    fit(config, resume=True, progress=progress)
-    lines = RunDirectory.open(config.out).metrics()
-    return progress.messages, [line["learning_rate"] for line in lines if "loss" in line]
-
-
-def test_a_longer_cosine_jumps_and_its_end_can_be_kept(small_run, tmp_path):
-    config = bigram(small_run, tmp_path / "run", 20)
-    fit(config)
-    shutil.copytree(config.out, tmp_path / "kept")
-    said, rates = resumed(with_optimizer(config, 40))
-    assert said == [
-        "40 steps instead of 20: the learning rate jumps from 0.102 to 0.25 at step 21. Without a "
-        "jump: schedule_steps=20 keeps the schedule (0.1 at the last step)"
-    ]
-    assert (rates[19], rates[20]) == (pytest.approx(0.102, abs=5e-4), pytest.approx(0.25))
-
-    kept = dataclasses.replace(config, out=str(tmp_path / "kept"))
-    said, rates = resumed(with_optimizer(kept, 40, schedule_steps=20))
-    assert said == [
-        "40 steps instead of 20: the learning rate goes on from 0.102 to 0.1, without a jump"
-    ]
-    assert rates[19:] == [pytest.approx(0.102, abs=5e-4), *[pytest.approx(0.1)] * 20]
-    # the run's own config keeps it too, and says no more
-    assert resumed(read_config(tmp_path / "kept" / "config.json"))[0] == []
-
-
-def test_a_cosine_in_its_middle_is_kept_too(small_run, tmp_path):
-    config = bigram(small_run, tmp_path / "run", 40, min_learning_rate=0.0)
-    steps = []
-
-    class Evaluated(Progress):
-        def evaluated(self, step, validation_loss):
-            steps.append(step)
-
-    with pytest.raises(TrainingStopped):
-        fit(config, progress=Evaluated(), should_stop=lambda: steps == [10])
-    done = read_config(tmp_path / "run" / "config.json")
-    progress = Warned()
-    plan(with_optimizer(done, 30), resume=True, progress=progress)
-    assert progress.messages == [
-        "30 steps instead of 40: the learning rate jumps from 0.352 to 0.3 at step 11. Without a "
-        "jump: schedule_steps=40 keeps the schedule (0.0701 at the last step)"
-    ]
-    said, rates = resumed(with_optimizer(done, 30, schedule_steps=40))
-    assert "without a jump" in said[0]
-    by_hand = [0.2 * (1 + math.cos(math.pi * step / 40)) for step in range(30)]
-    assert rates == pytest.approx(by_hand, rel=1e-5)
-
-
-def test_a_run_that_diverged_goes_on_with_a_lower_learning_rate(small_run, tmp_path, monkeypatch):
-    config = bigram(small_run, tmp_path / "run", 20, min_learning_rate=0.2)
+    config = with_changes(config, optimizer={"min_learning_rate": 0.2})
     with monkeypatch.context() as patched:
         patched.setattr(loop, "_evaluators", lambda *_: (lambda _: math.nan, lambda _: 3.0))
         with pytest.raises(FloatingPointError, match=r"lower learning_rate; checkpoint 1 is kept$"):
             fit(config)
-    said, rates = resumed(with_optimizer(config, 20, learning_rate=0.3, min_learning_rate=0.1))
-    assert said == [
-        "learning_rate=0.3 instead of 0.4, min_learning_rate=0.1 instead of 0.2: the learning "
-        "rate goes from 0.4 to 0.299 at step 2"
+    lower = with_changes(
+        config, optimizer={"learning_rate": 0.3, "min_learning_rate": 0.1}, steps=30
+    )
+    progress = Heard()
+    fit(lower, resume=True, progress=progress)
+    assert progress.messages == [
+        "30 steps instead of 20, learning_rate=0.3 instead of 0.4, min_learning_rate=0.1 instead "
+        "of 0.2: the learning rate goes from 0.4 to 0.299 at step 2"
     ]
-    by_hand = [0.2 + 0.1 * math.cos(math.pi * step / 20) for step in range(20)]
+    run = RunDirectory.open(tmp_path / "run")
+    rates = [line["learning_rate"] for line in run.metrics() if "loss" in line]
+    by_hand = [0.2 + 0.1 * math.cos(math.pi * step / 30) for step in range(30)]
     assert rates == pytest.approx([0.4, *by_hand[1:]], rel=1e-5)
-    recorded = [line["optimizer"]["learning_rate"] for line in resumed_sessions(config.out)]
+    recorded = [line["optimizer"]["learning_rate"] for line in run.provenance()]
     assert recorded == [0.4, 0.3]
-    assert read_config(tmp_path / "run" / "config.json").optimizer.learning_rate == 0.3
+    assert run.config().optimizer == lower.optimizer
 
 
-def test_a_run_that_is_killed_before_its_first_evaluation_goes_on_from_its_first_estimate(
-    small_run, tmp_path
-):
-    """And its checkpoint without a validation loss is neither the best nor among the best."""
-    config = bigram(small_run, tmp_path / "whole", 64)
-    config = dataclasses.replace(config, eval_interval=32, keep_best=3, keep_last=1)
-    whole = fit(config)
-    assert RunDirectory(whole.directory).checkpoint_steps() == [32, 64]
-
-    class Killed(Exception):
-        pass
-
-    class Listening(Progress):
-        def stepped(self, step, loss, tokens_per_second):
-            if step > 7:
-                raise Killed
-
-    killed = dataclasses.replace(config, out=str(tmp_path / "killed"))
-    with pytest.raises(Killed):
-        fit(killed, progress=Listening())
-    assert RunDirectory(tmp_path / "killed").checkpoint_steps() == [2]
-    load(tmp_path / "killed")
-    fit(killed, resume=True)
-    assert kill_resume.fingerprint(tmp_path / "killed") == kill_resume.fingerprint(whole.directory)
-    assert [line["step"] for line in resumed_sessions(tmp_path / "killed")] == [0, 2]
+# --- what a run is resumed with ------------------------------------------------------------------
 
 
 def test_training_stops_when_a_save_has_failed(small_run, tmp_path, monkeypatch):
-    save, steps = Checkpoints.save, []
+    save, progress = Checkpoints.save, Heard()
 
     def failing(manifest, directory):
         raise OSError(28, "No space left on device")
@@ -268,69 +272,27 @@ def test_training_stops_when_a_save_has_failed(small_run, tmp_path, monkeypatch)
         save(self, *arguments)
         concurrent.futures.wait([self._saving])
 
-    class Listening(Progress):
-        def stepped(self, step, loss, tokens_per_second):
-            steps.append(step)
-
     monkeypatch.setattr("jgpt.runs.checkpoints.Manifest.write", failing)
     monkeypatch.setattr(Checkpoints, "save", save_and_see_it_fail)
-    config = dataclasses.replace(bigram(small_run, tmp_path / "run", 64), eval_interval=32)
+    config = with_changes(small_run, **RUNS["bigram"], out=str(tmp_path / "run"))
     with pytest.raises(OSError, match="the checkpoint of step 2 could not be written"):
-        fit(config, progress=Listening())
-    assert max(steps) == 2
+        fit(config, progress=progress)
+    assert max(progress.steps) == 2
 
 
-def test_wsd_is_extended_before_it_decays(small_run, tmp_path):
-    """Its decay moves to the new end; from a checkpoint of then, afterwards too."""
-    wsd = {"schedule": "wsd", "min_learning_rate": 0.0, "decay_fraction": 0.4}
-    config = bigram(small_run, tmp_path / "run", 50, **wsd)
-    config = dataclasses.replace(config, keep_every=20)
-    fit(config)
-    shutil.copytree(config.out, tmp_path / "early")
-    for step in (40, 50):
-        shutil.rmtree(tmp_path / "early" / "checkpoints" / str(step))
-
-    early = dataclasses.replace(config, out=str(tmp_path / "early"))
-    said, rates = resumed(with_optimizer(early, 100))
-    assert said == [
-        "100 steps instead of 50: the learning rate goes on from 0.4 to 0.4, without a jump"
-    ]
-    assert rates[:61] == pytest.approx([0.4] * 61)
-    assert rates[61:] == pytest.approx([0.4 * left / 40 for left in range(39, 0, -1)], rel=1e-4)
-
-    longer = Warned()
-    plan(with_optimizer(config, 100), resume=True, progress=longer)
-    assert longer.messages == [
-        "100 steps instead of 50: the learning rate jumps from 0.02 to 0.4 at step 51. Without a "
-        "jump: delete the checkpoints after 20 to resume from that one"
-    ]
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "20")
-    plan(with_optimizer(config, 100), resume=True, progress=longer)
-    assert longer.messages[1].endswith(
-        "Without a jump: nothing, for the schedule ends at 0; wsd can be extended from a "
-        "checkpoint before its decay, which keep_every keeps"
-    )
-
-
-def snapshot(directory):
-    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-def test_fewer_steps_than_were_taken_are_refused_and_as_many_are_done(small_run, tmp_path):
-    config = bigram(small_run, tmp_path / "run", 20)
-    run = fit(config)
-    before = snapshot(tmp_path)
+def test_fewer_steps_than_were_taken_are_refused_and_as_many_are_done(copy, trained, tmp_path):
+    before = contents(tmp_path)
     refusal = (
-        rf"steps=19 is below the 20 steps that {tmp_path}/run has taken: give steps=20 or more, "
+        rf"steps=10 is below the 11 steps that {copy.out} has taken: give steps=11 or more, "
         "or another directory"
     )
     for start in (fit, plan):
         with pytest.raises(ValueError, match=refusal):
-            start(with_optimizer(config, 19), resume=True)
-    assert snapshot(tmp_path) == before
-    again = fit(config, resume=True)
-    assert (again.best_step, again.validation_loss) == (run.best_step, run.validation_loss)
-    assert read_config(tmp_path / "run" / "config.json") == run.config
+            start(dataclasses.replace(copy, steps=10), resume=True)
+    assert contents(tmp_path) == before
+    again = fit(copy, resume=True)
+    assert (again.best_step, again.validation_loss) == (trained.best_step, trained.validation_loss)
+    assert RunDirectory(again.directory).metrics() == RunDirectory(trained.directory).metrics()
 
 
 def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path):
@@ -338,8 +300,7 @@ def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path
     text = tmp_path / "text.txt"
     text.write_bytes(b"\xef\xbb\xbf" + b"So long as men can breathe\r\nor eyes can see\r\n" * 30)
     data = {"data": (str(text),), "universal_newlines": False}
-    config = bigram(small_run, tmp_path / "run", 10)
-    config = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, **data))
+    config = with_changes(small_run, **BIGRAM, dataset=data, steps=4, out=str(tmp_path / "run"))
     run = fit(config)
     assert {"\r", "\ufeff"} < set(run.tokenizer.decode(range(run.tokenizer.vocab_size)))
     path = tmp_path / "run" / "config.json"
@@ -348,39 +309,33 @@ def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path
     path.write_text(json.dumps(old))
 
     assert evaluate(run.directory).loss == pytest.approx(run.validation_loss, rel=1e-6)
-    today = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, **data))
-    today = dataclasses.replace(
-        today, steps=20, dataset=dataclasses.replace(today.dataset, universal_newlines=True)
-    )
-    progress = Warned()
+    today, progress = with_changes(config, steps=5, dataset={"universal_newlines": True}), Heard()
     again = fit(today, resume=True, progress=progress)
     assert not again.config.dataset.universal_newlines
     assert not any("newlines" in message for message in progress.messages)
-    digests = {line["text_sha256"] for line in resumed_sessions(run.directory)}
+    digests = {line["text_sha256"] for line in RunDirectory(run.directory).provenance()}
     assert len(digests) == 1
 
 
-def test_a_text_may_move_but_not_change(small_run, poem, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(poem.read_text())
-    config = bigram(small_run, tmp_path / "run", 2)
-    config = dataclasses.replace(config, dataset=DataConfig(data=(str(text),)))
-    fit(config)
-    moved = text.rename(tmp_path / "moved.txt")
+def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
+    text, moved = tmp_path / "text.txt", tmp_path / "moved.txt"
+    config = with_changes(copy, dataset={"data": (str(text),)})
+    run = RunDirectory(Path(copy.out))
+    run.write_config(with_changes(run.config(), dataset={"data": (str(text),)}))
+    moved.write_text(poem.read_text())
     hint = (
         r"no file .*text\.txt.*; if the run's text has moved, train it with resume=True data=PLACE"
     )
     with pytest.raises(FileNotFoundError, match=hint):
-        evaluate(tmp_path / "run")
-    config = dataclasses.replace(config, steps=3)
-    elsewhere = dataclasses.replace(config, dataset=DataConfig(data=(str(moved),)))
-    assert fit(elsewhere, resume=True).config.dataset.data == (str(moved),)
-    assert evaluate(tmp_path / "run").loss > 0
+        evaluate(copy.out)
+    elsewhere = with_changes(config, dataset={"data": (str(moved),)}, steps=12)
+    fit(elsewhere, resume=True)
+    assert run.config().dataset.data == (str(moved),)
     other = dataclasses.replace(elsewhere, dataset=DataConfig(data=("pydocs",)))
     with pytest.raises(ValueError, match=r"the text has changed .* \(pydocs: SHA-256 "):
         fit(other, resume=True)
     # nobody knows the text of a run without provenance
-    (tmp_path / "run" / "provenance.jsonl").unlink()
+    (Path(copy.out) / "provenance.jsonl").unlink()
     text.write_text(poem.read_text()[::-1])
     with pytest.raises(ValueError, match=r"dataset\.data is .*moved\.txt',\) in the run"):
-        fit(config, resume=True)
+        fit(dataclasses.replace(config, steps=12), resume=True)
