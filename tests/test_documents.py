@@ -225,28 +225,34 @@ def test_commands_within_a_text_have_options_that_exist(page, line, runs):
     assert "unknown option" not in said, said
 
 
-@pytest.fixture
-def place(tmp_path, shakespeare, poem) -> Path:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, shakespeare, poem) -> Path:
     """A folder with the files that the commands read."""
     torch = pytest.importorskip("torch")
     from tests.parity.test_nanogpt import write
 
+    folder = tmp_path_factory.mktemp("place")
     notes = poem.read_text().replace("So long", "Dear Yours")
-    (tmp_path / "my_notes").mkdir()
-    (tmp_path / "my_notes" / "letters.txt").write_text(notes)
-    (tmp_path / "notes.txt").write_text(notes)
-    (tmp_path / "input.txt").write_text(shakespeare)
+    (folder / "my_notes").mkdir()
+    (folder / "my_notes" / "letters.txt").write_text(notes)
+    (folder / "notes.txt").write_text(notes)
+    (folder / "input.txt").write_text(shakespeare)
     documents = (json.dumps({"body": line}) + "\n" for line in notes.splitlines())
-    (tmp_path / "lines.jsonl").write_text("".join(documents))
-    (tmp_path / "records.json").write_text("[]")
+    (folder / "lines.jsonl").write_text("".join(documents))
+    (folder / "records.json").write_text("[]")
     tokenizer = with_chat_tokens(jgpt.BPETokenizer.train([notes], 263))
     model = random_gpt("qwen3", vocab_size=320, block_size=128)
-    jgpt.save_hf(model, tmp_path / "DIR", tokenizer=tokenizer)
-    (tmp_path / "out").mkdir()
+    jgpt.save_hf(model, folder / "DIR", tokenizer=tokenizer)
+    (folder / "out").mkdir()
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 48, "block_size": 32, "vocab_size": 65}
-    write(tmp_path / "out" / "ckpt.pt", sizes=sizes)
-    return tmp_path
+    write(folder / "out" / "ckpt.pt", sizes=sizes)
+    return folder
+
+
+@pytest.fixture
+def place(files, tmp_path) -> Path:
+    return shutil.copytree(files, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.slow

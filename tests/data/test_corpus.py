@@ -20,13 +20,7 @@ from jgpt.data.corpus import (
     shakespeare_file,
     text_chunks,
 )
-
-
-def write(folder, name, data):
-    path = folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(data if isinstance(data, bytes) else data.encode())
-    return str(path)
+from tests.data.files import write
 
 
 def test_the_built_in_corpus_is_the_language_reference():
@@ -197,37 +191,9 @@ def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkey
     assert len(said) == 1
 
 
-def test_what_is_not_there_is_named(tmp_path):
+def test_what_is_not_there_is_named():
     with pytest.raises(FileNotFoundError, match=r"no file 'pydoc'.*did you mean 'pydocs'"):
         read_text(["pydoc"])
-    with pytest.raises(FileNotFoundError, match=r"folder without any text \(\.txt "):
-        read_text([str(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "is empty"),
-        (b"\xef\xbb\xbf", "is empty"),
-        (b"caf\xe9 au lait", "byte 3 can't be read"),
-        (b"\x89PNG\r\n", "byte 0 can't be read"),
-        (b"text\0text", "is binary, or UTF-16: byte 4 is NUL"),
-        ("née\0".encode(), "is binary, or UTF-16: byte 4 is NUL"),
-        ("🙂".encode()[:3], "byte 0 can't be read"),
-        (b"ab\xf0\x9f\x99", "byte 2 can't be read"),
-        ("12345ü".encode() + b"\xff", "byte 7 can't be read"),
-        ("üüüüü🙂🙂".encode() + b"\0", "is binary, or UTF-16: byte 18 is NUL"),
-        ("\ufeffa\r\nb".encode() + b"\xff", "byte 7 can't be read"),
-        (b"\xff\xfea\0", "byte 0 can't be read"),
-        (b"\xed\xa0\x80", "byte 0 can't be read"),
-    ],
-)
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 1 << 20])
-def test_what_is_not_utf8_text_is_refused_with_its_place(tmp_path, data, message, chunk_size):
-    path = write(tmp_path, "input.txt", data)
-    with pytest.raises(ValueError, match=message) as error:
-        list(text_chunks([path], chunk_size))
-    assert path in str(error.value)
 
 
 LINES = st.text(alphabet="a🙂é' \n\r\t1.\u2028\x1c\x85", max_size=60)

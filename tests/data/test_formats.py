@@ -12,6 +12,7 @@ from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import corpus
 from jgpt.data.corpus import read_text, text_chunks
 from jgpt.data.dataset import KnownText, load_dataset, prepare
+from tests.data.files import write
 
 RECORDS = [
     {"text": "one\r\n1"},
@@ -28,11 +29,6 @@ def gzipped(data):
 
 def lines(*records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
-
-
-def write(folder, name, data):
-    (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
-    return str(folder / name)
 
 
 def packed(data, suffix):
@@ -76,6 +72,19 @@ def test_a_column_of_parquet_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
+        ("a.txt", b"", "is empty"),
+        ("a.txt", b"\xef\xbb\xbf", "is empty"),
+        ("a.txt", b"caf\xe9 au lait", "byte 3 can't be read"),
+        ("a.txt", b"\x89PNG\r\n", "byte 0 can't be read"),
+        ("a.txt", b"text\0text", "is binary, or UTF-16: byte 4 is NUL"),
+        ("a.txt", "née\0".encode(), "is binary, or UTF-16: byte 4 is NUL"),
+        ("a.txt", "🙂".encode()[:3], "byte 0 can't be read"),
+        ("a.txt", b"ab\xf0\x9f\x99", "byte 2 can't be read"),
+        ("a.txt", "12345ü".encode() + b"\xff", "byte 7 can't be read"),
+        ("a.txt", "üüüüü🙂🙂".encode() + b"\0", "is binary, or UTF-16: byte 18 is NUL"),
+        ("a.txt", "\ufeffa\r\nb".encode() + b"\xff", "byte 7 can't be read"),
+        ("a.txt", b"\xff\xfea\0", "byte 0 can't be read"),
+        ("a.txt", b"\xed\xa0\x80", "byte 0 can't be read"),
         ("a.jsonl", lines({"text": "a"}) + b'\n{"text": "b', "a.jsonl, line 3, can't be read as J"),
         ("a.jsonl", b'{"text": "caf\xe9"}', "line 1, can't be read as JSON: 'utf-8'"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1, can't be read as JSON: 'utf-8'"),
@@ -98,10 +107,13 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ("a.csv.gz", gzipped(b"a,b"), "a.csv.gz is not text"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, data, message):
-    with pytest.raises(ValueError, match=message) as error:
-        read_text([write(tmp_path, name, data)])
-    assert "\n" not in str(error.value)
+def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, data, message):
+    path = write(tmp_path, name, data)
+    for chunk_size in (1, 2, 3, 5, 1 << 20):
+        with pytest.raises(ValueError, match=message) as error:
+            list(text_chunks([path], chunk_size))
+        assert path in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def test_zstandard_cut_short_is_named(tmp_path):

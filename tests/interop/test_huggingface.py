@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import struct
 
 import jax.numpy as jnp
@@ -33,10 +34,16 @@ def model():
     return random_model()
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("exported") / "gpt2"
+    jgpt.save_gpt2(random_model(), directory)
+    return directory
+
+
 @pytest.fixture
-def directory(model, tmp_path):
-    jgpt.save_gpt2(model, tmp_path / "gpt2")
-    return tmp_path / "gpt2"
+def directory(exported, tmp_path):
+    return shutil.copytree(exported, tmp_path / "gpt2")
 
 
 def assert_same_weights(model, other):
