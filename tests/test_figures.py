@@ -22,19 +22,6 @@ def result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def rows(page: Path, header: str) -> dict[str, list[str]]:
-    """The rows of the table below a header line that starts so, by their first cell."""
-    lines = page.read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
-    found = {}
-    for line in lines[start:]:
-        if not line.startswith("|"):
-            break
-        first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
-        found[first] = rest
-    return found
-
-
 def test_tables_are_the_results():
     pages = [page.read_text() for page in tables.PAGES]
     assert pages == [tables.written(page) for page in pages]

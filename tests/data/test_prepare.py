@@ -109,10 +109,6 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, tokenizer):
     assert fractions[-1] == 1
 
 
-def interrupted(*_, **__):
-    raise KeyboardInterrupt
-
-
 def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path, monkeypatch):
     config, said = DataConfig((str(text),), True, "byte"), []
     chunks = dataset_module.text_chunks

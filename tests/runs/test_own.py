@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.cli import commands
 from jgpt.config import Code
 from jgpt.nn.models import flops_per_token, parts_of
 from jgpt.runs.directory import RunDirectory
@@ -27,8 +26,6 @@ from jgpt.training.step import state_specs
 from jgpt.user_code import load_code, with_code
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
-
-TEMPLATE = Path(commands.__file__).with_name("new_gpt.py.txt")
 
 
 @dataclass(frozen=True)
