@@ -9,6 +9,7 @@ import sys
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -66,6 +67,8 @@ from tests.quick import only
         (ModelConfig, {"dropout": 10**400}, "must be finite in float32"),
         (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
         (ModelConfig, {"ngram_sizes": (2, True)}, "each item an integer, not (2, True)"),
+        (ModelConfig, {"ngram_sizes": 2}, "must be a tuple, each item an integer, not 2"),
+        (ModelConfig, {"ngram_sizes": (2, 2)}, "ngram_sizes=(2, 2) must be above 1 and ascending"),
         (ModelConfig, {"ngram_sizes": (1, 2)}, "ngram_sizes=(1, 2) must be above 1 and ascending"),
         (ModelConfig, {"ngram_sizes": (64,), "block_size": 99}, "at most block_size=99 and 63"),
         (ModelConfig, {"head_bias": True}, "head_bias=True needs tie_embeddings=False"),
@@ -380,10 +383,19 @@ def test_configs_come_without_jax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def forward_pass(config):
+    model = abstract_model(config)
+    return nnx.eval_shape(lambda model: model(jnp.zeros((1, 2), jnp.int32)), model)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "file", "use"),
     [
         (ModelConfig, "architecture", "nn/models.py", abstract_model),
+        (ModelConfig, "norm", "nn/layers.py", abstract_model),
+        (ModelConfig, "positions", "nn/heads.py", abstract_model),
+        (ModelConfig, "activation", "nn/transformer.py", forward_pass),
+        (ModelConfig, "attention_kernel", "nn/kernels.py", abstract_model),
         (OptimizerConfig, "optimizer", "training/optimizer.py", lambda its: make_optimizer(its, 9)),
         (OptimizerConfig, "schedule", "training/optimizer.py", lambda its: make_optimizer(its, 9)),
         (DataConfig, "tokenizer", "data/dataset.py", lambda its: load_dataset(its, 8)),

@@ -17,6 +17,7 @@ from jgpt.nn.loss import (
     token_losses_from,
 )
 from jgpt.sharding import make_mesh
+from tests.models import compiled, normal
 
 
 def test_losses_by_hand():
@@ -57,16 +58,12 @@ BATCH, TIME, EMBED_DIM, VOCAB = 3, 7, 5, 11
 
 def features(time=TIME, embed_dim=EMBED_DIM, vocab=VOCAB, batch=BATCH):
     """Features, targets, and the kernel and the bias of a head."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    return (
-        jax.random.normal(keys[0], (batch, time, embed_dim)),
-        jax.random.randint(keys[1], (batch, time), 0, vocab),
-        jax.random.normal(keys[2], (embed_dim, vocab)),
-        jax.random.normal(keys[3], (vocab,)),
-    )
+    targets = jnp.asarray(np.random.default_rng(1).integers(vocab, size=(batch, time)))
+    kernel, bias = normal(2, embed_dim, vocab), normal(3, vocab)
+    return normal(0, batch, time, embed_dim), targets, kernel, bias
 
 
-@pytest.mark.parametrize("at_once", [1, 6, 9, 20, 21, 22])
+@pytest.mark.parametrize("at_once", [1, 6, 20, 22])
 def test_in_chunks_the_loss_and_its_gradients_are_the_same(at_once):
     """Chunks of one position, of some with a rest, and all at once."""
     x, targets, kernel, bias = features()
@@ -77,16 +74,17 @@ def test_in_chunks_the_loss_and_its_gradients_are_the_same(at_once):
     def chunked(x, kernel, bias):
         return 3 * cross_entropy_from(x, targets, lambda x: x @ kernel + bias, at_once)
 
-    argnums = (0, 1, 2)
-    expected, gradients = jax.value_and_grad(plain, argnums)(x, kernel, bias)
-    for how in (lambda f: f, jax.jit):
-        loss, chunked_gradients = how(jax.value_and_grad(chunked, argnums))(x, kernel, bias)
-        np.testing.assert_allclose(loss, expected, rtol=1e-6)
-        np.testing.assert_allclose(how(chunked)(x, kernel, bias), expected, rtol=1e-6)
-        for got, wanted in zip(chunked_gradients, gradients, strict=True):
-            assert np.abs(got - wanted).max() < 1e-6 * np.abs(wanted).max()
-    losses = token_losses_from(x, targets, lambda x: x @ kernel + bias, at_once)
-    np.testing.assert_allclose(losses, token_losses(x @ kernel + bias, targets), rtol=1e-5)
+    def everything(*head):
+        pairs = [jax.value_and_grad(each, (0, 1, 2))(*head) for each in (chunked, plain)]
+        x, kernel, bias = head
+        losses = token_losses_from(x, targets, lambda x: x @ kernel + bias, at_once)
+        return *pairs, chunked(*head), (losses, token_losses(x @ kernel + bias, targets))
+
+    (loss, found), (expected, gradients), alone, losses = compiled(everything, x, kernel, bias)
+    np.testing.assert_allclose([loss, alone], [expected] * 2, rtol=1e-6)
+    for got, wanted in zip(found, gradients, strict=True):
+        assert np.abs(got - wanted).max() < 1e-6 * np.abs(wanted).max()
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize("function", [cross_entropy_from, token_losses_from])

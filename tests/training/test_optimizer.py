@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from flax import nnx
 
-from jgpt import GPT, ModelConfig, OptimizerConfig
+from jgpt import ModelConfig, OptimizerConfig
+from jgpt.nn.models import abstract_model
 from jgpt.training.optimizer import (
     clip_by_global_norm,
     learning_rate_schedule,
@@ -21,8 +21,14 @@ from jgpt.training.optimizer import (
     partition,
     trained_weights,
 )
+from tests.models import randomised, weights_of
 
 CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps=10)
+
+
+def optimizer_of(config, steps):
+    made = make_optimizer(config, steps)
+    return optax.GradientTransformation(jax.jit(made.init), jax.jit(made.update))
 
 
 def nanogpt(step, warmup=10, steps=110, peak=0.6, least=0.06):
@@ -38,7 +44,7 @@ def nanogpt(step, warmup=10, steps=110, peak=0.6, least=0.06):
 def rates(config, steps, at, peak=None):
     """The learning rates of a run of `steps` steps at some of them."""
     schedule = learning_rate_schedule(config, steps, peak)
-    return [float(jnp.asarray(schedule(step))) for step in at]
+    return jax.jit(jax.vmap(schedule))(jnp.array(at)).tolist()
 
 
 def test_the_schedule_is_nanogpt_s():
@@ -115,7 +121,7 @@ def test_two_steps_of_adamw_by_hand(clip):
         gradient_clip=clip,
     )
     weights = {"matrix": jnp.array([[2.0, -1.0]]), "vector": jnp.array([3.0])}
-    optimizer = make_optimizer(config, 2)
+    optimizer = optimizer_of(config, 2)
     state = optimizer.init(weights)
     expected = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     mean = {name: np.zeros_like(value) for name, value in expected.items()}
@@ -163,7 +169,7 @@ def names_of(labels) -> dict[str, set[str]]:
 
 
 def test_muon_moves_the_matrices_inside_the_blocks_alone():
-    weights = nnx.to_pure_dict(nnx.state(GPT(MODERN, rngs=nnx.Rngs(0)), nnx.Param))
+    weights = randomised(weights_of(abstract_model(MODERN)))
     matrices = {
         f"blocks.{layer}.{part}.kernel"
         for layer in (0, 1)
@@ -219,7 +225,7 @@ def kernel_of(tree):
 def test_muon_s_first_step_is_an_orthogonal_one(shape):
     random = np.random.default_rng(0)
     kernel, gradient = random.standard_normal(shape), random.standard_normal(shape)
-    optimizer = make_optimizer(MUON, 2)
+    optimizer = optimizer_of(MUON, 2)
     weights = in_a_block(kernel)
     updates, _ = optimizer.update(in_a_block(gradient), optimizer.init(weights), weights)
     step = math.sqrt(max(1, shape[1] / shape[0])) * orthogonalised(gradient)
@@ -265,7 +271,7 @@ def test_muon_s_momentum_looks_ahead():
     """Nesterov's, with both means corrected for having begun at zero, as optax has it."""
     random = np.random.default_rng(1)
     gradients = random.standard_normal((2, 3, 5))
-    optimizer = make_optimizer(dataclasses.replace(MUON, muon_weight_decay=0.0), 2)
+    optimizer = optimizer_of(dataclasses.replace(MUON, muon_weight_decay=0.0), 2)
     weights = in_a_block(np.zeros((3, 5)))
     state = optimizer.init(weights)
     updates = {}
@@ -280,14 +286,13 @@ def test_muon_s_momentum_looks_ahead():
 
 
 def updates_of(config, weights, gradients):
-    optimizer = make_optimizer(config, 2)
+    optimizer = optimizer_of(config, 2)
     return optimizer.update(gradients, optimizer.init(weights), weights)[0]
 
 
 def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
-    weights = nnx.to_pure_dict(nnx.state(GPT(MODERN, rngs=nnx.Rngs(0)), nnx.Param))
-    keys = iter(jax.random.split(jax.random.key(1), 99))
-    gradients = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), weights)
+    abstract = weights_of(abstract_model(MODERN))
+    weights, gradients = randomised(abstract, 0), randomised(abstract, 1)
     plain = dataclasses.replace(MUON, optimizer="adamw", learning_rate=0.01)
     apart = dataclasses.replace(MUON, learning_rate=0.01, embedding_learning_rate=0.03)
     adamw, muon = updates_of(plain, weights, gradients), updates_of(apart, weights, gradients)
@@ -307,8 +312,8 @@ def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
 )
 def test_every_optimizer_is_given_clipped_gradients(changes):
     config = dataclasses.replace(MUON, **changes)
-    clipping = make_optimizer(dataclasses.replace(config, gradient_clip=1.0), 2)
-    plain, clip = make_optimizer(config, 2), clip_by_global_norm(1.0)
+    clipping = optimizer_of(dataclasses.replace(config, gradient_clip=1.0), 2)
+    plain, clip = optimizer_of(config, 2), clip_by_global_norm(1.0)
     kernel, table = np.eye(2, 3), np.eye(3, 2)
     weights = {**in_a_block(kernel), "token_embedding": {"embedding": jnp.asarray(table)}}
     states = [clipping.init(weights), plain.init(weights)]
@@ -325,7 +330,7 @@ def test_muon_s_rate_has_the_schedule_s_shape():
     random = np.random.default_rng(2)
     weights, gradient = in_a_block(np.zeros((3, 5))), in_a_block(random.standard_normal((3, 5)))
     config = dataclasses.replace(WSD, optimizer="muon", muon_learning_rate=0.8, gradient_clip=0.0)
-    optimizer = make_optimizer(config, 10)
+    optimizer = optimizer_of(config, 10)
     state, sizes = optimizer.init(weights), []
     for _ in range(10):
         updates, state = optimizer.update(gradient, state, weights)
@@ -340,7 +345,7 @@ def test_averaged_weights_are_the_mean_of_what_the_optimizer_trains():
     averaging = dataclasses.replace(config, ema_decay=0.5)
     gradients = [{"m": jnp.array([[g, 1.0]]), "v": jnp.array([-g])} for g in (3.0, -0.5, 0.1)]
     start = {"m": jnp.array([[2.0, -1.0]]), "v": jnp.array([3.0])}
-    plain, average = make_optimizer(config, 3), make_optimizer(averaging, 3)
+    plain, average = optimizer_of(config, 3), optimizer_of(averaging, 3)
     trained, state, mean, its = start, plain.init(start), start, average.init(start)
     assert trained_weights(start, state) is start
     every = []

@@ -20,6 +20,7 @@ from jgpt.training.step import (
     make_eval_step,
     make_train_steps,
 )
+from tests.quick import only
 
 TOKENS = np.arange(211, dtype=np.int32) * 7 % 11
 CONFIG = TrainConfig(
@@ -78,29 +79,6 @@ def test_one_program_takes_any_count_and_the_donated_state(train_steps, initial)
     run(train_steps, state, [1, 2, 3])
     assert train_steps._cache_size() == 1
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
-
-
-def test_a_step_is_gradient_descent_on_the_batch_s_loss():
-    """Against the same step written down from its parts, without dropout."""
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
-    state = init_state(config)
-    graph = nnx.graphdef(abstract_model(config.model))
-    window = batches(TOKENS, config.seed, 0, 1, 5, 6)[0]
-
-    def loss_of(weights):
-        return cross_entropy(nnx.merge(graph, weights)(window[:, :-1]), window[:, 1:])
-
-    value, gradients = jax.jit(jax.value_and_grad(loss_of))(state.weights)
-    norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradients)))
-    before = jax.tree.map(np.asarray, state.weights)
-    after, metrics = run(make_train_steps(config), state, [1], config)
-    np.testing.assert_allclose(metrics[:, 0], [value, norm, 1e-2 / 4], rtol=1e-5)
-    # Adam's first update is the learning rate times the gradient's sign, and matrices decay
-    moved = after.weights["token_embedding"]["embedding"] - before["token_embedding"]["embedding"]
-    sign = np.sign(gradients["token_embedding"]["embedding"])
-    decay = 0.1 * before["token_embedding"]["embedding"]
-    large = np.abs(gradients["token_embedding"]["embedding"]) > 1e-4
-    np.testing.assert_allclose(moved[large], -1e-2 / 4 * (sign + decay)[large], rtol=2e-3)
 
 
 @pytest.mark.parametrize("parts", [1, 5])
@@ -209,7 +187,7 @@ def test_a_batch_of_which_nothing_counts_is_not_computed(monkeypatch):
     assert totals[0] > 60  # of 72 targets, each about ln 11
 
 
-@pytest.mark.parametrize("architecture", ["gpt", "bigram"])
+@pytest.mark.parametrize("architecture", only(["bigram"], ["gpt", "bigram"]))
 def test_in_chunks_training_and_evaluation_are_the_same(architecture, monkeypatch):
     """A batch of 30 rows of 11 logits, of which at most 8 are held at once."""
     model_config = dataclasses.replace(CONFIG.model, architecture=architecture, dropout=0.0)
@@ -267,19 +245,17 @@ def test_one_batch_is_learned_by_heart():
     ("dtype", "param_dtype"),
     [("bfloat16", "float32"), ("float64", "float32")],  # float64 alone: tests/parity
 )
-def test_every_dtype_trains_and_evaluates(dtype, param_dtype):
+def test_every_dtype_is_kept_in_training_and_evaluation(dtype, param_dtype):
     model_config = dataclasses.replace(CONFIG.model, dtype=dtype, param_dtype=param_dtype)
     config = dataclasses.replace(CONFIG, model=model_config)
-    wide = jnp.float64 if dtype == "float64" else jnp.float32
+    wide = "float64" if dtype == "float64" else "float32"
     with jax.enable_x64(dtype == "float64"):
-        state = init_state(config)
-        windows = batches(TOKENS, 0, 0, 7, 5, 6)
-        state, metrics = make_train_steps(config)(state, windows, dropout_stream(0), 7)
-        assert {leaf.dtype for leaf in jax.tree.leaves(state.weights)} == {jnp.dtype(param_dtype)}
-        assert metrics.loss.dtype == wide
-        assert float(metrics.loss[-1]) < float(metrics.loss[0]) < 2.6
-        windows, counts = evaluation_windows(TOKENS, 6, 4)
-        evaluate = make_eval_step(model_config)
-        total = evaluate(state.weights, jnp.asarray(windows), jnp.asarray(counts))
-        assert total.dtype == wide
-        assert 0 < float(total) / 210 < 2.6
+        state = abstract_state(config)
+        windows = jax.ShapeDtypeStruct((7, 5, 7), jnp.int32)
+        steps = make_train_steps(config)
+        after, metrics = jax.eval_shape(steps, state, windows, dropout_stream(0), 7)
+        assert {leaf.dtype for leaf in jax.tree.leaves(after.weights)} == {jnp.dtype(param_dtype)}
+        assert after == state
+        counts = jax.ShapeDtypeStruct((7, 5, 6), bool)
+        total = jax.eval_shape(make_eval_step(model_config), state.weights, windows, counts)
+        assert metrics.loss.dtype == total.dtype == wide
