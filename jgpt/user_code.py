@@ -29,7 +29,7 @@ def load_code(named: str) -> Callable[..., Any]:
         sys.modules[unique] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[unique]
             lines = [each.lineno for each in traceback.extract_tb(error.__traceback__)]
             where = error.lineno if isinstance(error, SyntaxError) else lines[-1]
@@ -82,8 +82,13 @@ def with_code(
 
 def config_class(make: Callable[..., Any], config: TrainConfig) -> type[ModelConfig]:
     """The config class that an argument of `make` is annotated with, or that of `config.model`."""
-    function = make.__init__ if isinstance(make, type) else make
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+    is_class = isinstance(make, type)
+    signature = inspect.signature(make.__init__ if is_class else make, eval_str=True)
+    try:
+        signature.bind(*[make] * is_class, config.model, rngs=None)
+    except TypeError as error:
+        raise ValueError(f"the model must take (config, rngs=): {error}") from None
+    for parameter in signature.parameters.values():
         kind = parameter.annotation
         if isinstance(kind, type) and issubclass(kind, ModelConfig):
             return type(config.model) if isinstance(config.model, kind) else kind

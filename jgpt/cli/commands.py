@@ -594,6 +594,8 @@ def import_(
     path = Path(out)
     if path.exists():  # before loading, which may take a while
         raise ValueError(f"{path} already exists: choose another directory")
+    if (Path(source) / "checkpoints").is_dir():
+        raise ValueError(f"{source} is a run already: sample, eval and train take it as it is")
     if block_size is not None and from_ == "nanogpt":
         raise ValueError(f"block_size={block_size} needs rotary positions, which nanoGPT lacks")
 

@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub by name: JSON, safetensors and byte-pairs, never code."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -74,6 +75,8 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
     except RepositoryNotFoundError:
         raise OSError(f"the hub has no public model {repository}") from None
     except Exception as error:  # of several libraries, for all that can happen to a network
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+            raise OSError(f"{repository} can't be stored: {error}") from None
         raise OSError(
             f"{repository} can't be fetched ({type(error).__name__}). Without a network, copy "
             f"{HF_CONFIG}, {HF_WEIGHTS} and tokenizer.json from another machine into a folder, and "

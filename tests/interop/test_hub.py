@@ -1,5 +1,6 @@
 """Models of the hub by name, from a server on this machine that speaks the hub's protocol."""
 
+import errno
 import hashlib
 import json
 import os
@@ -175,6 +176,15 @@ def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_pat
     same = jgpt.load_hf(tmp_path / "gpt2")
     assert (model.token_embedding.embedding[...] == same.token_embedding.embedding[...]).all()
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+
+
+def test_a_full_disk_is_no_lack_of_a_network(monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(OSError, match=r"a/b can't be stored: \[Errno 28\] No space left"):
+        find_model("hub:a/b")
 
 
 def test_a_folder_goes_before_a_short_name(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.config import Code
+from jgpt.config import Code, TrainConfig
 from jgpt.nn.models import flops_per_token, parts_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped, evaluate
@@ -291,6 +291,7 @@ def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
     Path("mine.py").write_text("def lion(config, steps):\n    return 7\n\nlevel = 3\n")
     Path("wrong.py").write_text("x = 1\n1 / 0\n")
     Path("odd.py").write_text("x = (\n")
+    Path("quits.py").write_text("raise SystemExit(3)\n")
     lion = load_code("mine.py:lion")
     assert lion(None, 3) == 7
     assert load_code("mine.py:lion") is lion
@@ -303,12 +304,22 @@ def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
         ("mine.py:level", "mine.py has no function or class 'level'"),
         ("wrong.py:x", "wrong.py can't be loaded: line 2: ZeroDivisionError: division by zero"),
         ("odd.py:x", "odd.py can't be loaded: line 1: SyntaxError: '(' was never closed"),
+        ("quits.py:x", "quits.py can't be loaded: line 1: SystemExit: 3"),
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             load_code(named)
         assert str(caught.value).startswith(message)
     with pytest.raises(FileNotFoundError):
         load_code("none.py:x")
+
+
+def test_a_model_that_takes_no_config_is_refused():
+    class Alone(nnx.Module):
+        def __init__(self): ...
+
+    for make in (Alone, lambda config: None):
+        with pytest.raises(ValueError, match=r"the model must take \(config, rngs=\): "):
+            with_code(TrainConfig(), make)
 
 
 def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp_path):
