@@ -36,10 +36,10 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.{content}.partial") if content else _partial(path)
     lock, keep = partial.with_suffix(".lock"), False
     with locked(lock, path) if content else contextlib.nullcontext():
-        partial.mkdir(exist_ok=content is not None)
-        for unfinished in partial.glob("*.partial"):  # files that the killed process was writing
-            unfinished.unlink()
         try:
+            partial.mkdir(exist_ok=content is not None)
+            for unfinished in partial.glob("*.partial"):  # that the killed process was writing
+                unfinished.unlink()
             yield partial
             sync_below(partial)
             sync_directory(partial)
@@ -139,8 +139,9 @@ def locked(lock: Path, path: Path) -> Iterator[None]:
             raise BlockingIOError(
                 f"{path} is in use by process {holder}: wait for it, or choose another directory"
             ) from None
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a number
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
 
 

@@ -75,12 +75,12 @@ def test_a_file_is_replaced_as_a_whole_through_its_links(tmp_path):
 
 
 def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path, monkeypatch):
-    def fsync(descriptor):
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "file"
     write_file(path, "old\n")
-    monkeypatch.setattr(durable.os, "fsync", fsync)
+    monkeypatch.setattr(durable.os, "fsync", full)
     said = f"^{path} can't be written: No space left on device$"
     with pytest.raises(OSError, match=said):
         write_file(path, "new")
@@ -89,6 +89,10 @@ def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path, monkeypatc
     said = f"^{tmp_path}/out can't be written: No space left on device$"
     with pytest.raises(OSError, match=said), new_directory(tmp_path / "out") as partial:
         os.close(os.open(partial / "half", os.O_CREAT))
+    monkeypatch.setattr(durable.os, "write", full)  # also of a lock's number
+    monkeypatch.setattr(durable.Path, "mkdir", lambda self, **_: self.suffix and full())
+    with pytest.raises(OSError, match=said), new_directory(tmp_path / "out", "text"):
+        pass
     assert (names(tmp_path), path.read_text()) == (["file"], "old\n")
 
 

@@ -680,11 +680,9 @@ def new(
 ) -> Lines:
     """Write a GPT of one file, to change and to train."""
     path = _out(file, ".py")
-    try:
-        with path.open("x", encoding="utf-8") as written:
-            written.write(Path(__file__).with_name("new_gpt.py.txt").read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise ValueError(f"{file} already exists: choose another name") from None
+    if os.path.lexists(path):
+        raise ValueError(f"{file} already exists: choose another name")
+    write_file(path, Path(__file__).with_name("new_gpt.py.txt").read_bytes())
     return [f"wrote {file}; next: {_command('train', '--model', f'{file}:GPT')}"]
 
 
