@@ -213,6 +213,12 @@ def add_to_source(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = ENTRY.sub(add_signature, source[0])
 
 
+def without_back_links(app: Sphinx, page: str, _: str, context: dict[str, Any], __: Any) -> None:
+    """Drop the links from sources back to the API, wrong for names that `jgpt` doesn't give."""
+    if page.startswith("_modules/"):
+        context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context.get("body", ""))
+
+
 FETCHED = re.compile(
     r"""<(?!a\b)[^>]*\b(?:src|href|srcset|data|action|poster)\s*=\s*["']?\s*((?:https?:)?//[^\s"'>]+)"""
     r"""|(?:url\(|@import|\bfetch\(|\bimport\()\s*["']?((?:https?:)?//[^\s"')]+)"""
@@ -240,4 +246,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", simplify_signature)
     app.connect("doctree-read", require_documentation)
     app.connect("env-check-consistency", require_public_names)
+    app.connect("html-page-context", without_back_links)
     app.connect("build-finished", check_pages)
