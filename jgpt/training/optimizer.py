@@ -170,8 +170,9 @@ def make_muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTr
 
     def orthogonalise(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, after = normalise.update(updates, state, params)
+        updates = replicate(updates)
         orthogonal = jax.tree.map(lambda each: newton_schulz(each, state.ns_coeffs), updates)
-        return orthogonal, after
+        return orthogonal, replicate(after)
 
     def scale_by_shape(update: Any, _: object) -> Any:
         rows, columns = update.shape
@@ -201,10 +202,11 @@ def newton_schulz(
     linear, cubic, quintic = coefficients.astype(matrix.dtype)
     is_tall = matrix.shape[0] > matrix.shape[1]
     longer = 0 if is_tall else 1
-    for _ in range(5):
-        gram = jnp.tensordot(matrix, matrix, (longer, longer))
-        change = cubic * gram + quintic * gram @ gram
+    for _ in range(5):  # replicated, or the weights' sharding would spread into the products
+        gram = replicate(jnp.tensordot(matrix, matrix, (longer, longer)))
+        change = replicate(cubic * gram + quintic * gram @ gram)
         matrix = linear * matrix + (matrix @ change if is_tall else change @ matrix)
+        matrix = replicate(matrix)
     return matrix
 
 
