@@ -26,7 +26,11 @@ def heard(monkeypatch):
         heard.left.set()
 
     monkeypatch.setattr(signals, "os", types.SimpleNamespace(_exit=leave))
-    return heard
+    # a test run under nohup ignores hang-ups, and so would these
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield heard
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def send(number):
