@@ -64,8 +64,6 @@ SEPARATOR = "---------------"
 def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Train a GPT."""
     began = time.perf_counter()
-    if options.live and options.dry_run:
-        raise ValueError("live=True is for training: it can't be with dry_run=True")
     if options.dry_run:
         return plan(config, options, where)
     if options.on is not None:
@@ -150,6 +148,8 @@ def _own(config: TrainConfig) -> list[str]:
 
 def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Show the memory and compute of a training run, here or on other hardware."""
+    if options.live:
+        raise ValueError("live=True is for training: a plan has no page")
     if where != ProcessOptions():
         raise ValueError("a plan is for one process: leave out --distributed and --coordinator")
     if options.on is not None:
@@ -487,8 +487,8 @@ def attention(
 def look(
     run: Run,
     prompt: Annotated[str | None, Shown("TEXT")] = None,
-    out: Annotated[str, Shown("FILE", "The page to write: .html.")] = "look.html",
-    max_new_tokens: int = 48,
+    out: Annotated[str | None, Shown("FILE", "The page to write, look.html unless given.")] = None,
+    max_new_tokens: int | None = None,
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
     live: bool = False,
@@ -498,19 +498,24 @@ def look(
 
     Args:
         prompt: The text to continue and to look at, at most block-size tokens.
-        max_new_tokens: The number of tokens to sample, fewer where the block ends.
+        max_new_tokens: The number of tokens to sample: 48, fewer where the block ends.
         live: Serve the page to this machine: change the prompt, heads and blocks in it.
         browser: With --live, open the page in the browser.
     """
-    path, name = _out(out, ".html"), Path(run).resolve().name
     if prompt is None and not live:
         raise ValueError("give a prompt, or live=True")
     if live:
+        for option, given in (("out", out), ("max_new_tokens", max_new_tokens)):
+            if given is not None:
+                raise ValueError(f"{option}={given} is for a page as a file: leave out live=True")
         return _serve(run, prompt, checkpoint, model, browser)
+    out = out or "look.html"
+    path, name = _out(out, ".html"), Path(run).resolve().name
+    new = 48 if max_new_tokens is None else max_new_tokens
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
         from jgpt.runs.look import look_page
 
-        page = look_page(loaded, tokenizer, prompt or "", max_new_tokens, name)
+        page = look_page(loaded, tokenizer, prompt or "", new, name)
     write_file(path, page)
     return [f"wrote {out}"]
 

@@ -18,10 +18,9 @@ import numpy as np
 
 from jgpt.config import Make
 from jgpt.generation.text import default_prompt, generate_text
-from jgpt.nn.transformer import GPT
 from jgpt.runs.checkpoints import Checkpoints, Which, load
-from jgpt.runs.directory import CHECKPOINTS, RunDirectory
-from jgpt.runs.look import Changes, Look, encode_prompt, encode_text, page_of
+from jgpt.runs.directory import CHECKPOINTS, METRICS, RunDirectory
+from jgpt.runs.look import Changes, Look, encode_text, page_of
 from jgpt.runs.manifest import MANIFEST
 from jgpt.runs.profiling import enable_compilation_cache
 
@@ -78,8 +77,12 @@ class RunPage:
         return found[0] | {"other": found[1] if len(found) > 1 else None}
 
     def training(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The loss curve so far, and the checkpoints."""
+        """The loss curve so far, and the checkpoints; nothing is read unless files have changed."""
         run = RunDirectory.open(self.run.path)
+        written = [run.path / name for name in (METRICS, CHECKPOINTS)]
+        at = [path.stat().st_mtime_ns if path.exists() else 0 for path in written]
+        if asked.get("since") == str(at):
+            return {"unchanged": True}
         lines, losses = run.metrics(), {}
         for name in ("loss", "validation_loss", "validation_estimate"):
             losses[name] = [[line["step"], line[name]] for line in lines if name in line]
@@ -90,8 +93,8 @@ class RunPage:
             saved = checkpoints.steps()
             named = {name: checkpoints.step(name) for name in ("best", "last")} if saved else {}
         last, of = lines[-1]["step"] if lines else 0, run.config().steps
-        told = {"each": each, "step": last, "steps": of, "checkpoints": saved, "named": named}
-        return losses | told
+        told = {"at": str(at), "each": each, "step": last, "steps": of}
+        return losses | told | {"checkpoints": saved, "named": named}
 
     def snapshot(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A sample of a checkpoint, and its attention over the prompt that the page began with."""
@@ -99,12 +102,10 @@ class RunPage:
             at, look = self._open(_which(asked.get("checkpoint"), self.which))
             if at not in self._snapshots:
                 text = generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
-                found: dict[str, Any] = {"checkpoint": at[0], "sample": text, "attention": None}
-                if isinstance(look.model, GPT):
-                    numbers = answer(look, {"prompt": self.prompt})
-                    names = ("attention", "tokens", "layers", "heads")
-                    found |= {name: numbers[name] for name in names}
-                self._snapshots[at] = found
+                numbers = answer(look, {"prompt": self.prompt})
+                names = ("attention", "tokens", "layers", "heads")
+                found = {"checkpoint": at[0], "sample": text}
+                self._snapshots[at] = found | {name: numbers[name] for name in names}
             return self._snapshots[at]
 
     def _open(self, which: Which) -> tuple[tuple[int, int], Look]:
@@ -127,7 +128,7 @@ class RunPage:
 def _which(asked: Any, default: Which) -> Which:
     if asked is None:
         return default
-    if asked in ("best", "last") or type(asked) is int:
+    if asked in ("best", "last") or (type(asked) is int and 0 <= asked < 1 << 63):
         return asked
     raise ValueError(f"checkpoint={asked!r} must be best, last or a step")
 
@@ -176,7 +177,7 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
         def _allowed(self, path: str) -> bool:
             here = {f"{name}:{server.server_port}" for name in ("127.0.0.1", "localhost")}
             origin = self.headers.get("Origin")
-            if self.headers.get("Host") not in here:
+            if not {*self.headers.get_all("Host", [""])} <= here:
                 self._refuse(403, "this server answers to its own address alone")
             elif origin is not None and origin.removeprefix("http://") not in here:
                 self._refuse(403, "this server answers its own page alone")
@@ -185,6 +186,9 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
             else:
                 return True
             return False
+
+        def send_error(self, code: int, message: str | None = None, explain: Any = None) -> None:
+            self._refuse(code, message or "that is no request for this page")
 
         def _refuse(self, status: int, why: str) -> None:
             self._send(status, f"{why}\n", "text/plain; charset=utf-8")
@@ -236,32 +240,32 @@ def answer(look: Look, asked: Any) -> dict[str, Any]:
     """The numbers that a page asks for. Raises ValueError for what is no request."""
     if not isinstance(asked, Mapping) or not isinstance(asked.get("prompt"), str):
         raise ValueError("a request is a JSON object with a prompt")
-    _, tokens = encode_prompt(look.model, look.tokenizer, asked["prompt"])
+    tokens = encode_text(look.tokenizer, asked["prompt"])
     changes = _changes(look, asked, len(tokens))
     data = look(tokens.tolist(), len(tokens), changes)
-    return data | {"live": True, "text": asked["prompt"], "code": changes.as_code(asked["prompt"])}
+    code = changes.as_code(look.anatomy, asked["prompt"])
+    return data | {"live": True, "text": asked["prompt"], "code": code}
 
 
 def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
-    config = look.model.config
+    anatomy = look.anatomy
 
-    def factors(name: str, sizes: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-        found: dict[tuple[int, ...], float] = {}
+    def factors(name: str, places: dict[str, Any]) -> dict[Any, float]:
         given = asked.get(name, {})
         if not isinstance(given, Mapping):
             raise ValueError(f"{name} must be an object of factors")
         for place, factor in given.items():
-            at = tuple(int(part) if part.isdecimal() else -1 for part in str(place).split("."))
-            if len(at) != len(sizes) or not all(0 <= i < n for i, n in zip(at, sizes, strict=True)):
+            if place not in places:
                 raise ValueError(f"{name} has no {place!r}")
             if type(factor) not in (int, float) or not 0 <= factor <= 4:
                 raise ValueError(f"{name} {place}: {factor!r} must be a factor from 0 to 4")
-            if factor != 1:
-                found[at] = float(factor)
-        return found
+        return {places[place]: float(factor) for place, factor in given.items() if factor != 1}
 
-    heads = factors("heads", (config.num_layers, config.num_heads))
-    blocks = {layer: factor for (layer,), factor in factors("blocks", (config.num_layers,)).items()}
+    switched = [layer for layer, path in enumerate(anatomy.by_head) if path is not None]
+    pairs = [(layer, head) for layer in switched for head in range(anatomy.heads)]
+    heads = factors("heads", {f"{layer}.{head}": (layer, head) for layer, head in pairs})
+    scaled = [layer for layer, paths in enumerate(anatomy.branches) if paths]
+    blocks = factors("blocks", {f"{layer}": layer for layer in scaled})
     patch, given = None, asked.get("patch")
     if given is not None:
         kinds = {"block": int, "position": int, "prompt": str}
@@ -270,10 +274,10 @@ def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
         ):
             raise ValueError("a patch has a block, a position in the prompt and another prompt")
         layer, position, other = (given[name] for name in kinds)
-        if not (0 <= layer < config.num_layers and 0 <= position < time):
+        if not (0 <= layer < len(anatomy.blocks) and 0 <= position < time):
             raise ValueError(f"a patch can't be at block {layer} and position {position}")
         patch = layer, position, other
-    return Changes({(i, j): each for (i, j), each in heads.items()}, blocks, patch)
+    return Changes(heads, blocks, patch)
 
 
 def main(directory: str, prompt: str, model: str | None = None) -> None:

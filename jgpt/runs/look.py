@@ -1,8 +1,9 @@
 """The numbers on the page of `jgpt look`: a forward pass over a text, with changes."""
 
 import base64
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from jgpt.contracts import TypedCall, typed, watching
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
-from jgpt.inside import ShapeTrace, edit, heard_trace
-from jgpt.nn.bigram import BigramLM
+from jgpt.inside import Shape, ShapeTrace, edit
 from jgpt.nn.models import LanguageModel
-from jgpt.nn.transformer import GPT
+from jgpt.runs.anatomy import Anatomy, Heard, anatomy_of, hear, is_real, weights_of
 
 MOST_WEIGHTS = 4_000_000
 """The limit of a page, in attention weights."""
@@ -28,17 +28,6 @@ MOST_FINE_WEIGHTS = 1_000_000
 MOST_CANDIDATES = 256
 SHORTEST = 16
 """Tokens of the shortest program; longer ones have powers of two."""
-
-
-@typed
-def encode_prompt(
-    model: LanguageModel, tokenizer: Tokenizer, text: str
-) -> tuple[GPT, Int[np.ndarray, " tokens"]]:
-    """A GPT and its prompt's tokens. Raises ValueError for another model or an empty prompt."""
-    if not isinstance(model, GPT):
-        kind = "a bigram model" if isinstance(model, BigramLM) else "a model of your own"
-        raise ValueError(f"{kind} has no attention weights: choose a GPT run")
-    return model, encode_text(tokenizer, text)
 
 
 @typed
@@ -51,22 +40,6 @@ def encode_text(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens"]:
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
     return tokens
-
-
-@typed
-def logit_lens(
-    model: GPT, tokens: Int[Array, " time"]
-) -> Float[Array, "{len(model.blocks)+1} time {model.vocab_size}"]:
-    """Log-probabilities of the next token in nats, decoded from each block's input and the output.
-
-    The logit lens: nostalgebraist 2020, "interpreting GPT".
-    """
-    return _lens(model, jnp.concatenate(model.hidden_states(tokens[None])))
-
-
-def _lens(model: GPT, states: Any) -> Any:
-    logits = model.logits(model.final_norm(states))
-    return jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
 
 
 @dataclass(frozen=True)
@@ -84,37 +57,28 @@ class Changes:
     patch: tuple[int, int, str] | None = None
     """A layer, a position and the other prompt."""
 
-    def as_code(self, prompt: str) -> str:
+    def as_code(self, anatomy: Anatomy, prompt: str) -> str:
         """Python that computes the changed logits with `jgpt.edit`."""
         if self == Changes():
             return "logits = model(tokens)"
-        lines = [
-            f'"blocks.{layer}.attention.merge_heads": lambda x: '
-            f"x.at[..., {head} * size : {head + 1} * size].multiply({factor:g}),"
-            for (layer, head), factor in sorted(self.heads.items())
-        ]
-        merged: dict[str, list[str]] = {}
-        for line in lines:  # one edit for a path
-            path, _, function = line.partition(": lambda x: x")
-            merged.setdefault(path, []).append(function.rstrip(","))
-        edits = [f"{path}: lambda x: x{''.join(each)}," for path, each in merged.items()]
-        for layer, factor in sorted(self.blocks.items()):
-            for part in ("attention", "feed_forward"):
-                edits.append(f'"blocks.{layer}.{part}": lambda x: {factor:g} * x,')
         lines = [f"tokens = jnp.asarray(tokenizer.encode({prompt!r}))[None]"]
-        if self.heads:
-            lines.append("size = model.config.head_size")
+        edits: dict[str | None, str] = {}
+        for (layer, head), factor in sorted(self.heads.items()):
+            path = anatomy.by_head[layer]
+            edits[path] = edits.get(path, "x") + f".at[:, {head}].multiply({factor:g})"
+        for layer, factor in sorted(self.blocks.items()):
+            edits |= dict.fromkeys(anatomy.branches[layer], f"{factor:g} * x")
         if self.patch:
             layer, position, other = self.patch
-            path = f'"blocks.{layer}"'
+            path = anatomy.blocks[layer]
             lines += [
                 f"other = jnp.asarray(tokenizer.encode({other!r}))[None]",
-                f"patch = jgpt.capture(model, {path})(other)[{path}][:, {position}]",
+                f'patch = jgpt.capture(model, "{path}")(other)["{path}"][:, {position}]',
             ]
-            edits.append(f"{path}: lambda x: x.at[:, {position}].set(patch),")
-        body = "\n".join(f"    {each}" for each in edits)
+            edits[path] = f"x.at[:, {position}].set(patch)"
+        body = [f'    "{path}": lambda x: {changed},' for path, changed in edits.items()]
         return "\n".join(
-            [*lines, f"edits = {{\n{body}\n}}", "logits = jgpt.edit(model, edits)(tokens)"]
+            [*lines, "edits = {", *body, "}", "logits = jgpt.edit(model, edits)(tokens)"]
         )
 
 
@@ -125,16 +89,22 @@ class Look:
     """
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, name: str, *, like: "Look | None" = None
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        name: str,
+        *,
+        like: "Look | None" = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._graph, weights = nnx.split(model)
         self._weights = nnx.to_pure_dict(weights)
-        self._rows: dict[int, list[dict[str, Any]]] = {}
-        self._lasting: dict[int, list[list[int]]] = {}
-        self._program = jax.jit(self._forward)
         if like is not None and like._graph == self._graph:
-            self._program, self._rows, self._lasting = like._program, like._rows, like._lasting
+            self.anatomy, self._rows, self._program = like.anatomy, like._rows, like._program
+        else:
+            self.anatomy = anatomy_of(model)
+            self._rows = functools.cache(self._rows_of)
+            self._program = jax.jit(self._forward)
 
     def __call__(
         self, tokens: list[int], prompt: int, changes: Changes = Changes()
@@ -143,178 +113,163 @@ class Look:
 
         Raises ValueError for too many tokens, and for a patch from a prompt of another length.
         """
-        before = None
+        before, streams = None, None
         if changes != Changes():
-            before = self._run(tokens, Changes(), {})
-        streams: dict[str, Any] = {}
+            before = self._run(tokens, Changes())
         if changes.patch is not None:
-            _, other = encode_prompt(self.model, self.tokenizer, changes.patch[2])
+            other = encode_text(self.tokenizer, changes.patch[2])
             if len(other) != len(tokens):
                 raise ValueError(
                     f"the other prompt has {len(other)} tokens and this one {len(tokens)}: "
                     "a patch needs as many"
                 )
-            streams = self._run(other.tolist(), Changes(), {})
-        return self._data(tokens, prompt, changes, self._run(tokens, changes, streams), before)
+            streams = self._run(other.tolist(), Changes())["streams"]
+        return self._data(tokens, prompt, self._run(tokens, changes, streams), before)
 
-    def _run(self, tokens: list[int], changes: Changes, other: dict[str, Any]) -> dict[str, Any]:
-        config, time = self.model.config, len(tokens)
+    def _run(self, tokens: list[int], changes: Changes, streams: Any = None) -> dict[str, Any]:
+        time, layers, heads = len(tokens), len(self.anatomy.attention), self.anatomy.heads
         if time > self.model.block_size:
             raise ValueError(
                 f"the prompt has {time} tokens, more than block_size={self.model.block_size}"
             )
-        if config.num_layers * config.num_heads * time**2 > 2 * MOST_WEIGHTS:
-            sizes = f"{config.num_layers} layers, {config.num_heads} heads"
+        if layers * heads * time**2 > 2 * MOST_WEIGHTS:
+            sizes = f"{layers} layers, {heads} heads"
             raise ValueError(f"{time} tokens are too many for a page: {sizes}")
         length = min(max(SHORTEST, 1 << (time - 1).bit_length()), self.model.block_size)
-        heads = np.ones((config.num_layers, config.num_heads), np.float32)
-        blocks = np.ones(config.num_layers, np.float32)
-        replaced = np.zeros((config.num_layers, length), bool)
+        given = self._unchanged(length)
+        given["tokens"][0, :time] = tokens
         for at, factor in changes.heads.items():
-            heads[at] = factor
+            given["heads"][at] = factor
         for layer, factor in changes.blocks.items():
-            blocks[layer] = factor
+            given["blocks"][layer] = factor
         if changes.patch is not None:
-            replaced[changes.patch[:2]] = True
-        streams = other.get("streams")
-        if streams is None:
-            streams = np.zeros((config.num_layers, length, config.embed_dim), np.float32)
-        padded = np.pad(np.array(tokens, np.int32), (0, length - time))[None]
-        given = {"tokens": padded, "heads": heads, "blocks": blocks}
-        return self._program(self._weights, given | {"replaced": replaced, "streams": streams})
+            given["replaced"][changes.patch[:2]] = True
+            given["streams"] = streams
+        return self._program(self._weights, given)
+
+    def _unchanged(self, length: int) -> dict[str, Any]:
+        """What the program is given, of so many tokens: nothing is changed."""
+        anatomy, blocks = self.anatomy, len(self.anatomy.blocks)
+        return {
+            "tokens": np.zeros((1, length), np.int32),
+            "heads": np.ones((len(anatomy.attention), anatomy.heads), np.float32),
+            "blocks": np.ones(blocks, np.float32),
+            "replaced": np.zeros((blocks, length), bool),
+            "streams": np.zeros((blocks, length, anatomy.width), np.float32),
+        }
+
+    def _hear(self, model: Any, given: dict[str, Any]) -> tuple[ShapeTrace, dict[int, Heard]]:
+        """The calls of a forward pass with what is changed."""
+
+        def scaled(factor: Any, x: Any) -> Any:
+            return (x * factor).astype(x.dtype)
+
+        def patched(where: Any, stream: Any, x: Any) -> Any:
+            return jnp.where(where[:, None], stream.astype(x.dtype), x)
+
+        anatomy, edits = self.anatomy, dict[str, Callable[[Any], Any]]()
+        for path, factors in zip(anatomy.by_head, given["heads"], strict=True):
+            if path is not None:
+                edits[path] = functools.partial(scaled, factors[:, None, None])
+        for paths, factor in zip(anatomy.branches, given["blocks"], strict=True):
+            edits |= dict.fromkeys(paths, functools.partial(scaled, factor))
+        for path, *how in zip(anatomy.blocks, given["replaced"], given["streams"], strict=True):
+            edits[path] = functools.partial(patched, *how)
+        return hear(model, given["tokens"], edits)
 
     def _forward(self, weights: Any, given: dict[str, Any]) -> dict[str, Any]:
-        tokens, heads, blocks = given["tokens"], given["heads"], given["blocks"]
-        replaced, streams = given["replaced"], given["streams"]
-        model = nnx.merge(self._graph, weights)
-        edits: dict[str, Any] = {}
-
-        def add(layer: int) -> None:
-            def of_heads(merged):
-                each = merged.reshape(*merged.shape[:2], heads.shape[1], -1)
-                return (each * heads[layer][:, None]).reshape(merged.shape).astype(merged.dtype)
-
-            def of_block(x):
-                return (x * blocks[layer]).astype(x.dtype)
-
-            def patched(x):
-                return jnp.where(replaced[layer][:, None], streams[layer].astype(x.dtype), x)
-
-            path = f"blocks.{layer}"
-            edits[f"{path}.attention.merge_heads"] = of_heads
-            # the last products of both parts: what a block adds is theirs
-            edits[f"{path}.attention.projection"] = of_block
-            edits[f"{path}.feed_forward.projection"] = of_block
-            edits[path] = patched
-
-        for layer in range(len(model.blocks)):
-            add(layer)
-        outputs = [f"blocks.{layer}" for layer in range(len(model.blocks))]
-        found: dict[str, Any] = {}
-        values: dict[int, Any] = {}
-
-        def hear(traced: ShapeTrace, call: TypedCall, result: Any) -> None:
-            values[id(traced)] = (call.arguments, result)
-
-        def watch(call: TypedCall) -> Any:
-            if call.path in ("hidden_states", *outputs):
-                return lambda result: found.setdefault(call.path, result)
-            return None
-
-        with watching(watch):
-            trace = heard_trace(edit(model, edits), hear, tokens)
-        states = found["hidden_states"]
-        lens = _lens(model, jnp.concatenate(states))
+        model, anatomy, tokens = nnx.merge(self._graph, weights), self.anatomy, given["tokens"]
+        trace, heard = self._hear(model, given)
+        calls = {call.path: call for call in heard.values() if call.module}
+        blocks = [calls[path] for path in anatomy.blocks]
+        logits = heard[id(trace)].result
+        if blocks:
+            # the logit lens (nostalgebraist 2020, "interpreting GPT"): what the model makes of the
+            # stream without its last blocks
+            last = blocks[-1].result
+            states = jnp.stack([*(block.given.astype(last.dtype) for block in blocks), last])
+            read = lambda x: edit(model, {anatomy.blocks[-1]: lambda _: x})(tokens)  # noqa: E731
+            logits = jax.vmap(read)(states)[:, 0]
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        lens = jax.nn.log_softmax(logits)
         following = jnp.take_along_axis(lens[:, :-1], tokens[..., 1:, None], axis=-1)
+        best, candidates = jax.lax.top_k(lens, min(MOST_CANDIDATES, self.model.vocab_size))
         products: list[Any] = []
 
         def of_product(call: TypedCall) -> None:
             if call.function.__name__ == "attention_weights" and "query" in call.arguments:
-                products.append([call.arguments[name][0] for name in ("query", "key")])
+                query, key, scale = (call.arguments[name] for name in ("query", "key", "scale"))
+                both = [x.reshape(-1, *x.shape[-2:]) for x in (query, key)]
+                products.append((*both, query.shape[-1] ** -0.5 if scale is None else scale))
 
-        pairs = [*zip(model.blocks, states, strict=False)]
         with watching(of_product):
-            attention = [block.attention.weights(block.attention_norm(x))[0] for block, x in pairs]
-        rows, arrays = _rows(trace, values)
-        self._rows[tokens.shape[1]] = rows
-        best, candidates = jax.lax.top_k(lens, min(MOST_CANDIDATES, model.vocab_size))
-        queries, keys = zip(*products, strict=True)
+            attention = [weights_of(calls[path]) for path in anatomy.attention]
         return {
-            "streams": jnp.concatenate([found[path] for path in outputs]),
-            "attention": jnp.stack(attention),
-            "queries": jnp.stack(queries),
-            "keys": jnp.stack(keys),
+            "streams": jnp.concatenate([block.result for block in blocks] or [given["streams"]]),
+            "attention": attention,
+            "products": products if len(products) == len(attention) else [],
             "log_probabilities": best,
             "candidates": candidates,
             "next_log_probabilities": following[..., 0],
             "next_ranks": 1 + (lens[:, :-1] > following).sum(-1),
-            "arrays": arrays,
+            "arrays": [array for *_, array in _rows(trace, heard)],
         }
 
-    def _time_axes(self, length: int) -> list[list[int]]:
-        """The axes of each array of the forward pass that grow with the tokens."""
-        if length not in self._lasting:
-            config, other = self.model.config, length - 1 if length > 1 else 2
-            layers, heads = config.num_layers, config.num_heads
-            given = {
-                "tokens": ((1, other), jnp.int32),
-                "heads": ((layers, heads), jnp.float32),
-                "blocks": ((layers,), jnp.float32),
-                "replaced": ((layers, other), bool),
-                "streams": ((layers, other, config.embed_dim), jnp.float32),
-            }
-            structs = {name: jax.ShapeDtypeStruct(*each) for name, each in given.items()}
-            jax.eval_shape(self._forward, self._weights, structs)
-            first, second = self._rows[length], self._rows[other]
-            alike = [each["name"] for each in first] == [each["name"] for each in second]
-            self._lasting[length] = [
-                [
-                    axis
-                    for axis, (_, size) in enumerate(row["dimensions"])
-                    if (size != its["dimensions"][axis][1] if alike else size == length)
-                ]
-                for row, its in zip(first, second if alike else first, strict=True)
-            ]
-        return self._lasting[length]
+    def _rows_of(self, length: int) -> list[tuple[dict[str, Any], list[int]]]:
+        """What to say of the arrays of a forward pass, and their axes that grow with the tokens."""
+
+        def rows(length: int) -> list[Any]:
+            found: list[Any] = []
+            jax.eval_shape(
+                lambda given: found.extend(_rows(*self._hear(self.model, given))),
+                self._unchanged(length),
+            )
+            return found
+
+        first, second = rows(length), rows(length - 1 if length > 1 else 2)
+        alike = [row[:2] for row in first] == [row[:2] for row in second]
+        found = []
+        for (name, path, shape, _), other in zip(first, second if alike else first, strict=True):
+            pairs = zip(shape.dimensions, other[2].dimensions, strict=True)
+            grows = [size != its if alike else size == length for (_, size), (_, its) in pairs]
+            names = [dimension for dimension, _ in shape.dimensions]
+            row = {"name": name, "path": path, "dimensions": names}
+            found.append((row, [axis for axis, grown in enumerate(grows) if grown]))
+        return found
 
     def _data(
-        self,
-        tokens: list[int],
-        prompt: int,
-        changes: Changes,
-        found: dict[str, Any],
-        before: dict[str, Any] | None,
+        self, tokens: list[int], prompt: int, found: dict[str, Any], before: dict[str, Any] | None
     ) -> dict[str, Any]:
         """What the page draws, as plain data."""
-        config, time, length = self.model.config, len(tokens), found["streams"].shape[1]
-        scale = config.attention_scale
+        anatomy, time = self.anatomy, len(tokens)
         count = 10 if time > 1 else MOST_CANDIDATES
-        last = np.asarray(found["candidates"])[-1, time - 1].tolist()
-        candidates = np.asarray(found["candidates"])[:, :time, :count]
+        found = jax.device_get(found)
+        last = found["candidates"][-1, time - 1].tolist()
+        candidates = found["candidates"][:, :time, :count]
         ids = {*tokens, *candidates.ravel().tolist(), *last}
-        weights = np.asarray(found["attention"])[..., :time, :time]
-        weights = weights[..., *np.tril_indices(time)].astype(np.float32)
         data = {
             "name": self.name,
             "vocab_size": self.model.vocab_size,
             "block_size": self.model.block_size,
-            "head_size": config.head_size,
-            "scale": config.head_size**-0.5 if scale is None else scale,
-            "window": config.attention_window,
+            "window": anatomy.window,
             "prompt": prompt,
             "tokens": tokens,
             "texts": {token: self.tokenizer.decode([token]) for token in sorted(ids)},
             "candidates": candidates.tolist(),
             "log_probabilities": _rounded(found["log_probabilities"][:, :time, :count]),
-            "next_ranks": np.asarray(found["next_ranks"])[:, : time - 1].tolist(),
+            "next_ranks": found["next_ranks"][:, : time - 1].tolist(),
             "next_log_probabilities": _rounded(found["next_log_probabilities"][:, : time - 1]),
             "last": [last, _rounded(found["log_probabilities"][-1, time - 1])],
-            "attention": packed(weights, fine=weights.size <= MOST_FINE_WEIGHTS),
-            "layers": config.num_layers,
-            "heads": config.num_heads,
-            "arrays": [],
+            "blocks": [bool(paths) for paths in anatomy.branches],
+            "layers": [path is not None for path in anatomy.by_head],
+            "heads": anatomy.heads,
+            "attention": None,
+            "products": None,
             "before": None,
         }
+        if anatomy.attention:
+            weights = np.stack(found["attention"])[..., *np.tril_indices(time)].astype(np.float32)
+            data["attention"] = packed(weights, fine=weights.size <= MOST_FINE_WEIGHTS)
         if before is not None:
             data["before"] = {
                 "candidates": np.asarray(before["candidates"])[-1, :time].tolist(),
@@ -323,65 +278,68 @@ class Look:
                     before["next_log_probabilities"][-1, : time - 1]
                 ),
             }
-        rows = [*zip(self._rows[length], self._time_axes(length), found["arrays"], strict=True)]
-        rows = [row for row in rows if row[1]]  # parameters are no part of the picture
-        products = [np.asarray(found[name])[:, :, :time] for name in ("queries", "keys")]
-        entries = sum(row[2].size for row in rows) + 2 * products[0].size
-        fits = entries * time // length <= MOST_FINE_WEIGHTS
-        data["products"] = [packed(each) for each in products] if fits else None
-        shown: dict[tuple[Any, bytes], dict[str, Any]] = {}
-        for row, axes, array in rows:
-            kept = np.asarray(array, np.float32)[
-                tuple(slice(time if axis in axes else None) for axis in range(array.ndim))
-            ]
-            same = kept.shape, kept.tobytes()
-            if same in shown and shown[same]["level"] <= row["level"]:
-                continue
-            shown.pop(same, None)  # what a module returns as it got it is shown as the module's
-            names = [name for name, _ in row["dimensions"]]
-            sizes = [list(each) for each in zip(names, kept.shape, strict=True)]
-            values = packed(kept) if fits else None
-            shown[same] = row | {"dimensions": sizes, "time": axes, "values": values}
-        data["arrays"] = list(shown.values())
+        arrays = self._arrays(found, time)
+        products = [np.stack(each) for each in zip(*found["products"], strict=True)]
+        entries = sum(array.size for _, _, array in arrays) + sum(each.size for each in products)
+        fits = entries <= MOST_FINE_WEIGHTS
+        if products and fits:
+            query, key, scale = products
+            both = [packed(each[:, :, :time]) for each in (query, key)]
+            data["products"] = {"scale": float(scale[0]), "query": both[0], "key": both[1]}
+        data["arrays"] = [
+            row | {"sizes": array.shape, "time": axes, "values": packed(array) if fits else None}
+            for row, axes, array in arrays
+        ]
         return data
 
+    def _arrays(
+        self, found: dict[str, Any], time: int
+    ) -> list[tuple[dict[str, Any], list[int], Any]]:
+        """The arrays that grow with the tokens, each once: parameters are not shown."""
+        shown: dict[tuple[Any, bytes], tuple[dict[str, Any], list[int], Any]] = {}
+        rows = self._rows(found["candidates"].shape[1])
+        for (row, axes), array in zip(rows, found["arrays"], strict=True):
+            if not axes:
+                continue
+            part = tuple(slice(time if axis in axes else None) for axis in range(array.ndim))
+            kept = np.asarray(array, np.float32)[part]
+            same = kept.shape, kept.tobytes()
+            if same in shown and shown[same][0]["path"].count(".") <= row["path"].count("."):
+                continue
+            shown.pop(same, None)  # what a module returns as it got it is shown as the module's
+            shown[same] = row, axes, kept
+        return [*shown.values()]
 
-def _rows(trace: ShapeTrace, values: dict[int, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """A description and the value of each array of a trace, where it first appears."""
-    rows: list[dict[str, Any]] = []
-    arrays: list[Any] = []
+
+def _rows(trace: ShapeTrace, heard: dict[int, Heard]) -> list[tuple[str, str, Shape, Any]]:
+    """The arrays of a trace, each where it first appears: name, path, shape, and the array."""
+    rows: list[tuple[str, str, Shape, Any]] = []
     seen: set[int] = set()
 
-    def is_new(shapes: Any, value: Any) -> bool:
-        if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.inexact):
+    def is_new(shapes: list[Shape], value: Any) -> bool:
+        if not is_real(value) or len(shapes) != 1 or id(value) in seen:
             return False
-        new = len(shapes) == 1 and id(value) not in seen
         seen.add(id(value))
-        return new
+        return True
 
-    def add(level: int, name: str, path: str, shapes: Any, value: Any) -> None:
-        dimensions = [[str(each), int(size)] for each, size in shapes[0].dimensions]
-        rows.append({"level": level, "name": name, "path": path, "dimensions": dimensions})
-        arrays.append(value)
-
-    def walk(traced: ShapeTrace, level: int) -> None:
-        arguments, result = values.get(id(traced), ({}, None))
-        name = traced.name if level == 0 else traced.name.rpartition(".")[2]
+    def walk(traced: ShapeTrace) -> None:
+        call = heard[id(traced)]
+        name = traced.path[traced.path.rstrip(".0123456789").rfind(".") + 1 :]
         for argument, shapes in traced.arguments.items():
-            if is_new(shapes, arguments.get(argument)):
-                add(level, f"{name}({argument})", traced.path, shapes, arguments[argument])
-        own = is_new(traced.results, result)  # before the calls, of which one may return it
-        for call in traced.calls:
-            walk(call, level + 1)
+            if is_new(shapes, call.arguments.get(argument)):
+                row = f"{name}({argument})", traced.path, shapes[0], call.arguments[argument]
+                rows.append(row)
+        own = is_new(traced.results, call.result)  # before the calls, of which one may return it
+        for inner in traced.calls:
+            walk(inner)
         if own:
-            add(level, name, traced.path, traced.results, result)
+            rows.append((name, traced.path, traced.results[0], call.result))
 
-    logits = values[id(trace)][1]
-    is_new(trace.results, logits)
-    for call in trace.calls:
-        walk(call, 0)
-    add(0, "logits", "", trace.results, logits)
-    return rows, arrays
+    logits = heard[id(trace)].result
+    seen.add(id(logits))
+    for inner in trace.calls:
+        walk(inner)
+    return [*rows, ("logits", "", trace.results[0], logits)]
 
 
 def packed(array: Any, *, fine: bool = True) -> dict[str, Any]:
@@ -404,10 +362,10 @@ def look_page(
 ) -> str:
     """An HTML page of the forward pass over a prompt and what the model samples after it.
 
-    Sampling is deterministic and stops at `block_size`. Raises ValueError as `encode_prompt`, and
+    Sampling is deterministic and stops at `block_size`. Raises ValueError as `encode_text`, and
     for more tokens than the block or a page holds.
     """
-    model, given = encode_prompt(model, tokenizer, prompt)
+    given = encode_text(tokenizer, prompt)
     new = max(0, min(max_new_tokens, model.block_size - len(given)))
     look, tokens = Look(model, tokenizer, name), jnp.asarray(given)[None]
     if max_new_tokens < 0:
@@ -421,9 +379,14 @@ def page_of(data: dict[str, Any], *, live: bool = False) -> str:
     """The page of some data; a live one may ask its server, any other no host at all."""
     # nothing in a text may end the script element that holds it
     script = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    template = Path(__file__).with_name("look.html").read_text(encoding="utf-8")
-    template = template.replace("connect-src 'none'", f"connect-src '{'self' if live else 'none'}'")
-    return template.replace("{{data}}", script)
+    folder = Path(__file__).with_name("page")
+    page, style, *scripts = (
+        path.read_text(encoding="utf-8")
+        for path in (folder / "page.html", folder / "page.css", *sorted(folder.glob("*.js")))
+    )
+    page = page.replace("connect-src 'none'", f"connect-src '{'self' if live else 'none'}'")
+    page = page.replace("{{style}}", style).replace("{{script}}", "\n".join(scripts))
+    return page.replace("{{data}}", script)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from matplotlib.ticker import EngFormatter
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import write_file
+from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
+from jgpt.nn.transformer import GPT
 from jgpt.runs.bands import Band, band_of
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.look import encode_prompt
+from jgpt.runs.look import encode_text
 
 INCHES_PER_TOKEN, MOST_INCHES = 0.16, 40
 """Attention pictures: the size of a readable token, and of the longest row of panels."""
@@ -165,8 +167,10 @@ def _image(figure: Figure, format: str) -> bytes:
 
 def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
     """Plot the attention weights over a text: a row per layer, a column per head."""
-    model, tokens = encode_prompt(model, tokenizer, text)
-    tokens = tokens[-model.block_size :]
+    if not isinstance(model, GPT):
+        kind = "a bigram model" if isinstance(model, BigramLM) else "a model of your own"
+        raise ValueError(f"{kind} has no attention weights: choose a GPT run")
+    tokens = encode_text(tokenizer, text)[-model.block_size :]
     maps = np.asarray(model.attention_weights(jnp.asarray(tokens)[None])[:, 0])
     layers, heads, time, _ = maps.shape
     side = min(max(2.2, INCHES_PER_TOKEN * time), MOST_INCHES / max(layers, heads))

@@ -28,7 +28,7 @@ from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.layers import apply_dropout
 from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
-from jgpt.runs import look, plots, profiling
+from jgpt.runs import anatomy, look, plots, profiling
 from jgpt.training import step
 from tests.contract.calls import Call, overheard
 
@@ -173,7 +173,7 @@ def transformers() -> None:
         )
     table = model_of(BIGRAM)
     traced(lambda model, tokens: model(tokens), table, TOKENS)
-    traced(look.logit_lens, model_of(MODERN), INT(TIME))
+    traced(lambda tokens: anatomy.hear(model_of(MODERN), tokens, {}) and None, TOKENS)
 
 
 TRAIN = TrainConfig(
@@ -222,7 +222,7 @@ def text() -> None:
         tokenizer.decode(np.ones(31, np.int32))
     pieces.encode_ordinary("ab")
     default_prompt(tokenizer)
-    look.encode_prompt(model_of(LECTURE), tokenizer, "a")
+    look.encode_text(tokenizer, "a")
 
 
 def files() -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import pytest
 from flax import nnx
 
 import jgpt
+from jgpt.cli import commands
 from jgpt.runs import live
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
@@ -28,10 +30,12 @@ from jgpt.runs.live import RunPage, answer, serving
 from jgpt.runs.look import Look
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState
+from jgpt.user_code import load_code
 from tests.browser import browser
 from tests.commands import refused
-from tests.models import random_gpt
+from tests.models import loud, random_gpt
 from tests.runs.test_look import TOKENIZER, middle_of, needs_chromium, unpacked
+from tests.runs.test_own import Sums, SumsConfig
 
 PROMPT, OTHER = "script€", "crespas"
 
@@ -108,6 +112,62 @@ def test_an_answer_is_what_its_code_computes(look, name):
         )
 
 
+def test_a_model_of_one_s_own_is_drawn_and_changed_where_its_trace_allows(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_bytes(Path(commands.__file__).with_name("new_gpt.py.txt").read_bytes())
+    make = load_code(f"{path}:GPT")
+    sizes = {"vocab_size": 17, "block_size": 16, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
+    model = loud(make(sys.modules[make.__module__].Config(**sizes), rngs=nnx.Rngs(0)))
+    look = Look(model, TOKENIZER, "run")
+    assert look.anatomy.branches[1] == ("blocks.1.attention", "blocks.1.mlp")
+    found = answer(look, {"prompt": PROMPT, **CHANGES["all"]})
+    names = {"model": model, "tokenizer": TOKENIZER, "jgpt": jgpt, "jnp": jnp}
+    exec(found["code"], names)
+    logs = np.asarray(jax.nn.log_softmax(names["logits"][0]))
+    expected = np.take_along_axis(logs, np.array(found["candidates"][-1]), -1)
+    np.testing.assert_allclose(found["log_probabilities"][-1], expected, rtol=0, atol=2e-5)
+    assert abs(names["logits"] - model(tokens_of(PROMPT))).max() > 0.01
+    plain = answer(look, {"prompt": PROMPT})
+    weights = jgpt.capture(model, "blocks.1.attention.weights")(tokens_of(PROMPT))
+    below = weights["blocks.1.attention.weights"][0][:, *np.tril_indices(7)]
+    np.testing.assert_allclose(unpacked(plain["attention"])[1], below, rtol=0, atol=1e-4)
+    assert plain["products"] is None
+    assert "mlp" in [row["name"] for row in plain["arrays"]]
+
+
+def test_a_model_without_a_typed_call_has_its_next_token():
+    found = answer(
+        Look(
+            Sums(SumsConfig(vocab_size=17, block_size=11, rank=3), rngs=nnx.Rngs(0)),
+            TOKENIZER,
+            "run",
+        ),
+        {"prompt": PROMPT},
+    )
+    assert (found["blocks"], found["layers"], found["attention"]) == ([], [], None)
+    assert [row["name"] for row in found["arrays"]] == ["logits"]
+    assert np.shape(found["candidates"]) == (1, 7, 10)
+
+
+def test_typed_modules_of_a_model_whose_own_call_is_not_typed_are_drawn():
+    class Untyped(nnx.Module):
+        vocab_size, block_size = 17, 11
+
+        def __init__(self, model):
+            self.inner = model
+
+        def __call__(self, tokens):
+            return 2 * self.inner(tokens) / 2
+
+    model = random_gpt("nanogpt")
+    found = answer(Look(Untyped(model), TOKENIZER, "run"), {"prompt": PROMPT})
+    expected = answer(Look(model, TOKENIZER, "run"), {"prompt": PROMPT})
+    assert found["attention"] == expected["attention"]
+    np.testing.assert_allclose(
+        found["log_probabilities"], expected["log_probabilities"], rtol=0, atol=1e-5
+    )
+
+
 def test_a_block_switched_off_is_left_out(look):
     found = answer(look, {"prompt": PROMPT, "blocks": {"1": 0}})
     arrays = {row["path"]: unpacked(row["values"]) for row in found["arrays"]}
@@ -152,7 +212,7 @@ def test_a_wrong_request_gets_one_line(look, asked, reason):
     assert reason in str(refused.value)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served(run):
     """The address of a page, in parts, with its server at work."""
     with serving(RunPage(run, PROMPT)) as (address, server):
@@ -215,7 +275,7 @@ def test_a_page_is_told_of_training_and_its_checkpoints(run, look, other):
         7,
         answer(look, {"prompt": PROMPT})["attention"],
     )
-    for wrong in (True, "first", [0]):
+    for wrong in (True, "first", [0], -1, 10**4000):
         with pytest.raises(ValueError, match="must be best, last or a step"):
             page.look({"prompt": "a", "checkpoint": wrong})
     with pytest.raises(ValueError, match="has no checkpoint 3: it has 0, 7"):
@@ -253,6 +313,7 @@ def test_strangers_get_one_line(served):
     look, body = f"/{secret}/look", b'{"prompt": "a"}'
     for status, path, sent, headers in (
         (404, "/", None, {}),
+        (414, "/" + "a" * 70_000, None, {}),
         (404, "/wrong/", None, {}),
         (404, f"/{secret}/../../etc/passwd", None, {}),
         (404, f"/{secret}/look.html", None, {}),
@@ -272,6 +333,12 @@ def test_strangers_get_one_line(served):
         found, said = ask(served, path, sent, **headers)
         assert (found, said.count("\n") <= 1) == (status, True), (path, headers, said)
         assert "root:" not in said
+    hosts = f"Host: 127.0.0.1:{port}\r\nHost: evil.example:{port}"
+    for status, line in ((403, f"GET /{secret}/"), (501, f"OPTIONS /{secret}/look")):
+        with socket.create_connection(("127.0.0.1", int(port))) as other:
+            other.sendall(f"{line} HTTP/1.0\r\n{hosts}\r\n\r\n".encode())
+            head, _, said = other.makefile().read().partition("\n\n")
+            assert (head.split()[1], said.count("\n")) == (f"{status}", 1)
     assert ask(served)[0] == 200
 
 
@@ -476,7 +543,7 @@ def test_three_questions_are_answered_by_clicking(opened, look):
     inner_left, inner_top, cell = opened.run("[map.left, map.top, map.cell]")
     opened.click(left + inner_left + (key + 0.5) * cell, top + inner_top + 5.5 * cell)
     said = opened.run("$('arithmetic').textContent")
-    query, keys = (unpacked(each)[1, 2] for each in data["products"])
+    query, keys = (unpacked(data["products"][name])[1, 2] for name in ("query", "key"))
     assert said.startswith(f"query · key = {query[5] @ keys[key]:.3f}; scaled by ")
     assert said.endswith(f": {row[key]:.4f}") or abs(float(said.split()[-1]) - row[key]) < 1e-3
 
@@ -503,7 +570,7 @@ def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, 
     page.run("choose({ query: 5, key: 3, layer: 1, head: 2, depth: 1 })")
     both = page.run("twins.map(({ of, told }) => [weight(1, 2, 5, 3, of), told.textContent])")
     titles = page.run("[...document.querySelectorAll('#twins h3')].map(e => e.textContent)")
-    assert titles == ["Step 7", "Attention", "Step 0", "Attention"]
+    assert titles == ["Step 7", "Step 0"]
     for (found, said), its, side in zip(both, (look, other), (0, 1), strict=True):
         data = answer(its, {"prompt": PROMPT})
         assert found == pytest.approx(unpacked(data["attention"])[1, 2, 18], abs=1e-6)

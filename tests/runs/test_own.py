@@ -354,6 +354,7 @@ def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp
     assert "a model of your own has no attention weights" in refused(
         "attention", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder
     )
+    worked("look", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder)
     worked("plot", "r", cwd=folder)
     assert "my.py already exists" in refused("new", "my.py", cwd=folder)
     assert "must end in .py" in refused("new", "my.txt", cwd=folder)
