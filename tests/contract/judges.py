@@ -156,7 +156,8 @@ def lying(call: Call, lie: Lie) -> Callable[..., Any]:
 @contextlib.contextmanager
 def edited(call: Call, edit: Edit) -> Iterator[None]:
     """The function of a call with the annotations and the code that an edit gives it."""
-    written, function = call.written, call.function
+    written: Any = call.written
+    function: Any = call.function
     before = written.__code__, written.__annotations__
     source = edit.apply((ROOT / "jgpt" / edit.file).read_bytes())
     node: Any = ast.parse(source)
@@ -165,7 +166,8 @@ def edited(call: Call, edit: Edit) -> Iterator[None]:
             kinds = ast.FunctionDef, ast.ClassDef
             node = next(it for it in ast.walk(node) if isinstance(it, kinds) and it.name == name)
     if isinstance(node, ast.ClassDef):
-        hints = {it.target.id: it.annotation for it in node.body if isinstance(it, ast.AnnAssign)}
+        fields = [it for it in node.body if isinstance(it, ast.AnnAssign)]
+        hints: Any = {ast.unparse(it.target): it.annotation for it in fields}
         code = written.__code__
     else:
         given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
