@@ -182,7 +182,7 @@ def edited(call: Call, edit: Edit) -> Iterator[None]:
     written.__code__, written.__annotations__ = code, before[1] | changed
     kept = typed(written) if "drop @" not in edit.kind else written
     made = isinstance(function, type)
-    init = function.__init__ if made else None
+    init: Any = function.__init__ if made else None
     if made:
         function.__init__ = kept
     else:
