@@ -1,5 +1,6 @@
 """Shapes proven for all sizes: an abstract trace for each branch that sizes decide."""
 
+import ast
 import contextlib
 import math
 import operator
@@ -28,7 +29,12 @@ from jgpt.contracts import SYMBOLS, typed
 MOST_CASES = 60
 FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
 """Functions in JAX's text of a size that Python lacks."""
-NAMED: dict[str, Any] = {**FUNCTIONS, "max": max, "min": min}
+NAMED: dict[str, Callable[..., int]] = {**FUNCTIONS, "max": max, "min": min}
+OPERATORS: dict[type, Callable[..., int]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub},
+    **{ast.Mult: operator.mul, ast.Pow: operator.pow},
+}
+COMPARISONS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
 LIBRARIES = tuple(
     f"{Path(str(module.__file__)).parent}/"
@@ -194,8 +200,7 @@ def _require_readable(where: tuple[str, ...], names: list[str]) -> None:
     try:
         scope = _scope(where)
         for each in where:
-            left, how, right = re.split("(==|>=|<=)", each)
-            low, high = _shape(f"{left.replace(' ', '')} {right.replace(' ', '')}", scope)
+            low, how, high = _sides(each, scope)
             with contextlib.suppress(InconclusiveDimensionOperation):
                 if (low < high if how != "<=" else low > high) is True:
                     raise ValueError("unsatisfiable")
@@ -209,11 +214,39 @@ def _scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
     equal = [re.fullmatch(r"(\w+) == (\d+)", each) for each in case]
     fixed = {found[1]: int(found[2]) for found in equal if found}
     for each in case:  # JAX doesn't compare numbers with numbers
-        if fixed.keys() >= {*_names(each)} and not eval(each, {"__builtins__": {}}, NAMED | fixed):
+        if fixed.keys() >= {*_names(each)} and not _holds(each, fixed):
             raise ValueError("unsatisfiable")
     # sizes that are numbers first: JAX puts them into what comes later
     ordered = sorted(zip(equal, case, strict=True), key=lambda each: each[0] is None)
     return jax.export.SymbolicScope([_ours(each) for _, each in ordered])
+
+
+def _holds(constraint: str, sizes: dict[str, int]) -> bool:
+    """Whether a constraint holds for sizes that are numbers."""
+    left, how, right = re.split("(==|>=|<=)", constraint)
+    sides = (ast.parse(side.strip().replace("^", "**"), mode="eval").body for side in (left, right))
+    return COMPARISONS[how](*(_number(side, sizes) for side in sides))
+
+
+def _number(expression: ast.expr, sizes: dict[str, int]) -> int:
+    match expression:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name) if name in sizes:
+            return sizes[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, sizes)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_number(left, sizes), _number(right, sizes))
+        case ast.Call(func=ast.Name(id=name), args=args) if name in NAMED:
+            return NAMED[name](*(_number(each, sizes) for each in args))
+    raise ValueError(f"{ast.unparse(expression)!r} is no number")
+
+
+def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, Any]:
+    left, how, right = re.split("(==|>=|<=)", constraint)
+    low, high = _shape(f"{left.replace(' ', '')} {right.replace(' ', '')}", scope)
+    return low, how, high
 
 
 def _shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:
