@@ -143,8 +143,10 @@ def test_same_adam_as_optax(ours):
 
 def test_same_initial_distribution():
     params = page["init_params"](jax.random.key(0), 230, 90, 2, 2, 200)
-    sizes = {"vocab_size": 230, "block_size": 90, "num_layers": 2, "embed_dim": 200}
-    weights = weights_of(jgpt.GPT(jgpt.ModelConfig(num_heads=2, **sizes), rngs=nnx.Rngs(0)))
+    config = jgpt.ModelConfig(
+        vocab_size=230, block_size=90, num_layers=2, num_heads=2, embed_dim=200
+    )
+    weights = weights_of(jgpt.GPT(config, rngs=nnx.Rngs(0)))
     ours = jax.tree.leaves(weights)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == sum(leaf.size for leaf in ours)
     for name, part, kind in (

@@ -26,7 +26,7 @@ def test_weights_by_hand():
     value = jnp.array([[8.0, 0.0], [0.0, 8.0], [16.0, 0.0]])
     masks = None, jnp.array([[True, True, False]]), jnp.array([[False] * 3])
     weights = compiled(
-        lambda *inputs: [attention_weights(*inputs, mask) for mask in masks], query, key
+        lambda query, key: [attention_weights(query, key, mask) for mask in masks], query, key
     )
     np.testing.assert_allclose(weights[0], [[1 / 8, 2 / 8, 5 / 8]], rtol=1e-6)
     np.testing.assert_allclose(weights[1], [[1 / 3, 2 / 3, 0]], rtol=1e-6)

@@ -142,8 +142,8 @@ def test_a_cache_keeps_its_dtype(dtype):
         cache = empty_cache(module, dtype=dtype)
         return module(x, cache=cache), cache.keys[...], cache.values[...]
 
-    read, *kept = jax.eval_shape(read, X)
-    assert read.dtype == jnp.float32
+    heads, *kept = jax.eval_shape(read, X)
+    assert heads.dtype == jnp.float32
     assert kept == [jax.ShapeDtypeStruct((BATCH * KV_HEADS, PLACES, HEAD_DIM), dtype)] * 2
 
 

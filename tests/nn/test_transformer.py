@@ -263,8 +263,8 @@ def test_a_bigram_s_rows_are_the_logits():
     assert abs(table.mean()) < 0.05
     assert abs(table.std() - 1) < 0.05
     tokens = jnp.array([[3, 82, 0], [82, 82, 5]])
-    for options in {}, {"rngs": nnx.Rngs(dropout=1)}:
-        assert np.array_equal(model(tokens, **options), table[np.asarray(tokens)])
+    for rngs in None, nnx.Rngs(dropout=1):
+        assert np.array_equal(model(tokens, rngs=rngs), table[np.asarray(tokens)])
 
 
 def test_an_abstract_model_has_the_shapes_and_no_numbers():

@@ -55,10 +55,11 @@ def test_attending_locally_is_attending_through_a_band(time, scale):
 
     def through(window):
         mask = jnp.asarray(band(time, window))
-        return lambda *qkv: attend(*qkv, mask, scale=scale)
+        return lambda query, key, value: attend(query, key, value, mask, scale=scale)
 
-    def local(*qkv):
-        return attend_windowed(*qkv, causal_mask(time, WINDOW), WINDOW, scale=scale)
+    def local(query, key, value):
+        mask = causal_mask(time, WINDOW)
+        return attend_windowed(query, key, value, mask, WINDOW, scale=scale)
 
     def all_of_them(*inputs):
         others = [through(WINDOW + more)(*inputs[:-1]) for more in (-1, 1)]
