@@ -121,7 +121,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             mask=decay_mask,
         )
 
-    muon = make_muon(config, learning_rate_schedule(config, steps, config.muon_learning_rate))
+    muon = optax.contrib.muon(
+        learning_rate_schedule(config, steps, config.muon_learning_rate),
+        beta=config.muon_momentum,
+        weight_decay=config.muon_weight_decay,
+    )
 
     def muon_update(updates, state, params):
         # or each product of each Newton-Schulz iteration would gather the sharded matrix again
@@ -157,57 +161,6 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     if config.gradient_clip > 0:
         optimizer = optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)
     return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
-
-
-def make_muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Muon as in optax, with the state that it has there, for a tree of matrices."""
-    as_they_are = optax.contrib.MuonDimensionNumbers()
-    normalise = optax.contrib.scale_by_muon(
-        beta=config.muon_momentum,
-        ns_steps=0,
-        weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: as_they_are, tree),
-    )
-
-    def orthogonalise(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, after = normalise.update(updates, state, params)
-        updates = replicate(updates)
-        orthogonal = jax.tree.map(lambda each: newton_schulz(each, state.ns_coeffs), updates)
-        return orthogonal, replicate(after)
-
-    def scale_by_shape(update: Any, _: object) -> Any:
-        rows, columns = update.shape
-        return update * max(1, columns / rows) ** 0.5
-
-    of_matrices = optax.chain(
-        optax.GradientTransformation(normalise.init, orthogonalise),
-        optax.stateless_with_tree_map(scale_by_shape),
-        optax.add_decayed_weights(config.muon_weight_decay),
-        optax.scale_by_learning_rate(rate),
-    )
-    # optax's has Adam for all that isn't a matrix: nothing here
-    return optax.partition(
-        {"muon": of_matrices, "adam": optax.adamw(rate)},
-        lambda weights: jax.tree.map(lambda _: "muon", weights),
-    )
-
-
-@typed
-def newton_schulz(
-    matrix: Float[Array, "in_features out_features"], coefficients: Float[Array, "3"]
-) -> Float[Array, "in_features out_features"]:
-    """Five iterations that bring all singular values near one (Jordan et al. 2024).
-
-    optax transposes tall matrices, and in each iteration every matrix; on a CPU these are copies.
-    """
-    linear, cubic, quintic = coefficients.astype(matrix.dtype)
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    longer = 0 if is_tall else 1
-    for _ in range(5):  # replicated, or the weights' sharding would spread into the products
-        gram = replicate(jnp.tensordot(matrix, matrix, (longer, longer)))
-        change = replicate(cubic * gram + quintic * gram @ gram)
-        matrix = linear * matrix + (matrix @ change if is_tall else change @ matrix)
-        matrix = replicate(matrix)
-    return matrix
 
 
 class AverageState(NamedTuple):

@@ -15,9 +15,7 @@ from jgpt.nn.models import abstract_model
 from jgpt.training.optimizer import (
     clip_by_global_norm,
     learning_rate_schedule,
-    make_muon,
     make_optimizer,
-    newton_schulz,
     partition,
     trained_weights,
 )
@@ -243,28 +241,6 @@ def test_muon_s_first_step_is_an_orthogonal_one(shape):
     np.testing.assert_allclose(
         kernel_of(updates_of_small), kernel_of(updates), rtol=1e-3, atol=1e-4
     )
-
-
-def test_muon_is_optax_s_without_its_transposed_copies():
-    """Its state, too, which checkpoints have: of wide, square and tall matrices."""
-    shapes = {"wide": (5, 12), "square": (7, 7), "tall": (11, 4)}
-    rate = optax.linear_schedule(0.1, 0.3, 4)
-    ours = make_muon(MUON, rate)
-    theirs = optax.contrib.muon(rate, beta=MUON.muon_momentum, weight_decay=MUON.muon_weight_decay)
-    draw = np.random.default_rng(0).normal
-    weights = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
-    states = [optimizer.init(weights) for optimizer in (ours, theirs)]
-    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
-    for _ in range(3):
-        gradients = {name: jnp.asarray(draw(size=shapes[name]), jnp.float32) for name in shapes}
-        mine, states[0] = ours.update(gradients, states[0], weights)
-        its, states[1] = theirs.update(gradients, states[1], weights)
-        for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(its), strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
-        jax.tree.map(np.testing.assert_array_equal, *states)
-    described = str(jax.make_jaxpr(newton_schulz)(weights["tall"], jnp.ones(3)))
-    assert described.count("dot_general") == 15
-    assert "transpose" not in described
 
 
 def test_muon_s_momentum_looks_ahead():
