@@ -172,14 +172,14 @@ def check(value: Result, annotation: Any) -> Result:
     return value
 
 
-def record(kind: type[Record]) -> type[Record]:
+def host_record(kind: type[Record]) -> type[Record]:
     """Check a dataclass's fields against their annotations when it is made."""
     kind.__init__ = typed(kind.__init__)
     return kind
 
 
-def tree_record(kind: type[Record]) -> type[Record]:
-    """A `record` that JAX takes apart, and rebuilds unchecked: in a tree, leaves may be anything.
+def record(kind: type[Record]) -> type[Record]:
+    """A `host_record` that JAX takes apart and rebuilds unchecked: leaves may be anything.
 
     As for `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
     """
@@ -199,7 +199,7 @@ def tree_record(kind: type[Record]) -> type[Record]:
         return made
 
     jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
-    return record(kind)
+    return host_record(kind)
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception | None]]:

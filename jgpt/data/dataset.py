@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from jgpt.config import DataConfig, missing_case
-from jgpt.contracts import record, typed
+from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
 from jgpt.data.tokenizers import (
@@ -35,7 +35,7 @@ SECONDS_BETWEEN_SAVES = 2.0
 DECODED_AT_ONCE = 1 << 20
 
 
-@record
+@host_record
 @dataclass(frozen=True)
 class Dataset:
     """A tokenized text, split by position into training, validation and test."""

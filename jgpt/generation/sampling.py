@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from jgpt.contracts import tree_record, typed
+from jgpt.contracts import record, typed
 
 
-@tree_record
+@record
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters. Under jit all but `top_k` are traced: changing them compiles nothing."""

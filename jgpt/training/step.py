@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
-from jgpt.contracts import tree_record, typed
+from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model
 from jgpt.nn.precision import portable
@@ -41,7 +41,7 @@ from jgpt.training.stacking import (
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
 
 
-@tree_record
+@record
 @dataclass(frozen=True)
 class TrainState:
     """The train state. With `scan_layers`, the arrays of the blocks are stacked."""
@@ -53,7 +53,7 @@ class TrainState:
     step: Int[Array, ""]
 
 
-@tree_record
+@record
 @dataclass(frozen=True)
 class Metrics:
     """Metrics of each step in a call; only the first `count` entries are valid."""

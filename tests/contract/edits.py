@@ -104,7 +104,7 @@ class Editor:
 
     def _decorators(self, node: Any, where: str) -> None:
         for each in node.decorator_list:
-            if _name(each) in ("typed", "record"):
+            if _name(each) in ("typed", "record", "host_record"):
                 start, end = self._span(each)
                 self._add(each, where, f"drop @{_name(each)}", "", (start - 1, end))
 

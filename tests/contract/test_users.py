@@ -1,5 +1,6 @@
 """What users get of the contract: their own modules, their editor, their type checker."""
 
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -10,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jaxtyping import TypeCheckError
+from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
 
@@ -176,3 +178,19 @@ def test_pyright_sees_wrong_calls(tmp_path: Path):
         12: "reportArgumentType",
         13: "reportAssignmentType",
     }
+
+
+def test_a_record_of_theirs_is_a_tree_for_jax():
+    @jgpt.record
+    @dataclasses.dataclass
+    class Pair:
+        one: Float[Array, " time"]
+        other: Float[Array, " time"]
+
+    doubled = jax.jit(lambda pair: jax.tree.map(lambda x: 2 * x, pair))(
+        Pair(jnp.arange(3.0), jnp.ones(3))
+    )
+    assert doubled.one.tolist() == [0, 2, 4]
+    assert doubled.other.tolist() == [2, 2, 2]
+    with pytest.raises(TypeCheckError, match="wrong argument `other`"):
+        Pair(jnp.arange(3.0), jnp.ones(5))
