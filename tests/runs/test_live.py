@@ -369,6 +369,7 @@ def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
 # idle priority is told and not taken, for on a machine that is busy with tests it would be endless
 MAIN = "import os; os.sched_setscheduler = lambda _, policy, __: print(policy, os.SCHED_IDLE);"
 MAIN += "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+MAIN += "signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # nohup ignores it
 MAIN += "from jgpt.cli import main; main()"
 TRAIN = "--steps 1000000 --eval-interval 5000 --steps-per-call 5 --sample-tokens 0 --block-size 16"
 TRAIN += " --num-layers 2 --embed-dim 24 --batch-size 4 --live --no-browser"
@@ -457,7 +458,7 @@ def test_the_page_of_a_run_in_training_grows(training, page, poem):
 def test_the_command_serves_until_it_is_ended(trained, number):
     # a shell in the background ignores SIGINT, and its programs would too
     main = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    main += "from jgpt.cli import main; main()"
+    main += "signal.signal(signal.SIGHUP, signal.SIG_DFL); from jgpt.cli import main; main()"
     command = [sys.executable, "-c", main, "look", str(trained.directory), "--live"]
     process = subprocess.Popen(
         [*command, "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
