@@ -170,6 +170,8 @@ def test_editions_have_every_exercise(path):
 def test_lesson_runs_and_gives_what_its_page_shows(path, tmp_path, monkeypatch):
     for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(folder, str(tmp_path))
+    for quick in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):  # a lesson trains for minutes
+        monkeypatch.delenv(quick, raising=False)
     committed = code_cells(nbformat.read(path, as_version=4))
     fresh = code_cells(execute(path))
     for old, new in zip(committed, fresh, strict=True):
