@@ -152,9 +152,10 @@ def own_rows() -> Iterator[Row]:
         seconds = median(started, "jgpt --help", "seconds")
         yield "`jgpt --help`", "", f"{seconds:.2f} s", "", "0.3 s"
         later, first = (f"jgpt train, {which}" for which in ("a later run", "the first run"))
-        seconds = f"{median(started, later, 'seconds'):.1f} s"
-        seconds += f" (the first run {median(started, first, 'seconds'):.1f})"
-        yield "`jgpt train` to its first step, a later run", "", seconds, "", "4 s"
+        took = median(started, later, "seconds")
+        seconds = f"{took:.1f} s (the first run {median(started, first, 'seconds'):.1f})"
+        target = f"4 s{' (missed)' if took > 4 else ''}"
+        yield "`jgpt train` to its first step, a later run", "", seconds, "", target
     if memory:
         theirs, ours = (median(memory, name, "peak_mib") for name in ("nanoGPT", "jgpt"))
         what = "peak memory of training, nanoGPT's CPU setting"
