@@ -25,6 +25,7 @@ plt.rcParams.update(
     | {"legend.facecolor": "none"}
     | {"figure.dpi": 72, "figure.constrained_layout.use": True, "font.size": 10}
     | {"axes.titlesize": 10, "font.sans-serif": ["DejaVu Sans"]}
+    | {"font.monospace": ["DejaVu Sans Mono"]}
     | {"svg.fonttype": "none", "svg.hashsalt": "jgpt"}
 )
 
