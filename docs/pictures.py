@@ -122,7 +122,7 @@ def draw_look(run: Path) -> None:
         )
         picture(page, "$('map').closest('section')", "look-letters")
         picture(page, "$('why')", "look-weight")
-        clicked(page, "document.querySelector('[data-head=\"1.2\"]')")
+        clicked(page, "document.querySelector('[name=\"1.2\"]')")
         _wait(page, "data.before && !asking")
         picture(page, "$('changes')", "look-without")
         server.shutdown()

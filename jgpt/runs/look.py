@@ -280,23 +280,20 @@ class Look:
             }
         arrays = self._arrays(found, time)
         products = [np.stack(each) for each in zip(*found["products"], strict=True)]
-        entries = sum(array.size for _, _, array in arrays) + sum(each.size for each in products)
+        entries = sum(array.size for _, array in arrays) + sum(each.size for each in products)
         fits = entries <= MOST_FINE_WEIGHTS
         if products and fits:
             query, key, scale = products
             both = [packed(each[:, :, :time]) for each in (query, key)]
             data["products"] = {"scale": float(scale[0]), "query": both[0], "key": both[1]}
         data["arrays"] = [
-            row | {"sizes": array.shape, "time": axes, "values": packed(array) if fits else None}
-            for row, axes, array in arrays
+            row | {"values": packed(array) if fits else None} for row, array in arrays
         ]
         return data
 
-    def _arrays(
-        self, found: dict[str, Any], time: int
-    ) -> list[tuple[dict[str, Any], list[int], Any]]:
-        """The arrays that grow with the tokens, each once: parameters are not shown."""
-        shown: dict[tuple[Any, bytes], tuple[dict[str, Any], list[int], Any]] = {}
+    def _arrays(self, found: dict[str, Any], time: int) -> list[tuple[dict[str, Any], Any]]:
+        """The arrays that grow with the tokens, each once, by token: parameters are not shown."""
+        shown: dict[tuple[Any, bytes], tuple[dict[str, Any], Any]] = {}
         rows = self._rows(found["candidates"].shape[1])
         for (row, axes), array in zip(rows, found["arrays"], strict=True):
             if not axes:
@@ -307,7 +304,7 @@ class Look:
             if same in shown and shown[same][0]["path"].count(".") <= row["path"].count("."):
                 continue
             shown.pop(same, None)  # what a module returns as it got it is shown as the module's
-            shown[same] = row, axes, kept
+            shown[same] = row | {"sizes": kept.shape}, np.moveaxis(kept, axes[0], 0)
         return [*shown.values()]
 
 

@@ -34,7 +34,14 @@ from jgpt.user_code import load_code
 from tests.browser import browser
 from tests.commands import refused
 from tests.models import loud, random_gpt
-from tests.runs.test_look import TOKENIZER, middle_of, needs_chromium, unpacked
+from tests.runs.test_look import (
+    TOKENIZER,
+    by_batch,
+    cell_of,
+    middle_of,
+    needs_chromium,
+    unpacked,
+)
 from tests.runs.test_own import Sums, SumsConfig
 
 PROMPT, OTHER = "script€", "crespas"
@@ -170,9 +177,9 @@ def test_typed_modules_of_a_model_whose_own_call_is_not_typed_are_drawn():
 
 def test_a_block_switched_off_is_left_out(look):
     found = answer(look, {"prompt": PROMPT, "blocks": {"1": 0}})
-    arrays = {row["path"]: unpacked(row["values"]) for row in found["arrays"]}
+    *_, block = (row for row in found["arrays"] if row["path"] == "blocks.1")
     states = look.model.hidden_states(tokens_of(PROMPT))
-    np.testing.assert_allclose(arrays["blocks.1"], states[1], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(by_batch(block), states[1], rtol=0, atol=1e-3)
 
 
 def test_attention_follows_a_change_of_an_earlier_block(look):
@@ -539,16 +546,13 @@ def test_three_questions_are_answered_by_clicking(opened, look):
     key = int(np.argmax(row))
     assert row == pytest.approx(unpacked(data["attention"])[1, 2, 15:21], abs=1e-6)
 
-    middle_of(opened, "$('map')")
-    left, top = opened.run("(b => [b.left, b.top])($('map').getBoundingClientRect())")
-    inner_left, inner_top, cell = opened.run("[map.left, map.top, map.cell]")
-    opened.click(left + inner_left + (key + 0.5) * cell, top + inner_top + 5.5 * cell)
+    opened.click(*cell_of(opened, 5, key))
     said = opened.run("$('arithmetic').textContent")
     query, keys = (unpacked(data["products"][name])[1, 2] for name in ("query", "key"))
     assert said.startswith(f"query · key = {query[5] @ keys[key]:.3f}; scaled by ")
     assert said.endswith(f": {row[key]:.4f}") or abs(float(said.split()[-1]) - row[key]) < 1e-3
 
-    opened.click(*middle_of(opened, "document.querySelector('[data-head=\"1.2\"]')"))
+    opened.click(*middle_of(opened, "document.querySelector('[name=\"1.2\"]')"))
     opened.run(SETTLED)
     changed = answer(look, {"prompt": PROMPT, "heads": {"1.2": 0}})
     was, now = (-np.mean(each["next_log_probabilities"][-1]) for each in (data, changed))
@@ -569,7 +573,7 @@ def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, 
     page.run("$('other').value = 0; $('other').dispatchEvent(new Event('change'))")
     page.run(SETTLED)
     page.run("choose({ query: 5, key: 3, layer: 1, head: 2, depth: 1 })")
-    both = page.run("twins.map(({ of, told }) => [weight(1, 2, 5, 3, of), told.textContent])")
+    both = page.run("twins.map(({ map, told }) => [weight(1, 2, 5, 3, map.of), told.textContent])")
     titles = page.run("[...document.querySelectorAll('#twins h3')].map(e => e.textContent)")
     assert titles == ["Step 7", "Step 0"]
     for (found, said), its, side in zip(both, (look, other), (0, 1), strict=True):
@@ -580,7 +584,7 @@ def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, 
         assert f"Loss on the text: {loss:.3f} nats" in said
         best = np.exp(data["log_probabilities"][1][5][0])
         assert f"” {best:.4f}, “" in said
-        cell = f"twins[{side}].cells[1][5]"
+        cell = f"twins[{side}].lens.cells[1][5]"
         page.mouse("mouseMoved", *middle_of(page, cell))
         assert (
             f"layer 0, after “t” (5)\n“{page.run(f'{cell}.textContent')}” {best:.4f}"
@@ -639,8 +643,13 @@ def test_an_address_has_the_state(opened, served):
     opened_at(opened, there)
     assert opened.run("$('prompt').value") == "spare"
     assert opened.run("data.log_probabilities[2][4]") == numbers
-    assert opened.run("document.querySelector('[data-head=\"0.2\"]').checked") is False
-    assert opened.run("document.querySelector('[data-block=\"1\"]').value") == "0"
+    assert opened.run("document.querySelector('[name=\"0.2\"]').checked") is False
+    assert opened.run("document.querySelector('#switches [name=\"1\"]').value") == "0"
+
+
+def turn(page, dial: str, value: float) -> None:
+    page.run(f"$('{dial}').value = {value}; $('{dial}').dispatchEvent(new Event('input'))")
+    assert page.run(f"$('{dial}').nextElementSibling.textContent") == f"{value:g}"
 
 
 @needs_chromium
@@ -653,11 +662,13 @@ def test_dials_shape_the_distribution_as_sampling_does(opened, look):
     kept = (np.cumsum(p) - p) / p.sum() < 0.9
     p = p * kept * (p >= 0.05)
     expected = (p / p.sum())[p > 0]
-    opened.run("Object.assign(dials, {temperature: .5, 'top-k': 5, 'top-p': .9, 'min-p': .05})")
+    for dial, value in {"temperature": 0.5, "top-k": 5, "top-p": 0.9, "min-p": 0.05}.items():
+        turn(opened, dial, value)
     found = opened.run("distribution(layers, time - 1).map(each => each.probability)")
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert opened.run("distribution(layers, time - 1)[0].token") == order[0]
-    opened.run("dials.temperature = 0")
+    assert opened.run("document.querySelectorAll('#bars .bar').length") == len(expected)
+    turn(opened, "temperature", 0)
     assert opened.run("distribution(layers, time - 1).map(each => each.probability)") == [1]
 
 
@@ -665,7 +676,7 @@ def test_dials_shape_the_distribution_as_sampling_does(opened, look):
 def test_tokens_are_written_by_click_and_on_and_on(opened, look):
     opened.run("choose(goTo(time - 1))")
     token = opened.run("distribution(layers, time - 1)[1].token")
-    opened.click(*middle_of(opened, "document.querySelectorAll('#bars .choice .token')[1]"))
+    opened.click(*middle_of(opened, "document.querySelectorAll('#bars button .token')[1]"))
     opened.run(SETTLED)
     assert opened.run("tokens.at(-1)") == token
     opened.run("writeOn()")  # to the end of the block

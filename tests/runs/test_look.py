@@ -49,6 +49,13 @@ def unpacked(array: dict) -> np.ndarray:
     return array["low"] + (array["high"] - array["low"]) / np.iinfo(dtype).max * steps
 
 
+def by_batch(row: dict) -> np.ndarray:
+    """An array of the forward pass, which is sent by token."""
+    values = np.moveaxis(unpacked(row["values"]), 0, 1)
+    assert tuple(row["sizes"]) == values.shape
+    return values
+
+
 @pytest.mark.parametrize("name", only(["default preset"], ["gpt2", "modern", "default preset"]))
 def test_the_page_s_numbers_are_the_forward_pass_s(name, tmp_path):
     model = random_gpt("nanogpt", **vars(CONFIGS[name]))
@@ -111,16 +118,14 @@ def test_the_arrays_of_the_forward_pass_are_on_the_page(tmp_path):
         ("blocks.0.attention.merge_heads", "merge_heads"),
     ):
         row = arrays[path, name]
-        values = unpacked(row["values"])
+        values = by_batch(row)
         np.testing.assert_allclose(values, found[path], rtol=0, atol=1e-3 * abs(values).max())
-        assert row["time"] == [1]
         assert row["dimensions"][:2] == ["batch", "time"]
-        assert row["sizes"] == [*found[path].shape]
-    logits = unpacked(arrays["", "logits"]["values"])
+    logits = by_batch(arrays["", "logits"])
     np.testing.assert_allclose(logits, model(tokens), rtol=0, atol=1e-3 * abs(logits).max())
     assert abs(logits[0, 0] - logits[0, 1]).max() > 0.01
     # the stream between attention and the feed-forward network is an argument only
-    between = unpacked(arrays["blocks.0.feed_forward_norm", "feed_forward_norm(x)"]["values"])
+    between = by_batch(arrays["blocks.0.feed_forward_norm", "feed_forward_norm(x)"])
     states = model.hidden_states(tokens)
     attended = jgpt.capture(model, "blocks.0.attention")(tokens)["blocks.0.attention"]
     np.testing.assert_allclose(
@@ -266,11 +271,12 @@ def middle_of(page: Page, element: str) -> tuple[float, float]:
 
 def cell_of(page: Page, query: int, key: int) -> tuple[float, float]:
     """Where a cell of the attention map is."""
-    middle_of(page, "$('map')")
-    left, top = page.run("(b => [b.left, b.top])($('map').getBoundingClientRect())")
-    inner_left, inner_top, cell = page.run("[map.left, map.top, map.cell]")
-    assert cell > 4
-    return left + inner_left + (key + 0.5) * cell, top + inner_top + (query + 0.5) * cell
+    middle_of(page, "map.canvas")
+    left, top, width, time = page.run(
+        "(b => [b.left, b.top, b.width, time])(map.canvas.getBoundingClientRect())"
+    )
+    assert width > 4 * time
+    return left + (key + 0.5) * width / time, top + (query + 0.5) * width / time
 
 
 def tip(page: Page) -> str:
@@ -315,11 +321,10 @@ def test_hovering_arcs_tells_the_weight_from_the_chosen_query(shown):
     page, data = shown
     page.click(*middle_of(page, "textSpans[9]"))
     assert page.run("$('picked').textContent").startswith("< at position 9, of the prompt: ")
-    _, y = middle_of(page, "$('arcs')")
-    left = page.run("$('arcs').getBoundingClientRect().left")
-    page.mouse("mouseMoved", left + 4.5 * page.run("arcs.cell"), y)
+    place = middle_of(page, "$('arc-names').children[4]")
+    page.mouse("mouseMoved", *place)
     assert tip(page) == f"“<” (9) → “p” (4)\nweight {weight(data, 0, 0, 9, 4)}"
-    page.click(left + 4.5 * page.run("arcs.cell"), y)
+    page.click(*place)
     assert page.run("chosen.query") == 4
 
 
@@ -330,11 +335,11 @@ def test_hovering_the_text_and_the_lens_tells_probabilities(shown):
     log = data["next_log_probabilities"][-1, 4]
     assert f"“t” (5): {-log / math.log(2):.2f} bits" in tip(page)
     assert f"rank {data['next_ranks'][-1, 4]} of 17" in tip(page)
-    page.mouse("mouseMoved", *middle_of(page, "lensCells[1][6]"))
+    page.mouse("mouseMoved", *middle_of(page, "lens.cells[1][6]"))
     first, *_ = np.exp(data["log_probabilities"][1, 6])
     assert tip(page).startswith("layer 0, after “€” (6)\n")
     assert f"” {first:.4f}\n" in tip(page)
-    page.click(*middle_of(page, "lensCells[1][6]"))
+    page.click(*middle_of(page, "lens.cells[1][6]"))
     assert page.run("$('bars-title').textContent") == "After “€” (6), read at: layer 0"
     numbers = page.run("[...document.querySelectorAll('#bars .number')].map(e => e.textContent)")
     assert numbers[0] == f"{first:.4f}"
@@ -349,7 +354,7 @@ def test_keys_move_what_is_chosen(shown):
     page.run("$('text').focus()")
     page.press("ArrowRight")
     assert page.run("[chosen.query, chosen.key]") == [6, 6]
-    page.run("$('map').focus()")
+    page.run("map.canvas.focus()")
     for key in ("ArrowDown", "ArrowLeft"):
         page.press(key)
     assert page.run("[chosen.query, chosen.key]") == [7, 5]
@@ -359,7 +364,7 @@ def test_keys_move_what_is_chosen(shown):
         page.press(key)
     assert page.run("[chosen.layer, chosen.head]") == [1, 1]
     assert page.run("document.activeElement.getAttribute('aria-label')") == "layer 1, head 1"
-    page.run("$('lens').focus()")
+    page.run("lens.grid.focus()")
     page.press("ArrowUp")
     assert page.run("[chosen.depth, chosen.query]") == [1, 7]
 
@@ -418,9 +423,9 @@ def test_256_tokens_are_drawn_within_frames(page, tmp_path):
     assert page.run("chosen.query") == 187
     assert page.run(f"{least}(() => show(data))") < 250  # 30
     page.run("data.candidates[4][7][0] = (tokens[8] + 1) % 17; show(data)")
-    drawn = page.run("[lensCells[4][7].textContent, visible((tokens[8] + 1) % 17)]")
+    drawn = page.run("[lens.cells[4][7].textContent, visible((tokens[8] + 1) % 17)]")
     assert drawn[0] == drawn[1]
-    assert page.run("lensCells[4].length") == 252
+    assert page.run("lens.cells[4].length") == 252
     assert page.errors == []
 
 

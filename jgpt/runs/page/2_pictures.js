@@ -1,0 +1,134 @@
+// What pictures share: elements, canvases, and what the pointer and keys do on them
+
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+/** Whether a picture was last drawn of anything else; from now on, it is of this. */
+function changed(picture, ...of) {
+  const before = picture.drawnOf;
+  picture.drawnOf = of;
+  return before?.length !== of.length || of.some((each, i) => each !== before[i]);
+}
+/** Mark what is chosen in a picture. */
+function mark(picture, element) {
+  picture.querySelector(".on")?.classList.remove("on");
+  element.classList.add("on");
+}
+/** Name rows and columns by their tokens; the style sheet hides those of a map of many. */
+function buildNames() {
+  document.body.className = time > 128 ? "many" : "";
+  document.body.style = `--time: ${time}; --widest: ${widest}`;
+  for (const names of document.querySelectorAll(".names")) {
+    if (!changed(names, ...tokens)) continue;
+    names.classList.toggle("long", widest > 2);
+    names.replaceChildren(...tokens.map(token => element("span", { textContent: cut(token) })));
+  }
+}
+
+/** A colour of the style sheet, more or less transparent. */
+const tint = (name, alpha) => `color-mix(in srgb, var(--${name}) ${100 * alpha}%, transparent)`;
+const BLUE = [59, 130, 246];
+const AMBER = [245, 158, 11];
+/** Small weights are visible: opacity is the square root of a weight. */
+const opacity = w => Math.sqrt(w);
+/** A pixel, as an integer. */
+const pixel = ([red, green, blue], w) => red | green << 8 | blue << 16 | 255 * opacity(w) << 24;
+/** Paint a canvas of a pixel for each entry: what `paint` does with an array of integers. */
+function paintPixels(canvas, width, height, paint) {
+  canvas.width = width;
+  canvas.height = height;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(width, height);
+  paint(new Uint32Array(image.data.buffer));
+  context.putImageData(image, 0, 0);
+}
+const COLUMN = 13;
+/** An empty canvas with a column for each token; the style sheet widens those of few tokens. */
+function prepare(canvas, height) {
+  const scale = devicePixelRatio * (time > 128 ? 1 : 2);
+  canvas.width = COLUMN * time * scale;
+  canvas.height = height * scale;
+  const context = canvas.getContext("2d");
+  context.scale(scale, scale);
+  return context;
+}
+/** Scroll a wide picture so that an element is in sight, right of its names, and nothing else. */
+function reveal(element) {
+  const place = element?.closest(".scroll");
+  if (!place) return;
+  const { offsetLeft: left, offsetWidth: width } = element;
+  place.scrollLeft = clamp(place.scrollLeft, left + width - place.clientWidth, left - 100);
+}
+
+function tip(x, y, text) {
+  const box = $("tip");
+  box.textContent = text;
+  const { width, height } = box.getBoundingClientRect();
+  const left = clamp(x + 12, 4, innerWidth - width - 4);
+  const above = y - height - 14;
+  const top = above < 4 ? y + 20 : above;
+  box.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
+}
+function hideTip() {
+  $("tip").textContent = "";
+}
+
+/** Elements that can be explored, by the pointer, a finger and keys. Of each:
+ *
+ *  find: what an event is on; by default, what its target says with `chooses`.
+ *  say: what the tip tells of that, or of what is chosen.
+ *  mark: the element of what is chosen. Without it, a click chooses nothing.
+ *  across, down: what the arrow keys choose, from the number of steps. */
+const pictures = new WeakMap();
+function pictureOf(event) {
+  return pictures.get(event.composedPath().find(each => pictures.has(each)));
+}
+function findIn(picture, event) {
+  return picture?.find ? picture.find(event) : event.target.chooses;
+}
+/** The column and the row of a picture that an event is on. */
+function cellAt({ target, offsetX, offsetY }, columns, rows) {
+  const part = (offset, size, count) => clamp(Math.floor(offset / size * count), 0, count - 1);
+  return [part(offsetX, target.clientWidth, columns), part(offsetY, target.clientHeight, rows)];
+}
+const step = name => by => ({ [name]: chosen[name] + by });
+const stepPosition = by => goTo(chosen.query + by);
+const ACROSS = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+const DOWN = { ArrowUp: -1, ArrowDown: 1 };
+
+function hover(event) {
+  const picture = pictureOf(event);
+  const found = findIn(picture, event);
+  if (found) tip(event.clientX, event.clientY, picture.say(found));
+  else hideTip();
+}
+const main = document.querySelector("main");
+main.addEventListener("pointermove", hover);
+main.addEventListener("pointerdown", hover);
+main.addEventListener("pointerleave", event => {
+  if (event.pointerType !== "touch") hideTip();
+});
+main.addEventListener("click", event => {
+  const picture = pictureOf(event);
+  const found = findIn(picture, event);
+  if (found && picture.mark) choose(found);
+});
+document.addEventListener("pointercancel", hideTip);
+document.addEventListener("focusout", hideTip);
+document.addEventListener("wheel", hideTip, { passive: true });
+document.addEventListener("keydown", event => {
+  if (event.key === "Escape") hideTip();
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const picture = pictureOf(event);
+  const by = ACROSS[event.key] ?? DOWN[event.key];
+  const move = event.key in DOWN ? picture?.down : picture?.across;
+  if (!by || !move) return;
+  event.preventDefault();
+  choose(move(by));
+  const marked = picture.mark();
+  marked.focus();  // which only a head can have
+  const { right, top } = marked.getBoundingClientRect();
+  tip(right, top, picture.say(chosen));
+});

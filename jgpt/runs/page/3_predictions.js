@@ -1,0 +1,144 @@
+// The text, coloured by surprise
+
+let textSpans = [];
+function buildText() {
+  const most = Math.log2(data.vocab_size);
+  textSpans = tokens.map((token, position) => {
+    const span = element("span", {
+      id: `t${position}`,
+      role: "option",
+      ariaLabel: visible(token),
+      textContent: visible(token).replaceAll("␣", " "),
+      chooses: goTo(position),
+    });
+    span.classList.toggle("prompt", position < data.prompt);
+    span.classList.toggle("blank", /^\s*$/.test(data.texts[token]));
+    span.style.background = tint("amber", Math.min(1, (surprise(position)?.bits ?? 0) / most));
+    return span;
+  });
+  const breakAfter = token => data.texts[token].endsWith("\n") ? "\n" : "";
+  $("text").replaceChildren(...tokens.flatMap((token, i) => [textSpans[i], breakAfter(token)]));
+}
+function drawText() {
+  const { query } = chosen;
+  const span = textSpans[query];
+  $("text").querySelector(".on")?.removeAttribute("aria-selected");
+  mark($("text"), span);
+  span.ariaSelected = "true";
+  $("text").setAttribute("aria-activedescendant", span.id);
+  const origin = query < data.prompt ? "of the prompt" : "sampled";
+  $("picked").replaceChildren(
+    element("b", { textContent: visible(tokens[query]) }),
+    ` at position ${query}, ${origin}: ${describeSurprise(query)}.`);
+}
+function describeSurprise(position) {
+  const known = surprise(position);
+  if (!known) return "nothing comes before it, so nothing predicts it";
+  return `${known.bits.toFixed(2)} bits, probability ${number(known.probability)}, `
+    + `rank ${known.rank} of ${data.vocab_size}`;
+}
+pictures.set($("text"), {
+  say: ({ query }) => `${at(query)}: ${describeSurprise(query)}`,
+  mark: () => textSpans[chosen.query],
+  across: stepPosition,
+});
+
+// The logit lens
+
+const lenses = [];
+/** A lens in a place of the page: a row of predictions for each depth. */
+function lensIn(place) {
+  const grid = element("div", { className: "lens", role: "application", tabIndex: 0 });
+  grid.ariaLabel = "Logit lens: left and right choose a position, up and down a layer";
+  place.append(grid);
+  const lens = { grid, cells: [], of: null };
+  lenses.push(lens);
+  pictures.set(grid, {
+    say: ({ query, depth }) => describeLens(depth, query, lens.of),
+    mark: () => lens.cells[chosen.depth][chosen.query],
+    across: stepPosition,
+    down: step("depth"),
+  });
+  return lens;
+}
+const lens = lensIn($("lens"));
+/** Fill a lens with the predictions of some numbers. */
+function buildLens(lens, of) {
+  lens.of = of;
+  if (changed(lens, depths, widest, ...tokens)) layOutLens(lens);
+  lens.cells.forEach((row, depth) => row.forEach((cell, position) => {
+    const [best] = predictions(depth, position, of);
+    const right = following(depth, position, of)?.rank === 1;
+    const shade = best.probability.toFixed(3);
+    if (!changed(cell, best.token, shade, right)) return;
+    cell.textContent = cut(best.token);
+    cell.style.background = tint("green", shade);
+    cell.classList.toggle("right", right);
+  }));
+}
+/** Make the cells of a lens: a row of names, one for each depth, and one of what came next. */
+function layOutLens(lens) {
+  const { grid } = lens;
+  const width = widest <= 2 ? 20 : 8 * widest + 12;
+  grid.replaceChildren();
+  grid.style.gridTemplateColumns = `max-content repeat(${time}, ${width}px)`;
+  const row = (name, depth, names = []) => {
+    const cells = tokens.map((_, position) =>
+      element("span", { chooses: { ...goTo(position), depth } }, names[position] ?? ""));
+    grid.append(element("span", { className: "name" }, name), ...cells);
+    return cells;
+  };
+  const names = tokens.map(cut);
+  row("after", depths, names);
+  lens.cells = Array.from({ length: depths + 1 }, (_, depth) => row(depthName(depth), depth));
+  row("next", depths, names.slice(1));
+}
+function drawLens({ grid, cells }) {
+  mark(grid, cells[chosen.depth][chosen.query]);
+}
+function describeLens(depth, position, of) {
+  const next = following(depth, position, of);
+  const lines = predictions(depth, position, of).slice(0, 3).map(likely);
+  if (next) lines.push(`next was ${likely(next)}, rank ${next.rank}`);
+  return [`${depthName(depth)}, after ${at(position)}`, ...lines].join("\n");
+}
+
+// The next token
+
+/** What comes next, the most likely first; after the last token, as it is sampled. */
+function distribution(depth, position) {
+  if (position < time - 1 || depth < depths || !data.live) return predictions(depth, position);
+  const [candidates, logs] = data.last;
+  return filtered(candidates.map((token, i) => ({ token, log: logs[i] })));
+}
+function drawBars() {
+  const { depth, query } = chosen;
+  const next = following(depth, query);
+  const rows = distribution(depth, query).slice(0, 10);
+  if (next && !rows.some(each => each.token === next.token)) rows.push(next);
+  const largest = Math.max(...rows.map(each => each.probability));
+  const before = depth === depths ? data.before : null;
+  const writes = data.live && query === time - 1;
+  const readAt = depth < depths ? `, read at: ${depthName(depth)}` : "";
+  $("bars-title").textContent = `After ${at(query)}${readAt}`;
+  $("bars-legend").textContent = next ? "framed: the token that came next"
+    : writes ? "choose a token to write it" : "";
+  $("bars").replaceChildren(...rows.map(({ token, probability }) => {
+    const i = before ? before.candidates[query].indexOf(token) : -1;
+    const was = i < 0 ? "" : ` (was ${number(Math.exp(before.log_probabilities[query][i]))})`;
+    const row = element(
+      writes ? "button" : "div",
+      { className: "choice" },
+      element("span", { className: "token", textContent: visible(token), title: visible(token) }),
+      element("span", { className: "bar", style: `width: ${100 * probability / largest}%` }),
+      element("span", {
+        className: `number${token === next?.token ? " came" : ""}`,
+        textContent: number(probability) + was,
+      }));
+    if (writes) {
+      row.title = `write ${quoted(token)}`;
+      row.onclick = () => write(token);
+    }
+    return row;
+  }));
+}

@@ -1,0 +1,185 @@
+// Attention: all heads small, one large as a map and as arcs
+
+/** A head's weights, a pixel each. */
+function paintHead(layer, head, of, canvas) {
+  const time = of.tokens.length;
+  paintPixels(canvas, time, time, pixels => {
+    for (let query = 0; query < time; query++) {
+      for (let key = 0; key <= query; key++) {
+        pixels[query * time + key] = pixel(BLUE, weight(layer, head, query, key, of));
+      }
+    }
+  });
+}
+let headButtons = [];
+function buildHeads() {
+  $("attention").hidden = !data.attention;
+  if (!data.attention) return;
+  if (changed($("heads"), layers, heads)) layOutHeads();
+  for (const button of headButtons) {
+    const { layer, head } = button.chooses;
+    paintHead(layer, head, data, button.firstChild);
+  }
+}
+function layOutHeads() {
+  const grid = $("heads");
+  const name = textContent => grid.append(element("span", { className: "name", textContent }));
+  grid.replaceChildren();
+  grid.style.gridTemplateColumns = `max-content repeat(${heads}, minmax(24px, 120px))`;
+  headButtons = [];
+  name("");
+  for (let head = 0; head < heads; head++) name(heads > 6 ? head : `head ${head}`);
+  for (let layer = 0; layer < layers; layer++) {
+    name(layers > 8 ? layer : `layer ${layer}`);
+    for (let head = 0; head < heads; head++) {
+      const button = element("div", { role: "radio", chooses: { layer, head } }, element("canvas"));
+      button.ariaLabel = `layer ${layer}, head ${head}`;
+      headButtons.push(button);
+      grid.append(button);
+    }
+  }
+}
+pictures.set($("heads"), {
+  say: () => "",  // each has its name beside it
+  mark: () => headButtons[chosen.layer * heads + chosen.head],
+  across: step("head"),
+  down: step("layer"),
+});
+function describeWeight(query, key, of = data) {
+  if (key > query) return `${at(key)} comes after ${at(query)}:\nit can't be attended to`;
+  const w = weight(chosen.layer, chosen.head, query, key, of);
+  return `${at(query)} → ${at(key)}\nweight ${number(w)}`;
+}
+function drawAttention() {
+  if (!data.attention) return;
+  const { query, layer, head } = chosen;
+  headButtons.forEach((button, i) => {
+    const on = i === layer * heads + head;
+    button.ariaChecked = on;
+    button.tabIndex = on ? 0 : -1;
+  });
+  $("map-title").textContent = `Layer ${layer}, head ${head}`;
+  $("arcs-title").textContent = `Layer ${layer}, head ${head}: what ${at(query)} attends to`;
+  map.of = data;
+  drawMap(map);
+  drawArcs();
+  drawWhy();
+}
+
+// The map. It is painted when its numbers change; what is chosen is framed on top of it
+
+const maps = [];
+/** A map in a place of the page, of the chosen head. */
+function mapIn(place) {
+  const canvas = element("canvas", { role: "application", tabIndex: 0 });
+  canvas.ariaLabel = "Attention map: arrows move query and key";
+  const columns = element("div", { className: "names columns", ariaHidden: "true" });
+  const rows = element("div", { className: "names", ariaHidden: "true" });
+  const square = element("i");
+  const cells = element("div", { className: "cells" }, canvas, element("i"), square);
+  place.append(element("div", { className: "map" }, columns, rows, cells));
+  const map = { place, columns, canvas, cells, of: null };
+  maps.push(map);
+  pictures.set(canvas, {
+    find: event => {
+      const [key, query] = cellAt(event, time, time);
+      return { query, key };
+    },
+    say: ({ query, key }) => describeWeight(query, key, map.of),
+    mark: () => square,
+    across: step("key"),
+    down: step("query"),
+  });
+  return map;
+}
+const map = mapIn($("map"));
+function drawMap({ canvas, cells, of }) {
+  const { query, key, layer, head } = chosen;
+  if (changed(canvas, of, layer, head)) paintHead(layer, head, of, canvas);
+  cells.style = `--query: ${query}; --key: ${key}`;
+}
+
+// The arcs. Those of all queries lie on a canvas below, painted once for a head
+
+const ARCS = 150;  // pixels of their height, and of that of the bars
+const BARS = 48;
+const middleOf = position => (position + .5) * COLUMN;
+/** Draw the arcs from a query to the keys whose weights are larger than `least`. */
+function drawArcsOf(context, query, least, strength) {
+  for (let key = 0; key <= query; key++) {
+    const w = weight(chosen.layer, chosen.head, query, key);
+    if (w <= least) continue;
+    context.strokeStyle = `rgba(${BLUE}, ${strength * opacity(w)})`;
+    context.lineWidth = 1 + 3 * w * strength;
+    context.beginPath();
+    if (key === query) {
+      context.arc(middleOf(query), ARCS - 7, 4.5, 0, 2 * Math.PI);
+    } else {
+      const middle = middleOf((query + key) / 2);
+      const height = (ARCS - 8) * Math.sqrt((query - key) / time);
+      context.ellipse(middle, ARCS, middleOf(query) - middle, height, 0, Math.PI, 2 * Math.PI);
+    }
+    context.stroke();
+  }
+}
+function drawArcs() {
+  const { query, key, layer, head } = chosen;
+  if (changed($("arcs"), data, layer, head)) {
+    const all = prepare($("all-arcs"), ARCS);
+    for (let each = 0; each < time; each++) drawArcsOf(all, each, .02, .22);
+  }
+  drawArcsOf(prepare($("own-arcs"), ARCS), query, .0005, 1);
+  const bars = prepare($("arc-bars"), BARS);
+  const weights = Array.from({ length: query + 1 }, (_, to) => weight(layer, head, query, to));
+  const largest = Math.max(...weights);
+  weights.forEach((w, to) => {
+    bars.fillStyle = `rgba(${BLUE}, ${to === key ? 1 : .55})`;
+    bars.fillRect(to * COLUMN + 1, 1, COLUMN - 2, Math.max(.5, w / largest * (BARS - 2)));
+  });
+  mark($("arc-names"), $("arc-names").children[query]);
+  $("largest").textContent = number(largest);
+}
+pictures.set($("arcs"), {
+  find: event => goTo(cellAt(event, time, 1)[0]),
+  say: ({ key }) => describeWeight(chosen.query, key),
+  mark: () => $("arc-names").children[chosen.key],
+  across: stepPosition,
+  down: step("key"),
+});
+
+// One weight, as the arithmetic that gives it
+
+function drawWhy() {
+  const { layer, head, query, key } = chosen;
+  $("why").hidden = !data.products;
+  if (!data.products) return;
+  const { scale } = data.products;
+  const vector = (name, position) => {
+    const array = data.products[name];
+    const size = array.shape.at(-1);
+    const start = ((layer * heads + head) * time + position) * size;
+    return Array.from({ length: size }, (_, i) => entry(array, start + i));
+  };
+  const q = vector("query", query);
+  const productsWith = k => q.map((x, i) => x * k[i]);
+  const first = data.window ? Math.max(0, query + 1 - data.window) : 0;
+  let total = 0;
+  for (let other = first; other <= query; other++) {
+    total += Math.exp(scale * sum(productsWith(vector("key", other))));
+  }
+  const k = vector("key", key);
+  const products = productsWith(k);
+  const score = scale * sum(products);
+  const fixed = x => x.toFixed(3);
+  const outcome = key < first ? `outside the window of ${data.window}: masked, so the weight is 0`
+    : `exp ${fixed(Math.exp(score))}, divided by ${fixed(total)}, `
+      + `the sum over ${query - first + 1} keys: ${number(Math.exp(score) / total)}`;
+  const w = number(weight(layer, head, query, key));
+  $("why-title").textContent = `Why ${at(query)} gives ${at(key)} the weight ${w}`;
+  $("arithmetic").textContent = `query · key = ${fixed(sum(products))}; `
+    + `scaled by ${number(scale)}: ${fixed(score)}; ${outcome}`;
+  const order = [...q.keys()].sort((a, b) => Math.abs(products[b]) - Math.abs(products[a]));
+  const row = i => [i, fixed(q[i]), fixed(k[i]), fixed(products[i])];
+  $("products").replaceChildren(...order.map(i =>
+    element("tr", {}, ...row(i).map(textContent => element("td", { textContent })))));
+}

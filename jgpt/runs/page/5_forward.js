@@ -1,0 +1,99 @@
+// The forward pass: every array on the way of the chosen token
+
+const WHAT = {
+  token_embedding: "the token's row of the embedding table",
+  position_embedding: "the position's row of a table",
+  attention_norm: "the residual stream, normalised for attention",
+  query: "what the token looks for",
+  key: "what each token offers to be found by",
+  value: "what a token passes on where it is attended to",
+  split_heads: "the features, split among the heads",
+  apply_rotary: "turned by an angle that grows with the position",
+  attention_weights: "softmax of query · key, scaled, over this token and those before it",
+  attend: "the values, averaged with the weights",
+  merge_heads: "the heads side by side",
+  attention: "projected: what attention adds to the residual stream",
+  feed_forward: "what the feed-forward network adds to the residual stream",
+  "feed_forward_norm(x)": "the residual stream with attention added",
+  feed_forward_norm: "normalised for the feed-forward network",
+  expansion: "the hidden layer of the feed-forward network",
+  final_norm: "the residual stream after all blocks, normalised",
+  logits: "a score for each token of the vocabulary; softmax makes them probabilities",
+};
+let parts = [];  // a row of the page for each array
+function buildForward() {
+  const { arrays } = data;
+  if (changed($("arrays"), ...arrays.map(({ path, name }) => `${path} ${name}`))) layOutParts();
+  parts.forEach((part, i) => {
+    const { dimensions, sizes } = arrays[i];
+    const shape = dimensions.map((name, axis) => name ? `${name}=${sizes[axis]}` : sizes[axis]);
+    part.array = arrays[i];
+    part.shape.textContent = shape.join(" ");
+    part.canvas.hidden = !arrays[i].values;
+  });
+  $("too-many").hidden = Boolean(arrays[0].values);
+}
+function layOutParts() {
+  const groups = new Map();
+  parts = data.arrays.map(({ path, name }) => {
+    const block = path.match(/^\w+\.\d+/)?.[0];
+    const id = block ?? (groups.size > 1 ? "after the blocks" : "before the blocks");
+    if (!groups.has(id)) {
+      const isOpen = $(id)?.open ?? !groups.size;
+      const summary = element("summary", { textContent: id.replace(".", " ") });
+      groups.set(id, element("details", { id, open: isOpen, ontoggle: drawForward }, summary));
+    }
+    return layOutPart(path, name, groups.get(id));
+  });
+  $("arrays").replaceChildren(...groups.values());
+}
+/** An array in a group: a line with its picture, which opens to its numbers. */
+function layOutPart(path, name, group) {
+  const shape = element("span", { className: "shape" });
+  const canvas = element("canvas");
+  const line = element("summary", {},
+    element("span", { className: "name", textContent: name }),
+    shape,
+    canvas,
+    element("span", { className: "what", textContent: WHAT[name] ?? "" }));
+  const numbers = element("pre", { tabIndex: 0, ariaLabel: `Numbers of ${name}` });
+  const row = element("details", { className: "array" }, line, numbers);
+  row.style.marginLeft = `${12 * Math.max(0, path.split(".").length - 3)}px`;
+  group.append(row);
+  const part = { group, row, shape, canvas, numbers };
+  row.ontoggle = () => drawPart(part);
+  pictures.set(canvas, {
+    find: event => cellAt(event, part.columns, part.rows),
+    say: ([column, row]) => {
+      const value = part.values[row * part.columns + column].toFixed(4);
+      return `${name}[${part.rows > 1 ? `${row}, ` : ""}${column}]\n${value}`;
+    },
+  });
+  return part;
+}
+/** Draw the entries of an array at the chosen token, as rows and columns. */
+function drawPart(part) {
+  const { array, canvas, group, numbers } = part;
+  if (!group.open || !array.values) return;
+  const [, ...sizes] = array.values.shape;
+  const columns = sizes.pop() ?? 1;
+  const rows = sizes.reduce((a, b) => a * b, 1);
+  const size = rows * columns;
+  const values = Array.from({ length: size }, (_, i) =>
+    entry(array.values, chosen.query * size + i));
+  Object.assign(part, { rows, columns, values });
+  const largest = Math.max(...values.map(Math.abs)) || 1;
+  canvas.style.height = `${rows > 1 ? Math.min(8 * rows, 96) : 14}px`;
+  paintPixels(canvas, columns, rows, pixels => values.forEach((x, i) => {
+    pixels[i] = pixel(x < 0 ? AMBER : BLUE, Math.abs(x) / largest);
+  }));
+  if (!part.row.open) return;
+  const lines = Array.from({ length: rows }, (_, row) => {
+    const line = values.slice(row * columns, (row + 1) * columns).map(x => x.toFixed(4));
+    return (rows > 1 ? `${row}: ` : "") + line.join("  ");
+  });
+  numbers.textContent = lines.join("\n");
+}
+function drawForward() {
+  parts.forEach(drawPart);
+}

@@ -1,0 +1,189 @@
+// Live: what is changed goes to the server, and its numbers come back. The address has all of it
+
+let first, state, asking, again, writing;
+
+/** What the dials leave of the candidates, with probabilities. */
+function filtered(candidates) {
+  const ids = ["temperature", "top-k", "top-p", "min-p"];
+  const [temperature, most, nucleus, least] = ids.map(id => Number($(id).value));
+  if (temperature === 0) return [{ ...candidates[0], probability: 1 }];
+  const total = list => sum(list.map(each => each.probability));
+  const scaled = candidates.slice(0, most || undefined).map(({ token, log }) =>
+    ({ token, probability: Math.exp((log - candidates[0].log) / temperature) }));
+  const whole = total(scaled);
+  let before = 0;
+  const kept = scaled.filter(({ probability }) => {
+    const keep = before / whole < nucleus && probability >= least;
+    before += probability;
+    return keep;
+  });
+  return kept.map(({ token, probability }) => ({ token, probability: probability / total(kept) }));
+}
+function drawToken() {
+  let left = Math.random();
+  const kept = distribution(depths, time - 1);
+  return (kept.find(each => (left -= each.probability) < 0) ?? kept.at(-1)).token;
+}
+function say(text, wrong = false) {
+  $("said").textContent = text;
+  $("said").classList.toggle("wrong", wrong);
+}
+/** What the server answers, or why it doesn't. */
+async function ask(what, asked) {
+  try {
+    const headers = { "Content-Type": "application/json" };
+    const answer = await fetch(what, { method: "POST", headers, body: JSON.stringify(asked) });
+    return await answer.json();
+  } catch {
+    return { error: "the server doesn't answer: jgpt look RUN --live opens the page again" };
+  }
+}
+/** Change the state and ask for its numbers; while a request is out, the newest state waits. */
+async function change(changes) {
+  state = { ...state, ...changes };
+  history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(state))}`);
+  again = true;
+  asking ??= askAgain().finally(() => { asking = null; });
+  return asking;
+}
+async function askAgain() {
+  const slow = setTimeout(say, 1000, "the model computes: beside training it has to wait its turn");
+  while (again) {
+    again = false;
+    const found = await ask("look", state);
+    clearTimeout(slow);
+    say(found.error ?? "", Boolean(found.error));
+    if (found.error) continue;
+    if (found.text !== data?.text) Object.assign(chosen, goTo(found.tokens.length - 1));
+    show(found);
+  }
+}
+/** Append a token; whether there was room for it. */
+async function write(token) {
+  if (time >= data.block_size) {
+    say(`the text fills the block of ${data.block_size} tokens`, true);
+    return false;
+  }
+  const prompt = data.text + data.texts[token];
+  $("prompt").value = prompt;
+  await change({ prompt });
+  return data.text === prompt;
+}
+async function writeOn() {
+  writing = !writing;
+  $("write").textContent = writing ? "Stop" : "Write on";
+  while (writing && await write(drawToken())) await new Promise(requestAnimationFrame);
+  writing = false;
+  $("write").textContent = "Write on";
+}
+
+// Heads, blocks and patches
+
+/** A factor for each block and a switch for each head, where the model has them. */
+function buildSwitches() {
+  const { blocks } = data;
+  if (!changed($("switches"), heads, String(data.layers), String(blocks))) return;
+  const inputOf = (type, kind, name, ariaLabel) => {
+    const input = element("input", { type, name, ariaLabel, min: 0, max: 2, step: .1 });
+    input.oninput = () => {
+      const factor = Number(type === "range" ? input.value : input.checked);
+      change({ [kind]: { ...state[kind], [name]: factor } });
+    };
+    return input;
+  };
+  $("switches").replaceChildren();
+  for (let layer = 0; layer < Math.max(layers, blocks.length); layer++) {
+    const row = element("div");
+    if (blocks[layer]) {
+      const factor = inputOf("range", "blocks", layer, `factor of block ${layer}`);
+      row.append(element("label", {}, `block ${layer}`, factor, element("output")));
+    }
+    for (let head = 0; data.layers[layer] && head < heads; head++) {
+      const name = `${layer}.${head}`;
+      const on = inputOf("checkbox", "heads", name, `head ${head} of layer ${layer}`);
+      row.append(element("label", {}, on, `head ${head}`));
+    }
+    $("switches").append(row);
+  }
+  $("patching").hidden = !blocks.length;
+  $("patch-block").max = blocks.length - 1;
+}
+function drawChanges() {
+  if (!data.live) return;
+  for (const input of $("switches").querySelectorAll("[type=checkbox]")) {
+    input.checked = state.heads[input.name] !== 0;
+  }
+  for (const input of $("switches").querySelectorAll("[type=range]")) {
+    input.value = state.blocks[input.name] ?? 1;
+    input.nextElementSibling.textContent = `× ${Number(input.value).toFixed(1)}`;
+  }
+  const { before } = data;
+  const { query } = chosen;
+  let effect = describeLoss(data);
+  if (before) {
+    const [token] = before.candidates[query];
+    const was = likely({ token, probability: Math.exp(before.log_probabilities[query][0]) });
+    const now = likely(predictions(depths, query)[0]);
+    effect += ` After ${at(query)}: ${was} before, ${now} now.`;
+  }
+  $("effect").textContent = effect;
+  $("code").textContent = data.code;
+}
+/** The loss on the text, of which a single token has none, and what a change did to it. */
+function describeLoss({ next_log_probabilities, before }) {
+  if (time === 1) return "";
+  const is = lossOf(next_log_probabilities[depths]);
+  const loss = "Loss on the text:";
+  if (!before) return `${loss} ${is.toFixed(3)} nats per token.`;
+  const was = lossOf(before.next_log_probabilities);
+  const difference = `${is >= was ? "+" : ""}${(is - was).toFixed(3)}`;
+  return `${loss} ${was.toFixed(3)} nats per token before, ${is.toFixed(3)} now (${difference}).`;
+}
+
+// The controls
+
+function startLive(found) {
+  first = found;
+  document.body.className = "empty";
+  document.title = $("title").textContent = `Inside ${found.name}`;
+  for (const id of ["live", "training", "changes", "dials"]) $(id).hidden = false;
+  for (const dial of $("dials").querySelectorAll("input")) {
+    dial.after(element("output", {}, dial.value));
+    dial.oninput = () => {
+      dial.nextElementSibling.textContent = dial.value;
+      if (chosen.query === time - 1) drawBars();
+      else choose(goTo(time - 1));
+    };
+  }
+  for (const choice of [$("checkpoint"), $("other")]) {
+    choice.onchange = () => change({ [choice.id]: JSON.parse(choice.value) });
+  }
+  $("prompt").oninput = () => change({ prompt: $("prompt").value });
+  $("patch").onclick = () => {
+    const prompt = $("patch-prompt").value;
+    const block = Number($("patch-block").value);
+    change({ patch: prompt ? { block, position: chosen.query, prompt } : null });
+  };
+  $("sample").onclick = () => write(drawToken());
+  $("write").onclick = writeOn;
+  $("reset").onclick = () => change(restored({}));
+  addEventListener("hashchange", () => change(restored(inAddress())));
+  state = restored(inAddress());
+  watchTraining();
+}
+function inAddress() {
+  try {
+    return JSON.parse(decodeURIComponent(location.hash.slice(1)));
+  } catch {
+    return {};  // an address without a state
+  }
+}
+/** A state that lacks nothing, in the controls too. */
+function restored(given) {
+  const { text: prompt, checkpoint } = first;
+  const found = { prompt, checkpoint, other: null, heads: {}, blocks: {}, patch: null, ...given };
+  $("prompt").value = found.prompt;
+  $("patch-prompt").value = found.patch?.prompt ?? "";
+  drawChoices(found);
+  return found;
+}

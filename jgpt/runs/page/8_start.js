@@ -1,0 +1,63 @@
+// Draw what is chosen
+
+/** What is drawn in each section. Out of sight, it is drawn when the section comes back. */
+const DRAWN = {
+  surprise: drawText,
+  next: () => {
+    drawBars();
+    drawLens(lens);
+  },
+  changes: drawChanges,
+  attention: drawAttention,
+  forward: drawForward,
+  twins: drawTwins,
+};
+const asleep = new Set();
+for (const [id, drawn] of Object.entries(DRAWN)) {
+  $(id).addEventListener("contentvisibilityautostatechange", ({ skipped }) => {
+    if (skipped) asleep.add(id);
+    else if (asleep.delete(id) && data) drawn();
+  });
+}
+function draw() {
+  if (!data) return;
+  // what reads the layout comes first: after writing, it would be slow
+  for (const { cells } of lenses) reveal(cells[0]?.[chosen.query]);
+  for (const { columns } of maps) reveal(columns.children[chosen.key]);
+  reveal($("arc-names").children[chosen.query]);
+  for (const [id, drawn] of Object.entries(DRAWN)) {
+    if (!asleep.has(id)) drawn();
+  }
+  if (data.live && changed($("growth"), chosen.layer, chosen.head)) drawGrowth();
+}
+
+/** Say what the page is of, and what the model lacks. */
+function buildTitle() {
+  const { name, vocab_size, prompt, window, blocks, live } = data;
+  const sampled = time - prompt;
+  const bits = lossOf(data.next_log_probabilities[depths].slice(prompt - 1)) / Math.LN2;
+  const lacking = [
+    data.attention ? [] : "no module with a method weights: no attention is drawn",
+    depths ? [] : "no numbered blocks: there is no logit lens",
+    data.arrays.length > 1 ? [] : "no typed module or function: only its logits are known",
+    !live || blocks.some(Boolean) ? [] : "no blocks that add to a stream: none can be scaled",
+    !live || data.layers.some(Boolean) ? [] : "no heads that can be switched off",
+  ].flat();
+  const size = layers ? `${layers} layers of ${heads} heads` : `${depths} blocks`;
+  document.title = $("title").textContent = `Inside ${name}`;
+  $("summary").textContent = `${size}, a vocabulary of ${vocab_size}; `
+    + `${prompt} tokens of a prompt${sampled ? ` and ${sampled} sampled` : ""}`
+    + (lacking.length ? `. This model has ${lacking.join("; ")}.` : "");
+  $("lens-part").hidden = depths === 0;
+  $("blind-guess").textContent = Math.log2(vocab_size).toFixed(1);
+  $("mean").textContent = sampled ? `mean of what was sampled: ${bits.toFixed(2)} bits` : "";
+  $("windowed").textContent = window
+    ? `each token attends to the last ${window} tokens: further ones have no weight` : "";
+}
+
+const sent = JSON.parse($("data").textContent);
+if (sent.live) startLive(sent);
+else {
+  Object.assign(chosen, goTo(Math.floor((sent.tokens.length - 1) / 2)));
+  show(sent);
+}
