@@ -75,16 +75,21 @@ def draw_terminal(lines: list[str]) -> None:
 
 
 def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer) -> None:
-    """Write the attention weights of the sharpest head in the first and in the last layer."""
+    """Write the weights of two heads: the sharpest of the first layer, the farthest of the last."""
     weights = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode(LINE))[None])[:, 0])
+    position = np.arange(len(LINE))
+    reach = (weights[-1] * (position[:, None] - position)).sum(-1).mean(-1)
+    heads = (
+        ("sharpest of the layer", 0, weights[0].max(-1).mean(-1).argmax()),
+        ("one that looks back farthest", len(weights) - 1, reach.argmax()),
+    )
     figure, panels = plt.subplots(1, 2, figsize=(10, 5.1), layout="constrained")
-    for axes, layer in zip(panels, (0, len(weights) - 1), strict=True):
-        head = weights[layer].max(-1).mean(-1).argmax()
-        axes.imshow(weights[layer, head], cmap="Blues", vmin=0, vmax=1)
+    for axes, (which, layer, head) in zip(panels, heads, strict=True):
+        axes.imshow(weights[layer, head], cmap="Blues", vmin=0, vmax=0.5)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(range(len(LINE)), LINE.replace(" ", "·"), family="monospace", fontsize=8)
         axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
-        axes.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=11)
+        axes.set_title(f"layer {layer + 1}, head {head + 1}: the {which}", fontsize=11)
     figure.savefig(PICTURES / "attention.png", dpi=120, bbox_inches="tight")
 
 
