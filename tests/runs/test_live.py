@@ -97,20 +97,25 @@ CHANGES = {
 }
 
 
+def check_code(model, found: dict) -> None:
+    """An answer is what its code computes; changes change something."""
+    names = {"model": model, "tokenizer": TOKENIZER, "jgpt": jgpt, "jnp": jnp}
+    names["tokens"] = tokens_of(PROMPT)
+    exec(found["code"], names)
+    logs = np.asarray(jax.nn.log_softmax(names["logits"][0]))
+    expected = np.take_along_axis(logs, np.array(found["candidates"][-1]), -1)
+    np.testing.assert_allclose(found["log_probabilities"][-1], expected, rtol=0, atol=2e-5)
+    changed = abs(names["logits"] - model(tokens_of(PROMPT))).max()
+    assert changed > 0.01 if found["before"] else changed == 0
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_answer_is_what_its_code_computes(look, name):
     found = answer(look, {"prompt": PROMPT, **CHANGES[name]})
-    names = {"model": look.model, "tokenizer": TOKENIZER, "jgpt": jgpt, "jnp": jnp}
-    names["tokens"] = tokens_of(PROMPT)
-    exec(found["code"], names)
-    logs = jax.nn.log_softmax(names["logits"][0])
-    expected = np.take_along_axis(np.asarray(logs), np.array(found["candidates"][-1]), -1)
-    np.testing.assert_allclose(found["log_probabilities"][-1], expected, rtol=0, atol=2e-5)
-    before = look.model(tokens_of(PROMPT))[0]
+    check_code(look.model, found)
     assert (name == "nothing") == (found["before"] is None)
     if found["before"]:
-        assert abs(names["logits"][0] - before).max() > 0.01
-        log = jax.nn.log_softmax(before)
+        log = jax.nn.log_softmax(look.model(tokens_of(PROMPT))[0])
         np.testing.assert_allclose(
             found["before"]["next_log_probabilities"],
             log[jnp.arange(6), tokens_of(PROMPT)[0, 1:]],
@@ -127,13 +132,7 @@ def test_a_model_of_one_s_own_is_drawn_and_changed_where_its_trace_allows(tmp_pa
     model = loud(make(sys.modules[make.__module__].Config(**sizes), rngs=nnx.Rngs(0)))
     look = Look(model, TOKENIZER, "run")
     assert look.anatomy.branches[1] == ("blocks.1.attention", "blocks.1.mlp")
-    found = answer(look, {"prompt": PROMPT, **CHANGES["all"]})
-    names = {"model": model, "tokenizer": TOKENIZER, "jgpt": jgpt, "jnp": jnp}
-    exec(found["code"], names)
-    logs = np.asarray(jax.nn.log_softmax(names["logits"][0]))
-    expected = np.take_along_axis(logs, np.array(found["candidates"][-1]), -1)
-    np.testing.assert_allclose(found["log_probabilities"][-1], expected, rtol=0, atol=2e-5)
-    assert abs(names["logits"] - model(tokens_of(PROMPT))).max() > 0.01
+    check_code(model, answer(look, {"prompt": PROMPT, **CHANGES["all"]}))
     plain = answer(look, {"prompt": PROMPT})
     weights = jgpt.capture(model, "blocks.1.attention.weights")(tokens_of(PROMPT))
     below = weights["blocks.1.attention.weights"][0][:, *np.tril_indices(7)]
@@ -143,14 +142,8 @@ def test_a_model_of_one_s_own_is_drawn_and_changed_where_its_trace_allows(tmp_pa
 
 
 def test_a_model_without_a_typed_call_has_its_next_token():
-    found = answer(
-        Look(
-            Sums(SumsConfig(vocab_size=17, block_size=11, rank=3), rngs=nnx.Rngs(0)),
-            TOKENIZER,
-            "run",
-        ),
-        {"prompt": PROMPT},
-    )
+    model = Sums(SumsConfig(vocab_size=17, block_size=11, rank=3), rngs=nnx.Rngs(0))
+    found = answer(Look(model, TOKENIZER, "run"), {"prompt": PROMPT})
     assert (found["blocks"], found["layers"], found["attention"]) == ([], [], None)
     assert [row["name"] for row in found["arrays"]] == ["logits"]
     assert np.shape(found["candidates"]) == (1, 7, 10)
@@ -219,15 +212,23 @@ def test_a_wrong_request_gets_one_line(look, asked, reason):
     assert reason in str(refused.value)
 
 
-@pytest.fixture(scope="module")
-def served(run):
-    """The address of a page, in parts, with its server at work."""
+@contextlib.contextmanager
+def at_work(run: Path):
+    """The address of a run's page, with its server at work."""
     with serving(RunPage(run, PROMPT)) as (address, server):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
+        try:
+            yield address
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(run):
+    with at_work(run) as address:
         yield address
-        server.shutdown()
-        thread.join()
 
 
 def ask(address: str, path: str | None = None, body: bytes | None = None, **headers: str):
@@ -358,8 +359,7 @@ def test_the_port_is_open_on_the_loopback_interface_alone(served):
 
 def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
     monkeypatch.setattr(live, "SECONDS", 0.5)
-    with serving(RunPage(run, PROMPT)) as (address, server):
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with at_work(run) as address:
         port, before = int(address.split(":")[2].split("/")[0]), threading.active_count()
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
         with ThreadPoolExecutor(50) as pool:
@@ -370,7 +370,6 @@ def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
             each.close()
         time.sleep(0.6)
         assert ask(address)[0] == 200
-        server.shutdown()
 
 
 # idle priority is told and not taken, for on a machine that is busy with tests it would be endless
@@ -514,9 +513,15 @@ def opened_at(page, address: str, *how) -> None:
 SETTLED = "(async () => { while (asking) await asking })()"
 
 
+def put(page, control: str, value: str | float) -> None:
+    """Change a control as a reader does."""
+    page.run(f"$('{control}').value = {json.dumps(value)}")
+    for event in ("input", "change"):
+        page.run(f"$('{control}').dispatchEvent(new Event('{event}'))")
+
+
 def typed(page, text: str) -> None:
-    page.run(f"$('prompt').value = {json.dumps(text)}")
-    page.run("$('prompt').dispatchEvent(new Event('input'))")
+    put(page, "prompt", text)
     page.run(SETTLED)
 
 
@@ -570,7 +575,7 @@ def test_three_questions_are_answered_by_clicking(opened, look):
 def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, scheme):
     opened_at(page, served, width, scheme)
     assert page.run("$('twins').hidden")
-    page.run("$('other').value = 0; $('other').dispatchEvent(new Event('change'))")
+    put(page, "other", 0)
     page.run(SETTLED)
     page.run("choose({ query: 5, key: 3, layer: 1, head: 2, depth: 1 })")
     both = page.run("twins.map(({ map, told }) => [weight(1, 2, 5, 3, map.of), told.textContent])")
@@ -602,8 +607,7 @@ def test_a_page_grows_with_the_run(page, run, tmp_path):
     copy, kept = shutil.copytree(run, tmp_path / "copy"), tmp_path / "kept"
     shutil.move(copy / "checkpoints", kept)
     (copy / "checkpoints").mkdir()
-    with serving(RunPage(copy, PROMPT)) as (address, server):
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with at_work(copy) as address:
         page.open("about:blank")
         page.errors.clear()
         page.open(address)
@@ -623,7 +627,6 @@ def test_a_page_grows_with_the_run(page, run, tmp_path):
         until(page, "$('progress').textContent.includes('is not a run directory')")
         assert page.run("tokens.length") == 7
         assert page.errors == []
-        server.shutdown()
 
 
 def until(page, condition: str) -> None:
@@ -648,7 +651,7 @@ def test_an_address_has_the_state(opened, served):
 
 
 def turn(page, dial: str, value: float) -> None:
-    page.run(f"$('{dial}').value = {value}; $('{dial}').dispatchEvent(new Event('input'))")
+    put(page, dial, value)
     assert page.run(f"$('{dial}').nextElementSibling.textContent") == f"{value:g}"
 
 
@@ -715,10 +718,8 @@ def test_the_live_page_fits_its_screen(page, served, width, scheme):
 
 @needs_chromium
 def test_a_server_that_ended_is_said(page, run):
-    with serving(RunPage(run, PROMPT)) as (address, server):
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with at_work(run) as address:
         opened_at(page, address)
-        server.shutdown()
     for text in ("a", "ab", "abc"):  # the browser may have connected before
         typed(page, text)
     assert page.run("$('said').textContent").startswith("the server doesn't answer")

@@ -93,9 +93,6 @@ function layOutLens(lens) {
   lens.cells = Array.from({ length: depths + 1 }, (_, depth) => row(depthName(depth), depth));
   row("next", depths, names.slice(1));
 }
-function drawLens({ grid, cells }) {
-  mark(grid, cells[chosen.depth][chosen.query]);
-}
 function describeLens(depth, position, of) {
   const next = following(depth, position, of);
   const lines = predictions(depth, position, of).slice(0, 3).map(likely);
@@ -110,6 +107,10 @@ function distribution(depth, position) {
   if (position < time - 1 || depth < depths || !data.live) return predictions(depth, position);
   const [candidates, logs] = data.last;
   return filtered(candidates.map((token, i) => ({ token, log: logs[i] })));
+}
+function drawNext() {
+  mark(lens.grid, lens.cells[chosen.depth][chosen.query]);
+  drawBars();
 }
 function drawBars() {
   const { depth, query } = chosen;
@@ -126,15 +127,11 @@ function drawBars() {
   $("bars").replaceChildren(...rows.map(({ token, probability }) => {
     const i = before ? before.candidates[query].indexOf(token) : -1;
     const was = i < 0 ? "" : ` (was ${number(Math.exp(before.log_probabilities[query][i]))})`;
-    const row = element(
-      writes ? "button" : "div",
-      { className: "choice" },
-      element("span", { className: "token", textContent: visible(token), title: visible(token) }),
+    const came = token === next?.token ? "came" : "";
+    const row = element(writes ? "button" : "div", {},
+      element("span", { className: "token", title: visible(token) }, visible(token)),
       element("span", { className: "bar", style: `width: ${100 * probability / largest}%` }),
-      element("span", {
-        className: `number${token === next?.token ? " came" : ""}`,
-        textContent: number(probability) + was,
-      }));
+      element("span", { className: came }, number(probability) + was));
     if (writes) {
       row.title = `write ${quoted(token)}`;
       row.onclick = () => write(token);

@@ -115,7 +115,7 @@ function drawTwins() {
     const { of } = lens;
     const best = predictions(depth, query, of).slice(0, 3).map(likely).join(", ");
     told.textContent = `${describeLoss(of)} After ${at(query)}, ${depthName(depth)}: ${best}.`;
-    drawLens(lens);
+    mark(lens.grid, lens.cells[depth][query]);
     if (!of.attention) continue;
     told.textContent += ` Layer ${layer}, head ${head}: ${at(query)} gives ${at(key)} the weight `
       + `${number(weight(layer, head, query, key, of))}.`;

@@ -3,10 +3,7 @@
 /** What is drawn in each section. Out of sight, it is drawn when the section comes back. */
 const DRAWN = {
   surprise: drawText,
-  next: () => {
-    drawBars();
-    drawLens(lens);
-  },
+  next: drawNext,
   changes: drawChanges,
   attention: drawAttention,
   forward: drawForward,
@@ -43,9 +40,9 @@ function buildTitle() {
     !live || blocks.some(Boolean) ? [] : "no blocks that add to a stream: none can be scaled",
     !live || data.layers.some(Boolean) ? [] : "no heads that can be switched off",
   ].flat();
-  const size = layers ? `${layers} layers of ${heads} heads` : `${depths} blocks`;
+  const size = layers ? `${layers} layers of ${heads} heads, ` : "";
   document.title = $("title").textContent = `Inside ${name}`;
-  $("summary").textContent = `${size}, a vocabulary of ${vocab_size}; `
+  $("summary").textContent = `${size}a vocabulary of ${vocab_size}; `
     + `${prompt} tokens of a prompt${sampled ? ` and ${sampled} sampled` : ""}`
     + (lacking.length ? `. This model has ${lacking.join("; ")}.` : "");
   $("lens-part").hidden = depths === 0;
