@@ -70,6 +70,15 @@ EVERY = pytest.mark.parametrize("module", MODULES, ids=lambda module: type(modul
 X = normal(3, 2, 7, 6)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_drops_weights_before_heads_are_merged(window):
+    config = dataclasses.replace(CONFIG, attention_window=window)
+    module = jgpt.MultiHeadAttention(config, rngs=nnx.Rngs(0))
+    heads = jgpt.capture(module, "attend_windowed")
+    whole, dropped = heads(X)["attend_windowed"], heads(X, rngs=rngs(1))["attend_windowed"]
+    assert not jnp.array_equal(whole, dropped)
+
+
 @EVERY
 def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
     """After `train()` as before; without a rate, a key drops nothing."""
