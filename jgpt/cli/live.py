@@ -1,12 +1,14 @@
 """Progress of training that also serves the run's page, from a process of its own."""
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jgpt.cli.console import ConsoleProgress
 from jgpt.config import Code, TrainConfig
@@ -26,17 +28,11 @@ class LiveProgress(ConsoleProgress):
     def __init__(self, *how: Any, browser: bool) -> None:
         super().__init__(*how)
         self._browser = browser
-        self._page: subprocess.Popen[str] | None = None
 
-    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
-        """Start the page too, over the beginning of the validation split."""
-        super().started(config, dataset, state, out)
-        few = dataset.validation[: min(PROMPT_TOKENS, config.model.block_size)]
-        given = [str(out), dataset.tokenizer.decode(few)]
-        if config.model.make is not None:
-            given.append(Code.of(config.model.make).named)
+    def __enter__(self) -> Self:
+        """Start the process, which imports its modules while the data is read."""
         self._page = page = subprocess.Popen(
-            [sys.executable, "-m", "jgpt.runs.live", *given],
+            [sys.executable, "-m", "jgpt.runs.live"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -50,7 +46,22 @@ class LiveProgress(ConsoleProgress):
             os.sched_setscheduler(page.pid, os.SCHED_IDLE, os.sched_param(0))
         elif sys.platform != "win32":
             os.setpriority(os.PRIO_PROCESS, page.pid, 19)
-        threading.Thread(target=self._announce, args=(page,), daemon=True).start()
+        return super().__enter__()
+
+    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
+        """Serve the run, over the beginning of the validation split."""
+        super().started(config, dataset, state, out)
+        few = dataset.validation[: min(PROMPT_TOKENS, config.model.block_size)]
+        make = config.model.make
+        model = None if make is None else Code.of(make).named
+        assert self._page.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a process that has ended says why
+            print(
+                json.dumps([str(out), dataset.tokenizer.decode(few), model]),
+                file=self._page.stdin,
+                flush=True,
+            )
+        threading.Thread(target=self._announce, args=(self._page,), daemon=True).start()
 
     def _announce(self, page: "subprocess.Popen[str]") -> None:
         assert page.stdout is not None
@@ -66,6 +77,5 @@ class LiveProgress(ConsoleProgress):
     def __exit__(self, *error: object) -> None:
         """End the page with training."""
         super().__exit__(*error)
-        if self._page is not None:
-            self._page.kill()
-            self._page.wait()
+        self._page.kill()
+        self._page.wait()

@@ -1,7 +1,8 @@
 """The page of a run, live: served on the loopback interface, to this machine alone.
 
-`python -m jgpt.runs.live RUN PROMPT [FILE.py:NAME]` serves it beside `jgpt train --live`, in a
-process of its own: it reads the run's files without a lock, so training waits for no reader.
+`python -m jgpt.runs.live` serves it beside `jgpt train --live`, in a process of its own, which is
+told the run on its standard input. It reads the run's files without a lock, so training waits for
+no reader.
 """
 
 import json
@@ -9,20 +10,27 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jgpt.config import Make
 from jgpt.generation.text import default_prompt, generate_text
+from jgpt.hardware import current_platform
+from jgpt.nn.models import abstract_model
+from jgpt.nn.precision import for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import CHECKPOINTS, METRICS, RunDirectory
 from jgpt.runs.look import Changes, Look, encode_text, page_of
 from jgpt.runs.manifest import MANIFEST
 from jgpt.runs.profiling import enable_compilation_cache
+from jgpt.user_code import with_code
 
 MOST_POINTS = 400
 """The limit of a loss curve: more steps are drawn as means."""
@@ -107,6 +115,23 @@ class RunPage:
                 found = {"checkpoint": at[0], "sample": text}
                 self._snapshots[at] = found | {name: numbers[name] for name in names}
             return self._snapshots[at]
+
+    def warm_up(self) -> None:
+        """Load the programs of a page before there is a checkpoint, for a model of zeros.
+
+        Beside training, while that compiles on one core too.
+        """
+        config = with_code(self.run.config(), self._model, None)
+        made = abstract_model(for_platform(config.model, current_platform()))
+        graph, weights = nnx.split(made)
+        (here, *_) = jax.devices()  # arrays of a checkpoint are committed to it, and so are these
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=here), weights)
+        # what can't be shown is said when a page asks for it
+        with self._computing, suppress(ValueError):
+            look = Look(nnx.merge(graph, zeros), self.run.tokenizer(), self.name)
+            self._opened.setdefault((0, 0), look)
+            answer(look, {"prompt": self.prompt})
+            generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
 
     def _open(self, which: Which) -> tuple[tuple[int, int], Look]:
         """A checkpoint, by its step and the time when it was saved."""
@@ -280,14 +305,19 @@ def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
     return Changes(heads, blocks, patch)
 
 
-def main(directory: str, prompt: str, model: str | None = None) -> None:
+def main() -> None:
     """Serve a run beside its training, until the trainer's process closes standard input."""
     enable_compilation_cache()
-    with serving(RunPage(directory, prompt, which="last", model=model)) as (address, server):
+    if not (line := sys.stdin.readline()):
+        return  # nothing is trained
+    directory, prompt, model = json.loads(line)
+    page = RunPage(directory, prompt, which="last", model=model)
+    with serving(page) as (address, server):
         print(address, flush=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.warm_up()
         sys.stdin.read()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

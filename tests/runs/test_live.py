@@ -28,6 +28,7 @@ from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.live import RunPage, answer, serving
 from jgpt.runs.look import Look
+from jgpt.runs.profiling import CompilationWatch
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState
 from jgpt.user_code import load_code
@@ -408,6 +409,23 @@ def gone(address: str) -> bool:
                 return True
         time.sleep(0.1)
     return False
+
+
+def test_the_first_checkpoint_finds_its_programs_compiled(run, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(run, path)
+    (path / "checkpoints").rename(path / "later")
+    page = RunPage(path, PROMPT, which="last")
+    page.warm_up()
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        page.look({"prompt": PROMPT})
+    (path / "later").rename(path / "checkpoints")
+    compiled: list[str] = []
+    with CompilationWatch(compiled.append) as watch:
+        watch.arm()
+        assert page.look({"prompt": PROMPT})["checkpoint"] == 7
+        assert page.snapshot({})["checkpoint"] == 7
+    assert compiled == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
