@@ -17,13 +17,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_ty
 
 import docstring_parser
 
-from jgpt.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    did_you_mean,
-)
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 from jgpt.user_code import with_code
 
