@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, Never, NoReturn, Self, get_args, get
 
 Config = typing.TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
-NormKind = Literal["layer", "rms"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
@@ -229,7 +228,7 @@ class ModelConfig(_Fields):
     """Learned position embeddings, or rotary embedding of queries and keys."""
     rotary_base: Positive = 10_000.0
     """The base of rotary embedding's frequencies."""
-    norm: NormKind = "layer"
+    norm: Literal["layer", "rms"] = "layer"
     """Layer norm or RMS norm."""
     norm_scale: bool = True
     """Learned scales in the norms."""

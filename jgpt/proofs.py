@@ -72,7 +72,6 @@ class Case:
     """Constraints on the sizes, and the verdict under them."""
 
     where: tuple[str, ...]
-    """Constraints on the sizes."""
     verdict: Literal["proven", "refused", "violated", "open"]
     detail: str = ""
 

@@ -43,7 +43,6 @@ Checkpoint = Annotated[
     Shown(help="The best by validation loss, the last, or a step."),
 ]
 Newlines = Annotated[bool, Shown(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
-OptimizerOption = Annotated[str | None, Shown("FILE:NAME", "Likewise the optimizer.")]
 ModelOption = Annotated[
     str | None, Shown("FILE:NAME", "The model, where a run has its own, such as my_gpt.py:GPT.")
 ]
@@ -348,7 +347,7 @@ def _config_of(what: str, model: str | None = None, optimizer: str | None = None
 def info(
     what: What,
     model: ModelOption = None,
-    optimizer: OptimizerOption = None,
+    optimizer: Annotated[str | None, Shown("FILE:NAME", "Likewise the optimizer.")] = None,
     mesh: MeshOption = None,
 ) -> Lines:
     """Show the parameters, bytes, FLOPs, training memory and proofs of a model."""
