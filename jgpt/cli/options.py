@@ -100,8 +100,7 @@ TRAIN = {
     each.name
     for kind in (RunOptions, ProcessOptions, *CONFIGS)
     for each in dataclasses.fields(kind)
-    if each.name != "make"
-}
+} - {"make"}
 """The names of the options of `jgpt train` and `plan`."""
 
 
