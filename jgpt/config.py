@@ -10,29 +10,16 @@ import inspect
 import json
 import re
 import reprlib
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    Never,
-    NoReturn,
-    Self,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, Never, NoReturn, Self, get_args, get_origin
 
-Config = TypeVar("Config")
+Config = typing.TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
-NormKind = Literal["layer", "rms"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
@@ -55,7 +42,7 @@ OTHER_NAMES = {
 MAX_NGRAM = 63  # each size up to it is traced
 
 
-class Rule(NamedTuple):
+class Rule(typing.NamedTuple):
     """What a value must be, in the annotation of its field."""
 
     text: str
@@ -94,8 +81,8 @@ DecayRate = Annotated[float, DECAY_RATE]
 
 def _validate(config: Any) -> None:
     """Raise ValueError for a field of another type, as from edited JSON, or out of bounds."""
-    annotated = get_type_hints(type(config), include_extras=True)
-    for name, hint in get_type_hints(type(config)).items():
+    annotated = typing.get_type_hints(type(config), include_extras=True)
+    for name, hint in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not _has_type(value, hint):
             advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
@@ -116,7 +103,7 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in kinds
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_has_type(item, kinds[0]) for item in value)
-    if get_origin(hint) in (Union, UnionType):
+    if get_origin(hint) in (typing.Union, UnionType):
         return any(_has_type(value, kind) for kind in kinds)
     if isinstance(value, bool):
         return hint is bool
@@ -241,7 +228,7 @@ class ModelConfig(_Fields):
     """Learned position embeddings, or rotary embedding of queries and keys."""
     rotary_base: Positive = 10_000.0
     """The base of rotary embedding's frequencies."""
-    norm: NormKind = "layer"
+    norm: Literal["layer", "rms"] = "layer"
     """Layer norm or RMS norm."""
     norm_scale: bool = True
     """Learned scales in the norms."""
@@ -496,16 +483,17 @@ def mesh_sizes(mesh: str) -> dict[str, int]:
     return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
 
 
-def fields_without_code(config: Any) -> list[dataclasses.Field]:
-    """The fields, without the user's own code."""
-    return [each for each in dataclasses.fields(config) if each.name != "make"]
+def values_without_code(config: Any) -> dict[str, Any]:
+    """The fields by name, without the user's own code."""
+    names = (each.name for each in dataclasses.fields(config))
+    return {name: getattr(config, name) for name in names if name != "make"}
 
 
 def as_dict(config: Any) -> dict[str, Any]:
     """The fields as a run saves them, in place of a user's own code the record of it."""
-    values = {each.name: getattr(config, each.name) for each in fields_without_code(config)}
     values = {
-        name: as_dict(it) if dataclasses.is_dataclass(it) else it for name, it in values.items()
+        name: as_dict(it) if dataclasses.is_dataclass(it) else it
+        for name, it in values_without_code(config).items()
     }
     if (make := getattr(config, "make", None)) is not None:
         record = dataclasses.asdict(Code.of(make))
@@ -530,14 +518,16 @@ def from_json(kind: type[Config], text: str) -> Config:
 def _from_dict(kind: type[Config], values: Any) -> Config:
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
-    hints = get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
     # what a file from before a field says by not having it
     fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     if isinstance(recorded := values.get("make"), dict):
-        known = {each.name for each in fields_without_code(kind)}
-        others = [(name, it) for name, it in values.items() if name not in (*known, "make")]
-        values = {name: it for name, it in values.items() if name in known}
-        others = tuple((name, tuple(it) if isinstance(it, list) else it) for name, it in others)
+        others = tuple(
+            (name, tuple(it) if isinstance(it, list) else it)
+            for name, it in values.items()
+            if name not in hints
+        )
+        values = {name: it for name, it in values.items() if name in hints and name != "make"}
         fields["make"] = Code(**recorded, fields=others)
     for name, value in values.items():
         nested: Any = hints.get(name)

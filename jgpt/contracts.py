@@ -26,6 +26,7 @@ from jaxtyping import AbstractArray, AnnotationError, Shaped, TypeCheckError, co
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Record = TypeVar("Record")
+Value = TypeVar("Value")
 
 LEGEND: dict[str, str] = {
     "batch": "sequences in a batch; `*batch` is any number of leading axes",
@@ -66,7 +67,6 @@ def sharding_rules(name: str, size: int) -> tuple[str, ...] | None:
 
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 _UNIONS = (typing.Union, types.UnionType)
-_Mismatch = Callable[[Any], str]  # the reason why a value does not match, or an empty string
 
 
 def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -136,21 +136,23 @@ def watching(watch: Watch) -> Iterator[None]:
         raise TypeError(f"watching needs a function of a TypedCall, not {_described(watch)}")
     if config.jaxtyping_disable or not __debug__:
         raise ValueError("watching needs the shape checks, which are switched off")
-    before = _WATCHES.set((*_WATCHES.get(), watch))
-    try:
+    with holding(_WATCHES, (*_WATCHES.get(), watch)):
         yield
-    finally:
-        _WATCHES.reset(before)
+
+
+def place(path: str) -> contextlib.AbstractContextManager[None]:
+    """Set the path of modules outside the outermost one, such as copies in a transformation."""
+    return holding(_PLACE, (path, _PLACE.get()[1]))
 
 
 @contextlib.contextmanager
-def place(path: str) -> Iterator[None]:
-    """Set the path of modules outside the outermost one, such as copies in a transformation."""
-    before = _PLACE.set((path, _PLACE.get()[1]))
+def holding(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Set a context variable for the block."""
+    before = variable.set(value)
     try:
         yield
     finally:
-        _PLACE.reset(before)
+        variable.reset(before)
 
 
 def check(value: Result, annotation: Any) -> Result:
@@ -160,7 +162,7 @@ def check(value: Result, annotation: Any) -> Result:
     """
     if config.jaxtyping_disable or not __debug__:
         return value
-    if not _is_array(annotation):
+    if not is_array(annotation):
         raise TypeError(
             f"check() needs an array annotation, such as Float[Array, 'batch'], "
             f"not {_spelled(annotation)}"
@@ -210,12 +212,9 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function, include_extras=True)
     # in signature order, which is the order in which sizes are bound
-    parameters = [
-        (name, parameter.kind, _mismatcher(hints[name]))
-        for name, parameter in signature.parameters.items()
-        if name in hints
-    ]
-    mismatch_of_result = _mismatcher(hints.get("return", Any))
+    kinds = {
+        name: parameter.kind for name, parameter in signature.parameters.items() if name in hints
+    }
     subject = f"{function.__module__}.{function.__qualname__}()"
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
@@ -223,16 +222,15 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, size in SYMBOLS.get().items():  # jaxtyping binds them as it binds sizes
-            sized = types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
-            _mismatch(Shaped[Any, name], sized)
-        for name, kind, mismatch in parameters:
+            _jaxtyping_mismatch(Shaped[Any, name], _sized(size))
+        for name, kind in kinds.items():
             values = bound.arguments[name]
             if kind is inspect.Parameter.VAR_KEYWORD:
                 values = values.values()
             elif kind is not inspect.Parameter.VAR_POSITIONAL:
                 values = (values,)
             for value in values:
-                if reason := mismatch(value):
+                if reason := _mismatch(hints[name], value):
                     what = f"{subject} got a wrong argument `{name}`"
                     return None, _error(what, hints[name], value, reason)
         try:
@@ -242,7 +240,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
                 result = function(*args, **kwargs)
         except Exception as error:
             return None, error
-        if reason := mismatch_of_result(result):
+        if reason := _mismatch(hints.get("return", Any), result):
             what = f"{subject} returned a wrong result"
             return None, _error(what, hints["return"], result, reason)
         return result, None
@@ -262,30 +260,17 @@ def _watched(
     name = "" if function.__name__ == "__call__" else function.__name__
     whole = ".".join(filter(None, (path, name)))
     call = TypedCall(whole, function, bound.arguments, hints)
-    with _unwatched():
+    with holding(_WATCHES, ()):  # what a watcher calls itself isn't heard
         leaves = [watch(call) for watch in watches]
     for leave in leaves:
         if not (leave is None or callable(leave)):
             raise TypeError(f"a watch returns a function of the result, not {_described(leave)}")
-    before = _PLACE.set((path, modules))
-    try:
+    with holding(_PLACE, (path, modules)):
         result = function(*bound.args, **bound.kwargs)
-    finally:
-        _PLACE.reset(before)
-    with _unwatched():
+    with holding(_WATCHES, ()):
         for leave in reversed(leaves):
             result = result if leave is None else leave(result)
     return result
-
-
-@contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    """Don't hear what a watcher itself calls."""
-    before = _WATCHES.set(())
-    try:
-        yield
-    finally:
-        _WATCHES.reset(before)
 
 
 def _placed(module: Any) -> _Place:
@@ -304,28 +289,48 @@ def _placed(module: Any) -> _Place:
     return modules[id(module)][0], modules
 
 
-def _mismatcher(hint: Any) -> _Mismatch:
-    """A function that checks a value and binds the sizes that the annotation names."""
+def _mismatch(hint: Any, value: Any) -> str:
+    """The reason why a value does not match an annotation, or an empty string.
+
+    Binds the sizes that the annotation names.
+    """
     if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
-        return lambda value: ""
-    if _is_array(hint):
-        return functools.partial(_array_mismatch, hint)
+        return ""
+    if is_array(hint):
+        return _array_mismatch(hint, value)
     if get_origin(hint) in _UNIONS:
         first, *others = (part for part in get_args(hint) if part is not types.NoneType)
-        mismatch = _mismatcher(first)
         if others:
-            bearable = functools.partial(is_bearable, hint=hint, conf=_BEARTYPE)
-            return lambda value: "" if bearable(_with_numbers(value)) else mismatch(value)
-        return lambda value: "" if value is None else mismatch(value)
+            matches = is_bearable(_with_numbers(value), hint, conf=_BEARTYPE)
+        else:
+            matches = value is None
+        return "" if matches else _mismatch(first, value)
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
-        return functools.partial(_tuple_mismatch, [*map(_mismatcher, get_args(hint))])
+        parts = get_args(hint)
+        if not isinstance(value, tuple) or len(value) != len(parts):
+            return f"it is not a tuple of {len(parts)}"
+        for i, (part, item) in enumerate(zip(parts, value, strict=True)):
+            if reason := _mismatch(part, item):
+                return f"item {i} is {_described(item)}: {reason}"
+        return ""
     if _is_tree_of_arrays(hint):
-        return functools.partial(_tree_mismatch, hint, _mismatcher(hint.leaftype))
-    return functools.partial(_other_mismatch, hint)
+        return _tree_mismatch(hint, value)
+    return _other_mismatch(hint, value)
 
 
-def _is_array(hint: Any) -> bool:
+def is_array(hint: Any) -> bool:
+    """Whether an annotation is that of one array."""
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
+
+
+def by_dimension(hint: Any, each: Sequence[Value]) -> Iterator[tuple[str, Sequence[Value]]]:
+    """The dimensions of an array annotation, with their parts of `each`: several for `*batch`."""
+    names = hint.dim_str.split()
+    several = len(each) - len(names) + 1
+    for name in names:
+        count = several if name.lstrip("?").startswith(("*", "...")) else 1
+        yield name, each[:count]
+        each = each[count:]
 
 
 def _is_tree_of_arrays(hint: Any) -> bool:
@@ -336,20 +341,11 @@ def _is_tree_of_arrays(hint: Any) -> bool:
     import jax
 
     leaves: Any = get_args(leaf) if get_origin(leaf) in _UNIONS else (leaf,)
-    known = all(_is_array(each) and each.array_type in (jax.Array, np.ndarray) for each in leaves)
+    known = all(is_array(each) and each.array_type in (jax.Array, np.ndarray) for each in leaves)
     return known and ("?" not in str(leaf) or len(leaves) == 1)
 
 
-def _tuple_mismatch(mismatches: list[_Mismatch], value: Any) -> str:
-    if not isinstance(value, tuple) or len(value) != len(mismatches):
-        return f"it is not a tuple of {len(mismatches)}"
-    for i, (mismatch, item) in enumerate(zip(mismatches, value, strict=True)):
-        if reason := mismatch(item):
-            return f"item {i} is {_described(item)}: {reason}"
-    return ""
-
-
-def _tree_mismatch(hint: Any, mismatch: _Mismatch, tree: Any) -> str:
+def _tree_mismatch(hint: Any, tree: Any) -> str:
     """Check as jaxtyping does, but without making a type checker for each call."""
     import jax
     from jaxtyping import PyTree
@@ -358,13 +354,11 @@ def _tree_mismatch(hint: Any, mismatch: _Mismatch, tree: Any) -> str:
         return ""
     if hint.structure is not None and not isinstance(tree, PyTree[Any, hint.structure]):
         return "its structure is not that of the tree it must match"
+    has_own_sizes = "?" in str(hint.leaftype)
     for index, leaf in enumerate(jax.tree.leaves(tree)):
-        if "?" in str(hint.leaftype):
-            suffix = f"_{hint.structure}{index}"
-            reason = _array_mismatch(_of_leaf(hint.leaftype, suffix), leaf).replace(suffix, "")
-        else:
-            reason = mismatch(leaf)
-        if reason:
+        suffix = f"_{hint.structure}{index}"
+        of_leaf = _of_leaf(hint.leaftype, suffix) if has_own_sizes else hint.leaftype
+        if reason := _mismatch(of_leaf, leaf).replace(suffix, ""):
             path, _ = jax.tree_util.tree_leaves_with_path(tree)[index]
             where = jax.tree_util.keystr(path, simple=True, separator=".")
             return f"its leaf {where} is {_described(leaf)}: {reason}" if path else reason
@@ -407,7 +401,7 @@ def _array_mismatch(hint: Any, value: Any) -> str:
     """jaxtyping's reason, except where it lists dtypes or names classes."""
     import jax
 
-    reason = _mismatch(hint, value)
+    reason = _jaxtyping_mismatch(hint, value)
     kind = hint.__name__.partition("[")[0]
     advice = ": jax.random.key makes one" if kind == "Key" else ""
     if "array type" in reason:
@@ -419,14 +413,19 @@ def _array_mismatch(hint: Any, value: Any) -> str:
     return re.sub(", not .* as expected.*", f", which is no {kind}{advice}", reason)
 
 
-def _mismatch(hint: Any, value: Any) -> str:
-    """The reason why a value does not match an array annotation, or an empty string."""
+def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
+    """jaxtyping's reason why a value does not match an array annotation, or an empty string."""
     try:
         return hint.__instancecheck_str__(value) or _sharding_mismatch(hint, value)
     except AnnotationError:
         raise
     except Exception as error:  # raised inside the annotation's braces
         return f"{type(error).__name__}: {error}"
+
+
+def _sized(size: Any) -> Any:
+    """What jaxtyping takes for an array of one dimension, whose size may be anything."""
+    return types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
 
 
 def _axes(value: Any) -> tuple[tuple[str, ...], ...]:
@@ -447,26 +446,25 @@ def _sharding_mismatch(hint: Any, value: Any) -> str:
     """
     if not (found := _axes(value)):
         return ""
-    written = hint.dim_str.split()
-    several = range(len(found) - len(written) + 1)  # dimensions of `*batch`
-    dimensions = [(name, i) for name in written for i in (several if name[0] in "*." else [0])]
-    for (dimension, i), axes, size in zip(dimensions, found, value.shape, strict=True):
+    for dimension, several in by_dimension(hint, [*zip(found, value.shape, strict=True)]):
         if dimension in ("...", "_"):
             continue
         # `{self.num_heads}` and `heads*value_dim` are sharded as heads, other expressions are free
         match = re.fullmatch(r"\W?(?:\w+\.)*(\w+)(\*\w+)?}?", dimension)
         name, factor = match.groups() if match else ("", "")
-        rule = None if i or factor else sharding_rules(name, size)
-        if rule is None and dimension.isidentifier() and name not in UNRULED:
-            rule = ()
-        its = f"dimension {dimension}{[i] if i else ''} is {_over(axes)}"
-        if rule is not None and rule != axes:
-            return f"{its}, the rules say {' and '.join(rule) or 'no axis'}"
-        # jaxtyping binds the axes as it binds sizes
-        sized = types.SimpleNamespace(shape=(axes,), dtype=np.dtype(bool))
-        if name and (reason := _mismatch(Shaped[Any, f"axes_of_{name}_{i}"], sized)):
-            before = re.findall(r"'(\w+)'", reason.partition("existing")[2])
-            return f"{its}, and {_over(before)} before in this call"
+        for i, (axes, size) in enumerate(several):
+            rule = None if i or factor else sharding_rules(name, size)
+            if rule is None and dimension.isidentifier() and name not in UNRULED:
+                rule = ()
+            its = f"dimension {dimension}{[i] if i else ''} is {_over(axes)}"
+            if rule is not None and rule != axes:
+                return f"{its}, the rules say {' and '.join(rule) or 'no axis'}"
+            # jaxtyping binds the axes as it binds sizes
+            if name and (
+                reason := _jaxtyping_mismatch(Shaped[Any, f"axes_of_{name}_{i}"], _sized(axes))
+            ):
+                before = re.findall(r"'(\w+)'", reason.partition("existing")[2])
+                return f"{its}, and {_over(before)} before in this call"
     return ""
 
 
@@ -522,7 +520,7 @@ def _sizes(expected: str) -> Iterable[tuple[str, str]]:
     for dimension in dict.fromkeys(dimensions):
         for spelled in (dimension, f"*{dimension}"):
             with contextlib.suppress(Exception):  # a brace that can't be evaluated is the reason
-                said = _mismatch(Shaped[np.ndarray, spelled], _NO_SIZE)
+                said = _jaxtyping_mismatch(Shaped[np.ndarray, spelled], _NO_SIZE)
                 if found := re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", said):
                     yield dimension, found[1]
                     break

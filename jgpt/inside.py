@@ -1,21 +1,21 @@
 """Inside a call: results captured and edited by their path, and the tree of shapes."""
 
 import dataclasses
+import functools
 import html
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import AbstractArray
 
 from jgpt.config import did_you_mean
-from jgpt.contracts import TypedCall, typed, watching
+from jgpt.contracts import TypedCall, by_dimension, is_array, typed, watching
 from jgpt.sharding import current_mesh
 
 
@@ -35,19 +35,14 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
         if not current_mesh().empty:
             raise ValueError("capture results without a mesh: there, each device has a part")
         found: dict[str, Any] = {}
-        patterns = _Patterns(paths)
 
-        def watch(call: TypedCall) -> Callable[[Any], Any] | None:
-            def keep(result: Any) -> Any:
-                calls = sum(name.partition("[")[0] == call.path for name in found)
-                found[call.path + f"[{calls}]" * (calls > 0)] = result
-                return result
+        def keep(path: str, result: Any) -> Any:
+            calls = sum(name.partition("[")[0] == path for name in found)
+            found[path + f"[{calls}]" * (calls > 0)] = result
+            return result
 
-            return None if patterns.match(call.path) is None else keep
-
-        with watching(watch):
-            _in_turn(model)(*args, **kwargs)
-        patterns.require_all_heard()
+        keeping = lambda path, _: functools.partial(keep, path)  # noqa: E731
+        _call_watched(model, paths, keeping, *args, **kwargs)
         return found
 
     return call
@@ -60,20 +55,40 @@ def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Callab
     Paths are those of `capture`. What replaces a result is checked like it. Raises ValueError for a
     path that nothing has.
     """
+    return functools.partial(_call_watched, model, edits, lambda _, pattern: edits[pattern])
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        patterns = _Patterns(edits)
 
-        def watch(call: TypedCall) -> Callable[[Any], Any] | None:
-            its = patterns.match(call.path)
-            return None if its is None else edits[its]
+def _call_watched(
+    model: nnx.Module,
+    patterns: Iterable[str],
+    change: Callable[[str, str], Callable[[Any], Any]],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call the model, with `change(path, pattern)` of each result whose path has a pattern.
 
-        with watching(watch):
-            result = _in_turn(model)(*args, **kwargs)
-        patterns.require_all_heard()
-        return result
+    A path has the first pattern that fits. Raises ValueError for a pattern that fits none.
+    """
+    expressions = {each: re.escape(each).replace(r"\*", r"[^.]+") for each in patterns}
+    paths, used = set(), set()
 
-    return call
+    def watch(call: TypedCall) -> Callable[[Any], Any] | None:
+        paths.add(call.path)
+        for pattern, expression in expressions.items():
+            if re.fullmatch(expression, call.path):
+                used.add(pattern)
+                return change(call.path, pattern)
+        return None
+
+    with watching(watch):
+        result = _in_turn(model)(*args, **kwargs)
+    for pattern in expressions:
+        if pattern not in used:
+            raise ValueError(
+                f"no typed call has the path {pattern!r}{did_you_mean(pattern, paths)}"
+            )
+    return result
 
 
 def _in_turn(model: nnx.Module) -> Any:
@@ -87,33 +102,6 @@ def _in_turn(model: nnx.Module) -> Any:
     return copy
 
 
-class _Patterns:
-    """Paths with wildcards, and which of them were heard."""
-
-    def __init__(self, patterns: Any) -> None:
-        self.unheard = dict.fromkeys(patterns)
-        self.expressions = {
-            pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-            for pattern in self.unheard
-        }
-        self.paths: set[str] = set()
-
-    def match(self, path: str) -> str | None:
-        """The first pattern of a path."""
-        self.paths.add(path)
-        for pattern, expression in self.expressions.items():
-            if expression.fullmatch(path):
-                self.unheard.pop(pattern, None)
-                return pattern
-        return None
-
-    def require_all_heard(self) -> None:
-        for pattern in self.unheard:
-            raise ValueError(
-                f"no typed call has the path {pattern!r}{did_you_mean(pattern, self.paths)}"
-            )
-
-
 NAME = r"[\w*]+(?==)"
 COLOURS = ("#008b8b", "#b0489c", "#3b8c3b", "#a87400", "#3a73c9")
 """Legible on black and on white."""
@@ -124,6 +112,7 @@ def name_colours(text: str) -> dict[str, str]:
     return dict(zip(dict.fromkeys(re.findall(NAME, text)), itertools.cycle(COLOURS), strict=False))
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shape:
     """An array's dtype and dimensions; a dimension's name is empty for an expression."""
@@ -138,6 +127,7 @@ class Shape:
         return f"{self.dtype}[{sizes}]"
 
 
+@jax.tree_util.register_dataclass
 @dataclass
 class ShapeTrace:
     """A typed call and those inside it. It prints as a tree, in a notebook as HTML."""
@@ -252,11 +242,16 @@ def heard_trace(
 
 def shapes_of(annotation: Any, value: Any) -> list[Shape]:
     """The shapes of the arrays in a value, with the dimension names of its annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
+    if is_array(annotation):
         if not hasattr(value, "shape"):
             return []
         dtype = "key" if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value.dtype.name
-        return [Shape(dtype, tuple(_dimensions(annotation.dim_str.split(), value.shape)))]
+        dimensions = [
+            (_plain(name) if len(sizes) == 1 else "", size)
+            for name, sizes in by_dimension(annotation, value.shape)
+            for size in sizes
+        ]
+        return [Shape(dtype, tuple(dimensions))]
     if leaf := getattr(annotation, "leaftype", None):
         shapes = [shape for each in jax.tree.leaves(value) for shape in shapes_of(leaf, each)]
         return shapes if len(shapes) < 4 else [Shape(f"{len(shapes)} arrays", ())]
@@ -267,17 +262,10 @@ def shapes_of(annotation: Any, value: Any) -> list[Shape]:
     return next((shapes for shapes in found if shapes), [])
 
 
-def _dimensions(names: list[str], sizes: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    several = len(sizes) - len(names) + 1  # the dimensions of a name such as *batch
-    remaining = list(sizes)
-    for name in names:
-        plain = re.sub(r"^[*#?]*\{?(?:\w+\.)*(\w+)\}?$", r"\1", name).lstrip("?*#")
-        if name.lstrip("?").startswith(("*", "...")):
-            for size in remaining[:several]:
-                yield plain if several == 1 and name != "..." else "", size
-            del remaining[:several]
-        else:
-            yield plain if re.fullmatch(r"\w+(\*\w+)?", plain) else "", remaining.pop(0)
+def _plain(name: str) -> str:
+    """The name of a dimension without marks, empty for an expression or `...`."""
+    plain = re.sub(r"^[*#?]*\{?(?:\w+\.)*(\w+)\}?$", r"\1", name).lstrip("?*#")
+    return plain if re.fullmatch(r"\w+(\*\w+)?", plain) else ""
 
 
 def _alike(calls: list[ShapeTrace]) -> Iterator[tuple[ShapeTrace, list[str]]]:
@@ -306,22 +294,6 @@ def with_symbols(
     named[one, other] = "*".join(symbols)
     named |= {(a + 1, b + 1): f"{name}+1" for name, (a, b) in symbols.items()}
 
-    def merged(one: list[Shape], other: list[Shape]) -> list[Shape]:
-        return [
-            Shape(
-                a.dtype,
-                tuple(
-                    (name, size if size == its else named.get((size, its), "?"))
-                    for (name, size), (_, its) in zip(a.dimensions, b.dimensions, strict=True)
-                ),
-            )
-            for a, b in zip(one, other, strict=True)
-        ]
-
-    arguments = {
-        name: merged(shapes, second.arguments[name]) for name, shapes in first.arguments.items()
-    }
-    calls = [with_symbols(*both, symbols) for both in zip(first.calls, second.calls, strict=True)]
-    return ShapeTrace(
-        first.path, first.name, arguments, merged(first.results, second.results), calls
+    return jax.tree.map(
+        lambda one, other: one if one == other else named.get((one, other), "?"), first, second
     )

@@ -1,6 +1,5 @@
 """Shapes proven for all sizes: an abstract trace for each branch that sizes decide."""
 
-import ast
 import contextlib
 import math
 import operator
@@ -24,16 +23,11 @@ import numpy as np
 import optax
 from jax.errors import InconclusiveDimensionOperation
 
-from jgpt.contracts import SYMBOLS, typed
+from jgpt.contracts import SYMBOLS, holding, typed
 
 MOST_CASES = 60
 FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
 """Functions in JAX's text of a size that Python lacks."""
-NAMED: dict[str, Callable[..., int]] = {**FUNCTIONS, "max": max, "min": min}
-OPERATORS: dict[type, Callable[..., int]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub},
-    **{ast.Mult: operator.mul, ast.Pow: operator.pow},
-}
 COMPARISONS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
 LIBRARIES = tuple(
@@ -69,16 +63,11 @@ class _Scale(float):
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _scales
 
 
-class _Uneven(Exception):
-    """A reshape to another number of entries."""
-
-
 @dataclass(frozen=True)
 class Case:
     """Constraints on the sizes, and the verdict under them."""
 
     where: tuple[str, ...]
-    """Constraints on the sizes."""
     verdict: Literal["proven", "refused", "violated", "open"]
     detail: str = ""
 
@@ -137,7 +126,7 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
                 cases.append(Case(case, "open", _reason(error)))
             else:
                 todo += [(*case, part) for part in reversed(parts)]
-        except (jaxtyping.TypeCheckError, _Uneven) as error:
+        except jaxtyping.TypeCheckError as error:
             cases.append(Case(case, "violated", _reason(error)))
         except ValueError as error:
             if "nsatisfiable" in str(error):
@@ -162,7 +151,7 @@ def _require_whole_reshapes(jaxpr: Any) -> None:
             if not isinstance(before - after, int) and _is_open(before - after):
                 raise _Open(f"'{before}' == '{after}'")
             if not (isinstance(before - after, int) and before == after):
-                raise _Uneven(f"a reshape of {before} entries to {after}")
+                raise jaxtyping.TypeCheckError(f"a reshape of {before} entries to {after}")
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -181,7 +170,8 @@ def _parsed(array: str) -> tuple[Any, str]:
 
 def _names(text: str) -> list[str]:
     """The sizes that a text names, not functions."""
-    return [name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in NAMED]
+    functions = ("max", "min", *FUNCTIONS)
+    return [name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in functions]
 
 
 def _ours(text: str) -> str:
@@ -223,24 +213,10 @@ def _scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
 
 def _holds(constraint: str, sizes: dict[str, int]) -> bool:
     """Whether a constraint holds for sizes that are numbers."""
-    left, how, right = re.split("(==|>=|<=)", constraint)
-    sides = (ast.parse(side.strip().replace("^", "**"), mode="eval").body for side in (left, right))
-    return COMPARISONS[how](*(_number(side, sizes) for side in sides))
-
-
-def _number(expression: ast.expr, sizes: dict[str, int]) -> int:
-    match expression:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.Name(id=name) if name in sizes:
-            return sizes[name]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(operand, sizes)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](_number(left, sizes), _number(right, sizes))
-        case ast.Call(func=ast.Name(id=name), args=args) if name in NAMED:
-            return NAMED[name](*(_number(each, sizes) for each in args))
-    raise ValueError(f"{ast.unparse(expression)!r} is no number")
+    low, how, high = _sides(constraint, jax.export.SymbolicScope())
+    ours = {_ours(name): size for name, size in sizes.items()}
+    low, high = (it._evaluate(ours) if isinstance(it, Size) else it for it in (low, high))
+    return COMPARISONS[how](low, high)
 
 
 def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, Any]:
@@ -307,11 +283,8 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
         for owner, name, ours, theirs in patches:
             patch = mock.patch.object(owner, name, _here(ours, theirs), create=True)
             stack.enter_context(patch)
-        token = SYMBOLS.set(known)
-        try:
+        with holding(SYMBOLS, known):
             yield
-        finally:
-            SYMBOLS.reset(token)
 
 
 def _here(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,10 +295,9 @@ def _here(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[...,
 
 def _is_open(size: Any) -> bool:
     """Whether a size may be 0 and may be something else."""
-    for compare in (operator.ge, operator.le):
-        number = 1 if compare is operator.ge else -1
+    for way in (size, -size):
         with contextlib.suppress(InconclusiveDimensionOperation):
-            if compare(size, number) is True:
+            if (way >= 1) is True:
                 return False
     return True
 

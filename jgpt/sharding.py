@@ -155,13 +155,8 @@ def laid_out(function: Callable[Parameters, Result]) -> Callable[Parameters, Res
 
 def _by_name(annotation: Any, each: Iterable[Any]) -> dict[str, list[Any]]:
     """Values per dimension, grouped by the dimension names in an annotation."""
-    names, rest = annotation.dim_str.split(), list(each)
-    several = len(rest) - len(names) + 1  # dimensions of `*batch`
-    found = {}
-    for name in names:
-        count = several if name[0] == "*" else 1
-        found[name.strip("*{}")], rest = rest[:count], rest[count:]
-    return found
+    found = contracts.by_dimension(annotation, [*each])
+    return {name.strip("*{}"): list(several) for name, several in found}
 
 
 def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jgpt.config import Code, Make, ModelConfig, TrainConfig, did_you_mean, fields_without_code
+from jgpt.config import Code, Make, ModelConfig, TrainConfig, did_you_mean, values_without_code
 
 
 def load_code(named: str) -> Callable[..., Any]:
@@ -65,10 +65,7 @@ def with_code(
     """
     if model is not None and not isinstance(model, Code):
         make = load_code(model) if isinstance(model, str) else model
-        fields = {
-            each.name: getattr(config.model, each.name)
-            for each in fields_without_code(config.model)
-        }
+        fields = values_without_code(config.model)
         if isinstance(config.model.make, Code):
             fields |= dict(config.model.make.fields)
         config = dataclasses.replace(config, model=config_class(make, config)(**fields, make=make))

@@ -1,10 +1,11 @@
-"""The commands: parameters are options, results are lines to print.
+"""The commands, one for each public function: parameters are options, results lines to print.
 
 Each imports what it needs when it runs: `jgpt --help` must not wait for jax.
 """
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import shlex
 import shutil
@@ -17,14 +18,7 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from jgpt.cli.options import (
-    File,
-    ProcessOptions,
-    RunOptions,
-    Shown,
-    describe_presets,
-    in_flags,
-)
+from jgpt.cli.options import File, ProcessOptions, RunOptions, Shown, describe_presets, in_flags
 from jgpt.cli.terminal import importing, open_console, say, spinner
 from jgpt.config import (
     Code,
@@ -40,7 +34,7 @@ from jgpt.presets import PRESETS
 from jgpt.user_code import with_code
 
 Run = Annotated[str, Shown("RUN", "The run directory.", positional=True)]
-What = Annotated[str, Shown("PRESET|RUN", positional=True)]
+What = Annotated[str, Shown("PRESET|RUN", "A preset's name or a run directory.", positional=True)]
 Image = Annotated[str, Shown("FILE", "The image to write: .png or .svg.")]
 Probability = Annotated[float | None, Shown("P")]
 Texts = Annotated[tuple[str, ...], Shown("TEXT", once=True)]
@@ -49,7 +43,6 @@ Checkpoint = Annotated[
     Shown(help="The best by validation loss, the last, or a step."),
 ]
 Newlines = Annotated[bool, Shown(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
-OptimizerOption = Annotated[str | None, Shown("FILE:NAME", "Likewise the optimizer.")]
 ModelOption = Annotated[
     str | None, Shown("FILE:NAME", "The model, where a run has its own, such as my_gpt.py:GPT.")
 ]
@@ -93,26 +86,18 @@ def _leave(message: str) -> NoReturn:
 
 def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with importing():
-        from jgpt.cli.console import ConsoleProgress
-        from jgpt.cli.live import LiveProgress
-        from jgpt.cli.signals import stop_requested
-        from jgpt.hardware import process_index
-        from jgpt.runs.bands import band_of
-        from jgpt.runs.directory import RunDirectory
-        from jgpt.runs.loop import TrainingStopped, fit
-        from jgpt.runs.processes import gather
+        from jgpt import hardware
+        from jgpt.cli import console, live, signals
+        from jgpt.runs import bands, directory, loop, processes
 
-    console = open_console()
-    console.quiet = process_index() != 0
-    shown = ConsoleProgress(console, "reading the data")
+    screen = open_console()
+    screen.quiet = hardware.process_index() != 0
+    shown = console.ConsoleProgress(screen, "reading the data")
     if options.live:
-        shown = LiveProgress(console, "reading the data", browser=options.browser)
-    with (
-        shown as progress,
-        stop_requested(progress.stopping, progress.leaving) as stop,
-    ):
+        shown = live.LiveProgress(screen, "reading the data", browser=options.browser)
+    with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as stop:
         try:
-            run = fit(
+            run = loop.fit(
                 config,
                 resume=options.resume,
                 overwrite=options.overwrite,
@@ -120,14 +105,14 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 should_stop=stop,
                 profile_steps=options.profile,
             )
-        except TrainingStopped as stopped:
+        except loop.TrainingStopped as stopped:
             resume = _command("train", "--out", stopped.directory, "--resume", *_own(config))
             progress.say(str(stopped), f"resume with: {resume}")
-            sys.exit(max(gather(stop.exit_code or 0)))
-    if process_index() != 0:
+            sys.exit(max(processes.gather(stop.exit_code or 0)))
+    if hardware.process_index() != 0:
         return []
     model = _own(config)[:2] if config.model.make is not None else []
-    band = band_of(RunDirectory(run.directory))
+    band = bands.band_of(directory.RunDirectory(run.directory))
     return [
         *(["", run.sample, ""] if run.sample else []),
         f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
@@ -157,20 +142,21 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
         if "jax" in sys.modules:  # a user's own model imported it
             sys.modules["jax"].config.update("jax_platforms", "cpu")
     with importing():
-        from jgpt.cli.console import ConsoleProgress, describe, describe_ahead
+        from jgpt.cli import console
         from jgpt.runs import loop
-        from jgpt.training.ahead import compile_ahead
+        from jgpt.training import ahead
 
     if options.on is None:
+        screen = open_console(stderr=options.json)
         resume, overwrite = options.resume, options.overwrite
-        with ConsoleProgress(open_console(stderr=options.json), "reading the data") as progress:
+        with console.ConsoleProgress(screen, "reading the data") as progress:
             planned = loop.plan(config, resume=resume, overwrite=overwrite, progress=progress)
-        lines = describe(planned)
+        lines = console.describe(planned)
     else:
         doing = f"compiling for {options.on}, which takes minutes"
         with spinner(open_console(stderr=True), doing):
-            planned = compile_ahead(config, options.on)
-        lines = describe_ahead(planned)
+            planned = ahead.compile_ahead(config, options.on)
+        lines = console.describe_ahead(planned)
     return [dumps(dataclasses.asdict(planned), default=str)] if options.json else lines
 
 
@@ -331,12 +317,11 @@ def eval_(
     """
     with importing():
         from jgpt.cli.console import ConsoleProgress
-        from jgpt.runs import loop
+        from jgpt.runs.loop import evaluate
         from jgpt.sharding import use_mesh
 
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
-        asked = {"which": checkpoint, "split": split, "model": model}
-        result = loop.evaluate(run, progress=progress, **asked)
+        result = evaluate(run, which=checkpoint, split=split, model=model, progress=progress)
     if json:
         return [dumps(dataclasses.asdict(result))]
     return [
@@ -362,35 +347,30 @@ def _config_of(what: str, model: str | None = None, optimizer: str | None = None
 def info(
     what: What,
     model: ModelOption = None,
-    optimizer: OptimizerOption = None,
+    optimizer: Annotated[str | None, Shown("FILE:NAME", "Likewise the optimizer.")] = None,
     mesh: MeshOption = None,
 ) -> Lines:
-    """Show the parameters, bytes, FLOPs, training memory and proofs of a model.
-
-    Args:
-        what: A preset's name or a run directory.
-    """
+    """Show the parameters, bytes, FLOPs, training memory and proofs of a model."""
     with importing() as status:
-        from jgpt.cli.console import describe_placements
-        from jgpt.hardware import current_platform, memory_limit
-        from jgpt.nn.models import flops_per_token, parts_of
-        from jgpt.nn.precision import run_for_platform
+        from jgpt import hardware
+        from jgpt.cli import console
+        from jgpt.nn import models, precision
         from jgpt.training import plan
 
         config = _config_of(what, model, optimizer)
         if mesh is not None:
-            return describe_placements(dataclasses.replace(config, mesh=mesh))
+            return console.describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
-        decided = run_for_platform(config, current_platform())
-        decided = plan.with_micro_batches(decided, memory_limit())
+        decided = precision.run_for_platform(config, hardware.current_platform())
+        decided = plan.with_micro_batches(decided, hardware.memory_limit())
         memory = plan.training_memory(decided)
-    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
+    rows = [(part.name, part.parameters, part.size) for part in models.parts_of(config.model)]
     rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     lines = [
         f"{name:<28} {count:>13,} parameters {plan.format_bytes(size):>12}"
         for name, count, size in rows
     ]
-    flops = flops_per_token(config.model)
+    flops = models.flops_per_token(config.model)
     lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if memory is not None:
         parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
@@ -415,7 +395,6 @@ def shapes(
     """Show the forward pass as a tree of calls, with the shape of each result.
 
     Args:
-        what: A preset's name or a run directory.
         batch: Sequences; by default any number, written b.
         time: Positions; by default any number, written t.
         depth: Levels of the tree.
@@ -429,21 +408,23 @@ def shapes(
     if decode and train:
         raise ValueError("decode=True and train=True are two pictures: give one")
     with importing():
-        from jgpt.inside import name_colours, with_symbols
-        from jgpt.training.shapes import trace_decode, trace_forward, trace_train
+        from jgpt import inside
+        from jgpt.training import shapes
 
         config = dataclasses.replace(_config_of(what, model), micro_batches=1)
-        trace = trace_decode if decode else trace_train if train else trace_forward
+        trace = shapes.trace_forward
+        if decode or train:
+            trace = shapes.trace_decode if decode else shapes.trace_train
         most = config.model.block_size
         first, second = (batch or 2, time or max(most - 1, 1)), (batch or 3, time or most)
         traced = trace(config, *first)
         if first != second:
             symbols = {"b": (first[0], second[0]), "t": (first[1], second[1])}
-            traced = with_symbols(traced, trace(config, *second), symbols)
+            traced = inside.with_symbols(traced, trace(config, *second), symbols)
     if json:
         return [dumps(traced.as_json())]
     lines = traced.lines(depth)
-    say(open_console(), *lines, colours=name_colours("\n".join(lines)))
+    say(open_console(), *lines, colours=inside.name_colours("\n".join(lines)))
     return []
 
 
@@ -537,6 +518,17 @@ def _serve(run: str, prompt: str | None, which: Any, model: str | None, browser:
     return []
 
 
+def new(
+    file: Annotated[str, Shown("FILE", "The Python file to write.", positional=True)],
+) -> Lines:
+    """Write a GPT of one file, to change and to train."""
+    path = _out(file, ".py")
+    if os.path.lexists(path):
+        raise ValueError(f"{file} already exists: choose another name")
+    write_file(path, Path(__file__).with_name("new_gpt.py.txt").read_bytes())
+    return [f"wrote {file}; next: {_command('train', '--model', f'{file}:GPT')}"]
+
+
 def prepare(
     out: Annotated[str, Shown("DIR", "The folder to write.")],
     files: Annotated[tuple[str, ...], Shown("TEXT", positional=True)] = (),
@@ -605,20 +597,17 @@ def import_(
         raise ValueError(f"block_size={block_size} needs rotary positions, which nanoGPT lacks")
 
     with importing() as status:
-        from jgpt.interop.hub import find_model
-        from jgpt.interop.huggingface import load_hf
-        from jgpt.interop.names import crop_vocabulary
-        from jgpt.interop.nanogpt import load_nanogpt
-        from jgpt.runs.checkpoints import save
+        from jgpt.interop import hub, huggingface, names, nanogpt
+        from jgpt.runs import checkpoints
 
         status.update(f"loading {source}")
         if from_ == "nanogpt":
-            folder, model = Path(source), load_nanogpt(source)
+            folder, model = Path(source), nanogpt.load_nanogpt(source)
         else:
-            folder = find_model(source)
-            model = load_hf(folder, block_size=block_size)
+            folder = hub.find_model(source)
+            model = huggingface.load_hf(folder, block_size=block_size)
         own_tokenizer = _tokenizer(folder, tokenizer, universal_newlines)
-        model = crop_vocabulary(model, own_tokenizer.vocab_size)
+        model = names.crop_vocabulary(model, own_tokenizer.vocab_size)
     # small and constant, as is usual for fine-tuning
     optimizer = OptimizerConfig(
         learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
@@ -626,7 +615,7 @@ def import_(
     dataset = DataConfig(data, universal_newlines)
     model_config = dataclasses.replace(model.config, dtype=dtype)
     config = TrainConfig(model_config, optimizer, dataset, name=path.name, out=out)
-    save(model, path, tokenizer=own_tokenizer, config=config)
+    checkpoints.save(model, path, tokenizer=own_tokenizer, config=config)
     return [
         f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {_command('sample', path)}"
@@ -680,43 +669,10 @@ def export(
     return lines
 
 
-def new(
-    file: Annotated[str, Shown("FILE", "The Python file to write.", positional=True)],
-) -> Lines:
-    """Write a GPT of one file, to change and to train."""
-    path = _out(file, ".py")
-    if os.path.lexists(path):
-        raise ValueError(f"{file} already exists: choose another name")
-    write_file(path, Path(__file__).with_name("new_gpt.py.txt").read_bytes())
-    return [f"wrote {file}; next: {_command('train', '--model', f'{file}:GPT')}"]
-
-
 def presets() -> Lines:
     """List the presets of `jgpt train`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     return describe_presets(width)
-
-
-_all = (
-    train,
-    plan,
-    sample,
-    chat,
-    eval_,
-    info,
-    shapes,
-    plot,
-    attention,
-    look,
-    new,
-    prepare,
-    import_,
-    export,
-    presets,
-)
-COMMANDS: dict[str, Callable[..., Lines | None]] = {
-    command.__name__.rstrip("_"): command for command in _all
-}
 
 
 @contextlib.contextmanager
@@ -742,3 +698,10 @@ def _out(path: str, *suffixes: str) -> Path:
 
 def _command(*words: object) -> str:
     return shlex.join(["jgpt", *map(str, words)])
+
+
+COMMANDS: dict[str, Callable[..., Lines | None]] = {
+    name.rstrip("_"): it
+    for name, it in vars().items()
+    if inspect.isfunction(it) and it.__module__ == __name__ and not name.startswith("_")
+}

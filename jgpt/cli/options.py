@@ -17,13 +17,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_ty
 
 import docstring_parser
 
-from jgpt.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    did_you_mean,
-)
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 from jgpt.user_code import with_code
 
@@ -106,8 +100,7 @@ TRAIN = {
     each.name
     for kind in (RunOptions, ProcessOptions, *CONFIGS)
     for each in dataclasses.fields(kind)
-    if each.name != "make"
-}
+} - {"make"}
 """The names of the options of `jgpt train` and `plan`."""
 
 
@@ -151,19 +144,15 @@ class _Parser(argparse.ArgumentParser):
                 how["type"] = lambda text: text if ".py:" in text else read(text)
             how["metavar"] = shown.metavar or METAVARS.get(name, metavar)
         if shown.positional:
-            how |= (
-                {"nargs": "+" if required else "*"} if many else {} if required else {"nargs": "?"}
-            )
+            how["nargs"] = ("+" if required else "*") if many else (None if required else "?")
             self.usage = f"{self.usage} {how['metavar']}"
             self.add_argument(name, **how)
             return
         if many:
             how |= {"action": "append"} if shown.once else {"action": "extend", "nargs": "*"}
-        if required:
-            how["required"] = True
         flag = f"--{name.rstrip('_').replace('_', '-')}"
         self.flags.append(flag)
-        group.add_argument(flag, dest=name, **how)
+        group.add_argument(flag, dest=name, required=required, **how)
 
     def parse(self, args: list[str]) -> dict[str, Any]:
         """The options that were given, lists as tuples."""

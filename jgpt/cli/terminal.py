@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
@@ -57,14 +56,14 @@ def terminal(stream: Any, *, draws: bool = False) -> Any:
     return made
 
 
-def say(console: Any, *lines: str, colours: Mapping[str, str] = MappingProxyType({})) -> None:
+def say(console: Any, *lines: str, colours: Mapping[str, str] | None = None) -> None:
     """Print plain text; a terminal wraps it at words, and shows names before `=` in colours."""
     from rich.text import Text
 
     for line in lines:
         if console.is_terminal:
             text = Text(line.translate(CONTROLS))
-            for name, colour in colours.items():
+            for name, colour in (colours or {}).items():
                 text.highlight_regex(rf"(?<![\w*]){re.escape(name)}(?==)", colour)
             console.print(text)
         elif not console.quiet:
