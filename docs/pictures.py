@@ -83,13 +83,15 @@ def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer) -> None:
         ("sharpest of the layer", 0, weights[0].max(-1).mean(-1).argmax()),
         ("one that looks back farthest", len(weights) - 1, reach.argmax()),
     )
-    figure, panels = plt.subplots(1, 2, figsize=(10, 5.1), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 5.3), layout="constrained")
     for axes, (which, layer, head) in zip(panels, heads, strict=True):
         axes.imshow(weights[layer, head], cmap="Blues", vmin=0, vmax=0.5)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(range(len(LINE)), LINE.replace(" ", "·"), family="monospace", fontsize=8)
         axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
         axes.set_title(f"layer {layer + 1}, head {head + 1}: the {which}", fontsize=11)
+        axes.set_xlabel("key: the letters that it attends to; darkest from a weight of 0.5")
+    panels[0].set_ylabel("query: the letter that attends")
     figure.savefig(PICTURES / "attention.png", dpi=120, bbox_inches="tight")
 
 

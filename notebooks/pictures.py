@@ -234,7 +234,7 @@ def draw_transformer(
         current = at == min(lesson, len(COURSE))
         place = (1.8 + 3.7 * at, 21.8, 3.4, 1.7)
         _box(axes, f"{number}\n{name}", place, at > lesson, current)
-    frame = {"facecolor": "#80808015", "edgecolor": INK, "linewidth": 0.7}
+    frame = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.7}
     frames = ((12.2, 20.8, "one block"), (22.2, 33.2, "its attention"))
     for left, right, title in frames:
         size = right - left, 18.5
@@ -264,7 +264,7 @@ def draw_transformer(
         known = (labels or {}).get(name, label)
         text = f"lesson {taught_in}" if later else known
         _box(axes, text, place, later, current)
-    style = {"va": "center", "color": "#b86200" if lesson == 6 else INK}
+    style = {"va": "center", "color": "#b36000" if lesson == 6 else INK}
     for shape, x, y in SHAPES if lesson >= 6 else ():
         axes.text(x, y, shape, zorder=4, **style)
     axes.set(xlim=(-0.2, 33.4), ylim=(-0.4, 22.8))

@@ -40,10 +40,11 @@ function buildTitle() {
     !live || blocks.some(Boolean) ? [] : "no blocks that add to a stream: none can be scaled",
     !live || data.layers.some(Boolean) ? [] : "no heads that can be switched off",
   ].flat();
-  const size = layers ? `${layers} layers of ${heads} heads, ` : "";
+  const counted = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
+  const size = layers ? `${counted(layers, "layer")} of ${counted(heads, "head")}, ` : "";
   document.title = $("title").textContent = `Inside ${name}`;
   $("summary").textContent = `${size}a vocabulary of ${vocab_size}; `
-    + `${prompt} tokens of a prompt${sampled ? ` and ${sampled} sampled` : ""}`
+    + `${counted(prompt, "token")} of a prompt${sampled ? ` and ${sampled} sampled` : ""}`
     + (lacking.length ? `. This model has ${lacking.join("; ")}.` : "");
   $("lens-part").hidden = depths === 0;
   $("blind-guess").textContent = Math.log2(vocab_size).toFixed(1);
