@@ -257,7 +257,7 @@ def trained(root: Path) -> Path:
     from jgpt import ModelConfig, TrainConfig, fit
 
     shape = ModelConfig(block_size=8, num_layers=1, num_heads=2, embed_dim=4)
-    some: dict[str, int] = {"steps": 2, "batch_size": 2, "eval_interval": 2, "sample_tokens": 0}
+    some: dict[str, Any] = {"steps": 2, "batch_size": 2, "eval_interval": 2, "sample_tokens": 0}
     run = str(root / "run")
     return fit(TrainConfig(model=shape, dataset=text_of(root), out=run, **some)).directory
 
