@@ -134,7 +134,11 @@ def main(
     config = jgpt.preset(preset)
     model = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
     config = run_for_platform(dataclasses.replace(config, model=model), current_platform())
-    state, tokens, key = init_state(config), resident(some_tokens(config)), dropout_stream(0)
+    state, tokens, key = (
+        init_state(config),
+        resident(some_tokens(config)),
+        dropout_stream(config.seed),
+    )
     windows = batches(tokens, config.seed, 0, steps, config.batch_size, config.model.block_size)
     step = make_train_steps(config).lower(state, windows, key, 0, 0).compile()
     kind = kinds(step.as_text() or "")
