@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ Curve = tuple[list[int], np.ndarray]
 """Steps and losses."""
 SEEDS = range(FIRST_SEED, FIRST_SEED + 5)
 POINTS = 100
-
-
-@dataclass(frozen=True)
-class Options:
-    runs: Path
-    """The folder of the runs."""
-    presets: tuple[str, ...] = ("bigram", "tiny", "lecture", "modern", "nanogpt-cpu")
-    out: Path = BANDS
 
 
 def train(name: str, seed: int, out: Path) -> RunDirectory:
@@ -80,16 +71,25 @@ def spread(curve: Callable[[RunDirectory], Curve], runs: list[RunDirectory]) -> 
     return {"step": steps[0]} | {name: row.round(4).tolist() for name, row in drawn.items()}
 
 
-def main(options: Options) -> None:
-    presets, measured = json.loads(options.out.read_text())["presets"], provenance()
-    for name in options.presets:
-        runs = [train(name, seed, options.runs / f"{name}-{seed}") for seed in SEEDS]
-        presets[name] = measured | band(runs)
-    text = json.dumps({"presets": presets}, indent=2)
+def main(
+    runs: Path,
+    presets: tuple[str, ...] = ("bigram", "tiny", "lecture", "modern", "nanogpt-cpu"),
+    out: Path = BANDS,
+) -> None:
+    """Train what isn't trained yet, and write the bands.
+
+    Args:
+        runs: The folder of the runs.
+    """
+    bands, measured = json.loads(out.read_text())["presets"], provenance()
+    for name in presets:
+        trained = [train(name, seed, runs / f"{name}-{seed}") for seed in SEEDS]
+        bands[name] = measured | band(trained)
+    text = json.dumps({"presets": bands}, indent=2)
     in_a_line = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)
-    options.out.write_text(in_a_line + "\n")
-    print(options.out)
+    out.write_text(in_a_line + "\n")
+    print(out)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

@@ -1,46 +1,23 @@
-"""Comparisons of whole commands and of train steps, each a list of variants.
+"""Comparisons of whole commands and of train steps: each is a list of variants.
 
     JGPT_DATA_DIR=DIR python benchmarks/compare.py step_time --nanogpt PATH
 
-PATH is a checkout of nanoGPT, which step_time, time_to_loss and memory need. The record has the
-name of the comparison.
-
-- step_time: one train step beside nanoGPT's, eager and compiled, at its CPU setting (four layers of
-  128 features, block 64, batch 12); its batch, forward, backward, clipping and AdamW
-- time_to_loss: whole commands on tiny Shakespeare. nanoGPT trains its CPU setting (its README), to
-  about 1.886 by its own estimate over 20 batches, and `jgpt train nanogpt-cpu` the same; `jgpt
-  train modern-cpu` for a few steps, to an exact loss at least as good, and for as many as end
-  before nanoGPT does; `jgpt train` the default preset. None draws a sample. Each round has a seed
-- memory: peak memory of nanoGPT's CPU setting in both, of a first run of jgpt, which compiles, and
-  of preparing a large text, which is generated in a minute or two
-- prepare: whole commands that encode a text, tiny Shakespeare many times, with GPT-2's byte-pairs:
-  `jgpt prepare`, tiktoken with as many threads, nanoGPT's prepare.py (tiktoken, the whole text on
-  one thread), and tokenizers; the files of the byte-pairs are in $JGPT_DATA_DIR/gpt2-bpe
-- startup: `jgpt --help`, and `jgpt train` to its first step, with and without a compilation cache
-- scaling: step time against layers, width, block and batch of that setting, one at a time. The
-  exponent of time over floating-point operations is 1 where growth is linear
-- scan_layers: what a step takes to compile, in seconds of processor time, and to run, with a loop
-  and with a scan over the blocks
-- ablation: the exact loss of `modern-cpu` and of single changes of it, all with as many steps
-  and the same seeds, of which each round has one; the schedule ends with the steps
-- narrow_loss: nanoGPT's CPU setting in float32 and in bfloat16. A seed decides parameters and
-  batches, so the two runs of a round differ by rounding alone
+PATH is a checkout of nanoGPT. The record has the name of the comparison; `--help` lists them all.
 """
 
-import json
 import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
+import sampling as engines
 import tyro
 from nanogpt import CPU_SETTING, check_out, trained_by_nanogpt
 from runner import Measured, Rounds, Variant, compare, jgpt, median, python, trained_by_jgpt
@@ -83,34 +60,8 @@ CHANGES = {
     "gradients clipped at 1": "--gradient-clip 1",
 }
 """What ablation compares, as options of `jgpt train`."""
-Name = Literal[
-    "step_time",
-    "time_to_loss",
-    "memory",
-    "prepare",
-    "startup",
-    "scaling",
-    "scan_layers",
-    "ablation",
-    "narrow_loss",
-]
-
-
-@dataclass(frozen=True)
-class Options(Rounds):
-    comparison: Annotated[Name, tyro.conf.Positional] = "step_time"
-    nanogpt: Path = Path("nanoGPT")
-    """A checkout of nanoGPT."""
-    short_steps: int = 45
-    """Steps to reach the loss in, for time_to_loss."""
-    steps: int = 1000
-    """Steps that end before nanoGPT, for time_to_loss; steps of ablation and narrow_loss."""
-    gigabytes: float = 1.0
-    """The size of the text to prepare, for memory."""
-    megabytes: int = 200
-    """The size of the text, for prepare."""
-    first_step: Path | None = None
-    """Only train into this directory until the first step, and print the seconds."""
+NANOGPT = Path("nanoGPT")
+"""Where its checkout is by default."""
 
 
 def changed(**fields: Any) -> Any:
@@ -119,67 +70,66 @@ def changed(**fields: Any) -> Any:
     return replace(SETTING, model=replace(SETTING.model, **fields), **run)
 
 
-def step_time(options: Options, folder: Path) -> list[Variant]:
-    theirs = "--nanogpt", options.nanogpt
-    return [
-        variant("nanoGPT eager", SETTING, *theirs),
-        variant("nanoGPT compiled", SETTING, *theirs, "--compile"),
-        variant("jgpt float32", SETTING),
-        variant("jgpt bfloat16", changed(dtype="bfloat16")),
-    ]
-
-
-def time_to_loss(options: Options, folder: Path) -> list[Variant]:
-    return [
-        trained_by_nanogpt("nanoGPT", check_out(options.nanogpt, folder), *CPU_SETTING),
-        trained_by_jgpt("jgpt nanogpt-cpu", "nanogpt-cpu"),
-        trained_by_jgpt("to the loss", "modern-cpu", "--steps", options.short_steps),
-        trained_by_jgpt("to nanoGPT's end", "modern-cpu", "--steps", options.steps),
-        trained_by_jgpt("the default preset"),
-    ]
-
-
-def memory(options: Options, folder: Path) -> list[Variant]:
-    theirs = *CPU_SETTING, "--max_iters=200"
-    ours = jgpt("train", "nanogpt-cpu", "--data", "shakespeare", "--steps", 200, "--out", "{out}")
-    cache = {"XDG_CACHE_HOME": f"{folder}/programs"}  # jgpt's own cache, as its users have it
-    text = folder / "text.txt"
-    write_text(text, round(options.gigabytes * 1e9))
-    prepare = jgpt("prepare", text, "--out", "{out}")
-    return [
-        trained_by_nanogpt("nanoGPT", check_out(options.nanogpt, folder), *theirs),
-        Variant("jgpt, first run", ours, nothing, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),
-        Variant("jgpt", ours, nothing, cache, warm=True),
-        Variant("jgpt prepare", prepare, nothing, rounds=1),
-    ]
-
-
-def prepare(options: Options, folder: Path) -> list[Variant]:
-    data = Path(os.environ["JGPT_DATA_DIR"])
-    words = (data / "tinyshakespeare.txt").read_bytes()
-    text, files = folder / "text.txt", data / "gpt2-bpe"
-    text.write_bytes(words * -(-options.megabytes * 10**6 // len(words)))
-    ours = jgpt("prepare", text, "--tokenizer", "gpt2", "--tokenizer-files", files)
-
-    def theirs(name: str, way: str, **rest: Any) -> Variant:
-        where = "--text", text, "--files", files, "--out", "{out}"
-        return Variant(name, python("encoding.py", "--way", way, *where), speed, **rest)
-
-    def speed(printed: str, out: Path) -> dict[str, float]:
-        tokens = out / "tokens.bin" if out.is_dir() else out
-        return {"megabytes": text.stat().st_size / 1e6, "tokens": tokens.stat().st_size / 2}
-
-    return [
-        theirs("tiktoken", "tiktoken"),
-        theirs("nanoGPT's prepare.py", "nanogpt"),
-        theirs("tokenizers", "tokenizers", rounds=1),
-        Variant("jgpt prepare", [*ours, "--out", "{out}"], speed),
-    ]
+@contextmanager
+def temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def nothing(printed: str, out: Path) -> dict[str, float]:
     """No figures besides those of every variant."""
     return {}
+
+
+def step_time(how: Rounds, nanogpt: Path = NANOGPT) -> None:
+    """One train step beside nanoGPT's, eager and compiled, at its CPU setting (four layers of 128
+    features, block 64, batch 12): its batch, forward, backward, clipping and AdamW."""
+    theirs = "--nanogpt", nanogpt
+    variants = [
+        variant("nanoGPT eager", SETTING, *theirs),
+        variant("nanoGPT compiled", SETTING, *theirs, "--compile"),
+        variant("jgpt float32", SETTING),
+        variant("jgpt bfloat16", changed(dtype="bfloat16")),
+    ]
+    compare("step_time", variants, how)
+
+
+def time_to_loss(
+    how: Rounds, nanogpt: Path = NANOGPT, short_steps: int = 45, steps: int = 1000
+) -> None:
+    """Whole commands on tiny Shakespeare. nanoGPT trains its CPU setting (its README), to about
+    1.886 by its own estimate over 20 batches, and `jgpt train nanogpt-cpu` the same; `jgpt train
+    modern-cpu` for a few steps, to an exact loss at least as good, and for as many as end before
+    nanoGPT does; `jgpt train` the default preset. None draws a sample. Each round has a seed."""
+    with temporary() as folder:
+        variants = [
+            trained_by_nanogpt("nanoGPT", check_out(nanogpt, folder), *CPU_SETTING),
+            trained_by_jgpt("jgpt nanogpt-cpu", "nanogpt-cpu"),
+            trained_by_jgpt("to the loss", "modern-cpu", "--steps", short_steps),
+            trained_by_jgpt("to nanoGPT's end", "modern-cpu", "--steps", steps),
+            trained_by_jgpt("the default preset"),
+        ]
+        compare("time_to_loss", variants, how)
+
+
+def memory(how: Rounds, nanogpt: Path = NANOGPT, gigabytes: float = 1.0) -> None:
+    """Peak memory of nanoGPT's CPU setting in both, of a first run of jgpt, which compiles, and of
+    preparing a large text, which is generated in a minute or two."""
+    train = "train", "nanogpt-cpu", "--data", "shakespeare", "--steps", 200, "--out", "{out}"
+    ours, uncached = jgpt(*train), {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    with temporary() as folder:
+        cache = {"XDG_CACHE_HOME": f"{folder}/programs"}  # jgpt's own cache, as its users have it
+        text = folder / "text.txt"
+        write_text(text, round(gigabytes * 1e9))
+        prepare = jgpt("prepare", text, "--out", "{out}")
+        theirs = *CPU_SETTING, "--max_iters=200"
+        variants = [
+            trained_by_nanogpt("nanoGPT", check_out(nanogpt, folder), *theirs),
+            Variant("jgpt, first run", ours, nothing, uncached),
+            Variant("jgpt", ours, nothing, cache, warm=True),
+            Variant("jgpt prepare", prepare, nothing, rounds=1),
+        ]
+        compare("memory", variants, how)
 
 
 def write_text(path: Path, size: int) -> None:
@@ -194,44 +144,60 @@ def write_text(path: Path, size: int) -> None:
             file.write("".join(lines))
 
 
-def startup(options: Options, folder: Path) -> list[Variant]:
-    train = python("compare.py", "startup", "--first-step", "{out}")
+def prepare(how: Rounds, megabytes: int = 200) -> None:
+    """Whole commands that encode a text, tiny Shakespeare many times, with GPT-2's byte-pairs:
+    `jgpt prepare`, tiktoken with as many threads, nanoGPT's prepare.py (tiktoken, the whole text on
+    one thread), and tokenizers; the files of the byte-pairs are in $JGPT_DATA_DIR/gpt2-bpe."""
+    data = Path(os.environ["JGPT_DATA_DIR"])
+    words, files = (data / "tinyshakespeare.txt").read_bytes(), data / "gpt2-bpe"
+    with temporary() as folder:
+        text = folder / "text.txt"
+        text.write_bytes(words * -(-megabytes * 10**6 // len(words)))
+
+        def speed(printed: str, out: Path) -> dict[str, float]:
+            tokens = out / "tokens.bin" if out.is_dir() else out
+            return {"megabytes": text.stat().st_size / 1e6, "tokens": tokens.stat().st_size / 2}
+
+        def theirs(name: str, way: str, **rest: Any) -> Variant:
+            where = "--text", text, "--files", files, "--out", "{out}"
+            return Variant(name, python("encoding.py", "--way", way, *where), speed, **rest)
+
+        ours = "--tokenizer", "gpt2", "--tokenizer-files", files, "--out", "{out}"
+        variants = [
+            theirs("tiktoken", "tiktoken"),
+            theirs("nanoGPT's prepare.py", "nanogpt"),
+            theirs("tokenizers", "tokenizers", rounds=1),
+            Variant("jgpt prepare", jgpt("prepare", text, *ours), speed),
+        ]
+        compare("prepare", variants, how)
+
+
+def startup(how: Rounds) -> None:
+    """`jgpt --help`, and `jgpt train` to its first step, with and without a compilation cache."""
+    train = python("watching.py", "first_step", "--out", "{out}")
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # jgpt's own is below XDG_CACHE_HOME
-    first, later = {"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"XDG_CACHE_HOME": str(folder)}
-    return [
-        Variant("jgpt --help", jgpt("--help"), nothing, warm=True),
-        Variant("jgpt train, the first run", train, environment=first),
-        Variant("jgpt train, a later run", train, environment=later, warm=True),
-    ]
+    with temporary() as folder:
+        first, later = {"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"XDG_CACHE_HOME": str(folder)}
+        variants = [
+            Variant("jgpt --help", jgpt("--help"), nothing, warm=True),
+            Variant("jgpt train, the first run", train, environment=first),
+            Variant("jgpt train, a later run", train, environment=later, warm=True),
+        ]
+        compare("startup", variants, how)
 
 
-def seconds_to_first_step(out: Path) -> float:
-    """From the start of the process to the first line of metrics; then stop the process."""
-    # one step per call, so that the first is reported at once
-    command = jgpt("train", "nanogpt-cpu", "--out", out, "--steps-per-call", 1)
-    metrics = out / "metrics.jsonl"
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        while not (metrics.exists() and metrics.stat().st_size):
-            if process.poll() is not None:
-                sys.exit(f"{command} ended with {process.returncode}")
-            time.sleep(0.005)
-        return time.perf_counter() - began
-    finally:
-        process.terminate()  # saving takes a while
-        process.wait()
-
-
-def scaling(options: Options, folder: Path) -> list[Variant]:
-    return [
+def scaling(how: Rounds) -> None:
+    """Step time against layers, width, block and batch of nanoGPT's CPU setting, one at a time. The
+    exponent of time over floating-point operations is 1 where growth is linear."""
+    variants = [
         variant(f"{axis} {size}", changed(**{axis: size}), "--steps", 10)
         for axis, sizes in AXES.items()
         for size in sizes
     ]
+    compare("scaling", variants, how, exponents)
 
 
-def exponents(measured: Measured, options: Options) -> dict[str, Any]:
+def exponents(measured: Measured) -> dict[str, Any]:
     """The slope of log time over log FLOPs, for each axis."""
     from jgpt.nn.models import flops_per_token
 
@@ -251,9 +217,11 @@ def exponents(measured: Measured, options: Options) -> dict[str, Any]:
     return found
 
 
-def scan_layers(options: Options, folder: Path) -> list[Variant]:
+def scan_layers(how: Rounds) -> None:
+    """What a step takes to compile, in seconds of processor time, and to run, with a loop and with
+    a scan over the blocks."""
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    return [
+    variants = [
         variant(
             f"{name}, {layers} layers",
             changed(num_layers=layers, scan_layers=scan, steps_per_call=4),
@@ -262,23 +230,27 @@ def scan_layers(options: Options, folder: Path) -> list[Variant]:
         for layers in (4, 12, 36)
         for name, scan in (("loop", False), ("scan", True))
     ]
+    compare("scan_layers", variants, how)
 
 
-def ablation(options: Options, folder: Path) -> list[Variant]:
-    its = "modern-cpu", *evaluated_once(options)
-    return [trained_by_jgpt(name, *its, *change.split()) for name, change in CHANGES.items()]
+def ablation(how: Rounds, steps: int = 1000) -> None:
+    """The exact loss of `modern-cpu` and of single changes of it, all with as many steps and the
+    same seeds, of which each round has one; the schedule ends with the steps."""
+    its = "modern-cpu", "--steps", steps, "--eval-interval", steps
+    variants = [trained_by_jgpt(name, *its, *change.split()) for name, change in CHANGES.items()]
+    compare("ablation", variants, how, lambda _: {"steps": steps})
 
 
-def narrow_loss(options: Options, folder: Path) -> list[Variant]:
-    its = "nanogpt-cpu", *evaluated_once(options)
-    return [trained_by_jgpt(dtype, *its, "--dtype", dtype) for dtype in ("float32", "bfloat16")]
+def narrow_loss(how: Rounds, steps: int = 1000) -> None:
+    """nanoGPT's CPU setting in float32 and in bfloat16. A seed decides parameters and batches, so
+    the two runs of a round differ by rounding alone."""
+    its = "nanogpt-cpu", "--steps", steps, "--eval-interval", steps
+    dtypes = "float32", "bfloat16"
+    variants = [trained_by_jgpt(dtype, *its, "--dtype", dtype) for dtype in dtypes]
+    compare("narrow_loss", variants, how, differences)
 
 
-def evaluated_once(options: Options) -> tuple[object, ...]:
-    return "--steps", options.steps, "--eval-interval", options.steps
-
-
-def differences(measured: Measured, options: Options) -> dict[str, Any]:
+def differences(measured: Measured) -> dict[str, Any]:
     """bfloat16's losses minus float32's of the same seeds, and how far apart seeds are."""
     wide, narrow = (measured.get(it, {}).get("validation_loss") for it in ("float32", "bfloat16"))
     if not wide or not narrow:
@@ -291,33 +263,122 @@ def differences(measured: Measured, options: Options) -> dict[str, Any]:
     }
 
 
-COMPARISONS: dict[Name, Callable[[Options, Path], list[Variant]]] = {
-    "step_time": step_time,
-    "time_to_loss": time_to_loss,
-    "memory": memory,
-    "prepare": prepare,
-    "startup": startup,
-    "scaling": scaling,
-    "scan_layers": scan_layers,
-    "ablation": ablation,
-    "narrow_loss": narrow_loss,
-}
-FACTS: dict[str, Callable[[Measured, Options], dict[str, Any]]] = {
-    "scaling": exponents,
-    "ablation": lambda measured, options: {"steps": options.steps},
-    "narrow_loss": differences,
-}
+def contract_overhead(
+    how: Rounds, preset: str = "nanogpt-cpu", traced_presets: tuple[str, ...] = ()
+) -> None:
+    """What the shape contract costs: the import, the first trace of a preset's train step, its
+    compilation and steps, an eager forward pass, and tracing each preset's train step."""
+    command = python("checks.py", "--preset", preset)
+    command += ["--traced-presets", *traced_presets] if traced_presets else []
+    variants = [
+        Variant(f"checks {name}", command, environment={"JAXTYPING_DISABLE": disable})
+        for name, disable in (("on", "0"), ("off", "1"))
+    ]
+    compare("contract_overhead", variants, how, ratios)
 
 
-def main(options: Options) -> None:
-    if options.first_step:
-        print(json.dumps({"seconds": seconds_to_first_step(options.first_step)}))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        variants = COMPARISONS[options.comparison](options, Path(folder))
-        facts = FACTS.get(options.comparison, lambda measured, options: {})
-        compare(options.comparison, variants, options, lambda measured: facts(measured, options))
+def ratios(measured: Measured) -> dict[str, Any]:
+    """The median ratio over the rounds, and the time added to the trace of each preset.
 
+    Other load slows both halves of a round alike."""
+    on, off = (measured.get(f"checks {name}", {}) for name in ("on", "off"))
+    pairs = {name: list(zip(on[name], off[name], strict=False)) for name in on if name in off}
+    return {
+        "ratio": {name: statistics.median(a / b for a, b in its) for name, its in pairs.items()},
+        "added": {
+            name.removeprefix("trace "): statistics.median(a - b for a, b in its)
+            for name, its in pairs.items()
+            if name.startswith("trace ")
+        },
+    }
+
+
+def live(how: Rounds, steps: int = 2000) -> None:
+    """`jgpt train` with its live page, which is read, and without: the time of a step."""
+    alone = python("watching.py", "page", "--steps", steps)
+    variants = [Variant("alone", alone), Variant("live", [*alone, "--live"])]
+
+    def slower(measured: Measured) -> dict[str, Any]:
+        times = [measured[name]["milliseconds_per_step"] for name in ("live", "alone")]
+        each = [live / alone - 1 for live, alone in zip(*times, strict=False)]
+        return {"steps": steps, "slower_by": each, "median": sorted(each)[len(each) // 2]}
+
+    compare("live", variants, how, slower)
+
+
+def sampling(how: Rounds, nanogpt: Path | None = None) -> None:
+    """Tokens a second when sampling, beside what people use on a CPU; see `sampling.py`. First
+    `pip install ctranslate2 gguf xllamacpp`; engines that aren't there are left out."""
+    facts = {"temperature": engines.TEMPERATURE, "tokens": engines.TOKENS}
+    with temporary() as folder:
+        subprocess.run(python("sampling.py", "prepare", "--folder", folder), check=True)
+        compare("sampling", engines.variants(folder, nanogpt), how, lambda _: facts)
+
+
+def gpu_step(
+    how: Rounds,
+    nanogpt: Path | None = None,
+    presets: tuple[str, ...] = ("gpt2", "nanogpt-char"),
+    batch_size: int = 32,
+    steps: int = 40,
+) -> None:
+    """A train step and the FLOPs utilisation on an accelerator, in bfloat16, beside nanoGPT's with
+    torch.compile. GPT-2 has `batch_size`, other presets their own."""
+    variants = []
+    for name in presets:
+        its = preset(name)
+        size = batch_size if name == "gpt2" else its.batch_size
+        model = replace(its.model, dtype="bfloat16")
+        config = replace(its, model=model, batch_size=size, micro_batches=1)
+        variants.append(variant(f"{name} jgpt", config, "--steps", steps))
+        if nanogpt:
+            theirs = "--steps", steps, "--nanogpt", nanogpt, "--compile"
+            variants.append(variant(f"{name} nanoGPT", config, *theirs))
+    compare("gpu_step", variants, how)
+
+
+def gpu_train(
+    how: Rounds,
+    nanogpt: Path | None = None,
+    train_preset: str = "nanogpt-char",
+    target: float = 1.4655,
+) -> None:
+    """`jgpt train` on an accelerator: its best exact loss on tiny Shakespeare, and the share of the
+    steps that it takes to the target, by default the mean of five seeds of nanoGPT; beside
+    nanoGPT's train.py in the first round, by its own estimate over 200 batches. Each round has a
+    seed."""
+    with temporary() as folder:
+        variants = [trained_by_jgpt("jgpt", train_preset, target=target)]
+        if nanogpt:
+            theirs = check_out(nanogpt, folder)
+            variants.append(trained_by_nanogpt("nanoGPT", theirs, target=target, rounds=1))
+        compare("gpu_train", variants, how, lambda _: {"target": target})
+
+
+def gpu_sampling(
+    how: Rounds,
+    nanogpt: Path | None = None,
+    batches: tuple[int, ...] = (1, 16, 64),
+    tokens: int = 255,
+) -> None:
+    """Tokens a second of several texts at once on an accelerator. At most one block of tokens;
+    beyond it, nanoGPT's window would slide."""
+    with temporary() as folder:
+        subprocess.run(python("sampling.py", "prepare", "--folder", folder), check=True)
+        counts = dict.fromkeys(engines.TOKENS, tokens)
+        found = engines.variants(folder, nanogpt, tokens=counts, batches=batches)
+        wanted = "10.7M jgpt bfloat16", "10.7M nanoGPT"
+        compare("gpu_sampling", [it for it in found if it.name in wanted], how)
+
+
+COMPARISONS = (
+    *(step_time, time_to_loss, memory, prepare, startup, scaling, scan_layers, ablation),
+    *(narrow_loss, contract_overhead, live, sampling, gpu_step, gpu_train, gpu_sampling),
+)
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.extras.subcommand_cli_from_dict(
+        {comparison.__name__: comparison for comparison in COMPARISONS},
+        description=__doc__,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )

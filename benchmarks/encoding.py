@@ -1,27 +1,12 @@
-"""Encode a text with GPT-2's byte-pairs, as others do it, into a file of uint16.
-
-- tiktoken: chunks of a megabyte in threads, by its fastest call
-- nanogpt: the whole text at once on one thread, as nanoGPT's prepare.py
-- tokenizers: chunks of a megabyte, by its `encode_batch`
-"""
+"""Encode a text with GPT-2's byte-pairs, as others do it, into a file of uint16."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import tyro
-
-
-@dataclass(frozen=True)
-class Options:
-    way: Literal["tiktoken", "nanogpt", "tokenizers"]
-    text: Path
-    files: Path
-    """The folder of encoder.json and vocab.bpe."""
-    out: Path
 
 
 def chunks(text: str) -> list[str]:
@@ -39,34 +24,38 @@ def gpt2_of_tiktoken(files: Path):
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    vocab, encoder = str(files / "vocab.bpe"), str(files / "encoder.json")
-    ranks = data_gym_to_mergeable_bpe_ranks(vocab, encoder)
+    ranks = data_gym_to_mergeable_bpe_ranks(str(files / "vocab.bpe"), str(files / "encoder.json"))
     special = {"<|endoftext|>": 50256}
     return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
     )
 
 
-def main(options: Options) -> None:
-    text = options.text.read_text(encoding="utf-8")
-    if options.way == "nanogpt":
-        np.array(gpt2_of_tiktoken(options.files).encode_ordinary(text), np.uint16).tofile(
-            options.out
-        )
-        return
-    with options.out.open("wb") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
-        if options.way == "tiktoken":
-            encoder = gpt2_of_tiktoken(options.files)
-            for tokens in pool.map(encoder.encode_to_numpy, chunks(text)):
+def main(
+    way: Literal["tiktoken", "nanogpt", "tokenizers"], text: Path, files: Path, out: Path
+) -> None:
+    """Encode a text.
+
+    Args:
+        way: tiktoken's fastest call on chunks of a megabyte in threads; nanoGPT's prepare.py, the
+            whole text at once on one thread; or `encode_batch` of tokenizers, in chunks.
+        files: The folder of encoder.json and vocab.bpe.
+    """
+    words = text.read_text(encoding="utf-8")
+    with out.open("wb") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
+        if way == "nanogpt":
+            np.array(gpt2_of_tiktoken(files).encode_ordinary(words), np.uint16).tofile(file)
+        elif way == "tiktoken":
+            for tokens in pool.map(gpt2_of_tiktoken(files).encode_to_numpy, chunks(words)):
                 file.write(tokens.astype(np.uint16).tobytes())
         else:
             from jgpt.data.tokenizers import BPETokenizer
 
-            backend = BPETokenizer.from_gpt2(options.files)._backend
-            for chunk in chunks(text):
+            backend = BPETokenizer.from_gpt2(files)._backend
+            for chunk in chunks(words):
                 for encoded in backend.encode_batch(chunk.splitlines(keepends=True)):
                     file.write(np.array(encoded.ids, np.uint16).tobytes())
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

@@ -41,20 +41,6 @@ VALUES = (*NUMBERS, None, True, "", "../../etc/passwd", "/etc/passwd", [], {}, [
 
 
 @dataclass(frozen=True)
-class Options:
-    inputs: int = 10_000
-    """How many mutated files of each format."""
-    formats: tuple[str, ...] = ()
-    """The formats to fuzz; by default all."""
-    seed: int = 0
-    """Decides the mutations."""
-    child: bool = False
-    """Fuzz one format in this process, and print what came out as JSON."""
-    write: bool = True
-    """Write the result to results/."""
-
-
-@dataclass(frozen=True)
 class Target:
     """Files to mutate, a function that loads them, and a repair after each mutation."""
 
@@ -67,24 +53,32 @@ class Target:
     """Whether loading may open any file, as with options that name files."""
 
 
-def main(options: Options) -> None:
-    if options.child:
-        print(json.dumps(fuzz(options.formats[0], options.inputs, options.seed)))
+def main(
+    inputs: int = 10_000, formats: tuple[str, ...] = (), seed: int = 0, child: bool = False
+) -> None:
+    """Fuzz formats, and write a record.
+
+    Args:
+        inputs: How many mutated files of each format.
+        formats: The formats to fuzz; by default all.
+        seed: Decides the mutations.
+        child: Fuzz one format in this process, and print what came out as JSON.
+    """
+    if child:
+        print(json.dumps(fuzz(formats[0], inputs, seed)))
         return
     results = {}
-    for name in options.formats or tuple(TARGETS):
-        results[name] = in_a_process(name, options)
+    for name in formats or tuple(TARGETS):
+        results[name] = in_a_process(name, inputs, seed)
         print(name, results[name], flush=True)
-        if options.write:
-            runner.write("fuzz", {"formats": results})
+        runner.write("fuzz", {"formats": results})
     sys.exit(1 if any(result["escapes"] for result in results.values()) else 0)
 
 
-def in_a_process(name: str, options: Options) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", "--formats", name]
-    command += ["--inputs", str(options.inputs), "--seed", str(options.seed)]
+def in_a_process(name: str, inputs: int, seed: int) -> dict[str, Any]:
+    how = "--child", "--formats", name, "--inputs", inputs, "--seed", seed
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(runner.python("fuzz.py", *how), capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         return {"escapes": [f"the process ended with {done.returncode}: {last}"]}
@@ -103,13 +97,12 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
         originals = {path: path.read_bytes() for path in target.files}
         watched = AuditHook(root)
         signal.signal(signal.SIGPROF, hung)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak_mebibytes()
         count = {"inputs": inputs, "loaded": 0, "refused": 0}
         escapes, grown = list[str](), 0.0
         for _ in range(inputs):
             path = chance.choice(target.files)
-            original = originals[path]
-            mutant = mutated(original, chance)
+            place, mutant = path.relative_to(root), mutated(originals[path], chance)
             replace(path, mutant)
             target.repair(path)
             watched.on = not target.opens_anything
@@ -117,24 +110,28 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
             try:
                 target.load()
                 count["loaded"] += 1
-                if target.detects_all and mutant != original:
-                    escapes.append(f"{path.relative_to(root)}: loaded though it was changed")
+                if target.detects_all and mutant != originals[path]:
+                    escapes.append(f"{place}: loaded though it was changed")
             except (ValueError, OSError):
                 count["refused"] += 1
             except BaseException as error:
-                escapes.append(f"{path.relative_to(root)}: {type(error).__name__}: {error}"[:300])
+                escapes.append(f"{place}: {type(error).__name__}: {error}"[:300])
             signal.setitimer(signal.ITIMER_PROF, 0)
             watched.on = False
             for other, content in originals.items():
                 if other == path or not other.is_file():
                     replace(other, content)
             target.repair(path)
-            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+            grown = peak_mebibytes() - before
             if grown > MEBIBYTES:
-                escapes.append(f"{path.relative_to(root)}: memory grew by {grown:.0f} MiB")
+                escapes.append(f"{place}: memory grew by {grown:.0f} MiB")
                 break
         escapes += watched.found
         return {**count, "escaped": len(escapes), "escapes": escapes[:5], "grown_mib": round(grown)}
+
+
+def peak_mebibytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class AuditHook:
@@ -243,23 +240,26 @@ def parsed(data: bytes) -> Any:
 
 # ---- what is loaded -----------------------------------------------------------------------------
 
+LINE = "the quick brown fox jumps over the lazy dog\n"
+
+
+def text_of(root: Path) -> Any:
+    """A dataset of a short text."""
+    from jgpt import DataConfig
+
+    text = root / "text.txt"
+    text.write_text(LINE * 20)
+    return DataConfig(data=(str(text),))
+
 
 def trained(root: Path) -> Path:
     """The directory of a small run."""
-    from jgpt import DataConfig, ModelConfig, TrainConfig, fit
+    from jgpt import ModelConfig, TrainConfig, fit
 
-    text = root / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    config = TrainConfig(
-        model=ModelConfig(block_size=8, num_layers=1, num_heads=2, embed_dim=4),
-        dataset=DataConfig(data=(str(text),)),
-        steps=2,
-        batch_size=2,
-        eval_interval=2,
-        sample_tokens=0,
-        out=str(root / "run"),
-    )
-    return fit(config).directory
+    shape = ModelConfig(block_size=8, num_layers=1, num_heads=2, embed_dim=4)
+    some: dict[str, Any] = {"steps": 2, "batch_size": 2, "eval_interval": 2, "sample_tokens": 0}
+    run = str(root / "run")
+    return fit(TrainConfig(model=shape, dataset=text_of(root), out=run, **some)).directory
 
 
 def files_of_a_run(pattern: str, **how: Any) -> Callable[[Path], Target]:
@@ -279,13 +279,10 @@ def tokenizer_json(root: Path) -> Target:
     from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
     from jgpt.data.tokenizers import tokenizer_from_json
 
-    text = "the quick brown fox jumps over the lazy dog\n"
-    kinds = [CharTokenizer.from_text(text), ByteTokenizer(), BPETokenizer.train([text] * 20, 270)]
-    files = []
-    for index, tokenizer in enumerate(kinds):
-        path = root / f"tokenizer-{index}.json"
+    kinds = CharTokenizer.from_text(LINE), ByteTokenizer(), BPETokenizer.train([LINE] * 20, 270)
+    files = [root / f"tokenizer-{index}.json" for index in range(len(kinds))]
+    for path, tokenizer in zip(files, kinds, strict=True):
         path.write_text(tokenizer.to_json())
-        files.append(path)
 
     def load() -> None:
         for file in files:
@@ -299,9 +296,8 @@ def token_files(root: Path) -> Target:
     from jgpt import DataConfig
     from jgpt.data.dataset import load_dataset, prepare
 
-    text, folder = root / "text.txt", root / "prepared"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    prepare(DataConfig(data=(str(text),)), folder)
+    folder = root / "prepared"
+    prepare(text_of(root), folder)
     config = DataConfig(data=(str(folder),))
     return Target(sorted(folder.iterdir()), lambda: load_dataset(config, 8))
 
@@ -400,22 +396,16 @@ def run_command(words: list[Any]) -> None:
         raise ValueError("valid")
 
     loop.fit = loop.plan = valid
-    complained = io.StringIO()
+    complained, code = io.StringIO(), 0
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(complained):
         try:
             jgpt([str(word) for word in words])
         except SystemExit as stop:
             code = stop.code
-        else:
-            code = 0
     lines = complained.getvalue().splitlines()
-    if code == 0:
-        assert lines == [], (lines, words)
-    else:
-        assert code == 2, (code, words)
-        assert len(lines) == 1, (lines, words)
-        assert lines[0].startswith("jgpt: "), (lines, words)
-    if lines not in ([], ["jgpt: valid"]):
+    refused = code == 2 and len(lines) == 1 and lines[0].startswith("jgpt: ")
+    assert refused or (code == 0 and not lines), (code, lines, words)
+    if refused and lines != ["jgpt: valid"]:
         raise ValueError(lines[0])
 
 
@@ -435,4 +425,4 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    main(tyro.cli(Options))
+    tyro.cli(main)

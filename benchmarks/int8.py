@@ -6,7 +6,6 @@ The loss is exact: each token of the validation split is a target once. `agrees`
 targets whose most likely token stays the same.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,17 +24,12 @@ from jgpt.data.dataset import load_dataset
 BATCH = 16
 
 
-@dataclass(frozen=True)
-class Options:
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Directories of trained runs."""
-
-
-def main(options: Options) -> None:
+def main(runs: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
+    """Measure trained runs, which are directories."""
     results: dict[str, Any] = {"runs": {}}
     print("| run | loss | in int8 | change | likeliest token agrees |")
     print("|---|---|---|---|---|")
-    for directory in options.runs:
+    for directory in runs:
         model, tokenizer, config = jgpt.load(directory)
         size = config.model.block_size
         tokens = load_dataset(config.dataset, size, tokenizer=tokenizer).validation
@@ -65,4 +59,4 @@ def evaluated(model: Any, windows: np.ndarray, counts: np.ndarray) -> tuple[floa
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

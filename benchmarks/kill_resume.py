@@ -55,6 +55,12 @@ MEASURED = (
 )
 
 
+COUNTED = (
+    *("kills", "of_one", "in_a_save", "before_the_first_checkpoint", "runs", "lost", "differing"),
+    "hanging",
+)
+
+
 @dataclass(frozen=True)
 class Layout:
     processes: int = 1
@@ -90,25 +96,19 @@ CHANGING_MESH = Setting(
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    kills: int = 100
-    """How many times to kill."""
-    seed: int = 0
-    """Decides when."""
-    changing_mesh: bool = False
-    """Resume on another layout of processes and devices each time."""
-    write: bool = True
-    """Write the result to results/."""
+def main(kills: int = 100, seed: int = 0, changing_mesh: bool = False) -> None:
+    """Kill, resume and compare, and write a record.
 
-
-def main(options: Options) -> None:
-    setting = CHANGING_MESH if options.changing_mesh else ONE_DEVICE
+    Args:
+        kills: How many times to kill.
+        seed: Decides when.
+        changing_mesh: Resume on another layout of processes and devices each time.
+    """
+    setting = CHANGING_MESH if changing_mesh else ONE_DEVICE
     with tempfile.TemporaryDirectory() as directory:
-        result = kill_and_resume(Path(directory), options.kills, options.seed, setting)
+        result = kill_and_resume(Path(directory), kills, seed, setting)
     print(result)
-    if options.write:
-        print(runner.write("kill_resume" + "_changing_mesh" * options.changing_mesh, result))
+    print(runner.write("kill_resume" + "_changing_mesh" * changing_mesh, result))
     sys.exit(1 if any(result[bad] for bad in ("lost", "differing", "hanging")) else 0)
 
 
@@ -124,9 +124,7 @@ def kill_and_resume(
         assert start(setting, layouts[0], never_killed)[0].wait() == 0
         durations[layouts[0]] = time.perf_counter() - began
     expected = values(never_killed)
-    count: dict[str, Any] = {"kills": 0, "of_one": 0, "in_a_save": 0}
-    count |= {"before_the_first_checkpoint": 0, "runs": 0, "lost": 0, "differing": 0}
-    count |= {"hanging": 0, "largest_difference": 0.0}
+    count: dict[str, Any] = dict.fromkeys(COUNTED, 0) | {"largest_difference": 0.0}
     layout = layouts[0]
     while count["kills"] < kills:
         run = directory / f"run-{count['runs']}"
@@ -255,4 +253,4 @@ def saves(run: Path, since: float) -> list[Path]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

@@ -14,7 +14,6 @@ models of transformers, read from its directories and written back.
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -34,16 +33,6 @@ from tests.parity.ladder import FAMILIES, TOLERANCE, errors, ours, theirs
 from tests.parity.test_transformers import MODELS, compared, random_model, transformers
 
 
-@dataclass(frozen=True)
-class Options:
-    nanogpt: str | None = None
-    """A checkout of nanoGPT."""
-    checkpoints: tuple[str, ...] = ()
-    """Checkpoints that nanoGPT wrote."""
-    open_models: bool = False
-    """Llama and Qwen3 alone."""
-
-
 def ladder(families: Iterable[str]) -> list[dict]:
     rows = []
     for dtype in TOLERANCE:
@@ -53,13 +42,13 @@ def ladder(families: Iterable[str]) -> list[dict]:
     return rows
 
 
-def nanogpt(file: str) -> list[dict]:
+def checkpoint(file: str) -> list[dict]:
     """Logits and loss of a checkpoint, in nanoGPT's model and in jgpt."""
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
 
-    checkpoint = torch.load(file, weights_only=True)
-    reference = GPT(GPTConfig(**checkpoint["model_args"]))
-    reference.load_state_dict(checkpoint["model"])
+    stored = torch.load(file, weights_only=True)
+    reference = GPT(GPTConfig(**stored["model_args"]))
+    reference.load_state_dict(stored["model"])
     reference.eval()
     model = load_nanogpt(file)
     size = (2, model.block_size + 1)
@@ -105,26 +94,33 @@ def row(family: str, dtype: str, rung: str, errors: tuple[float, float]) -> dict
     }
 
 
-def main() -> None:
-    options = tyro.cli(Options)
-    rows = ladder(["qwen3"] if options.open_models else FAMILIES)
-    if options.open_models:
+def main(
+    nanogpt: str | None = None, checkpoints: tuple[str, ...] = (), open_models: bool = False
+) -> None:
+    """Compare, print a table and write a record.
+
+    Args:
+        nanogpt: A checkout of nanoGPT.
+        checkpoints: Checkpoints that nanoGPT wrote.
+        open_models: Llama and Qwen3 alone.
+    """
+    rows = ladder(["qwen3"] if open_models else FAMILIES)
+    if open_models:
         rows += [row for name in MODELS if "gpt2" not in name for row in directory(name)]
-    if options.nanogpt is not None:
-        sys.path.insert(0, options.nanogpt)
-        rows += [row for file in options.checkpoints for row in nanogpt(file)]
+    if nanogpt is not None:
+        sys.path.insert(0, nanogpt)
+        rows += [row for file in checkpoints for row in checkpoint(file)]
     table = Table("family", "dtype", "rung", "relative", "tested", title=f"below {TOLERANCE}")
     for its in rows:
-        table.add_row(
-            *(its["family"], its["dtype"], its["rung"], f"{its['relative']:.1e}"),
-            "yes" if its["tested"] else "no",
-        )
+        tested = "yes" if its["tested"] else "no"
+        error = f"{its['relative']:.1e}"
+        table.add_row(its["family"], its["dtype"], its["rung"], error, tested)
     Console().print(table)
-    name = "parity_open_models" if options.open_models else "parity"
+    name = "parity_open_models" if open_models else "parity"
     print(runner.write(name, {"tolerance": TOLERANCE, "rows": rows}))
     worst = max(row["relative"] / TOLERANCE[row["dtype"]] for row in rows if row["tested"])
     sys.exit(f"the largest error is {worst:.1f} times the tolerance" if worst > 1 else 0)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -1,29 +1,24 @@
-"""Tokens a second when sampling, beside what people use on a CPU.
+"""Measure the engines that people sample with on a CPU, each in a process of its own.
 
-    pip install ctranslate2 gguf xllamacpp
-    python benchmarks/sampling.py --nanogpt PATH
-
-PATH is a checkout of nanoGPT. All engines of a size have the same random weights, begin with one
-token and draw at temperature 0.8 from the whole vocabulary: nanoGPT's Shakespeare setting (10.7M
-parameters), and GPT-2's (124M). All but nanoGPT use a cache; it has random weights of its own, too,
-and is left out at 124M. Then each reads a prompt of 1,000 tokens and draws one more. Each process
-loads its engine, draws once to warm up, and then measures. xllamacpp brings llama.cpp as a wheel,
-and has no call without its server's queue. ONNX Runtime GenAI 0.18 can't be measured: its model
-builder knows no GPT-2.
+All engines of a size have the same random weights, begin with one token and draw at temperature 0.8
+from the whole vocabulary: nanoGPT's Shakespeare setting (10.7M parameters), and GPT-2's (124M). All
+but nanoGPT use a cache; it has random weights of its own, too, and is left out at 124M. Then each
+reads a prompt of 1,000 tokens and draws one more. Each process loads its engine, draws once to warm
+up, and then measures. xllamacpp brings llama.cpp as a wheel, and has no call without its server's
+queue. ONNX Runtime GenAI 0.18 can't be measured: its model builder knows no GPT-2.
 """
 
 import importlib.util
+import itertools
 import json
 import statistics
-import subprocess
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
-from runner import Rounds, Variant, compare, draws, python
+from runner import Variant, draws, python
 
 from jgpt.config import ModelConfig
 from jgpt.presets import preset
@@ -44,63 +39,51 @@ Draw = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
-class Options(Rounds):
+class Options:
+    model: str = "10.7M"
+    folder: Path = Path()
+    """Where `prepare` wrote the models."""
     nanogpt: Path | None = None
-    """A checkout of nanoGPT; without it nanoGPT is left out."""
-    tokens: int | None = None
-    """How many to draw; by default 128 at 10.7M and 48 at 124M."""
+    """A checkout of nanoGPT."""
+    tokens: int = 128
+    """How many to draw."""
     batches: tuple[int, ...] = (1, 16)
     """Texts side by side."""
     draws: int = 2
-    """How often each process measures each batch, of which the mean counts."""
-    prepare: Path | None = None
-    """Only write the models to this folder; what the comparison does first."""
-    engine: str | None = None
-    """Only measure one engine, in this process, and print its figures."""
-    model: str = "10.7M"
-    """Its model."""
-    folder: Path = Path()
-    """Where the models are."""
+    """How often each batch is measured, of which the mean counts."""
 
 
-def main(options: Options) -> None:
-    if options.prepare:
-        prepare(options.prepare)
-    elif options.engine:
-        print(json.dumps(measure(options.engine, options)))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            subprocess.run(python("sampling.py", "--prepare", folder), check=True)
-            facts = {"temperature": TEMPERATURE, "tokens": TOKENS}
-            compare("sampling", variants(folder, options), options, lambda _: facts)
-
-
-def variants(folder: str, options: Options) -> list[Variant]:
+def variants(
+    folder: Path,
+    nanogpt: Path | None,
+    *,
+    tokens: Mapping[str, int] = TOKENS,
+    batches: tuple[int, ...] = (1, 16),
+) -> list[Variant]:
+    """All engines that are installed; nanoGPT's if there is a checkout."""
     found = []
     environment = {
         "JAX_COMPILATION_CACHE_DIR": f"{folder}/programs",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    for model in MODELS:
-        for engine in ENGINES:
-            command = python("sampling.py", "--engine", engine, "--model", model)
-            command += ["--folder", folder, "--draws", str(options.draws)]
-            command += ["--tokens", str(options.tokens or TOKENS[model])]
-            command += ["--batches", *map(str, options.batches)]
-            if engine == "nanoGPT":
-                command += ["--nanogpt", str(options.nanogpt)]
-            needed = PACKAGES.get(engine.split()[0], "numpy")
-            if not importlib.util.find_spec(needed):
-                print(f"{engine} is left out: it needs pip install {needed}")
-            elif engine != "nanoGPT" or (options.nanogpt and model == "10.7M"):
-                found.append(Variant(f"{model} {engine}", command, environment=environment))
+    for model, engine in itertools.product(MODELS, ENGINES):
+        command = python("sampling.py", "measure", "--engine", engine, "--model", model)
+        command += ["--folder", str(folder), "--tokens", str(tokens[model])]
+        command += ["--batches", *map(str, batches)]
+        if engine == "nanoGPT":
+            command += ["--nanogpt", str(nanogpt)]
+        needed = PACKAGES.get(engine.split()[0], "numpy")
+        if not importlib.util.find_spec(needed):
+            print(f"{engine} is left out: it needs pip install {needed}")
+        elif engine != "nanoGPT" or (nanogpt and model == "10.7M"):
+            found.append(Variant(f"{model} {engine}", command, environment=environment))
     return found
 
 
-def measure(engine: str, options: Options) -> dict[str, float]:
-    """Tokens a second of each batch, and the seconds for a long prompt."""
+def measure(engine: str, options: Options) -> None:
+    """Print tokens a second of each batch, and the seconds for a long prompt."""
     kind, *how = engine.split()
-    draw, tokens = DRAWS[kind](options, *how), options.tokens or TOKENS[options.model]
+    draw, tokens = DRAWS[kind](options, *how), options.tokens
     figures: dict[str, float] = {}
     for batch in options.batches:
         # the first draw is as long as the measured ones: CTranslate2, too, prepares each length
@@ -109,7 +92,7 @@ def measure(engine: str, options: Options) -> dict[str, float]:
     if MODELS[options.model].block_size > PROMPT:
         taken = draws(lambda _: draw(1, PROMPT, 1), options.draws)
         figures["prompt_seconds"] = statistics.mean(taken)
-    return figures
+    print(json.dumps(figures))
 
 
 def of_jgpt(options: Options, dtype: str) -> Draw:
@@ -299,4 +282,6 @@ def write_gguf(folder: Path, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.extras.subcommand_cli_from_dict(
+        {"prepare": prepare, "measure": measure}, config=(tyro.conf.OmitArgPrefixes,)
+    )

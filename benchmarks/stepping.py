@@ -6,7 +6,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,6 @@ from runner import Variant, draws, python
 
 TakeSteps = Callable[[int], float]
 """Takes a number of steps, waits for them, and returns the last loss."""
-
-
-@dataclass(frozen=True)
-class Options:
-    config: str
-    """A TrainConfig as JSON: model, batch and optimizer, for jgpt or nanoGPT."""
-    nanogpt: Path | None = None
-    """A checkout of nanoGPT, to measure it instead of jgpt."""
-    compile: bool = False
-    """With torch.compile."""
-    steps: int = 50
-    """Steps per measurement."""
-    draws: int = 3
 
 
 def variant(name: str, config: Any, *arguments: object, **rest: Any) -> Variant:
@@ -111,38 +97,36 @@ def some_tokens(config: Any) -> np.ndarray:
     return np.random.default_rng(0).integers(config.model.vocab_size, size=1 << 20)
 
 
-def main(options: Options) -> None:
+def main(config: str, nanogpt: Path | None = None, compile: bool = False, steps: int = 50) -> None:
+    """Print the time of a step, the median of three measurements.
+
+    Args:
+        config: A TrainConfig as JSON: model, batch and optimizer, for jgpt or nanoGPT.
+        nanogpt: A checkout of nanoGPT, to measure it instead of jgpt.
+        compile: With torch.compile.
+        steps: Steps per measurement.
+    """
     from jgpt.config import TrainConfig, from_json
-
-    config = from_json(TrainConfig, options.config)
-    if options.nanogpt is None:
-        take = jgpt_steps(config)
-    else:
-        take = nanogpt_steps(config, options.nanogpt, options.compile)
-    began, busy = time.perf_counter(), time.process_time()
-    take(1)
-    first = time.perf_counter() - began, time.process_time() - busy
-    taken = draws(lambda _: take(options.steps), options.draws)
-    step = statistics.median(taken) / options.steps
-    tokens_per_second = config.batch_size * config.model.block_size / step
-    figures = {
-        "milliseconds": 1e3 * step,
-        "tokens_per_second": tokens_per_second,
-        "first_step_seconds": first[0],
-        "first_step_cpu_seconds": first[1],
-    }
-    print(json.dumps(figures | utilisation(config, tokens_per_second)))
-
-
-def utilisation(config: Any, tokens_per_second: float) -> dict[str, float]:
-    """Model FLOPs utilisation, if the device's peak is known."""
     from jgpt.hardware import peak_flops
     from jgpt.nn.models import flops_per_token
 
-    if peak := peak_flops():
-        return {"utilisation": 3 * flops_per_token(config.model) * tokens_per_second / peak}
-    return {}
+    its = from_json(TrainConfig, config)
+    take = nanogpt_steps(its, nanogpt, compile) if nanogpt else jgpt_steps(its)
+    began, busy = time.perf_counter(), time.process_time()
+    take(1)
+    first = time.perf_counter() - began, time.process_time() - busy
+    step = statistics.median(draws(lambda _: take(steps), 3)) / steps
+    figures = {
+        "milliseconds": 1e3 * step,
+        "tokens_per_second": its.batch_size * its.model.block_size / step,
+        "first_step_seconds": first[0],
+        "first_step_cpu_seconds": first[1],
+    }
+    if peak := peak_flops():  # it isn't known of a CPU
+        flops = 3 * flops_per_token(its.model) * figures["tokens_per_second"]
+        figures["utilisation"] = flops / peak
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

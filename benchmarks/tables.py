@@ -8,7 +8,6 @@ A row whose record is missing is left out.
 import json
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,61 +40,55 @@ def ratio(value: float, target: float, *, more: bool = False) -> tuple[str, str]
     return f"{value:.2f}", f"{target:g}{' (missed)' if missed else ''}"
 
 
+def ratio_of(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(ours) / statistics.median(theirs)
+
+
 def step_rows() -> Iterator[Row]:
-    measured = record("step_time")["figures"]
-    theirs = [name for name in ("nanoGPT eager", "nanoGPT compiled") if name in measured]
-    if theirs:
-        best = min(theirs, key=lambda name: median(measured, name, "milliseconds"))
-        base = median(measured, best, "milliseconds")
-        its = f"{spread(measured[best]['milliseconds'], '.1f')} ms, {best.split()[1]}"
+    if measured := record("step_time")["figures"]:
+        times = {name: its["milliseconds"] for name, its in measured.items() if name != PROCESSOR}
+        nanogpt = [name for name in times if name.startswith("nanoGPT")]
+        best = min(nanogpt, key=lambda name: statistics.median(times[name]))
+        its = f"{spread(times[best], '.1f')} ms, {best.split()[1]}"
         for dtype, target in (("float32", 0.9), ("bfloat16", 0.65)):
-            times = measured[f"jgpt {dtype}"]["milliseconds"]
-            cells = ratio(statistics.median(times) / base, target)
+            mine = times[f"jgpt {dtype}"]
+            cells = ratio(ratio_of(mine, times[best]), target)
             what = f"train step, nanoGPT's CPU setting, {dtype}"
-            yield what, its, f"{spread(times, '.1f')} ms", *cells
+            yield what, its, f"{spread(mine, '.1f')} ms", *cells
 
 
 def command_rows() -> Iterator[Row]:
-    found = record("time_to_loss")
-    measured = found["figures"]
+    measured = record("time_to_loss")["figures"]
     if not measured:
         return
     seconds = {name: its["seconds"] for name, its in measured.items()}
-    theirs, losses = seconds["nanoGPT"], measured["nanoGPT"]["validation_loss"]
-    short, end = measured["to the loss"], measured["to nanoGPT's end"]
-    worst = f"to {max(short['validation_loss']):.3f} at worst"
-    yield (
-        "whole command to loss 1.886",
-        f"{spread(theirs, '.0f')} s",
-        f"{spread(short['seconds'], '.1f')} s, {worst}",
-        *ratio(statistics.median(short["seconds"]) / statistics.median(theirs), 0.083),
-    )
-    mean = statistics.mean(end["validation_loss"])
-    yield (
-        f"loss when nanoGPT's command ends, {SEEDS[len(losses)]} seeds",
-        f"{', '.join(f'{loss:.3f}' for loss in losses)} (its estimate)",
-        f"{mean:.3f} (sd {statistics.stdev(end['validation_loss']):.3f}) after "
-        f"{statistics.median(end['seconds']):.0f} s",
-        "",
-        f"1.48{' (missed)' if mean > 1.48 else ''}",
-    )
-    if default := measured.get("the default preset"):
-        mean = statistics.mean(default["validation_loss"])
-        yield (
-            f"whole command, the default preset to its end, {SEEDS[len(losses)]} seeds",
-            f"{spread(theirs, '.0f')} s",
-            f"{spread(default['seconds'], '.0f')} s, to {mean:.3f} "
-            f"(sd {statistics.stdev(default['validation_loss']):.3f})",
-            *ratio(statistics.median(default["seconds"]) / statistics.median(theirs), 1.3),
-        )
-    if same := measured.get("jgpt nanogpt-cpu"):
-        yield (
-            "whole command, nanoGPT's CPU setting in both",
-            f"{spread(theirs, '.0f')} s",
-            f"{spread(same['seconds'], '.0f')} s, to {spread(same['validation_loss'], '.3f')}",
-            f"{statistics.median(same['seconds']) / statistics.median(theirs):.2f}",
-            "",
-        )
+    loss = {name: its.get("validation_loss", [0.0]) for name, its in measured.items()}
+    theirs, seeds = seconds["nanoGPT"], SEEDS[len(loss["nanoGPT"])]
+    whole = f"{spread(theirs, '.0f')} s"
+
+    def took(name: str, form: str = ".0f") -> str:
+        return f"{spread(seconds[name], form)} s, to"
+
+    def by_target(name: str, target: float) -> tuple[str, str]:
+        return ratio(ratio_of(seconds[name], theirs), target)
+
+    def average(name: str) -> str:
+        return f"{statistics.mean(loss[name]):.3f} (sd {statistics.stdev(loss[name]):.3f})"
+
+    name = "to the loss"
+    ours = f"{took(name, '.1f')} {max(loss[name]):.3f} at worst"
+    yield "whole command to loss 1.886", whole, ours, *by_target(name, 0.083)
+    name, estimates = "to nanoGPT's end", ", ".join(f"{its:.3f}" for its in loss["nanoGPT"])
+    ours = f"{average(name)} after {statistics.median(seconds[name]):.0f} s"
+    target = f"1.48{' (missed)' if statistics.mean(loss[name]) > 1.48 else ''}"
+    what = f"loss when nanoGPT's command ends, {seeds} seeds"
+    yield what, f"{estimates} (its estimate)", ours, "", target
+    name = "the default preset"
+    what = f"whole command, the default preset to its end, {seeds} seeds"
+    yield what, whole, f"{took(name)} {average(name)}", *by_target(name, 1.3)
+    name = "jgpt nanogpt-cpu"
+    what, same = "whole command, nanoGPT's CPU setting in both", f"{spread(loss[name], '.3f')}"
+    yield what, whole, f"{took(name)} {same}", by_target(name, 0)[0], ""
 
 
 def decoding() -> Iterator[tuple[str, str, dict[str, list[float]]]]:
@@ -123,7 +116,7 @@ def sampling_rows() -> Iterator[Row]:
     for label, figure, found in decoding():
         if figure != "prompt_seconds":
             ours, theirs = found["jgpt float32"], ctranslate2(found, "float32", figure)
-            cells = ratio(statistics.median(ours) / statistics.median(theirs), 1, more=True)
+            cells = ratio(ratio_of(ours, theirs), 1, more=True)
             what = f"tokens/s sampled in float32, {label}, beside CTranslate2"
             yield what, spread(theirs, ",.0f"), spread(ours, ",.0f"), *cells
 
@@ -304,22 +297,6 @@ def proofs_table() -> list[list[str]]:
     return [["program", "for any", *(f"cases {verdict}" for verdict in verdicts)], *rows]
 
 
-def judges_table() -> list[list[str]]:
-    """How two judges notice an edit of an annotation: calls with numbers, and their proofs."""
-    both = ["a right call", "a wrong argument", "a wrong result"]
-    columns = ["mutants", *both, "the proof alone", "numbers alone", "neither"]
-    rows: dict[str, Counter[str]] = {}
-    for name, (numbers, proof) in record("mutants_judged").get("outcomes", {}).items():
-        if {numbers, proof} <= {*both, ""}:  # others are of functions that run on the host
-            alone = "numbers alone" if numbers else "the proof alone"
-            how = numbers or "neither" if bool(numbers) == bool(proof) else alone
-            for row in (name.split(":")[0], "all"):
-                rows.setdefault(row, Counter()).update(["mutants", how])
-    names = sorted(rows, key=lambda name: (name == "all", name))
-    cells = ([name, *(str(rows[name][column]) for column in columns)] for name in names)
-    return [["module", *columns], *cells]
-
-
 def processors_table() -> list[list[str]]:
     table = [["record", "processor", "GFLOP/s", "GB/s"]]
     for path in sorted(RESULTS.glob("*.json")):
@@ -342,7 +319,6 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "prepare": prepare_table,
     "processors": processors_table,
     "proofs": proofs_table,
-    "judges": judges_table,
     "ahead": ahead_table,
 }
 

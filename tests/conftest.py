@@ -19,6 +19,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
+# of PyTorch: on arrays this small a second thread takes twenty times as long, all of it waiting
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import jax
 import pytest

@@ -61,17 +61,6 @@ SAMPLED = {
 }
 
 
-def test_mutants_are_counted_by_what_killed_them(tmp_path, monkeypatch):
-    wrong = "a wrong result"
-    said = [("a right call", wrong), (wrong, wrong), (wrong, ""), ("", wrong), ("", "")]
-    said += [(wrong, wrong), ("not traced", "not traced")]
-    outcomes = {f"nn/loss.py:f {i}": each for i, each in enumerate(said)}
-    (tmp_path / "mutants_judged.json").write_text(json.dumps({"outcomes": outcomes}))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    _, *found = tables.judges_table()
-    assert found == [["nn/loss.py", *"6102111"], ["all", *"6102111"]]
-
-
 def test_the_runner_takes_turns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "provenance", dict)
     code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); print('{\"found\": 2.5}')"
@@ -101,23 +90,24 @@ def test_a_variant_that_fails_says_what_it_said(tmp_path):
 
 def test_figures_of_rounds_are_compared_round_by_round():
     """A round in which the machine was busy is slow in both halves."""
-    checks = importlib.import_module("contract_overhead")
+    comparisons = importlib.import_module("compare")
     times = {"on": [12, 24, 12], "off": [10, 20, 10]}
-    found = checks.ratios({f"checks {name}": {"trace tiny": its} for name, its in times.items()})
+    found = comparisons.ratios(
+        {f"checks {name}": {"trace tiny": its} for name, its in times.items()}
+    )
     assert found == {"ratio": {"trace tiny": 1.2}, "added": {"tiny": 2}}
     losses = {"float32": [2.0, 3.0], "bfloat16": [1.5, 3.25]}
-    compare = importlib.import_module("compare")
     measured = {it: {"validation_loss": its} for it, its in losses.items()}
-    found = compare.differences(measured, compare.Options())
+    found = comparisons.differences(measured)
     assert (found["mean_difference"], found["largest_difference"]) == (-0.125, 0.5)
 
 
 def test_time_that_grows_with_the_root_of_work_has_half_its_exponent():
     comparisons = importlib.import_module("compare")
     empty = {f"embed_dim {size}": {"milliseconds": [1.0]} for size in (64, 128)}
-    work = comparisons.exponents(empty, comparisons.Options())["flops"]
+    work = comparisons.exponents(empty)["flops"]
     measured = {name: {"milliseconds": [flops**0.5]} for name, flops in work.items()}
-    found = comparisons.exponents(measured, comparisons.Options())
+    found = comparisons.exponents(measured)
     assert found["exponents"] == {"embed_dim": pytest.approx(0.5)}
 
 

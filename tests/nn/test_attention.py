@@ -52,6 +52,8 @@ def test_heads_are_split_and_merged_in_order():
     assert heads.shape == (2, 4, 3, 2)
     assert heads[1, 3, 2].tolist() == x[1, 2, 6:8].tolist()
     assert jnp.array_equal(merge_heads(heads), x)
+    assert jnp.array_equal(split_heads(x, 1), x[:, None])  # one head has all features
+    assert jnp.array_equal(merge_heads(x[:, None]), x)
 
 
 MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}

@@ -236,6 +236,6 @@ def test_loading_a_run_unpickles_nothing(trained, monkeypatch):
 @pytest.mark.parametrize("name", list(fuzz.TARGETS))
 def test_mutated_files_raise_documented_errors_alone(name):
     inputs = 60 if "checkpoint" in name or name == "config.json" else 200
-    result = fuzz.in_a_process(name, fuzz.Options(inputs=inputs, seed=1))
+    result = fuzz.in_a_process(name, inputs, seed=1)
     assert result["escapes"] == []
     assert result["refused"] + result["loaded"] == inputs

@@ -1,34 +1,17 @@
-"""What the shape contract costs: import, trace, compile, step and eager time, on against off.
-
-    python benchmarks/contract_overhead.py
-
-Processes with and without checks take turns. Each measures the import, the first trace of the train
-step, its compilation and steps, an eager forward pass, and tracing the train step of every preset
-after clearing JAX's caches. The last is in processor time, which hardly depends on the load.
-"""
+"""Measure what the shape contract may slow down, in this process."""
 
 import gc
 import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import tyro
-from runner import Measured, Rounds, Variant, compare, draws, python
+from runner import draws
 
 STEPS = 10
-
-
-@dataclass(frozen=True)
-class Options(Rounds):
-    preset: str = "nanogpt-cpu"
-    """The preset that is compiled and run."""
-    traced_presets: tuple[str, ...] | None = None
-    """The presets that are traced; by default all."""
-    once: bool = False
-    """Only measure this process."""
 
 
 def traced(config: Any) -> Any:
@@ -53,8 +36,13 @@ def milliseconds(
     return 1e3 * (clock() - start), result
 
 
-def once(options: Options) -> dict[str, float]:
-    """The measurements of one process, in milliseconds."""
+def main(preset: str = "nanogpt-cpu", traced_presets: tuple[str, ...] | None = None) -> None:
+    """Print times in milliseconds; of traces of presets in processor time, not to depend on load.
+
+    Args:
+        preset: The preset that is compiled and run.
+        traced_presets: The presets that are traced; by default all.
+    """
     start = time.perf_counter()
     import jgpt
 
@@ -68,7 +56,7 @@ def once(options: Options) -> dict[str, float]:
     from jgpt.presets import PRESETS
     from jgpt.training.step import dropout_stream, init_state
 
-    config = jgpt.preset(options.preset)
+    config = jgpt.preset(preset)
     times["first trace"], tracing = milliseconds(lambda: traced(config))
     times["compile"], compiled = milliseconds(tracing.lower().compile)
     state = init_state(config)
@@ -85,44 +73,14 @@ def once(options: Options) -> dict[str, float]:
     model = jgpt.create_model(config.model, rngs=nnx.Rngs(0))
     eager = draws(lambda _: jax.block_until_ready(model(windows[0, :, :-1])), 9)
     times["eager forward"] = 1e3 * statistics.median(eager)
-    for name in options.traced_presets or PRESETS:
+    for name in traced_presets or PRESETS:
         _, config = PRESETS[name]
         vocabulary = max(config.model.vocab_size, 65)  # data decides it in a run
         config = replace(config, model=replace(config.model, vocab_size=vocabulary))
         jax.clear_caches()
         times[f"trace {name}"], _ = milliseconds(lambda its=config: traced(its), time.process_time)
-    return times
-
-
-def ratios(measured: Measured) -> dict[str, Any]:
-    """The median ratio over the rounds, and the time added to the trace of each preset.
-
-    Other load slows both halves of a round alike."""
-    on, off = (measured.get(f"checks {name}", {}) for name in ("on", "off"))
-    pairs = {name: list(zip(on[name], off[name], strict=False)) for name in on if name in off}
-    return {
-        "ratio": {name: statistics.median(a / b for a, b in its) for name, its in pairs.items()},
-        "added": {
-            name.removeprefix("trace "): statistics.median(a - b for a, b in its)
-            for name, its in pairs.items()
-            if name.startswith("trace ")
-        },
-    }
-
-
-def main(options: Options) -> None:
-    if options.once:
-        print(json.dumps(once(options)))
-        return
-    command = python("contract_overhead.py", "--once", "--preset", options.preset)
-    if options.traced_presets:
-        command += ["--traced-presets", *options.traced_presets]
-    variants = [
-        Variant(f"checks {name}", command, environment={"JAXTYPING_DISABLE": disable})
-        for name, disable in (("on", "0"), ("off", "1"))
-    ]
-    compare("contract_overhead", variants, options, ratios)
+    print(json.dumps(times))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

@@ -1,0 +1,91 @@
+"""Train while someone watches: until the first step is reported, or with its page open."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import tyro
+from runner import jgpt
+
+from jgpt.runs.directory import RunDirectory
+
+TRAIN = ("train", "--data", "shakespeare", "--eval-interval", "250", "--sample-tokens", "0")
+PAUSE = 2.0
+"""Seconds between the questions of an open page."""
+
+
+def first_step(out: Path) -> None:
+    """Print the seconds until the first line of metrics; then stop the process."""
+    # one step per call, so that the first is reported at once
+    command = jgpt("train", "nanogpt-cpu", "--out", out, "--steps-per-call", 1)
+    metrics = out / "metrics.jsonl"
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while not (metrics.exists() and metrics.stat().st_size):
+            if process.poll() is not None:
+                sys.exit(f"{command} ended with {process.returncode}")
+            time.sleep(0.005)
+        print(json.dumps({"seconds": time.perf_counter() - began}))
+    finally:
+        process.terminate()  # saving takes a while
+        process.wait()
+
+
+def read_on(address: str) -> None:
+    """Ask as an open page does, until the server is gone."""
+
+    def ask(name: str, asked: dict[str, Any]) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(address + name, json.dumps(asked).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    at, seen = None, set[int]()
+    while True:
+        began = time.monotonic()
+        try:
+            told = ask("training", {"since": at})
+            at = told.get("at", at)
+            for step in [each for each in told.get("checkpoints", ()) if each not in seen]:
+                ask("checkpoint", {"checkpoint": step})
+                ask("look", {"prompt": "ROMEO:", "checkpoint": step})
+                seen.add(step)
+        except OSError:
+            return
+        time.sleep(max(PAUSE, 20 * (time.monotonic() - began)))
+
+
+def page(steps: int, live: bool = False) -> None:
+    """Train, and print the time of a step after the first fifth, in which the page's server starts.
+
+    Args:
+        live: With the page, and a reader who asks for what an open page asks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "run")
+        command = jgpt(*TRAIN, "--steps", steps, "--out", out)
+        command += ["--live", "--no-browser"] if live else []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "look inside at " in line:
+                    address = line.split()[-1]
+                    threading.Thread(target=read_on, args=(address,), daemon=True).start()
+        if process.returncode:
+            sys.exit(f"{command} ended with {process.returncode}")
+        lines = RunDirectory.open(out).metrics()
+        timed = [line for line in lines if "seconds" in line and line["step"] > steps // 5]
+    first, last = timed[0], timed[-1]
+    taken = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+    print(json.dumps({"milliseconds_per_step": 1000 * taken}))
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"first_step": first_step, "page": page})
