@@ -10,7 +10,9 @@ import pytest
 
 import jgpt
 from tests.contract.edits import Editor
+from tests.contract.judges import Judge, edited
 from tests.contract.mutants import kind_of, mutants, stages, summary
+from tests.contract.programs import calls_of
 
 SOURCE = """
 @typed
@@ -59,6 +61,26 @@ def test_an_edit_has_a_name_of_its_own_wherever_its_function_stands():
 def test_unedited_all_files_are_run():
     ((paths, alone),) = stages(None)
     assert (len(paths) > 50, alone) == (True, False)
+
+
+@pytest.mark.parametrize("proof", [False, True])
+def test_a_judge_answers_as_before_unless_a_contract_changes(proof):
+    call = calls_of("jgpt.nn.attention.merge_heads")[0]
+    judge = Judge(call, proof)
+    assert len(judge.open) == (4 if proof else 0)
+    edits = {
+        edit.kind: edit for edit in mutants(["attention"]) if edit.where == call.name
+    }  # the last of a kind: of the result
+    first = next(edit for edit in mutants(["attention"]) if edit.where == call.name)
+    assert first.kind == "drop @typed"
+    for edit, how in (
+        (first, "a wrong argument"),
+        (edits["swap"], "a right call"),
+        (edits["dtype"], "a wrong result"),
+    ):
+        assert judge.kills() == ""
+        with edited(call, edit):
+            assert judge.kills() == how
 
 
 @pytest.mark.slow
