@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,12 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
     return nnx.merge(*traced, copy=True)
 
 
+def named_parameters(model: Any) -> dict[str, nnx.Variable]:
+    """A model's parameters by path, such as blocks.0.attention.query.kernel."""
+    found = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): parameter for path, parameter in found}
+
+
 @functools.lru_cache(maxsize=8)
 def _traced(config: ModelConfig, *_context: object) -> tuple[nnx.GraphDef, nnx.State]:
     """A cached abstract model: tracing it takes a tenth of a second."""
@@ -158,8 +164,8 @@ class Part:
 def parts_of(config: ModelConfig) -> tuple[Part, ...]:
     """A model's parts and their parameter counts, in the order of the forward pass."""
     leaves: dict[str, list[tuple[str, nnx.Variable]]] = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
-        names = [str(name) for name in path]
+    for path, leaf in named_parameters(abstract_model(config)).items():
+        names = path.split(".")
         in_block = names[0] == "blocks" and len(names) > 2
         part = f"{names[0]}.{names[2]}" if in_block else names[0]
         leaves.setdefault(part, []).append((names[-1], leaf))
@@ -176,9 +182,12 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
         for name, own in leaves.items()
     )
     order = ("token", "position", "ngram", "shortcut", "blocks", "final", "head", "table")
-    words = lambda part: part.name.split("_")[0].split(".")[0]  # noqa: E731
-    place = lambda word: order.index(word) if word in order else order.index("blocks")  # noqa: E731
-    return tuple(sorted(parts, key=lambda part: place(words(part))))
+
+    def place(part):  # a user's own parts count as blocks
+        word = part.name.split("_")[0]
+        return order.index(word if word in order else "blocks")
+
+    return tuple(sorted(parts, key=place))
 
 
 def flops_per_token(config: ModelConfig) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, PyTree, Shaped
 
@@ -18,7 +17,7 @@ from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
 from jgpt.hardware import host_memory
-from jgpt.nn.models import abstract_model, flops_per_token, parts_of
+from jgpt.nn.models import abstract_model, flops_per_token, named_parameters, parts_of
 from jgpt.sharding import (
     abstract_arrays,
     abstract_mesh,
@@ -200,7 +199,7 @@ class Placement:
 def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement]:
     """How each parameter of a model is sharded over a mesh."""
     found = []
-    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
+    for name, variable in named_parameters(abstract_model(config)).items():
         spec = spec_of(dimensions_of(variable), variable.shape, mesh)
         parts = (
             f"{size}@{axes if isinstance(axes, str) else ','.join(axes)}" if axes else str(size)
@@ -208,7 +207,7 @@ def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement
         )
         sharding = f"{variable.dtype}[{', '.join(parts)}]"
         on_each = bytes_on_each(variable.get_value(), spec, mesh)
-        found.append(Placement(".".join(map(str, path)), sharding, on_each))
+        found.append(Placement(name, sharding, on_each))
     return found
 
 
@@ -216,10 +215,9 @@ def parameters_without_names(config: ModelConfig, mesh: Mesh | AbstractMesh) -> 
     """A user's own parameters that a mesh would split if their dimensions had names."""
     if config.make is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return []
-    found = nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param))
     return [
-        ".".join(map(str, path))
-        for path, variable in found
+        name
+        for name, variable in named_parameters(abstract_model(config)).items()
         if len(variable.shape) > 1 and not any(dimensions_of(variable))
     ]
 
@@ -227,7 +225,7 @@ def parameters_without_names(config: ModelConfig, mesh: Mesh | AbstractMesh) -> 
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Dimensions of parameters that a mesh doesn't divide, and the memory it costs."""
     costs: Counter[str] = Counter()
-    for _, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
+    for variable in named_parameters(abstract_model(config)).values():
         dimensions, shape = dimensions_of(variable), variable.shape
         spec = spec_of(dimensions, shape, mesh)
         size = bytes_on_each(variable.get_value(), spec, mesh)
