@@ -1,15 +1,13 @@
 """Models of the Hugging Face hub by name: JSON, safetensors and byte-pairs, never code."""
 
 import errno
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from jgpt.config import did_you_mean
-from jgpt.durable import read_file
 from jgpt.interop.huggingface import HF_CONFIG, HF_INDEX, HF_WEIGHTS
-from jgpt.interop.names import prefix_errors
+from jgpt.interop.names import prefix_errors, read_json
 
 HUB = {
     "gpt2": "openai-community/gpt2",
@@ -88,11 +86,8 @@ def _require_no_code(repository: str, path: Path) -> None:
     if not path.is_file():
         return
     with prefix_errors(Path(repository) / path.name):
-        try:
-            values = json.loads(read_file(path))
-        except RecursionError as error:
-            raise ValueError(f"not JSON: {error}") from None
-    if isinstance(values, dict) and values.get("auto_map"):
+        values = read_json(path)
+    if values.get("auto_map"):
         raise ValueError(
             f"{repository} needs code of its own, by auto_map in {path.name}: code is never "
             "fetched or run"

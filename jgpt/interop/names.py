@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
+from jgpt.durable import read_file
 from jgpt.interop.formats import Format
 from jgpt.nn.models import abstract_model, named_parameters
 from jgpt.nn.transformer import GPT
@@ -114,6 +116,19 @@ def prefix_errors(path: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        values = json.loads(read_file(path))
+    except RecursionError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"not an object, but {type(values).__name__}")
+    return values
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
