@@ -48,7 +48,15 @@ def fetch(repository: str) -> Path:
         raise ValueError(f"hub:{repository} must be hub:OWNER/NAME")
     folder = _snapshot(repository, SMALL)
     for name in (HF_CONFIG, "tokenizer_config.json"):
-        _require_no_code(repository, folder / name)
+        if not (folder / name).is_file():
+            continue
+        with prefix_errors(Path(repository) / name):
+            values = read_json(folder / name)
+        if values.get("auto_map"):
+            raise ValueError(
+                f"{repository} needs code of its own, by auto_map in {name}: code is never "
+                "fetched or run"
+            )
     _snapshot(repository, WEIGHTS, revision=folder.name)
     if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
         raise ValueError(
@@ -80,15 +88,3 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
             f"{HF_CONFIG}, {HF_WEIGHTS} and tokenizer.json from another machine into a folder, and "
             "give the folder"
         ) from None
-
-
-def _require_no_code(repository: str, path: Path) -> None:
-    if not path.is_file():
-        return
-    with prefix_errors(Path(repository) / path.name):
-        values = read_json(path)
-    if values.get("auto_map"):
-        raise ValueError(
-            f"{repository} needs code of its own, by auto_map in {path.name}: code is never "
-            "fetched or run"
-        )
