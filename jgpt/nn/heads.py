@@ -18,7 +18,7 @@ from jgpt.nn.module import Module
 
 
 class _Attention(Module):
-    """What Head and MultiHeadAttention share: mask, QK-norm, rotary embedding, choice of kernel."""
+    """What Head and MultiHeadAttention share: QK-norm, rotary embedding, mask."""
 
     causal: bool
     window: int | None

@@ -194,8 +194,9 @@ def make_norm(config: ModelConfig) -> RMSNorm:
 
 def linear_options(config: ModelConfig) -> dict[str, Any]:
     """The options of `Linear` that a config decides for all layers."""
+    config = portable(config)
     names = ("use_bias", "dtype", "activation_dtype", "param_dtype")
-    return {name: getattr(portable(config), name) for name in names}
+    return {name: getattr(config, name) for name in names}
 
 
 def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:

@@ -60,19 +60,20 @@ class FeedForward(Module):
         self.hidden_dim = config.hidden_dim or 4 * config.embed_dim
         self.activation: Activation = config.activation
         linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
-        sizes, names = (self.embed_dim, self.hidden_dim), ("embed_dim", "hidden_dim")
-        self.expansion = linear(*sizes, dimensions=names)
-        self.gate = linear(*sizes, dimensions=names) if config.gated else None
+        names = ("embed_dim", "hidden_dim")
+        expand = functools.partial(linear, self.embed_dim, self.hidden_dim, dimensions=names)
+        self.expansion = expand()
+        self.gate = expand() if config.gated else None
         self.projection = linear(
-            *sizes[::-1], init_std=residual_std(config), dimensions=names[::-1]
+            self.hidden_dim,
+            self.embed_dim,
+            init_std=residual_std(config),
+            dimensions=("hidden_dim", "embed_dim"),
         )
 
     @typed
     def __call__(
-        self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        *,
-        rngs: nnx.Rngs | None = None,
+        self, x: Float[Array, "batch time {self.embed_dim}"], *, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Apply the MLP to each position."""
         activate = activation(self.activation)
