@@ -68,7 +68,7 @@ def stream_text(
     tokens = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows])
     key = jax.random.key(0) if key is None else key
     pieces: Any = stream_continuations(
-        model, tokenizer, tokens, lengths, max_new_tokens, key=key, stop=stop, **sampling
+        model, tokenizer, tokens, lengths, max_new_tokens, Sampling(**sampling), key=key, stop=stop
     )
     return (text for (text,) in pieces) if isinstance(prompts, str) else pieces
 
@@ -80,14 +80,14 @@ def stream_continuations(
     prompt: Int[np.ndarray, "batch time"],
     lengths: Int[np.ndarray, " batch"],
     max_new_tokens: int,
+    sampling: Sampling,
     *,
     key: Key[Array, ""] | nnx.Rngs,
     stop: tuple[str, ...],
-    **sampling: Any,
 ) -> Iterator[tuple[str, ...]]:
     """`stream_text` for tokens, right-padded to one length."""
     writers = tuple(_Detokenizer(tokenizer, stop) for _ in lengths)
-    pieces = stream(model, prompt, lengths, max_new_tokens, Sampling(**sampling), key=key)
+    pieces = stream(model, prompt, lengths, max_new_tokens, sampling, key=key)
     return _texts(writers, pieces)
 
 
