@@ -35,7 +35,7 @@ class Chat:
         rngs: nnx.Rngs,
         **sampling: Any,
     ) -> None:
-        Sampling(**sampling)
+        self._sampling = Sampling(**sampling)
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be positive")
         if not isinstance(tokenizer, BPETokenizer) or not all(
@@ -48,7 +48,7 @@ class Chat:
             )
         self._start, self._end = (tokenizer.encode(word).tolist() for word in (START, END))
         self._model, self._tokenizer = model, tokenizer
-        self._max_new_tokens, self._rngs, self._sampling = max_new_tokens, rngs, sampling
+        self._max_new_tokens, self._rngs = max_new_tokens, rngs
         self._system = [] if system is None else self._turn("system", system)
         self._turns: list[list[int]] = []
 
@@ -74,9 +74,9 @@ class Chat:
             np.array([tokens], np.int32),
             np.array([len(tokens)]),
             min(self._max_new_tokens, size - len(tokens)),
+            self._sampling,
             key=self._rngs,
             stop=(END, END_OF_TEXT),
-            **self._sampling,
         )
         return dropped, self._answer(turns, pieces)
 

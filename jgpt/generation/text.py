@@ -30,8 +30,9 @@ def generate_text(
     **sampling: Any,
 ) -> Texts:
     """The continuations that `stream_text` streams, whole."""
-    options: dict[str, Any] = {"key": key, "stop": stop, **sampling}
-    pieces: Any = stream_text(model, tokenizer, prompts, max_new_tokens, **options)
+    pieces: Any = stream_text(
+        model, tokenizer, prompts, max_new_tokens, key=key, stop=stop, **sampling
+    )
     if isinstance(prompts, str):
         return "".join(pieces)
     return tuple("".join(text) for text in zip(*pieces, strict=True))
@@ -56,23 +57,20 @@ def stream_text(
     Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
     encode, or an invalid sampling parameter.
     """
-    key = jax.random.key(0) if key is None else key
-    if isinstance(prompts, str):
-        texts = stream_text(
-            model, tokenizer, (prompts,), max_new_tokens, key=key, stop=stop, **sampling
-        )
-        return (text for (text,) in texts)
-    if not prompts:
+    texts = (prompts,) if isinstance(prompts, str) else prompts
+    if not texts:
         raise ValueError("prompts is empty: give at least one, which may be an empty string")
     stop = (stop,) if isinstance(stop, str) else stop
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    rows = [tokenizer.encode(prompt) if prompt else default_prompt(tokenizer) for prompt in prompts]
+    rows = [tokenizer.encode(text) if text else default_prompt(tokenizer) for text in texts]
     lengths = np.array([len(row) for row in rows])
     tokens = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows])
-    return stream_continuations(
-        model, tokenizer, tokens, lengths, max_new_tokens, key=key, stop=stop, **sampling
+    key = jax.random.key(0) if key is None else key
+    pieces: Any = stream_continuations(
+        model, tokenizer, tokens, lengths, max_new_tokens, Sampling(**sampling), key=key, stop=stop
     )
+    return (text for (text,) in pieces) if isinstance(prompts, str) else pieces
 
 
 @typed
@@ -82,14 +80,14 @@ def stream_continuations(
     prompt: Int[np.ndarray, "batch time"],
     lengths: Int[np.ndarray, " batch"],
     max_new_tokens: int,
+    sampling: Sampling,
     *,
     key: Key[Array, ""] | nnx.Rngs,
     stop: tuple[str, ...],
-    **sampling: Any,
 ) -> Iterator[tuple[str, ...]]:
     """`stream_text` for tokens, right-padded to one length."""
     writers = tuple(_Detokenizer(tokenizer, stop) for _ in lengths)
-    pieces = stream(model, prompt, lengths, max_new_tokens, Sampling(**sampling), key=key)
+    pieces = stream(model, prompt, lengths, max_new_tokens, sampling, key=key)
     return _texts(writers, pieces)
 
 

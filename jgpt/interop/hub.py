@@ -1,15 +1,13 @@
 """Models of the Hugging Face hub by name: JSON, safetensors and byte-pairs, never code."""
 
 import errno
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from jgpt.config import did_you_mean
-from jgpt.durable import read_file
 from jgpt.interop.huggingface import HF_CONFIG, HF_INDEX, HF_WEIGHTS
-from jgpt.interop.names import prefix_errors
+from jgpt.interop.names import prefix_errors, read_json
 
 HUB = {
     "gpt2": "openai-community/gpt2",
@@ -50,7 +48,15 @@ def fetch(repository: str) -> Path:
         raise ValueError(f"hub:{repository} must be hub:OWNER/NAME")
     folder = _snapshot(repository, SMALL)
     for name in (HF_CONFIG, "tokenizer_config.json"):
-        _require_no_code(repository, folder / name)
+        if not (folder / name).is_file():
+            continue
+        with prefix_errors(Path(repository) / name):
+            values = read_json(folder / name)
+        if values.get("auto_map"):
+            raise ValueError(
+                f"{repository} needs code of its own, by auto_map in {name}: code is never "
+                "fetched or run"
+            )
     _snapshot(repository, WEIGHTS, revision=folder.name)
     if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
         raise ValueError(
@@ -82,18 +88,3 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
             f"{HF_CONFIG}, {HF_WEIGHTS} and tokenizer.json from another machine into a folder, and "
             "give the folder"
         ) from None
-
-
-def _require_no_code(repository: str, path: Path) -> None:
-    if not path.is_file():
-        return
-    with prefix_errors(Path(repository) / path.name):
-        try:
-            values = json.loads(read_file(path))
-        except RecursionError as error:
-            raise ValueError(f"not JSON: {error}") from None
-    if isinstance(values, dict) and values.get("auto_map"):
-        raise ValueError(
-            f"{repository} needs code of its own, by auto_map in {path.name}: code is never "
-            "fetched or run"
-        )

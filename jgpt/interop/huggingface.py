@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,16 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
-from jgpt.durable import new_directory, read_file
-from jgpt.interop.formats import HF_FORMATS, Format, hf_config, read_config
+from jgpt.durable import new_directory
+from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
     Tensors,
     plain_names,
     prefix_errors,
+    read_json,
     read_tensors,
     require_names,
     write_tensors,
@@ -53,14 +52,13 @@ def load_hf(
             "jgpt import fetches models of the hub by name"
         )
     known = [*HF_FORMATS] if model_type is None else [model_type]
-
-    def parse(values: dict[str, Any]) -> tuple[Format, ModelConfig]:
+    with prefix_errors(directory / HF_CONFIG):
+        values = read_json(directory / HF_CONFIG)
         if (kind := values.get("model_type", "gpt2")) not in known:
             only = ", ".join(map(repr, known))
             raise ValueError(f"model_type={kind!r} is not supported, only {only}")
-        return HF_FORMATS[kind], read_config(values, HF_FORMATS[kind])
-
-    format, config = _read_json(directory / HF_CONFIG, parse)
+        format = HF_FORMATS[kind]
+        config = read_config(values, format)
     if block_size is not None:
         config = dataclasses.replace(config, block_size=block_size)
     with prefix_errors(directory), contextlib.ExitStack() as stack:
@@ -110,24 +108,13 @@ def save_gpt2(model: LanguageModel, directory: str | Path, **options: Any) -> No
     save_hf(model, directory, model_type="gpt2", **options)
 
 
-def _read_json(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    with prefix_errors(path):
-        try:
-            values = json.loads(read_file(path))
-        except RecursionError as error:
-            raise ValueError(f"not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"not an object, but {type(values).__name__}")
-        return parse(values)
-
-
 def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> dict[str, Entry]:
     """The tensors of one file, or of all shards of an index."""
     if (directory / HF_WEIGHTS).is_file() or not (directory / HF_INDEX).is_file():
         return _open_file(directory / HF_WEIGHTS, layers, stack)
-    entries, shard_of = {}, _read_json(directory / HF_INDEX, _shards)
+    with prefix_errors(directory / HF_INDEX):
+        shard_of = _shards(read_json(directory / HF_INDEX))
+    entries = {}
     for shard in sorted(set(shard_of.values())):
         found = _open_file(directory / shard, layers, stack)
         listed = plain_names(name for name, file in shard_of.items() if file == shard)

@@ -3,21 +3,21 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
+from jgpt.durable import read_file
 from jgpt.interop.formats import Format
-from jgpt.nn.models import LanguageModel, abstract_model
+from jgpt.nn.models import abstract_model, named_parameters
 from jgpt.nn.transformer import GPT
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
@@ -57,19 +57,20 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
         except MemoryError:
             raise ValueError(f"{name} of shape {[*stored.shape]} exceeds the memory") from None
         tensor = tensor.T if stored.transposed else tensor
-        ends = itertools.accumulate(stored.sizes[:-1])
-        leaves |= zip(stored.parts, jnp.split(tensor, [*ends], axis=-1), strict=True)
+        *ends, _ = itertools.accumulate(stored.parts.values())
+        leaves |= zip(stored.parts, jnp.split(tensor, ends, axis=-1), strict=True)
     return _model(config, leaves)
 
 
 @typed
 def write_tensors(model: GPT, format: Format) -> Tensors:
     """The inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2 has."""
-    config, leaves = model.config, _by_name(_weights(model))
+    config, leaves = model.config, named_parameters(model)
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
     tensors = {}
     for name, stored in _layout(config, format).items():
-        tensor = np.concatenate([np.asarray(leaves[part], dtype) for part in stored.parts], axis=-1)
+        parts = [np.asarray(leaves[part].get_value(), dtype) for part in stored.parts]
+        tensor = np.concatenate(parts, axis=-1)
         tensors[name] = tensor.T if stored.transposed else tensor
     for name in [*tensors]:
         bias = name.removesuffix("weight") + "bias"
@@ -93,7 +94,7 @@ def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
             f"the tokenizer has {vocab_size} tokens and the model vocab_size={model.vocab_size}: "
             "they don't belong together"
         )
-    leaves = _by_name(_weights(model))
+    leaves = {name: leaf.get_value() for name, leaf in named_parameters(model).items()}
     leaves["token_embedding.embedding"] = leaves["token_embedding.embedding"][:vocab_size]
     for name in leaves.keys() & {"head.kernel", "head.bias"}:
         leaves[name] = leaves[name][..., :vocab_size]
@@ -117,6 +118,19 @@ def prefix_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from None
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        values = json.loads(read_file(path))
+    except RecursionError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"not an object, but {type(values).__name__}")
+    return values
+
+
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Parameter names without the outer module's, to those in the file; buffers are left out."""
     plain = {re.sub(r"^(transformer|model)\.", "", name): name for name in names}
@@ -126,15 +140,15 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 class _Stored(NamedTuple):
     """Parameters of ours, concatenated along the last axis, as a tensor of another project."""
 
-    parts: tuple[str, ...]
-    sizes: tuple[int, ...]
+    parts: dict[str, int]
+    """Their names, and their sizes along the last axis."""
     shape: tuple[int, ...]
     transposed: bool
 
 
 def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
     """The tensors of another project for the parameters that a model has."""
-    leaves, parts = _by_name(_weights(abstract_model(config))), {}
+    leaves, parts = named_parameters(abstract_model(config)), {}
     for ours, theirs in format.modules.items():
         for index in range(config.num_layers if "{}" in ours else 1):
             for kind in ("kernel", "scale", "embedding", "bias"):
@@ -146,30 +160,16 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
         # the head is nn.Linear in all formats
         is_linear = format.linear or tensor == "lm_head.weight"
         transposed = is_linear and names[0].endswith(".kernel")
-        sizes = tuple(leaves[name].shape[-1] for name in names)
-        shape = (*leaves[names[0]].shape[:-1], sum(sizes))
-        layout[tensor] = _Stored(names, sizes, shape[::-1] if transposed else shape, transposed)
+        sizes = {name: leaves[name].shape[-1] for name in names}
+        shape = (*leaves[names[0]].shape[:-1], sum(sizes.values()))
+        layout[tensor] = _Stored(sizes, shape[::-1] if transposed else shape, transposed)
     return layout
-
-
-def _weights(model: LanguageModel) -> Any:
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-
-def _by_name(tree: Any) -> dict[str, Any]:
-    """Leaves by dotted names, such as blocks.0.attention.query.kernel."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def _model(config: ModelConfig, leaves: dict[str, Any]) -> GPT:
     """The model with these parameters by name, in its dtypes."""
-    abstract = abstract_model(config)
-    like = _weights(abstract)
-    named = [jnp.asarray(leaves[name], leaf.dtype) for name, leaf in _by_name(like).items()]
-    weights = jax.tree.unflatten(jax.tree.structure(like), named)
-    model = nnx.merge(nnx.graphdef(abstract), weights)
+    model = abstract_model(config)
     assert isinstance(model, GPT)
+    for name, parameter in named_parameters(model).items():
+        parameter.set_value(jnp.asarray(leaves[name], parameter.dtype))
     return model

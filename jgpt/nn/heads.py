@@ -10,29 +10,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.config import ModelConfig, missing_case
 from jgpt.contracts import check, typed
+from jgpt.nn import kernels
 from jgpt.nn.attention import apply_rotary, attention_weights, causal_mask, merge_heads, split_heads
 from jgpt.nn.cache import LayerCache
-from jgpt.nn.kernels import (
-    attend_over_cache,
-    attend_windowed,
-    fused_attend,
-    repeat_heads,
-    uses_fused_kernel,
-)
 from jgpt.nn.layers import Linear, RMSNorm, apply_dropout, columns, linear_options, residual_std
 from jgpt.nn.module import Module
 
 
 class _Attention(Module):
-    """What Head and MultiHeadAttention share: mask, QK-norm, rotary embedding, choice of kernel."""
+    """What Head and MultiHeadAttention share: QK-norm, rotary embedding, mask."""
 
     causal: bool
     window: int | None
     rotary: bool
     rotary_base: float
-
-    def source_length(self, x: Any, context: Any) -> int:
-        return (x if context is None else context).shape[1]
 
     @typed
     def _normalise_and_rotate(
@@ -61,6 +52,9 @@ class _Attention(Module):
             )
         # cross-attention and encoders have no causal order
         return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
+
+    def source_length(self, x: Any, context: Any) -> int:
+        return (x if context is None else context).shape[1]
 
 
 class Head(_Attention):
@@ -100,7 +94,7 @@ class Head(_Attention):
     ) -> Float[Array, "batch time {self.head_dim}"]:
         """Attend from `x` to itself, or to `context`."""
         source = x if context is None else context
-        return attend_windowed(
+        return kernels.attend_windowed(
             self._normalise_and_rotate(self.query(x), self.query_norm),
             self._normalise_and_rotate(self.key(source), self.key_norm),
             self.value(source),
@@ -134,7 +128,7 @@ class MultiHeadAttention(_Attention):
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.causal, self.dropout = causal, config.dropout
         self.window, self.scale = config.attention_window, config.attention_scale
-        self.fused = uses_fused_kernel(config.attention_kernel)
+        self.fused = kernels.uses_fused_kernel(config.attention_kernel)
         match config.positions:
             case "rotary":
                 self.rotary = True
@@ -181,27 +175,16 @@ class MultiHeadAttention(_Attention):
         options: dict[str, Any] = {"window": self.window, "scale": self.scale}
         if cache is not None:
             cache.append(key, value)
-            heads = attend_over_cache(query, cache, **options)
+            heads = kernels.attend_over_cache(query, cache, **options)
         elif self.fused and not trains:  # the kernel has no dropout
-            heads = fused_attend(query, key, value, causal=mask is not None, **options)
+            heads = kernels.fused_attend(query, key, value, causal=mask is not None, **options)
         else:
             options |= {"dropout": self.dropout, "dropout_key": dropout_key}
-            key, value = repeat_heads(key, self.num_heads), repeat_heads(value, self.num_heads)
-            heads = attend_windowed(query, key, value, mask, **options)
+            key, value = (kernels.repeat_heads(each, self.num_heads) for each in (key, value))
+            heads = kernels.attend_windowed(query, key, value, mask, **options)
         check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
         y = self.projection(merge_heads(heads))
         return apply_dropout(y, self.dropout, self.next_dropout_key(rngs, self.dropout))
-
-    @typed
-    def weights(
-        self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
-    ) -> Float[Array, "batch {self.num_heads} time {self.source_length(x,context)}"]:
-        """The attention weights of each head."""
-        query, key, _ = self._project(x, x if context is None else context)
-        mask = self._mask(x, context)
-        return attention_weights(query, repeat_heads(key, self.num_heads), mask, scale=self.scale)
 
     @typed
     def _project(
@@ -227,6 +210,17 @@ class MultiHeadAttention(_Attention):
             prepared(split_heads(self.key(source), self.num_kv_heads), self.key_norm),
             split_heads(self.value(source), self.num_kv_heads),
         )
+
+    @typed
+    def weights(
+        self,
+        x: Float[Array, "batch time {self.embed_dim}"],
+        context: Float[Array, "batch key {self.embed_dim}"] | None = None,
+    ) -> Float[Array, "batch {self.num_heads} time {self.source_length(x,context)}"]:
+        """The attention weights of each head."""
+        query, key, _ = self._project(x, x if context is None else context)
+        key = kernels.repeat_heads(key, self.num_heads)
+        return attention_weights(query, key, self._mask(x, context), scale=self.scale)
 
     @typed
     def head(self, index: int) -> Head:

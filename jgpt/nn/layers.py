@@ -107,6 +107,13 @@ def look_up(
     return jnp.take(table, index, axis=0)
 
 
+@typed
+def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
+    """Divide the last axis by its root mean square, in at least float32."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
+
+
 class RMSNorm(Module):
     """Root mean square normalisation (Zhang and Sennrich 2019, section 4), in at least float32."""
 
@@ -156,6 +163,22 @@ class LayerNorm(RMSNorm):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
+@typed
+def apply_dropout(
+    x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
+) -> Float[Array, "*rows"]:
+    """Inverted dropout (Srivastava et al. 2014, section 4); the identity without a key.
+
+    Raises ValueError for a rate outside [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout={rate} must be at least 0 and below 1")
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
 def make_norm(config: ModelConfig) -> RMSNorm:
     """The norm that a config describes."""
     options: dict[str, Any] = {"epsilon": config.norm_epsilon, "use_scale": config.norm_scale}
@@ -171,8 +194,9 @@ def make_norm(config: ModelConfig) -> RMSNorm:
 
 def linear_options(config: ModelConfig) -> dict[str, Any]:
     """The options of `Linear` that a config decides for all layers."""
+    config = portable(config)
     names = ("use_bias", "dtype", "activation_dtype", "param_dtype")
-    return {name: getattr(portable(config), name) for name in names}
+    return {name: getattr(config, name) for name in names}
 
 
 def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
@@ -192,26 +216,3 @@ def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
 def residual_std(config: ModelConfig) -> float:
     """The initial std of residual projections (Radford et al. 2019, section 2.3)."""
     return 0.0 if config.zero_init else INIT_STD / math.sqrt(2 * config.num_layers)
-
-
-@typed
-def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
-    """Divide the last axis by its root mean square, in at least float32."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
-
-
-@typed
-def apply_dropout(
-    x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
-) -> Float[Array, "*rows"]:
-    """Inverted dropout (Srivastava et al. 2014, section 4); the identity without a key.
-
-    Raises ValueError for a rate outside [0, 1).
-    """
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout={rate} must be at least 0 and below 1")
-    if key is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

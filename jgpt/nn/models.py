@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,12 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
     return nnx.merge(*traced, copy=True)
 
 
+def named_parameters(model: Any) -> dict[str, nnx.Variable]:
+    """A model's parameters by path, such as blocks.0.attention.query.kernel."""
+    found = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): parameter for path, parameter in found}
+
+
 @functools.lru_cache(maxsize=8)
 def _traced(config: ModelConfig, *_context: object) -> tuple[nnx.GraphDef, nnx.State]:
     """A cached abstract model: tracing it takes a tenth of a second."""
@@ -151,34 +157,31 @@ class Part:
     parameters: int
     size: int
     """In bytes."""
-    product_parameters: int
-    """Parameters that take part in a matrix product for each token."""
 
 
 def parts_of(config: ModelConfig) -> tuple[Part, ...]:
     """A model's parts and their parameter counts, in the order of the forward pass."""
-    leaves: dict[str, list[tuple[str, nnx.Variable]]] = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
-        names = [str(name) for name in path]
+    leaves: dict[str, list[nnx.Variable]] = {}
+    for path, leaf in named_parameters(abstract_model(config)).items():
+        names = path.split(".")
         in_block = names[0] == "blocks" and len(names) > 2
         part = f"{names[0]}.{names[2]}" if in_block else names[0]
-        leaves.setdefault(part, []).append((names[-1], leaf))
-    tied = {"token_embedding"} if config.tie_embeddings else set()
+        leaves.setdefault(part, []).append(leaf)
     parts = (
         Part(
             name,
-            parameters=sum(leaf.size for _, leaf in own),
-            size=sum(leaf.size * leaf.dtype.itemsize for _, leaf in own),
-            product_parameters=sum(
-                leaf.size for kind, leaf in own if kind == "kernel" or name in tied
-            ),
+            parameters=sum(leaf.size for leaf in own),
+            size=sum(leaf.size * leaf.dtype.itemsize for leaf in own),
         )
         for name, own in leaves.items()
     )
     order = ("token", "position", "ngram", "shortcut", "blocks", "final", "head", "table")
-    words = lambda part: part.name.split("_")[0].split(".")[0]  # noqa: E731
-    place = lambda word: order.index(word) if word in order else order.index("blocks")  # noqa: E731
-    return tuple(sorted(parts, key=lambda part: place(words(part))))
+
+    def place(part):  # a user's own parts count as blocks
+        word = part.name.split("_")[0]
+        return order.index(word if word in order else "blocks")
+
+    return tuple(sorted(parts, key=place))
 
 
 def flops_per_token(config: ModelConfig) -> int:
@@ -191,13 +194,17 @@ def flops_per_token(config: ModelConfig) -> int:
     if config.make is not None:
         graph, weights = nnx.split(abstract_model(config))
         tokens = jax.ShapeDtypeStruct((1, config.block_size), jnp.int32)
-        lowered = jax.jit(lambda *given: nnx.merge(graph, given[0])(given[1])).lower(
-            weights, tokens
-        )
-        return round((lowered.cost_analysis() or {}).get("flops", 0) / config.block_size)
+        forward = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+        costs = forward.lower(weights, tokens).cost_analysis() or {}
+        return round(costs.get("flops", 0) / config.block_size)
     if config.architecture == "bigram":
         return 0
-    products = sum(part.product_parameters for part in parts_of(config))
+    products = sum(
+        leaf.size
+        for name, leaf in named_parameters(abstract_model(config)).items()
+        if name.endswith(".kernel")
+        or (name == "token_embedding.embedding" and config.tie_embeddings)
+    )
     reach = min(config.block_size, config.attention_window or config.block_size)
     attention = 2 * config.num_layers * reach * config.num_heads * config.head_size
     return 2 * (products + attention)

@@ -60,22 +60,24 @@ class FeedForward(Module):
         self.hidden_dim = config.hidden_dim or 4 * config.embed_dim
         self.activation: Activation = config.activation
         linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
-        sizes, names = (self.embed_dim, self.hidden_dim), ("embed_dim", "hidden_dim")
-        self.expansion = linear(*sizes, dimensions=names)
-        self.gate = linear(*sizes, dimensions=names) if config.gated else None
+        names = ("embed_dim", "hidden_dim")
+        expand = functools.partial(linear, self.embed_dim, self.hidden_dim, dimensions=names)
+        self.expansion = expand()
+        self.gate = expand() if config.gated else None
         self.projection = linear(
-            *sizes[::-1], init_std=residual_std(config), dimensions=names[::-1]
+            self.hidden_dim,
+            self.embed_dim,
+            init_std=residual_std(config),
+            dimensions=("hidden_dim", "embed_dim"),
         )
 
     @typed
     def __call__(
-        self,
-        x: Float[Array, "batch time {self.embed_dim}"],
-        *,
-        rngs: nnx.Rngs | None = None,
+        self, x: Float[Array, "batch time {self.embed_dim}"], *, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Apply the MLP to each position."""
-        activate, hidden = activation(self.activation), self.expansion(x)
+        activate = activation(self.activation)
+        hidden = self.expansion(x)
         hidden = activate(hidden) if self.gate is None else activate(self.gate(x)) * hidden
         check(hidden, Float[Array, "batch time {self.hidden_dim}"])
         y = self.projection(hidden)
@@ -181,15 +183,6 @@ class GPT(Module):
         return run_blocks(self.config, self.blocks, x, self.shortcut, cache=cache, rngs=rngs)
 
     @typed
-    def attention_weights(
-        self, tokens: Int[Array, "batch time"]
-    ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
-        """The attention weights of every layer and head in the forward pass of `tokens`."""
-        inputs = self.hidden_states(tokens)[:-1]
-        pairs = zip(self.blocks, inputs, strict=True)
-        return jnp.stack([block.attention.weights(block.attention_norm(x)) for block, x in pairs])
-
-    @typed
     def embed(
         self,
         tokens: Int[Array, "batch time"],
@@ -222,16 +215,6 @@ class GPT(Module):
         return apply_dropout(x, rate, self.next_dropout_key(rngs, rate))
 
     @typed
-    def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty KV cache for `batch` sequences of `capacity` positions, or of `block_size`."""
-        attention = self.blocks[0].attention
-        capacity = self.block_size if capacity is None else capacity
-        sizes = (batch, capacity, attention.num_kv_heads, attention.head_dim)
-        layers = tuple(LayerCache(*sizes, dtype=self.activation_dtype) for _ in self.blocks)
-        lookback = max(self.config.ngram_sizes, default=1) - 1
-        return KVCache(layers, batch=batch, lookback=lookback)
-
-    @typed
     def logits(
         self, x: Float[Array, "batch time {self.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
@@ -243,3 +226,22 @@ class GPT(Module):
             logits = self.head(x)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    @typed
+    def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
+        """An empty KV cache for `batch` sequences of `capacity` positions, or of `block_size`."""
+        attention = self.blocks[0].attention
+        capacity = self.block_size if capacity is None else capacity
+        sizes = (batch, capacity, attention.num_kv_heads, attention.head_dim)
+        layers = tuple(LayerCache(*sizes, dtype=self.activation_dtype) for _ in self.blocks)
+        lookback = max(self.config.ngram_sizes, default=1) - 1
+        return KVCache(layers, batch=batch, lookback=lookback)
+
+    @typed
+    def attention_weights(
+        self, tokens: Int[Array, "batch time"]
+    ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
+        """The attention weights of every layer and head in the forward pass of `tokens`."""
+        inputs = self.hidden_states(tokens)[:-1]
+        pairs = zip(self.blocks, inputs, strict=True)
+        return jnp.stack([block.attention.weights(block.attention_norm(x)) for block, x in pairs])

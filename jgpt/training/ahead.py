@@ -24,7 +24,7 @@ from jgpt.training.plan import (
     with_micro_batches,
 )
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$", re.MULTILINE)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _CALLED = re.compile(r"\b(body|calls|\w*computations?)=(\{[^}]*\}|%?[\w.-]+)")
 _COLLECTIVE = re.compile(
     r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
@@ -132,12 +132,8 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
 
     A collective in a loop is repeated for each trip; the loop over steps counts once.
     """
-    starts = [*_COMPUTATION.finditer(text)]
-    ends = [*(start.start() for start in starts[1:]), len(text)]
-    bodies = {
-        start[2]: text[start.end() : end].splitlines()
-        for start, end in zip(starts, ends, strict=True)
-    }
+    computations = _COMPUTATION.findall(text)
+    bodies = {name: body.splitlines() for _, name, body in computations}
     seen = set()  # a TPU's asynchronous collective stands in several places, with one channel
 
     def inside(name: str) -> Iterator[tuple[str, int]]:
@@ -164,7 +160,7 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
         limit = root and re.search(rf"%{re.escape(root[1])} = .*constant\((\d+)\)", lines)
         return int(limit[1]) if limit else 1
 
-    yield from inside(next(start[2] for start in starts if start[1]))
+    yield from inside(next(name for entry, name, _ in computations if entry))
 
 
 def _sent(found: re.Match[str], line: str) -> int:

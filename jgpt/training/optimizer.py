@@ -121,6 +121,24 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             mask=decay_mask,
         )
 
+    match config.optimizer:
+        case "adamw" if config.embedding_learning_rate is None:
+            optimizer = adamw(config.learning_rate)
+        case "adamw" | "muon":
+            groups: dict[Hashable, optax.GradientTransformation] = {
+                "muon": _muon(config, steps),
+                "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
+                "adamw": adamw(config.learning_rate),
+            }
+            optimizer = optax.partition(groups, functools.partial(partition, config))
+        case _:
+            missing_case("optimizer", config.optimizer, __file__)
+    if config.gradient_clip > 0:
+        optimizer = optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)
+    return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
+
+
+def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     muon = optax.contrib.muon(
         learning_rate_schedule(config, steps, config.muon_learning_rate),
         beta=config.muon_momentum,
@@ -146,21 +164,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             lambda path, leaf: leaf if STACKED in path else leaf[-1], jax.lax.map(of_layer, stacked)
         )
 
-    match config.optimizer:
-        case "adamw" if config.embedding_learning_rate is None:
-            optimizer = adamw(config.learning_rate)
-        case "adamw" | "muon":
-            groups: dict[Hashable, optax.GradientTransformation] = {
-                "muon": optax.GradientTransformation(muon.init, update),
-                "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
-                "adamw": adamw(config.learning_rate),
-            }
-            optimizer = optax.partition(groups, functools.partial(partition, config))
-        case _:
-            missing_case("optimizer", config.optimizer, __file__)
-    if config.gradient_clip > 0:
-        optimizer = optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)
-    return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
+    return optax.GradientTransformation(muon.init, update)
 
 
 class AverageState(NamedTuple):

@@ -10,30 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, PyTree, Shaped
 
+from jgpt import sharding
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
 from jgpt.hardware import host_memory
-from jgpt.nn.models import abstract_model, flops_per_token, parts_of
-from jgpt.sharding import (
-    abstract_arrays,
-    abstract_mesh,
-    axes_of,
-    current_mesh,
-    dimensions_of,
-    shards_of,
-    spec_of,
-)
-from jgpt.training.step import (
-    abstract_state,
-    dropout_stream,
-    make_train_steps,
-    state_specs,
-)
+from jgpt.nn.models import abstract_model, flops_per_token, named_parameters, parts_of
+from jgpt.training.step import abstract_state, dropout_stream, make_train_steps, state_specs
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ class Plan:
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
     """The train steps of a config, compiled for the mesh that is set, or the default device."""
-    state = abstract_arrays(abstract_state(config), state_specs(config))
+    state = sharding.abstract_arrays(abstract_state(config), state_specs(config))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = jax.eval_shape(lambda: dropout_stream(config.seed))
@@ -85,7 +71,8 @@ def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory
         return None
     total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
     total += analysis.temp_size_in_bytes - analysis.alias_size_in_bytes  # the state is donated
-    mesh = abstract_mesh(None) if current_mesh().empty else current_mesh()
+    mesh = sharding.current_mesh()
+    mesh = sharding.abstract_mesh(None) if mesh.empty else mesh
     on_each = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     return TrainingMemory(on_each, max(total - on_each, 0))
 
@@ -104,10 +91,10 @@ def with_micro_batches(config: TrainConfig, memory_limit: int | None) -> TrainCo
     """
     if config.micro_batches != "auto":
         return config
-    limit = host_memory() // (2 * max(current_mesh().size, 1))
+    limit = host_memory() // (2 * max(sharding.current_mesh().size, 1))
     if memory_limit is not None:
         limit = memory_limit * 9 // 10
-    rows = config.batch_size // shards_of("batch", current_mesh())
+    rows = config.batch_size // sharding.shards_of("batch", sharding.current_mesh())
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
 
     def fits(count: int) -> bool:
@@ -134,7 +121,7 @@ def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
         parameters=sum(part.parameters for part in parts_of(config.model)),
         memory=training_memory(config),
         mesh=config.mesh,
-        replicated=replicated_dimensions(config.model, abstract_mesh(config.mesh)),
+        replicated=replicated_dimensions(config.model, sharding.abstract_mesh(config.mesh)),
         flops=3 * flops_per_token(config.model) * tokens,
     )
 
@@ -146,7 +133,7 @@ def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
             raise ValueError(f"{name}=float64 needs JAX_ENABLE_X64=1 in the environment")
     if memory_limit is None:
         return
-    mesh = abstract_mesh(config.mesh)
+    mesh = sharding.abstract_mesh(config.mesh)
     state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     if state > memory_limit:
         raise ValueError(
@@ -200,15 +187,15 @@ class Placement:
 def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement]:
     """How each parameter of a model is sharded over a mesh."""
     found = []
-    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
-        spec = spec_of(dimensions_of(variable), variable.shape, mesh)
+    for name, variable in named_parameters(abstract_model(config)).items():
+        spec = sharding.spec_of(sharding.dimensions_of(variable), variable.shape, mesh)
         parts = (
             f"{size}@{axes if isinstance(axes, str) else ','.join(axes)}" if axes else str(size)
             for size, axes in zip(variable.shape, spec, strict=True)
         )
-        sharding = f"{variable.dtype}[{', '.join(parts)}]"
+        placed = f"{variable.dtype}[{', '.join(parts)}]"
         on_each = bytes_on_each(variable.get_value(), spec, mesh)
-        found.append(Placement(".".join(map(str, path)), sharding, on_each))
+        found.append(Placement(name, placed, on_each))
     return found
 
 
@@ -216,27 +203,26 @@ def parameters_without_names(config: ModelConfig, mesh: Mesh | AbstractMesh) -> 
     """A user's own parameters that a mesh would split if their dimensions had names."""
     if config.make is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return []
-    found = nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param))
     return [
-        ".".join(map(str, path))
-        for path, variable in found
-        if len(variable.shape) > 1 and not any(dimensions_of(variable))
+        name
+        for name, variable in named_parameters(abstract_model(config)).items()
+        if len(variable.shape) > 1 and not any(sharding.dimensions_of(variable))
     ]
 
 
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Dimensions of parameters that a mesh doesn't divide, and the memory it costs."""
     costs: Counter[str] = Counter()
-    for _, variable in nnx.to_flat_state(nnx.state(abstract_model(config), nnx.Param)):
-        dimensions, shape = dimensions_of(variable), variable.shape
-        spec = spec_of(dimensions, shape, mesh)
+    for variable in named_parameters(abstract_model(config)).values():
+        dimensions, shape = sharding.dimensions_of(variable), variable.shape
+        spec = sharding.spec_of(dimensions, shape, mesh)
         size = bytes_on_each(variable.get_value(), spec, mesh)
         for dimension, entries, axes in zip(dimensions, shape, spec, strict=True):
-            wanted = axes_of(dimension, mesh)
+            wanted = sharding.axes_of(dimension, mesh)
             if len(shape) > 1 and wanted and not axes:
                 name, pieces = dimension if isinstance(dimension, tuple) else (dimension, entries)
                 over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted)
-                saved = size - size // shards_of(dimension, mesh)
+                saved = size - size // sharding.shards_of(dimension, mesh)
                 costs[f"{name}={pieces} is not divided by {over}"] += saved
     return tuple(
         f"{reason} and is replicated: {format_bytes(cost)} more parameters on each device"

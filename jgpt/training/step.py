@@ -1,7 +1,6 @@
 """Train and evaluation steps: pure functions of (state, batch), jit-compiled."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -12,31 +11,15 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from jgpt import sharding
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model
 from jgpt.nn.precision import portable
 from jgpt.nn.transformer import GPT
-from jgpt.sharding import (
-    constrain,
-    current_mesh,
-    gather_once,
-    shard_by_name,
-    shardings,
-    specs_like,
-    split_batch,
-    weight_specs,
-)
+from jgpt.training import stacking
 from jgpt.training.optimizer import learning_rate_schedule, make_optimizer, trained_weights
-from jgpt.training.stacking import (
-    STACKED,
-    merge_with,
-    stack_blocks,
-    stack_specs,
-    unstack_blocks,
-    uses_stacked_blocks,
-)
 
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
 
@@ -63,35 +46,26 @@ class Metrics:
     learning_rate: Float[Array, " steps"]
 
 
-TrainSteps = jax.stages.Wrapped
-"""(state, windows, key, count, first_step=None) -> (state, metrics)."""
-EvalStep = Callable[
-    [Weights, Int[Array, "batches batch window"], Bool[Array, "batches batch window-1"]],
-    Float[Array, ""],
-]
-
-
 def init_state(config: TrainConfig) -> TrainState:
     """Initial parameters, optimizer state and step 0 from the config's seed.
 
     If a mesh is set, each device makes its own shards.
     """
-    if current_mesh().empty:
-        return _init_state(config)
-    return jax.jit(lambda: _init_state(config), out_shardings=shardings(state_specs(config)))()
 
+    def make() -> TrainState:
+        model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
+        return _first_state(config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
-def _init_state(config: TrainConfig) -> TrainState:
-    # not under one jit: a small program per shape compiles faster, to far less code
-    model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
-    return _first_state(config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    if sharding.current_mesh().empty:
+        return make()  # not under one jit: a small program per shape compiles faster, to less code
+    return jax.jit(make, out_shardings=sharding.shardings(state_specs(config)))()
 
 
 @typed
 def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = TrainState(weights, jax.jit(optimizer.init)(weights), jnp.zeros((), jnp.int32))
-    return stack_blocks(state) if uses_stacked_blocks(config.model) else state
+    return stacking.stack_blocks(state) if stacking.uses_stacked_blocks(config.model) else state
 
 
 @typed
@@ -111,34 +85,37 @@ def abstract_state(config: TrainConfig) -> TrainState:
 
 def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
     """How the train state is sharded over a mesh, by default the one that is set."""
-    specs = weight_specs(abstract_model(config.model), current_mesh() if mesh is None else mesh)
-    specs = stack_specs(specs) if uses_stacked_blocks(config.model) else specs
-    return specs_like(abstract_state(config), specs)
+    mesh = sharding.current_mesh() if mesh is None else mesh
+    specs = sharding.weight_specs(abstract_model(config.model), mesh)
+    if stacking.uses_stacked_blocks(config.model):
+        specs = stacking.stack_specs(specs)
+    return sharding.specs_like(abstract_state(config), specs)
 
 
 def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
     """The state of train steps, from a state with each block's own arrays."""
-    if not uses_stacked_blocks(config.model):
+    if not stacking.uses_stacked_blocks(config.model):
         return state
-    return jax.jit(stack_blocks, out_shardings=shardings(state_specs(config)))(state)
+    placed = sharding.shardings(state_specs(config))
+    return jax.jit(stacking.stack_blocks, out_shardings=placed)(state)
 
 
 def unstack_state(state: TrainState) -> TrainState:
     """The state with each block's own arrays, as in checkpoints."""
-    is_stacked = STACKED.key in state.weights.get("blocks", {})
-    return jax.jit(unstack_blocks)(state) if is_stacked else state
+    is_stacked = stacking.STACKED.key in state.weights.get("blocks", {})
+    return jax.jit(stacking.unstack_blocks)(state) if is_stacked else state
 
 
-def make_train_steps(config: TrainConfig) -> TrainSteps:
+def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     """A jitted function that takes `count` steps, on the first `count` windows.
 
-    One program serves every count. The state is donated. A step whose loss or gradient is not
-    finite is skipped, and so are all after it, in later calls too: their `first_step` is ahead of
-    the state's step.
+    It maps (state, windows, key, count, first_step=None) to (state, metrics). One program serves
+    every count. The state is donated. A step whose loss or gradient is not finite is skipped, and
+    so are all after it, in later calls too: their `first_step` is ahead of the state's step.
     """
     if (micro_batches := config.micro_batches) == "auto":
         raise ValueError("micro_batches=auto has to be decided first, by plan.with_micro_batches")
-    merge = merge_with(config.model)
+    merge = stacking.merge_with(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
@@ -159,7 +136,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     ) -> tuple[Float[Array, ""], PyTree[Float[Array, "?*shape"], "Weights"]]:
         if micro_batches == 1:
             return jax.value_and_grad(loss_of)(weights, window, key)
-        parts = split_batch(window, micro_batches)
+        parts = sharding.split_batch(window, micro_batches)
         keys = jax.random.split(key, micro_batches)
 
         def add(total, part):
@@ -173,7 +150,7 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     def step(
         state: TrainState, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
-        window = shard_by_name(window, "batch", None)
+        window = sharding.shard_by_name(window, "batch", None)
         step_key = jax.random.fold_in(key, state.step)
         trained = trained_weights(state.weights, state.optimizer)
         loss, gradients = gradients_of(trained, window, step_key)
@@ -181,8 +158,8 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
         stepped = TrainState(weights, optimizer_state, state.step + 1)
-        if not current_mesh().empty:
-            stepped = constrain(stepped, state_specs(config))
+        if not sharding.current_mesh().empty:
+            stepped = sharding.constrain(stepped, state_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
         return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
@@ -217,12 +194,13 @@ def make_train_steps(config: TrainConfig) -> TrainSteps:
     return jax.jit(steps, donate_argnums=0)
 
 
-def make_eval_step(config: ModelConfig) -> EvalStep:
+def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
     """A jitted function that sums the losses of counted targets over batches of windows.
 
-    A batch without counted targets is skipped at run time.
+    It maps (weights, windows, counts) to the sum. A batch without counted targets is skipped at
+    run time.
     """
-    merge = merge_with(config)
+    merge = stacking.merge_with(config)
 
     @jax.jit
     @typed
@@ -234,7 +212,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
         model = merge(weights)
 
         def add(total, batch):
-            window, counted = (shard_by_name(each, "batch", None) for each in batch)
+            window, counted = (sharding.shard_by_name(each, "batch", None) for each in batch)
 
             def added():
                 x = model.hidden(window[:, :-1])
@@ -258,7 +236,7 @@ def _rows_at_once(model: LanguageModel, rows: int) -> int:
     at_once = rows_at_once(model.vocab_size)
     if rows > at_once and isinstance(model, GPT):
         head = model.token_embedding.embedding if model.head is None else model.head.kernel
-        gather_once(head, model.dtype)
+        sharding.gather_once(head, model.dtype)
     return at_once
 
 

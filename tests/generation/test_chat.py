@@ -50,9 +50,11 @@ def asked(monkeypatch) -> list[dict]:
     """What was asked for, each time; the answer is two pieces."""
     calls: list[dict] = []
 
-    def canned(model, tokenizer, prompt, lengths, limit, **sampling):
+    def canned(model, tokenizer, prompt, lengths, limit, sampling, **options):
         assert prompt.shape == (1, lengths[0])
-        calls.append({"tokens": prompt[0].tolist(), "limit": limit, **sampling})
+        calls.append(
+            {"tokens": prompt[0].tolist(), "limit": limit, "sampling": sampling, **options}
+        )
         yield ("<think>hm\n</think>\n\nhel",)
         yield ("lo",)
 
@@ -80,7 +82,7 @@ def test_the_tokens_are_those_of_the_template(asked):
         tokenizer.encode(first).tolist(),
         tokenizer.encode(second).tolist(),
     ]
-    assert (asked[0]["limit"], asked[0]["top_p"]) == (7, 0.5)
+    assert (asked[0]["limit"], asked[0]["sampling"].top_p) == (7, 0.5)
     said(make(most=500), "it")
     assert asked[2]["limit"] == 64 - len(asked[2]["tokens"]) > 32
     assert asked[0]["stop"] == (END, "<|endoftext|>")

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jgpt import attend, attention_weights, causal_mask
-from jgpt.nn import heads as heads_module
+from jgpt.nn import kernels
 from jgpt.nn.attention import apply_rotary, merge_heads, split_heads
 from jgpt.nn.kernels import fused_attend, repeat_heads
 from tests.models import attention, compiled, loud, normal
@@ -174,7 +174,7 @@ def test_a_module_fuses_what_can_be_fused(monkeypatch):
 
     expected = compiled(read, x, context)
     module.fused = True
-    monkeypatch.setattr(heads_module, "fused_attend", kernel)
+    monkeypatch.setattr(kernels, "fused_attend", kernel)
     for found, wanted in zip(
         compiled(lambda *both: read(*both), x, context), expected, strict=True
     ):

@@ -16,7 +16,7 @@ from jgpt import ModelConfig, OptimizerConfig, TrainConfig, sharding
 from jgpt.data.batches import batches
 from jgpt.nn import depth, loss, models
 from jgpt.sharding import abstract_arrays, make_mesh, use_mesh
-from jgpt.training import optimizer, step
+from jgpt.training import optimizer
 from jgpt.training.ahead import _without_compilation_cache
 from jgpt.training.step import (
     abstract_state,
@@ -259,14 +259,14 @@ def test_the_head_is_gathered_once_for_all_chunks_of_a_loss(tied, tmp_path, monk
         return [line.count("while/body") for line in lines if gather.search(line)]
 
     assert loops_around_gathers(tmp_path / "once") == [1]  # the loop over the steps
-    monkeypatch.setattr(step, "gather_once", lambda *_: None)
+    monkeypatch.setattr(sharding, "gather_once", lambda *_: None)
     assert loops_around_gathers(tmp_path / "control") == [2]  # and that over the chunks
 
 
 @pytest.mark.parametrize(("rows", "gathers"), [(24 * 10, 0), (24 * 10 - 1, 1)])
 def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, monkeypatch):
     gathered = []
-    monkeypatch.setattr(step, "gather_once", lambda *head: gathered.append(head))
+    monkeypatch.setattr(sharding, "gather_once", lambda *head: gathered.append(head))
     monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * rows)
     config = config_of("nanogpt", "adamw")
     windows, counts = jnp.zeros((2, 24, 11), jnp.int32), jnp.ones((2, 24, 10), bool)

@@ -14,7 +14,7 @@ import pytest
 from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.data.dataset import load_dataset
 from jgpt.nn.models import flops_per_token
-from jgpt.sharding import abstract_mesh, use_mesh
+from jgpt.sharding import abstract_mesh, current_mesh, shards_of, use_mesh
 from jgpt.training import plan
 from jgpt.training.plan import (
     Placement,
@@ -192,7 +192,7 @@ def test_the_fewest_micro_batches_that_fit_and_divide(limit, mesh, chosen, monke
 
     def memory_of_rows(config):
         asked.append(config.micro_batches)
-        rows = 24 // config.micro_batches // plan.shards_of("batch", plan.current_mesh())
+        rows = 24 // config.micro_batches // shards_of("batch", current_mesh())
         return TrainingMemory(100, 10 * rows)
 
     monkeypatch.setattr(plan, "training_memory", memory_of_rows)
