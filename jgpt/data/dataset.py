@@ -310,10 +310,12 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
 
 
 @typed
-def _digest(*parts: Integer[np.ndarray, " _"]) -> Any:
-    """The SHA-256 of the tokens of all parts."""
+def _digest(
+    tokens: Integer[np.ndarray, " tokens"], held_out: Integer[np.ndarray, " held_out"] | None = None
+) -> Any:
+    """The SHA-256 of all tokens."""
     digest = hashlib.sha256()
-    for part in parts:
+    for part in (tokens,) if held_out is None else (tokens, held_out):
         for start in range(0, len(part), 1 << 24):
             digest.update(part[start : start + (1 << 24)].astype("<u4").tobytes())
     return digest
