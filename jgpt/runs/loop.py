@@ -351,8 +351,7 @@ class _Training:
         if self.step == self.first_save:
             self.logger.finish()
             self.checkpoints.save(self.state, None)
-        if self.step > self.first_step:
-            self.logger.start_clock()
+        self.logger.start_clock()
 
     def _stop_if_asked(self, asked: bool) -> None:
         failed = self.checkpoints.have_failed() or self.logger.failure is not None
