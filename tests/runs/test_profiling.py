@@ -78,7 +78,9 @@ def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
     assert len(told) == 1
 
 
-def test_the_steps_after_the_first_are_traced(small_run, tmp_path, monkeypatch):
+def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_evaluation(
+    small_run, tmp_path, monkeypatch
+):
     events, trace, wait, make = [], jax.profiler.trace, jax.block_until_ready, loop.make_train_steps
 
     @contextlib.contextmanager
@@ -87,6 +89,11 @@ def test_the_steps_after_the_first_are_traced(small_run, tmp_path, monkeypatch):
         with trace(directory):
             yield
         events.append("done")
+
+    @contextlib.contextmanager
+    def recorded_watch(warn):
+        events.append("watched")
+        yield
 
     def recorded_wait(result):
         events.append("waited")
@@ -104,9 +111,10 @@ def test_the_steps_after_the_first_are_traced(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(jax.profiler, "trace", recorded_trace)
     monkeypatch.setattr(jax, "block_until_ready", recorded_wait)
     monkeypatch.setattr(loop, "make_train_steps", recorded_steps)
+    monkeypatch.setattr(loop, "compilations_watched", recorded_watch)
     config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
-    run = fit(config, profile_steps=6)
+    run = fit(config, profile_steps=5)
     assert list((run.directory / "profile").rglob("*.xplane.pb"))
     # calls end where there is an estimate, after 1 and 2, or an evaluation, after 4, 8 and 11;
     # steps are only dispatched: a trace that doesn't wait for the last of them ends before it
-    assert events == [0, 1, "trace", 1, 2, 3, "waited", "done", 1, 3]
+    assert events == [0, 1, "trace", 1, 2, "watched", 2, "waited", "done", 2, 3]
