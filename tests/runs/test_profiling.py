@@ -112,9 +112,11 @@ def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_
     monkeypatch.setattr(jax, "block_until_ready", recorded_wait)
     monkeypatch.setattr(loop, "make_train_steps", recorded_steps)
     monkeypatch.setattr(loop, "compilations_watched", recorded_watch)
-    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
+    calls = {"steps": 70, "steps_per_call": 50, "eval_interval": 32}
+    config = with_changes(small_run, **BIGRAM | calls, out=str(tmp_path / "run"))
     run = fit(config, profile_steps=5)
     assert list((run.directory / "profile").rglob("*.xplane.pb"))
-    # calls end where there is an estimate, after 1 and 2, or an evaluation, after 4, 8 and 11;
+    # calls end where there is an estimate, after 2, 4, 8 and 16, or an evaluation, after 32 and 64;
     # steps are only dispatched: a trace that doesn't wait for the last of them ends before it
-    assert events == [0, 1, "trace", 1, 2, "watched", 2, "waited", "done", 2, 3]
+    traced = ["trace", 1, 2, 2, "waited", "done"]
+    assert events == [0, 1, *traced, 2, 8, 16, "watched", 32, 6]
