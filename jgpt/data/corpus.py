@@ -51,7 +51,7 @@ def read_text(sources: Sequence[str], **how: Any) -> str:
 
 def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -> str:
     """The text of an open file; errors use this name."""
-    return "".join(_decode(file, name, 1 << 30, universal_newlines))
+    return "".join(_with_newlines(_decoded(file, name, 1 << 30), "", universal_newlines))
 
 
 def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
@@ -139,11 +139,10 @@ def read_blocks(
                 try:
                     if suffix in RECORDS:
                         read = _parquet if suffix == ".parquet" else _json_lines
-                        documents = read(opened, str(path), field)
-                        text = _followed(documents, separator, universal_newlines)
+                        pieces, end = read(opened, str(path), field), separator
                     else:
-                        text = _decode(opened, str(path), size, universal_newlines)
-                    length, is_changed = yield from text
+                        pieces, end = _decoded(opened, str(path), size), ""
+                    length, is_changed = yield from _with_newlines(pieces, end, universal_newlines)
                 except errors as error:
                     raise ValueError(f"{path} is damaged or cut short: {error}") from None
             if not length:
@@ -305,31 +304,12 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
         raise ValueError(f"{name} can't be read as Parquet: {error}") from None
 
 
-def _followed(
-    documents: Iterator[str], separator: str, universal_newlines: bool
-) -> Generator[str, None, tuple[int, bool]]:
-    """Non-empty documents, each with the separator; return what `_decode` returns."""
-    length, is_changed = 0, False
-    for document in documents:
-        if universal_newlines and "\r" in document:
-            is_changed, document = True, document.replace("\r\n", "\n").replace("\r", "\n")
-        length += len(document)
-        if document:
-            yield document + separator
-    return length, is_changed
-
-
-def _decode(
-    file: BinaryIO, name: str, chunk_size: int, universal_newlines: bool
-) -> Generator[str, None, tuple[int, bool]]:
-    """Decode UTF-8 in chunks, strictly; return the length, and whether anything was replaced."""
-    utf8 = codecs.getincrementaldecoder("utf-8")()
-    newlines = io.IncrementalNewlineDecoder(utf8, translate=True)
-    decoder = newlines if universal_newlines else utf8
-    received = length = 0
-    marked, block = False, None
+def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
+    """The text of UTF-8, decoded strictly in blocks; the last block is empty."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    received, block = 0, None
     while block != b"":
-        block = file.read(chunk_size)
+        block = file.read(size)
         received += len(block)
         try:
             text = decoder.decode(block, final=not block)
@@ -343,9 +323,25 @@ def _decode(
             raise ValueError(
                 f"{name} is binary, or UTF-16: byte {place} is NUL; convert it to UTF-8 text"
             )
-        if universal_newlines and not (length or marked) and text.startswith("\ufeff"):
-            marked, text = True, text[1:]
-        length += len(text)
-        if text:
-            yield text
+        yield text
+
+
+def _with_newlines(
+    pieces: Iterator[str], end: str, universal_newlines: bool
+) -> Generator[str, None, tuple[int, bool]]:
+    """Documents, each with an end, or without an end the blocks of one text.
+
+    Returns their length, and whether newlines or a byte-order mark were replaced.
+    """
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    length, marked = 0, False
+    for piece in pieces:
+        if universal_newlines:
+            # a carriage return at the end of a block waits for the next block
+            piece = newlines.decode(piece, final=bool(end) or not piece)
+            if not (end or length or marked) and piece.startswith("\ufeff"):
+                marked, piece = True, piece[1:]
+        length += len(piece)
+        if piece:
+            yield piece + end
     return length, marked or newlines.newlines not in (None, "\n")

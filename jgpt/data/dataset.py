@@ -1,7 +1,6 @@
 """Datasets: load and split a text as tokens, or prepare one that is larger than memory."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -18,13 +17,7 @@ from jgpt.config import DataConfig, missing_case
 from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
-from jgpt.data.tokenizers import (
-    END_OF_TEXT,
-    BPETokenizer,
-    Tokenizer,
-    encode_each,
-    read_tokenizer,
-)
+from jgpt.data.tokenizers import END_OF_TEXT, Tokenizer, encode_each, read_tokenizer
 from jgpt.durable import new_directory, read_file, write_file
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
@@ -76,7 +69,7 @@ def load_dataset(
     Raises ValueError or OSError for text that can't be read or encoded, is too short, or differs
     from the known text.
     """
-    text_digest = held_out = None
+    text_digest = None
     is_text = known is not None and known.digest is not None
     prepared = [source for source in config.data if _has_tokens(Path(source), is_text)]
     if prepared:
@@ -85,39 +78,29 @@ def load_dataset(
             raise ValueError(f"prepared data {path} can't be mixed with other data")
         if (path / INDEX_FILE).is_file():
             tokens, tokenizer = _open_prepared(path)
+            parts = [tokens]
         else:
             tokenizer = given or _nanogpt_tokenizer(path, config)
             files = [path / name for name in NANOGPT] if path.is_dir() else [path]
-            tokens, *others = (_open_tokens(it, np.dtype(np.uint16), tokenizer) for it in files)
-            if others and config.test_fraction:
+            parts = [_open_tokens(file, np.dtype(np.uint16), tokenizer) for file in files]
+            if len(parts) > 1 and config.test_fraction:
                 raise ValueError(f"{path} is split already: test_fraction must be 0")
-            held_out = others[0] if others else None
         if given is not None and given.to_json() != tokenizer.to_json():
             raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
     else:
         if tokenizer is None and config.tokenizer == "gpt2":
             tokenizer = _make_tokenizer(config, tuple)
-        read = functools.partial(read_text, config.data, **_how(config, tokenizer), warn=warn)
-        try:
-            text, text_digest = _read(read, known and known.digest)
-        except FileNotFoundError as error:
-            if known is None:
-                raise
-            raise FileNotFoundError(
-                f"{error}; if the run's text has moved, train it with resume=True data=PLACE"
-            ) from None
-        if known is not None and known.digest is not None:
-            # before a tokenizer fails to encode another text
-            _require_known(config, known, "", text_digest, known.digest)
+        text, text_digest = _read(config, tokenizer, known, warn)
         tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
-        tokens = tokenizer.encode(text)
-    hashed = _digest(tokens) if held_out is None else _digest(held_out, _digest(tokens))
-    digest = hashed.hexdigest()
+        parts = [tokenizer.encode(text)]
+    digest = _digest(*parts).hexdigest()
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
-    if held_out is not None:
-        train, validation, test = tokens, held_out, held_out[:0]
+    if len(parts) == 2:
+        train, validation = parts
+        test = validation[:0]
     else:
+        (tokens,) = parts
         first = int(len(tokens) * (1 - config.held_out_fraction))
         second = int(len(tokens) * (1 - config.test_fraction))
         train, validation, test = tokens[:first], tokens[first:second], tokens[second:]
@@ -132,20 +115,36 @@ def load_dataset(
 
 def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Options of `read_text`. Documents end with `<|endoftext|>` if the tokenizer has it."""
-    has_end = isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None
+    has_end = isinstance(tokenizer, tokenizers.BPETokenizer) and tokenizer.end_of_text is not None
     how = {"universal_newlines": config.universal_newlines, "field": config.data_field}
     return how | {"separator": END_OF_TEXT if has_end else "\n"}
 
 
-def _read(read: Callable[..., str], wanted: str | None) -> tuple[str, str]:
-    """A text and its SHA-256, read as earlier versions did if that gives the digest `wanted`."""
+def _read(
+    config: DataConfig, tokenizer: Tokenizer | None, known: KnownText | None, warn: Warn
+) -> tuple[str, str]:
+    """A text and its SHA-256. Raises ValueError if it is not the known one.
+
+    It is read as earlier versions did if that gives the known text.
+    """
+    how, wanted = _how(config, tokenizer) | {"warn": warn}, known and known.digest
     if wanted is not None:
         with contextlib.suppress(ValueError, FileNotFoundError):
-            text = read(plain=True)
+            text = read_text(config.data, plain=True, **how)
             if hashlib.sha256(text.encode()).hexdigest() == wanted:
                 return text, wanted
-    text = read()
-    return text, hashlib.sha256(text.encode()).hexdigest()
+    try:
+        text = read_text(config.data, **how)
+    except FileNotFoundError as error:
+        if known is None:
+            raise
+        raise FileNotFoundError(
+            f"{error}; if the run's text has moved, train it with resume=True data=PLACE"
+        ) from None
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if known is not None and wanted is not None:
+        _require_known(config, known, "", digest, wanted)
+    return text, digest
 
 
 @typed
@@ -311,9 +310,12 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
 
 
 @typed
-def _digest(tokens: Integer[np.ndarray, " tokens"], after: Any = None) -> Any:
-    """The SHA-256 of tokens, continuing the digest `after`."""
-    digest = after or hashlib.sha256()
-    for start in range(0, len(tokens), 1 << 24):
-        digest.update(tokens[start : start + (1 << 24)].astype("<u4").tobytes())
+def _digest(
+    tokens: Integer[np.ndarray, " tokens"], held_out: Integer[np.ndarray, " held_out"] | None = None
+) -> Any:
+    """The SHA-256 of all tokens."""
+    digest = hashlib.sha256()
+    for part in (tokens,) if held_out is None else (tokens, held_out):
+        for start in range(0, len(part), 1 << 24):
+            digest.update(part[start : start + (1 << 24)].astype("<u4").tobytes())
     return digest

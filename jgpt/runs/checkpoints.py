@@ -17,13 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgpt.config import (
-    Make,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    as_dict,
-)
+from jgpt.config import Make, ModelConfig, OptimizerConfig, TrainConfig, as_dict
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import make_directory, new_directory, sync_below, sync_directory
@@ -37,13 +31,7 @@ from jgpt.runs.manifest import Manifest, files_below, parse_file, sha256_of, ver
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.step import (
-    TrainState,
-    abstract_state,
-    stack_state,
-    state_specs,
-    unstack_state,
-)
+from jgpt.training.step import TrainState, abstract_state, stack_state, state_specs, unstack_state
 from jgpt.user_code import changed_code, with_code
 
 Which = Literal["best", "last"] | int

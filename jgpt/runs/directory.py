@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,7 @@ from typing import Any, Self
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 from jgpt.durable import append, locked, make_directory, own_file, sync_directory, write_file
-from jgpt.runs.manifest import MANIFEST, Parsed, parse_file, refuse_foreign
+from jgpt.runs.manifest import MANIFEST, parse_file, refuse_foreign
 
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
@@ -51,10 +51,11 @@ class RunDirectory:
             raise FileExistsError(
                 f"{self.path} was created by another process: choose another directory"
             )
-        if not (self.exists(self.path) and resume):
+        if self.exists(self.path) and resume:
+            self.write_config(config)
+        else:
             self.clear()
-            write_file(self.path / TOKENIZER, tokenizer.to_json())
-        self.write_config(config)
+            self.create(self.path, config, tokenizer)
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the config, which may change when a run is resumed."""
@@ -117,7 +118,7 @@ class RunDirectory:
     def _require_ours(self, checkpoints_too: bool) -> None:
         """Raise ValueError for files that are damaged, or that `create` didn't write."""
         self.config()
-        parts = _read(self.path / CONFIG, json.loads).keys()
+        parts = parse_file(self.path / CONFIG, json.loads).keys()
         if not {"model", "optimizer", "dataset"} <= parts:
             raise ValueError(f"{self.path} is not a run of jgpt's: choose another directory")
         self.tokenizer()
@@ -152,7 +153,7 @@ class RunDirectory:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer."""
-        return _read(self.path / TOKENIZER, tokenizer_from_json)
+        return parse_file(self.path / TOKENIZER, tokenizer_from_json)
 
     def checkpoint_steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first. Raises ValueError for a link."""
@@ -247,14 +248,10 @@ class RunDirectory:
 
 def read_config(path: Path) -> TrainConfig:
     """Read a run's config. Raises ValueError if it is damaged."""
-    return _read(path, functools.partial(from_json, TrainConfig))
-
-
-def _read(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     if path.exists() and not path.is_file():
         hint = f": give {path / CONFIG}" * RunDirectory.exists(path)
         raise ValueError(f"{path} is not a file{hint}")
-    return parse_file(path, parse)
+    return parse_file(path, functools.partial(from_json, TrainConfig))
 
 
 def _is_plain(value: Any) -> bool:

@@ -32,11 +32,8 @@ SHORTEST = 16
 
 @typed
 def encode_text(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens"]:
-    """The tokens of a prompt. Raises ValueError for an empty one and for half of a character."""
-    try:
-        tokens = tokenizer.encode(text)
-    except UnicodeEncodeError:
-        raise ValueError("the prompt contains half of a character (a lone surrogate)") from None
+    """The tokens of a prompt. Raises ValueError for an empty one."""
+    tokens = tokenizer.encode(text)
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
     return tokens

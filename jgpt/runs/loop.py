@@ -38,7 +38,7 @@ from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import LOSS_PICTURE, PROFILE, SAMPLES, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
-from jgpt.runs.profiling import CompilationWatch, Profiler
+from jgpt.runs.profiling import compilations_watched
 from jgpt.runs.progress import Progress, default_progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
@@ -167,8 +167,7 @@ def fit(
         progress.started(config, dataset, unstack_state(state), out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
-        profiler = stack.enter_context(Profiler(run.path / PROFILE, profile_steps))
-        how = checkpoints, logger, profiler, progress
+        how = checkpoints, logger, progress, profile_steps
         _Training(config, dataset, state, *how).run(should_stop)
         checkpoints.wait()
         release_memory()
@@ -277,27 +276,29 @@ def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) 
     return tokenizer.decode(np.asarray(drawn[0]))
 
 
+@dataclass
 class _Training:
     """Calls of many steps; the metrics of a call are read while the next one runs."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        dataset: Dataset,
-        state: TrainState,
-        checkpoints: Checkpoints,
-        logger: MetricsLogger,
-        profiler: Profiler,
-        progress: Progress,
-    ) -> None:
-        self.config, self.state, self.checkpoints = config, state, checkpoints
-        self.logger, self.profiler, self.progress = logger, profiler, progress
+    config: TrainConfig
+    dataset: Dataset
+    state: TrainState
+    checkpoints: Checkpoints
+    logger: MetricsLogger
+    progress: Progress
+    profile_steps: int
+
+    def __post_init__(self) -> None:
+        config, dataset = self.config, self.dataset
         self.tokens, self.key = resident(dataset.train), dropout_stream(config.seed)
         self.train_steps = make_train_steps(config)
         held_out = dataset.validation[: config.eval_tokens]
         self.exact_loss, self.estimated_loss = _evaluators(config, held_out)
-        self.first_step = self.step = int(state.step)
-        lines = checkpoints.run.metrics()
+        self.first_step = self.step = int(self.state.step)
+        second = self.first_step + 1  # the first step compiles
+        self.traced = range(second, second + self.profile_steps)
+        self.trace = contextlib.ExitStack()
+        lines = self.checkpoints.run.metrics()
         self.losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
         # until the first evaluation: estimates ever further apart, and at the first a checkpoint
         halves = {config.eval_interval >> halvings for halvings in range(1, 5)}
@@ -309,17 +310,18 @@ class _Training:
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Train to the last step, or until the losses stop falling."""
-        patience = self.config.patience
-        with CompilationWatch(self.progress.warned) as watch, self._last_good_state_saved():
+        patience, is_warm = self.config.patience, False
+        with self.trace, contextlib.ExitStack() as watch, self._last_good_state_saved():
             while self.step < self.config.steps and not _stops_early(self.losses, patience):
                 if self.step in self.early:
                     self._estimate()
                 self._stop_if_asked(should_stop())
-                boundary = self._next_evaluation()
-                self._take_steps(boundary)
-                if self.step == boundary:
+                self._take_steps()
+                if self.step % self.config.eval_interval == 0 or self.step == self.config.steps:
                     self._evaluate()
-                    watch.arm()
+                    if not is_warm:
+                        watch.enter_context(compilations_watched(self.progress.warned))
+                        is_warm = True
         if self.step < self.config.steps:
             self.progress.warned(
                 f"stopped at step {self.step} of {self.config.steps}: no better validation loss in "
@@ -340,10 +342,6 @@ class _Training:
             kept = f"checkpoint {good[-1]} is kept" if good else "nothing was saved yet"
             raise FloatingPointError(f"{error}; {kept}") from None
 
-    def _next_evaluation(self) -> int:
-        interval = self.config.eval_interval
-        return min((self.step // interval + 1) * interval, self.config.steps)
-
     def _estimate(self) -> None:
         self.logger.wait()
         loss = self.estimated_loss(self.state.weights)
@@ -353,8 +351,7 @@ class _Training:
         if self.step == self.first_save:
             self.logger.finish()
             self.checkpoints.save(self.state, None)
-        if self.step > self.first_step:
-            self.logger.start_clock()
+        self.logger.start_clock()
 
     def _stop_if_asked(self, asked: bool) -> None:
         failed = self.checkpoints.have_failed() or self.logger.failure is not None
@@ -364,12 +361,17 @@ class _Training:
             self.checkpoints.wait()
             raise TrainingStopped(self.step, self.checkpoints.run.path)
 
-    def _take_steps(self, boundary: int) -> None:
-        """One call, at most to the next evaluation or estimate."""
-        config, first = self.config, self.step
-        pause = min({boundary} | {at for at in self.early if at > first})
+    def _take_steps(self) -> None:
+        """One call, at most to the next evaluation or estimate, or to an end of the trace."""
+        config, first, traced = self.config, self.step, self.traced
+        next_evaluation = (first // config.eval_interval + 1) * config.eval_interval
+        pauses = {next_evaluation, config.steps, *self.early}
+        if traced:
+            pauses |= {traced.start, traced.stop}
         most = self.progress.most_steps or config.steps_per_call
-        count = self.profiler.limit(min(config.steps_per_call, most, pause - first))
+        count = min(config.steps_per_call, most, min(at for at in pauses if at > first) - first)
+        if traced and first == traced.start and process_index() == 0:
+            self.trace.enter_context(jax.profiler.trace(self.checkpoints.run.path / PROFILE))
         sizes = config.steps_per_call, config.batch_size, config.model.block_size
         windows = batches(self.tokens, config.seed, first, *sizes)
         if first == self.first_step:  # a call of no steps compiles, which isn't training's time
@@ -378,7 +380,9 @@ class _Training:
             self.logger.start_clock()
         self.state, metrics = self.train_steps(self.state, windows, self.key, count, first)
         self.step = first + count
-        self.profiler.stepped(count, metrics)
+        if traced and self.step == traced.stop:
+            jax.block_until_ready(metrics)  # steps are only dispatched
+            self.trace.close()
         self.logger.add(first, count, metrics)
 
     def _evaluate(self) -> None:

@@ -1,19 +1,18 @@
-"""The compilation cache, a watch for recompilations, and profiler traces."""
+"""The compilation cache, and a watch for recompilations."""
 
 import contextlib
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.monitoring
 import platformdirs
-from jaxtyping import Array, PyTree, Shaped
 
-from jgpt.contracts import typed
-from jgpt.hardware import process_index
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""JAX's monitoring event of a compilation."""
 
 
 def enable_compilation_cache() -> None:
@@ -31,64 +30,25 @@ def enable_compilation_cache() -> None:
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
-class CompilationWatch:
-    """Calls `warn` once, at the first compilation after warm-up. Use it as a context manager.
+@contextlib.contextmanager
+def compilations_watched(warn: Callable[[str], None]) -> Iterator[None]:
+    """Call `warn` once, at the first compilation.
 
     With a JAX that has no monitoring event of that name it does nothing.
     """
+    warned = False
 
-    EVENT = "/jax/core/compile/backend_compile_duration"
-
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn: Callable[[str], None] | None = warn
-        self._armed = False
-
-    def __enter__(self) -> Self:
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
-
-    def arm(self) -> None:
-        """End the warm-up."""
-        self._armed = True
-
-    def _on_event(self, event: str, duration_secs: float, **details: Any) -> None:
-        if self._armed and event == self.EVENT and self._warn is not None:
-            warn, self._warn = self._warn, None
+    def on_event(event: str, duration_secs: float, **details: Any) -> None:
+        nonlocal warned
+        if event == COMPILED and not warned:
+            warned = True
             warn(
                 f"compiled again after warm-up: {details.get('fun_name', 'a function')}; "
                 "JAX_EXPLAIN_CACHE_MISSES=1 says why"
             )
 
-
-class Profiler(contextlib.ExitStack):
-    """Traces `steps` steps after the first, which compiles. Use it as a context manager."""
-
-    def __init__(self, directory: Path, steps: int) -> None:
-        super().__init__()
-        self._directory, self._left = directory, steps
-        self._warm = self._tracing = False
-
-    def limit(self, count: int) -> int:
-        """How many of the next `count` steps to take in a call; starts the trace if it is due."""
-        if self._left == 0:
-            return count
-        if not self._warm:
-            return 1
-        if not self._tracing:
-            self._tracing = True
-            if process_index() == 0:
-                self.enter_context(jax.profiler.trace(self._directory))
-        return min(count, self._left)
-
-    @typed
-    def stepped(self, count: int, result: PyTree[Shaped[Array, "..."]]) -> None:
-        """Steps were dispatched; stops the trace when the last traced one is done."""
-        if self._tracing and self._left:
-            self._left -= count
-            if self._left == 0:
-                jax.block_until_ready(result)
-                self.close()
-        self._warm = True
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(on_event)

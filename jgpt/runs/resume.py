@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jgpt.config import TrainConfig
+from jgpt.config import TrainConfig, fields_without_code
 from jgpt.training.optimizer import learning_rate_schedule
 
 _MAY_DIFFER = {
@@ -60,10 +60,8 @@ def require_same_run(
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The names and values of a config's fields, those of its parts too; not the user's code."""
-    for field in dataclasses.fields(config):
+    for field in fields_without_code(config):
         value = getattr(config, field.name)
-        if field.name == "make":
-            continue
         if dataclasses.is_dataclass(value):
             yield from fields_of(value, f"{prefix}{field.name}.")
         else:

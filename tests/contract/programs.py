@@ -28,7 +28,7 @@ from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.layers import apply_dropout
 from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
-from jgpt.runs import anatomy, look, plots, profiling
+from jgpt.runs import anatomy, look, plots
 from jgpt.training import step
 from tests.contract.calls import Call, overheard
 
@@ -246,7 +246,6 @@ def files() -> None:
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     huggingface._write_weights({"table.weight": np.ones((17, 17))}, folder / "tensors")
     describe_optimizer_groups(OptimizerConfig(), weights)
-    profiling.Profiler(folder, 0).stepped(1, weights)
     gpt = dataclasses.replace(LECTURE, dropout=0.0, use_bias=True, qkv_bias=True)
     jgpt.save_hf(model_of(gpt), folder / "hf")
 

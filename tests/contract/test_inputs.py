@@ -15,7 +15,6 @@ JUDGES = (
 )
 """What may refuse an array first: a cache of another batch, positions of other keys."""
 ANY_TREE = {
-    "jgpt.runs.profiling.Profiler.stepped",
     "jgpt.training.plan.bytes_of",
     "jgpt.training.stacking.stack_blocks",
     "jgpt.training.stacking.unstack_blocks",

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jgpt import fit
-from jgpt.runs.profiling import CompilationWatch, Profiler, enable_compilation_cache
+from jgpt.runs import loop, profiling
+from jgpt.runs.profiling import compilations_watched, enable_compilation_cache
 from tests.runs.harness import BIGRAM, with_changes
 
 COMPILATION_CACHE = (
@@ -61,54 +62,61 @@ def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
     told: list[str] = []
     double = jax.jit(lambda x: 2 * x)
     small, larger, largest = (jnp.zeros(size) for size in (3, 4, 5))
-    with CompilationWatch(told.append) as watch:
-        double(small)
-        watch.arm()
+    double(small)
+    with compilations_watched(told.append):
         double(small)
         assert told == []
         double(larger)
-        watch.arm()
         double(largest)
     assert told == [
         "compiled again after warm-up: jit(<lambda>); JAX_EXPLAIN_CACHE_MISSES=1 says why"
     ]
-    with CompilationWatch(told.append) as watch:
-        watch.arm()
     jax.jit(lambda x: 3 * x)(jnp.zeros(3))  # after the watch
-    monkeypatch.setattr(CompilationWatch, "EVENT", "/jax/renamed")
-    with CompilationWatch(told.append) as watch:
-        watch.arm()
+    monkeypatch.setattr(profiling, "COMPILED", "/jax/renamed")
+    with compilations_watched(told.append):
         jax.jit(lambda x: 4 * x)(jnp.zeros(3))
     assert len(told) == 1
 
 
-def test_profile_writes_a_trace(small_run, tmp_path):
-    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
-    run = fit(config, profile_steps=4)
-    assert list((run.directory / "profile").rglob("*.xplane.pb"))
-
-
-def test_the_steps_after_the_first_are_traced(monkeypatch, tmp_path):
-    events = []
+def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_evaluation(
+    small_run, tmp_path, monkeypatch
+):
+    events, trace, wait, make = [], jax.profiler.trace, jax.block_until_ready, loop.make_train_steps
 
     @contextlib.contextmanager
-    def trace(directory):
-        events.append(("trace", directory))
-        yield
+    def recorded_trace(directory):
+        events.append("trace")
+        with trace(directory):
+            yield
         events.append("done")
 
-    monkeypatch.setattr(jax.profiler, "trace", trace)
-    monkeypatch.setattr(jax, "block_until_ready", lambda result: events.append("waited"))
-    with Profiler(tmp_path, 4) as profiler:
-        for _ in range(4):
-            events.append(count := profiler.limit(3))
-            profiler.stepped(count, jnp.zeros(()))
-    # steps are only dispatched: a trace that doesn't wait for the last of them ends before it
-    assert events == [1, ("trace", tmp_path), 3, 1, "waited", "done", 3]
+    @contextlib.contextmanager
+    def recorded_watch(warn):
+        events.append("watched")
+        yield
 
-    events.clear()
-    with Profiler(tmp_path, 0) as profiler:
-        events.append(profiler.limit(3))
-        profiler.stepped(3, jnp.zeros(()))
-        events.append(profiler.limit(5))
-    assert events == [3, 5]
+    def recorded_wait(result):
+        events.append("waited")
+        return wait(result)
+
+    def recorded_steps(config):
+        take_steps = make(config)
+
+        def call(*arguments):
+            events.append(arguments[3])
+            return take_steps(*arguments)
+
+        return call
+
+    monkeypatch.setattr(jax.profiler, "trace", recorded_trace)
+    monkeypatch.setattr(jax, "block_until_ready", recorded_wait)
+    monkeypatch.setattr(loop, "make_train_steps", recorded_steps)
+    monkeypatch.setattr(loop, "compilations_watched", recorded_watch)
+    calls = {"steps": 70, "steps_per_call": 50, "eval_interval": 32}
+    config = with_changes(small_run, **BIGRAM | calls, out=str(tmp_path / "run"))
+    run = fit(config, profile_steps=5)
+    assert list((run.directory / "profile").rglob("*.xplane.pb"))
+    # calls end where there is an estimate, after 2, 4, 8 and 16, or an evaluation, after 32 and 64;
+    # steps are only dispatched: a trace that doesn't wait for the last of them ends before it
+    traced = ["trace", 1, 2, 2, "waited", "done"]
+    assert events == [0, 1, *traced, 2, 8, 16, "watched", 32, 6]
