@@ -28,7 +28,7 @@ from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.live import RunPage, answer, serving
 from jgpt.runs.look import Look
-from jgpt.runs.profiling import CompilationWatch
+from jgpt.runs.profiling import compilations_watched
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState
 from jgpt.user_code import load_code
@@ -421,8 +421,7 @@ def test_the_first_checkpoint_finds_its_programs_compiled(run, tmp_path):
         page.look({"prompt": PROMPT})
     (path / "later").rename(path / "checkpoints")
     compiled: list[str] = []
-    with CompilationWatch(compiled.append) as watch:
-        watch.arm()
+    with compilations_watched(compiled.append):
         assert page.look({"prompt": PROMPT})["checkpoint"] == 7
         assert page.snapshot({})["checkpoint"] == 7
     assert compiled == []
