@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jgpt.config import TrainConfig, fields_without_code
+from jgpt.config import TrainConfig, values_without_code
 from jgpt.training.optimizer import learning_rate_schedule
 
 _MAY_DIFFER = {
@@ -60,12 +60,11 @@ def require_same_run(
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The names and values of a config's fields, those of its parts too; not the user's code."""
-    for field in fields_without_code(config):
-        value = getattr(config, field.name)
+    for name, value in values_without_code(config).items():
         if dataclasses.is_dataclass(value):
-            yield from fields_of(value, f"{prefix}{field.name}.")
+            yield from fields_of(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{field.name}", value
+            yield f"{prefix}{name}", value
 
 
 def describe_learning_rate(
