@@ -416,6 +416,21 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
     assert [line["step"] for line in RunDirectory(run.directory).provenance()] == [0, 2]
 
 
+def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkeypatch):
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr("jgpt.runs.loop.require_same", seen.append)
+    fit(copy, resume=True)
+    (facts,) = seen
+    line = RunDirectory(Path(str(copy.out))).provenance()[0]
+    alike = {
+        **{"resume": True, "overwrite": False, "checkpoints": [8, 11], "seed": copy.seed},
+        **{name: line[name] for name in ("text_sha256", "corpus_sha256")},
+        **line["versions"],
+    }
+    assert {name: facts.get(name) for name in alike} == alike
+    assert {"model.dropout", "optimizer.beta2", "dataset.data", "mesh"} <= facts.keys()
+
+
 def test_what_cannot_work_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):
     out = str(tmp_path / "run")
     double = with_changes(small_run, out=out, model={"param_dtype": "float64"})
