@@ -398,6 +398,16 @@ def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run
     assert len({said(0.0), said(0.7), said(0.8), said(0.9), said(1.0)}) > 3
 
 
+def test_an_estimate_is_of_the_averaged_weights_too(small_run, tmp_path):
+    config = with_changes(small_run, **BIGRAM, steps=4, eval_tokens=50)
+    losses = []
+    for interval, name in ((2, "validation_loss"), (4, "validation_estimate")):
+        out = str(tmp_path / name)
+        its = with_changes(config, eval_interval=interval, optimizer={"ema_decay": 0.7}, out=out)
+        losses.append(lines_of(fit(its).directory)[2][name])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # so few windows are all estimated
+
+
 def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_run_s(copy, tmp_path):
     """The old text's provenance would stand in the way of resuming with the new one."""
     (tmp_path / "copy" / "notes.txt").write_text("mine")
