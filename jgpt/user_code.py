@@ -71,6 +71,8 @@ def with_code(
         config = dataclasses.replace(config, model=config_class(make, config)(**fields, make=make))
     if optimizer is not None and not isinstance(optimizer, Code):
         make = load_code(optimizer) if isinstance(optimizer, str) else optimizer
+        given = config.optimizer, config.steps
+        _require_call(make, "the optimizer must take (config, steps)", *given)
         config = dataclasses.replace(
             config, optimizer=dataclasses.replace(config.optimizer, make=make)
         )
@@ -79,17 +81,26 @@ def with_code(
 
 def config_class(make: Callable[..., Any], config: TrainConfig) -> type[ModelConfig]:
     """The config class that an argument of `make` is annotated with, or that of `config.model`."""
-    is_class = isinstance(make, type)
-    signature = inspect.signature(make.__init__ if is_class else make, eval_str=True)
-    try:
-        signature.bind(*[make] * is_class, config.model, rngs=None)
-    except TypeError as error:
-        raise ValueError(f"the model must take (config, rngs=): {error}") from None
+    _require_call(make, "the model must take (config, rngs=)", config.model, rngs=None)
+    called = make.__init__ if isinstance(make, type) else make
+    signature = inspect.signature(called, eval_str=True)
     for parameter in signature.parameters.values():
         kind = parameter.annotation
         if isinstance(kind, type) and issubclass(kind, ModelConfig):
             return type(config.model) if isinstance(config.model, kind) else kind
     return type(config.model)
+
+
+def _require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any) -> None:
+    """Raise ValueError, which begins with the rule, for code that doesn't take these arguments."""
+    called = make
+    if isinstance(make, type):  # object's own __init__ says that it takes anything
+        called = (lambda self: None) if make.__init__ is object.__init__ else make.__init__
+        given = make, *given
+    try:
+        inspect.signature(called).bind(*given, **named)
+    except TypeError as error:
+        raise ValueError(f"{rule}: {error}") from None
 
 
 def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:

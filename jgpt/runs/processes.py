@@ -135,13 +135,19 @@ async def _wait_for_others(server: socket.socket, processes: int) -> None:
                 writer.write(b"jgpt: another one was started with process=%d" % int(process))
             elif 0 < int(process) < processes:
                 there[int(process)] = writer
-                await reader.read()  # until it has gone
-                del there[int(process)]
+                try:
+                    while await reader.read(_BLOCK):
+                        pass
+                finally:  # it has gone, or was reset
+                    del there[int(process)]
 
     await asyncio.start_server(greet, sock=server)
+    before = None
     try:
         async with asyncio.timeout(START_SECONDS):
-            while len(there) < processes - 1:
+            # the same ones twice: one of them may have gone, which is read a moment later
+            while len(there) < processes - 1 or there != before:
+                before = dict(there)
                 await asyncio.sleep(0.05)
     except TimeoutError:
         absent = sorted({*range(1, processes)} - {*there})

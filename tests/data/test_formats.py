@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import corpus
@@ -49,7 +50,7 @@ def test_text_and_json_lines_are_read_packed_or_not(tmp_path, suffix):
     path = write(tmp_path, f"a.md{suffix}", packed(b"# Title\n" * 9, suffix))
     assert read_text([path]) == "# Title\n" * 9
     path = write(tmp_path, f"b.jsonl{suffix}", packed(b'\n{"body": "x"}\n\n', suffix))
-    assert "".join(text_chunks([path], field="body")) == "x\n"
+    assert "".join(text_chunks([path, path], field="body")) == "x\nx\n"
 
 
 def test_a_column_of_parquet_is_read(tmp_path):
@@ -171,6 +172,19 @@ def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_d
     assert mapped.digest == dataset.digest
     plain = load_dataset(dataclasses.replace(config, tokenizer="char"), 1)
     assert plain.tokenizer.decode(plain.train[:13]) == "To be\nor not\n"
+
+
+def test_the_end_of_text_may_be_token_0(tmp_path):
+    """As it is SmolLM2's."""
+    backend, end = tokenizers.Tokenizer(tokenizers.models.BPE()), "<|endoftext|>"
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=[end], initial_alphabet=[*"Tobent"])
+    backend.train_from_iterator([], trainer)
+    tokenizer = BPETokenizer(backend)
+    assert tokenizer.end_of_text == 0
+    path = write(tmp_path, "a.jsonl", lines({"text": "Tobe"}, {"text": "not"}) * 9)
+    dataset = load_dataset(DataConfig((path,)), 1, tokenizer=tokenizer)
+    assert tokenizer.decode(dataset.train[:9]) == "Tobe<|endoftext|>not<|endoftext|>"
 
 
 def test_a_run_of_an_earlier_version_finds_its_text_again(tmp_path):

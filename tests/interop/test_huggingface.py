@@ -180,8 +180,9 @@ def test_up_to_three_tensors_are_named(names, shown):
         require_names(set(), set(names))
 
 
-def test_a_vocabulary_is_cropped_by_less_than_512():
-    model = random_model(vocab_size=576)
+@pytest.mark.parametrize("head", [{}, {"tie_embeddings": False, "head_bias": True}], ids=str)
+def test_a_vocabulary_is_cropped_by_less_than_512(head):
+    model = random_model(vocab_size=576, **head)
     cropped, tokens = crop_vocabulary(model, 65), jnp.array([[0, 64, 3]])
     np.testing.assert_array_equal(cropped(tokens), model(tokens)[..., :65])
     for wrong in (64, 577):

@@ -94,7 +94,7 @@ def replace(model, kind, by):
 
 @pytest.mark.parametrize("family", ["nanogpt", "lecture"])
 def test_all_layers_and_the_head_are_quantised_in_a_copy(family):
-    model = random_gpt(family)
+    model = random_gpt(family, use_bias=True, qkv_bias=True)
     before = jax.tree.leaves(nnx.state(model))
     quantised = with_int8_weights(model)
     assert not [each for _, each in nnx.iter_modules(quantised) if isinstance(each, Linear)]
@@ -105,6 +105,10 @@ def test_all_layers_and_the_head_are_quantised_in_a_copy(family):
         leaf.dtype for path, leaf in nnx.to_flat_state(nnx.state(quantised)) if "kernel" in path
     }
     assert kernels == {jnp.dtype("int8")}
+    was, now = (dict(nnx.to_flat_state(nnx.state(each))) for each in (model, quantised))
+    others = [path for path in was if path[-1] != "kernel"]
+    assert [path for path in others if path[-1] == "bias" and path[-2] == "projection"]
+    assert all(jnp.array_equal(now[path][...], was[path][...]) for path in others)
     assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
 

@@ -128,3 +128,16 @@ def test_dropping_weights_in_a_window_keeps_the_rate():
     # no two windows drop alike
     alike = weights[window : 2 * window, window : 2 * window]
     assert not np.array_equal(alike > 0, weights[:window, :window] > 0)
+
+
+def test_the_first_window_and_the_others_drop_with_keys_of_their_own(monkeypatch):
+    def recorded(*inputs, dropout_key, **options):
+        keys.append(jax.random.key_data(dropout_key).tolist())
+        return attend(*inputs, dropout_key=dropout_key, **options)
+
+    monkeypatch.setattr("jgpt.nn.kernels.attend", recorded)
+    keys, x, given = [], normal(1, TIME, HEAD_DIM), jax.random.key(5)
+    attend_windowed(x, x, x, causal_mask(TIME), WINDOW, dropout=0.3, dropout_key=given)
+    first, others = keys
+    assert first != others
+    assert jax.random.key_data(given).tolist() not in keys

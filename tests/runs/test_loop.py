@@ -363,10 +363,12 @@ def test_patience_stops_says_so_and_keeps_the_best(small_run, tmp_path):
 
 
 def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run, tmp_path):
-    """At a learning rate at which the last model is not the best."""
-    worse = {"learning_rate": 0.3, "schedule": "constant", "warmup_steps": 0}
+    """At a learning rate at which the last model is not the best; the average is measured."""
+    worse = {"learning_rate": 0.3, "schedule": "constant", "warmup_steps": 0, "ema_decay": 0.3}
     sizes = {"steps": 8, "eval_interval": 2, "eval_tokens": 50, "sample_tokens": 60}
-    run = fit(with_changes(small_run, optimizer=worse, out=str(tmp_path / "run"), **sizes))
+    within = {"validation_fraction": 0.15}  # of a verse: the training text begins with one
+    options = {"optimizer": worse, "dataset": within, "out": str(tmp_path / "run"), **sizes}
+    run = fit(with_changes(small_run, **options))
     losses = {
         line["step"]: line["validation_loss"]
         for line in lines_of(run.directory)
@@ -396,6 +398,16 @@ def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run
     assert len({said(0.0), said(0.7), said(0.8), said(0.9), said(1.0)}) > 3
 
 
+def test_an_estimate_is_of_the_averaged_weights_too(small_run, tmp_path):
+    config = with_changes(small_run, **BIGRAM, steps=4, eval_tokens=50)
+    losses = []
+    for interval, name in ((2, "validation_loss"), (4, "validation_estimate")):
+        out = str(tmp_path / name)
+        its = with_changes(config, eval_interval=interval, optimizer={"ema_decay": 0.7}, out=out)
+        losses.append(lines_of(fit(its).directory)[2][name])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # so few windows are all estimated
+
+
 def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_run_s(copy, tmp_path):
     """The old text's provenance would stand in the way of resuming with the new one."""
     (tmp_path / "copy" / "notes.txt").write_text("mine")
@@ -412,6 +424,21 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
     assert line["corpus_sha256"] == load_dataset(config.dataset, 7).digest
     fit(dataclasses.replace(config, steps=3), resume=True)
     assert [line["step"] for line in RunDirectory(run.directory).provenance()] == [0, 2]
+
+
+def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkeypatch):
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr("jgpt.runs.loop.require_same", seen.append)
+    fit(copy, resume=True)
+    (facts,) = seen
+    line = RunDirectory(Path(str(copy.out))).provenance()[0]
+    alike = {
+        **{"resume": True, "overwrite": False, "checkpoints": [8, 11], "seed": copy.seed},
+        **{name: line[name] for name in ("text_sha256", "corpus_sha256")},
+        **line["versions"],
+    }
+    assert {name: facts.get(name) for name in alike} == alike
+    assert {"model.dropout", "optimizer.beta2", "dataset.data", "mesh"} <= facts.keys()
 
 
 def test_what_cannot_work_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):

@@ -313,13 +313,18 @@ def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
         load_code("none.py:x")
 
 
-def test_a_model_that_takes_no_config_is_refused():
+def test_code_that_takes_other_arguments_is_refused():
     class Alone(nnx.Module):
         def __init__(self): ...
 
-    for make in (Alone, lambda config: None):
+    class Empty(nnx.Module): ...
+
+    for make in (Alone, Empty, lambda config: None):
         with pytest.raises(ValueError, match=r"the model must take \(config, rngs=\): "):
             with_code(TrainConfig(), make)
+    for make in (Alone, Empty, lambda config: None):
+        with pytest.raises(ValueError, match=r"the optimizer must take \(config, steps\): "):
+            with_code(TrainConfig(), optimizer=make)
 
 
 def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp_path):

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -273,13 +274,21 @@ def test_a_wrong_start_is_one_line(unjoined, monkeypatch, coordinator, processes
 def test_at_the_start_a_number_comes_once_and_garbage_is_nobody():
     where = f"localhost:{(port := free_port())}"
     with ThreadPoolExecutor() as threads:
-        first = [threads.submit(module._meet, where, 3, index) for index in (0, 1)]
+        first = [threads.submit(module._meet, where, 3, 0)]
         wait_for_listener(port)
+        with socket.create_connection(("localhost", port)) as reset:  # by a machine that is gone
+            reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            reset.sendall(b"jgpt 1 of 3\n")
+            time.sleep(0.2)
+        time.sleep(0.2)
+        first.append(threads.submit(module._meet, where, 3, 1))
         thrown = throw_garbage(port)
         require_that_only_localhost_listens(port)
-        left = socket.create_connection(("localhost", port))
-        left.sendall(b"jgpt 2 of 3\n")  # which has come, and gone again
-        left.close()
+        time.sleep(0.2)
+        until = time.monotonic() + 1
+        while time.monotonic() < until:  # in which process 0 looks some twenty times who is there
+            with socket.create_connection(("localhost", port)) as left:
+                left.sendall(b"jgpt 2 of 3\n")
         time.sleep(0.5)
         with pytest.raises(ValueError, match="another one was started with process=1"):
             module._meet(where, 3, 1)

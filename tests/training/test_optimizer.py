@@ -306,7 +306,7 @@ def test_muon_s_rate_has_the_schedule_s_shape():
     random = np.random.default_rng(2)
     weights, gradient = in_a_block(np.zeros((3, 5))), in_a_block(random.standard_normal((3, 5)))
     config = dataclasses.replace(WSD, optimizer="muon", muon_learning_rate=0.8, gradient_clip=0.0)
-    optimizer = optimizer_of(config, 10)
+    optimizer = optimizer_of(dataclasses.replace(config, schedule_steps=10), 14)
     state, sizes = optimizer.init(weights), []
     for _ in range(10):
         updates, state = optimizer.update(gradient, state, weights)
