@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree, TypeCheckError
 import jgpt
 from jgpt import TrainConfig, sharding
 from jgpt.contracts import check, typed
-from jgpt.nn import depth, heads, layers, loss, models, transformer
+from jgpt.nn import depth, heads, kernels, layers, loss, models, transformer
 from jgpt.nn.attention import split_heads
 from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.models import abstract_model
@@ -29,7 +29,6 @@ from jgpt.sharding import (
     shard_by_name,
     shardings,
 )
-from jgpt.training import step
 from jgpt.training.step import (
     abstract_state,
     dropout_stream,
@@ -92,9 +91,8 @@ def test_so_is_the_loss_in_chunks_and_the_evaluation(name, monkeypatch):
 
 @pytest.mark.parametrize("mesh", only([ALL], MESHES))
 def test_so_is_the_fused_attention(mesh, monkeypatch):
-    monkeypatch.setattr(
-        heads, "fused_attend", functools.partial(fused_attend, implementation="xla")
-    )
+    fused = functools.partial(fused_attend, implementation="xla")
+    monkeypatch.setattr(kernels, "fused_attend", fused)
     model = {"attention_kernel": "cudnn", "embed_dim": 64, "num_kv_heads": 4}
     trace(config_of("nanogpt", "adamw", model={**model, "activation_dtype": "bfloat16"}), mesh)
 
@@ -236,7 +234,7 @@ FAULTS = {
         "dimension batch is sharded over fsdp and data, the rules say data and fsdp.",
     ),
     "the step gathers the batch": (
-        replaced(step, "shard_by_name", moved(itself)),
+        replaced(sharding, "shard_by_name", moved(itself)),
         STEP + "gradients_of() got a wrong argument `window`.",
         "dimension batch is not sharded, the rules say data and fsdp.",
     ),
@@ -273,7 +271,7 @@ FAULTS = {
         "dimension {heads} is not sharded, the rules say tensor.",
     ),
     "keys are sharded otherwise than queries": (
-        replaced(heads, "attend_windowed", attend_to_gathered),
+        replaced(kernels, "attend_windowed", attend_to_gathered),
         "nn.kernels.attend_windowed() got a wrong argument `key`.",
         "dimension *batch[1] is not sharded, and sharded over tensor before in this call.",
     ),
