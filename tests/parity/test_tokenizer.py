@@ -8,6 +8,9 @@ import transformers
 
 from jgpt.data.tokenizers import BPETokenizer, tokenizer_from_json
 
+# of transformers 5.3 with tokenizers 0.22
+pytestmark = pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")
+
 
 @pytest.fixture(scope="module")
 def pair(data_directory):
