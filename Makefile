@@ -13,7 +13,7 @@ train: $(VENV)/installed-train
 	$(BIN)/jgpt train
 
 test: $(VENV)/installed-test
-	@echo "Six to seven minutes on two cores, most of it compiling; a dot is a test."
+	@echo "About six minutes on two cores, most of it compiling; a dot is a test."
 	@$(PYTEST) -q -m "not slow"
 
 # where the time of `make test` goes when nothing is compiled yet: the table in CONTRIBUTING.md
