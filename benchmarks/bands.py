@@ -73,7 +73,7 @@ def spread(curve: Callable[[RunDirectory], Curve], runs: list[RunDirectory]) -> 
 
 def main(
     runs: Path,
-    presets: tuple[str, ...] = ("bigram", "tiny", "lecture", "modern", "nanogpt-cpu"),
+    presets: tuple[str, ...] = ("bigram", "tiny", "lecture", "modern", "modern-cpu", "nanogpt-cpu"),
     out: Path = BANDS,
 ) -> None:
     """Train what isn't trained yet, and write the bands.
