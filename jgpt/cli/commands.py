@@ -560,9 +560,7 @@ def prepare(
 
     console = open_console()
     warn = lambda line: say(console, in_flags(line))  # noqa: E731
-    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-    # older versions of rich print an empty line for a disabled bar
-    with contextlib.nullcontext() if bar.disable else bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=1.0)
         progress = lambda fraction: bar.update(task, completed=fraction)  # noqa: E731
         tokens = dataset.prepare(config, Path(out), warn=warn, progress=progress)

@@ -52,11 +52,6 @@ class _Bar(Progress):
             line.add_row(task.description, bar, Text(numbers, no_wrap=True, overflow="ellipsis"))
             yield Constrain(line, width)
 
-    def stop(self) -> None:
-        """Stop drawing; older versions of rich print an empty line for a disabled bar."""
-        if not self.disable:
-            super().stop()
-
 
 class ConsoleProgress(TrainingProgress):
     """Shows losses, throughput and remaining time; until the first step, a spinner."""
