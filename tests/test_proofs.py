@@ -379,6 +379,13 @@ def test_sizes_are_left_as_they_were():
         jgpt.causal_mask(size)
 
 
+def test_jax_evaluates_sizes_as_python_does():
+    """By a method that is not public: if this fails, JAX has changed it."""
+    size: Any = jax.export.symbolic_shape("2*floordiv(a, b) + mod(-1*a, b) + max(a, 9)")[0]
+    for a, b in ((7, 3), (12, 5)):
+        assert size._evaluate({"a": a, "b": b}) == 2 * (a // b) + -a % b + max(a, 9)
+
+
 def test_a_fixed_size_counts_in_what_is_computed_of_it():
     cases = prove(lambda x: x.reshape(17), "float32[t+1]", where=["t == 16"]).cases
     assert [case.verdict for case in cases] == ["proven"]

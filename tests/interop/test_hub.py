@@ -55,6 +55,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
         "me/code": files | dangerous | {"config.json": json.dumps(names_code).encode()},
         "me/tokens": files | {"tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": "x"}}'},
         "me/broken": files | {"config.json": b"{"},
+        "me/list": files | {"tokenizer_config.json": b"[]"},
     }
 
 
@@ -130,6 +131,7 @@ def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_pat
         "tokenizer_config.json: code is never fetched or run",
         "import hub:me/broken --out x": "me/broken/config.json: Expecting property name enclosed "
         "in double quotes: line 1 column 2 (char 1)",
+        "import hub:me/list --out x": "me/list/tokenizer_config.json: not an object, but list",
         "import hub:me/nobody --out x": "the hub has no public model me/nobody",
         "import hub:me/gated --out x": "me/gated is gated: accept its terms at "
         "https://huggingface.co/me/gated, then run: hf auth login",

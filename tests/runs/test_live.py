@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import io
 import json
 import os
 import shutil
@@ -425,6 +426,16 @@ def test_the_first_checkpoint_finds_its_programs_compiled(run, tmp_path):
         assert page.look({"prompt": PROMPT})["checkpoint"] == 7
         assert page.snapshot({})["checkpoint"] == 7
     assert compiled == []
+
+
+def test_beside_training_the_programs_are_loaded_once_the_address_is_said(run, monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(live, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(RunPage, "warm_up", lambda _: said.append(capsys.readouterr().out))
+    for line in ("", json.dumps([str(run), PROMPT, None]) + "\n"):  # training was refused, or began
+        monkeypatch.setattr(sys, "stdin", io.StringIO(line))
+        live.main()
+        assert [text.startswith("http://127.0.0.1:") for text in said] == [True] * bool(line)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
