@@ -12,6 +12,7 @@ owns, so that it says the same of all sizes. A report that exists is continued.
 import ast
 import contextlib
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -158,7 +159,8 @@ def edited(call: Call, edit: Edit) -> Iterator[None]:
     """The function of a call with the annotations and the code that an edit gives it."""
     written: Any = call.written
     function: Any = call.function
-    before = written.__code__, written.__annotations__
+    inner: Any = inspect.unwrap(written)  # of a decorator that isn't `typed`
+    before = inner.__code__, written.__annotations__
     source = edit.apply((ROOT / "jgpt" / edit.file).read_bytes())
     node: Any = ast.parse(source)
     for name in edit.where.removeprefix(f"{module_name(edit.file)}.").split("."):
@@ -168,18 +170,19 @@ def edited(call: Call, edit: Edit) -> Iterator[None]:
     if isinstance(node, ast.ClassDef):
         fields = [it for it in node.body if isinstance(it, ast.AnnAssign)]
         hints: Any = {ast.unparse(it.target): it.annotation for it in fields}
-        code = written.__code__
+        code = inner.__code__
     else:
         given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         given += filter(None, (node.args.vararg, node.args.kwarg))
         hints = {it.arg: it.annotation for it in given} | {"return": node.returns}
-        code = code_of(compile(source, written.__code__.co_filename, "exec"), written.__qualname__)
-    scope = written.__globals__
+        code = code_of(compile(source, inner.__code__.co_filename, "exec"), inner.__qualname__)
+    scope = inner.__globals__
     changed = {
         name: eval(compile(ast.Expression(hints[name]), "", "eval"), scope)
         for name in written.__annotations__.keys() & hints.keys()
     }
-    written.__code__, written.__annotations__ = code, before[1] | changed
+    inner.__code__ = code
+    inner.__annotations__ = written.__annotations__ = before[1] | changed
     kept = typed(written) if "drop @" not in edit.kind else written
     made = isinstance(function, type)
     init: Any = function.__init__ if made else None
@@ -190,7 +193,8 @@ def edited(call: Call, edit: Edit) -> Iterator[None]:
     try:
         yield
     finally:
-        written.__code__, written.__annotations__ = before
+        inner.__code__, inner.__annotations__ = before
+        written.__annotations__ = before[1]
         call.function = function
         if made:
             function.__init__ = init
