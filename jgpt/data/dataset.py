@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig, missing_case
+from jgpt.config import DataConfig
 from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
@@ -306,7 +306,7 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
         case "char":
             return tokenizers.CharTokenizer.from_text("".join(set().union(*map(set, texts()))))
         case _:
-            missing_case("tokenizer", config.tokenizer, __file__)
+            assert_never(config.tokenizer)
 
 
 @typed
