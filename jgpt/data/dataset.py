@@ -40,6 +40,8 @@ class Dataset:
     tokenizer: Tokenizer
     digest: str
     """SHA-256 of all tokens."""
+    corpora: dict[str, str]
+    """The versions of the corpora it is made of."""
     text_digest: str | None = None
     """SHA-256 of the text; None for prepared data, which has only tokens."""
 
@@ -110,7 +112,8 @@ def load_dataset(
                 f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
                 "and its targets: use more text or a smaller block_size"
             )
-    return Dataset(train, validation, test, tokenizer, digest, text_digest)
+    corpora = corpus_versions(config.data)
+    return Dataset(train, validation, test, tokenizer, digest, corpora, text_digest)
 
 
 def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
