@@ -137,6 +137,11 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
     return nnx.merge(*traced, copy=True)
 
 
+def weights_of(model: Any) -> Weights:
+    """A model's parameters as a plain tree."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
 def named_parameters(model: Any) -> dict[str, nnx.Variable]:
     """A model's parameters by path, such as blocks.0.attention.query.kernel."""
     found = nnx.to_flat_state(nnx.state(model, nnx.Param))
