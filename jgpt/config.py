@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Never, NoReturn, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 Config = typing.TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
@@ -180,14 +180,6 @@ class Code(_Fields):
 
 Make = Callable | Code | None
 """A user's own code in a config, or the record of it."""
-
-
-def missing_case(choice: str, word: Never, file: str) -> NoReturn:
-    """End a `match` over a config's choice: pyright reports a word that has no case.
-
-    Raises NotImplementedError, where another word's case would train something else in silence.
-    """
-    raise NotImplementedError(f"{choice}={word!r} has no case yet: add one in {file}")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from jgpt.sharding import abstract_mesh
 from jgpt.training.ahead import CompiledStep
 from jgpt.training.optimizer import decay_mask, partition
 from jgpt.training.plan import Plan, bytes_on_each, format_bytes, placements, replicated_dimensions
+from jgpt.training.stacking import STACKED
 from jgpt.training.step import TrainState, abstract_state, state_specs
 
 SECONDS_PER_LINE = 20
@@ -149,9 +150,11 @@ class ConsoleProgress(TrainingProgress):
 def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list[str]:
     """A line per optimizer group: its parameters, and which of them decay."""
     sizes: dict[tuple[str, bool], list[int]] = {}
-    trees = partition(config, weights), decay_mask(weights), weights
-    for group, decays, leaf in zip(*map(jax.tree.leaves, trees), strict=True):
-        sizes.setdefault((group, decays), []).append(leaf.size)
+    groups, decaying = map(jax.tree.leaves, (partition(config, weights), decay_mask(weights)))
+    arrays = jax.tree.leaves_with_path(weights)
+    for (path, leaf), group, decays in zip(arrays, groups, decaying, strict=True):
+        layers = len(leaf) if STACKED in path else 1
+        sizes.setdefault((group, decays), []).extend([leaf.size // layers] * layers)
     parts: dict[str, list[str]] = {group: [] for group, _ in sizes}
     for (group, decays), counts in sorted(sizes.items(), key=lambda item: not item[0][1]):
         decay = config.muon_weight_decay if group == "muon" else config.weight_decay

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig, missing_case
+from jgpt.config import DataConfig
 from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
@@ -40,6 +40,8 @@ class Dataset:
     tokenizer: Tokenizer
     digest: str
     """SHA-256 of all tokens."""
+    corpora: dict[str, str]
+    """The versions of the corpora it is made of."""
     text_digest: str | None = None
     """SHA-256 of the text; None for prepared data, which has only tokens."""
 
@@ -110,7 +112,8 @@ def load_dataset(
                 f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
                 "and its targets: use more text or a smaller block_size"
             )
-    return Dataset(train, validation, test, tokenizer, digest, text_digest)
+    corpora = corpus_versions(config.data)
+    return Dataset(train, validation, test, tokenizer, digest, corpora, text_digest)
 
 
 def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -306,7 +309,7 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
         case "char":
             return tokenizers.CharTokenizer.from_text("".join(set().union(*map(set, texts()))))
         case _:
-            missing_case("tokenizer", config.tokenizer, __file__)
+            assert_never(config.tokenizer)
 
 
 @typed

@@ -1,14 +1,14 @@
 """Head and MultiHeadAttention: self-attention, cross-attention, and attention over a KV cache."""
 
 import functools
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jgpt.config import ModelConfig, missing_case
+from jgpt.config import ModelConfig
 from jgpt.contracts import check, typed
 from jgpt.nn import kernels
 from jgpt.nn.attention import apply_rotary, attention_weights, causal_mask, merge_heads, split_heads
@@ -135,7 +135,7 @@ class MultiHeadAttention(_Attention):
             case "learned":  # the model adds them to the embeddings
                 self.rotary = False
             case _:
-                missing_case("positions", config.positions, __file__)
+                assert_never(config.positions)
         self.rotary_base = config.rotary_base
         options = {"use_scale": config.qk_norm_scale, "param_dtype": config.param_dtype}
         norm = functools.partial(RMSNorm, self.head_dim, epsilon=1e-6, **options)

@@ -1,13 +1,13 @@
 """Attention, faster: sliding windows in blocks, cuDNN, and queries in blocks over a KV cache."""
 
 import functools
-from typing import Literal
+from typing import Literal, assert_never
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from jgpt.config import AttentionKernel, missing_case
+from jgpt.config import AttentionKernel
 from jgpt.contracts import typed
 from jgpt.nn.attention import attend, causal_mask
 from jgpt.nn.cache import LayerCache
@@ -25,7 +25,7 @@ def uses_fused_kernel(kernel: AttentionKernel) -> bool:
         case "xla" | "auto":
             return False
         case _:
-            missing_case("attention_kernel", kernel, __file__)
+            assert_never(kernel)
 
 
 @typed

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from jgpt.config import ModelConfig, missing_case
+from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 from jgpt.nn.module import Module, require_in_vocabulary
 from jgpt.nn.precision import portable, supported_dtype
@@ -189,7 +189,7 @@ def make_norm(config: ModelConfig) -> RMSNorm:
         case "rms":
             return RMSNorm(config.embed_dim, **options)
         case _:
-            missing_case("norm", config.norm, __file__)
+            assert_never(config.norm)
 
 
 def linear_options(config: ModelConfig) -> dict[str, Any]:

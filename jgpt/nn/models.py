@@ -2,14 +2,14 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, assert_never, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import ModelConfig, missing_case
+from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.cache import KVCache
@@ -97,7 +97,7 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
         case "bigram":
             return BigramLM(config.vocab_size, param_dtype=config.param_dtype, rngs=rngs)
         case _:
-            missing_case("architecture", config.architecture, __file__)
+            assert_never(config.architecture)
 
 
 def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
@@ -135,6 +135,11 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     traced = _traced(config, jax.sharding.get_abstract_mesh(), x64)
     return nnx.merge(*traced, copy=True)
+
+
+def weights_of(model: Any) -> Weights:
+    """A model's parameters as a plain tree."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def named_parameters(model: Any) -> dict[str, nnx.Variable]:

@@ -7,13 +7,14 @@ loss is a function beside them.
 
 import functools
 from collections.abc import Callable
+from typing import assert_never
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import Activation, ModelConfig, missing_case
+from jgpt.config import Activation, ModelConfig
 from jgpt.contracts import check, typed
 from jgpt.nn.cache import KVCache, LayerCache
 from jgpt.nn.depth import run_blocks
@@ -48,7 +49,7 @@ def activation(name: Activation) -> Callable[[Array], Array]:
         case "relu_squared":  # So et al. 2021, section 4
             return lambda x: jnp.square(jax.nn.relu(x))
         case _:
-            missing_case("activation", name, __file__)
+            assert_never(name)
 
 
 class FeedForward(Module):

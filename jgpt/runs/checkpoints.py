@@ -23,7 +23,7 @@ from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import make_directory, new_directory, sync_below, sync_directory
 from jgpt.hardware import Platform, current_platform, process_count, process_index
 from jgpt.nn.bigram import BigramLM
-from jgpt.nn.models import LanguageModel, Weights, abstract_model
+from jgpt.nn.models import LanguageModel, Weights, abstract_model, weights_of
 from jgpt.nn.precision import for_platform
 from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
@@ -160,7 +160,7 @@ class Checkpoints:
         while True:
             before = self.steps()
             try:
-                step = self._verified_step(config, which)  # before a state that may be huge
+                step = self._verified_step(which)  # before a state that may be huge
                 state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
                 return step, self._read_arrays(step, {part: getattr(state, part) for part in parts})
             except (ValueError, OSError):
@@ -173,12 +173,12 @@ class Checkpoints:
         evaluated = [(loss, step) for step, loss in losses.items() if loss is not None]
         return [step for _, step in sorted(evaluated)]
 
-    def _verified_step(self, config: TrainConfig, which: Which) -> int:
+    def _verified_step(self, which: Which) -> int:
         step = self.step(which)
         with together():
             manifest = self._read(verify if process_index() == 0 else Manifest.read, step)
         # tuples become lists, as in the manifest
-        given = json.loads(json.dumps(as_dict(config.model)))
+        given = json.loads(json.dumps(as_dict(self._config.model)))
         for name, saved in manifest.model.items():
             if name != "make" and name in given and given[name] != saved:
                 raise ValueError(
@@ -336,7 +336,7 @@ def save(
                 f"{wanted.get(name)} in one of the config"
             )
     with new_directory(path) as partial:
-        weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        weights = weights_of(model)
         optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
         run = RunDirectory.create(partial, config, tokenizer)
         with Checkpoints(run) as checkpoints:

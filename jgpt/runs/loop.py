@@ -12,7 +12,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Integer
 
 from jgpt.config import Make, TrainConfig
@@ -32,7 +31,7 @@ from jgpt.hardware import (
     release_memory,
 )
 from jgpt.nn.loss import bits_per_character
-from jgpt.nn.models import LanguageModel, Weights
+from jgpt.nn.models import LanguageModel, Weights, weights_of
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import LOSS_PICTURE, PROFILE, SAMPLES, RunDirectory
@@ -61,7 +60,6 @@ from jgpt.training.step import (
     init_state,
     make_eval_step,
     make_train_steps,
-    unstack_state,
 )
 from jgpt.user_code import changed_code, require_code, with_code
 
@@ -164,7 +162,7 @@ def fit(
                     tracker = require_tracker(name)(run.path, step)
                     trackers.append(stack.enter_context(contextlib.closing(tracker)))
                 run.append_provenance({"step": step} | start)
-        progress.started(config, dataset, unstack_state(state), out)
+        progress.started(config, dataset, state, out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
         how = checkpoints, logger, progress, profile_steps
@@ -215,30 +213,30 @@ def _prepare(
         require_tracker(name)
     run = RunDirectory.open(out) if resume and RunDirectory.exists(out) else None
     lines, before = (run.provenance(), run.config()) if run else ([], config)
+    tokenizer, checkpoints = (run.tokenizer(), run.checkpoint_steps()) if run else (None, [])
+    known, used = known_text(lines), known_micro_batches(lines)
     for part in ("model", "optimizer"):
         if (make := getattr(config, part).make or getattr(before, part).make) is not None:
             require_code(make, part)
-    for line in changed_code(before, config):
-        progress.warned(line)
-    before = with_code(before, config.model.make, config.optimizer.make)
     # a run's text stays as it was first read, in runs from before universal newlines too
     universal = config.dataset.universal_newlines and before.dataset.universal_newlines
     data = replace(config.dataset, universal_newlines=universal)
-    tokenizer, known, warn = run and run.tokenizer(), known_text(lines), progress.warned
-    used = known_micro_batches(lines)
-    size = config.model.block_size
+    size, warn = config.model.block_size, progress.warned
     dataset = load_dataset(data, size, tokenizer=tokenizer, known=known, warn=warn)
     model = replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    decided_model = for_platform(model, platform)
     # the run's config records the dtype that `auto` was resolved to
-    model = replace(model, dtype=for_platform(model, platform).dtype)
+    model = replace(model, dtype=decided_model.dtype)
     config = replace(config, model=model, dataset=data)
     if run:
-        checkpoints = run.checkpoint_steps()
+        for line in changed_code(before, config):
+            progress.warned(line)
+        before = with_code(before, model.make, config.optimizer.make)
         require_same_run(before, config, checkpoints, text_is_known=known is not None)
         if (changed := describe_learning_rate(before, config, checkpoints)) is not None:
             progress.warned(changed)
     mesh = config.mesh or default_mesh(config, accelerators(), memory_limit())
-    decided = replace(run_for_platform(config, platform), mesh=mesh)
+    decided = replace(config, model=decided_model, mesh=mesh)
     require_feasible(decided, memory_limit())
     _require_room(config, out)
     if config.micro_batches == "auto":
@@ -447,7 +445,7 @@ def evaluate(
     tokens = dataset.test if split == "test" else dataset.validation[: config.eval_tokens]
     config = replace(config, model=replace(config.model, block_size=size))
     exact, _ = _evaluators(run_for_platform(config, platform), tokens)
-    loss = exact(nnx.to_pure_dict(nnx.state(loaded, nnx.Param)))
+    loss = exact(weights_of(loaded))
     targets = tokens[1:]
     bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
     return Evaluation(loss, math.exp(loss), bits, len(targets))

@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 from jgpt.config import TrainConfig, as_dict
-from jgpt.data.corpus import corpus_versions
 from jgpt.data.dataset import Dataset, KnownText
 from jgpt.hardware import current_platform, device_kinds
 
@@ -28,7 +27,7 @@ def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
         "micro_batches": config.micro_batches,
         "optimizer": as_dict(config.optimizer),
         "text_sha256": dataset.text_digest,
-        "corpora": corpus_versions(config.dataset.data),
+        "corpora": dataset.corpora,
         "corpus_sha256": dataset.digest,
         "corpus_tokens": len(dataset.train) + len(dataset.validation) + len(dataset.test),
         "tokenizer_sha256": hashlib.sha256(dataset.tokenizer.to_json().encode()).hexdigest(),

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
-from jgpt.config import TrackerName, missing_case
+from jgpt.config import TrackerName
 from jgpt.runs.directory import TENSORBOARD, WANDB_ID
 
 
@@ -31,7 +31,7 @@ def require_tracker(name: TrackerName) -> Callable[[Path, int], Tracker]:
         case "wandb":
             module, opened = "wandb", _open_wandb
         case _:
-            missing_case("trackers", name, __file__)
+            assert_never(name)
     try:
         return functools.partial(opened, importlib.import_module(module))
     except ModuleNotFoundError as error:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Hashable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import OptimizerConfig, missing_case
+from jgpt.config import OptimizerConfig
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
 from jgpt.sharding import replicate
@@ -45,7 +45,7 @@ def learning_rate_schedule(
             pieces += [constant, optax.linear_schedule(peak, peak * lowest, decay)]
             boundaries.append(warmup + after_warmup - decay)
         case _:
-            missing_case("schedule", config.schedule, __file__)
+            assert_never(config.schedule)
     schedule = optax.join_schedules(pieces, boundaries)
     # optax divides an integer step in float32 even with x64 enabled
     return lambda step: schedule(jnp.asarray(step, jnp.result_type(float)))
@@ -132,7 +132,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             }
             optimizer = optax.partition(groups, functools.partial(partition, config))
         case _:
-            missing_case("optimizer", config.optimizer, __file__)
+            assert_never(config.optimizer)
     if config.gradient_clip > 0:
         optimizer = optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)
     return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer

@@ -15,7 +15,7 @@ from jgpt import sharding
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
-from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model
+from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model, weights_of
 from jgpt.nn.precision import portable
 from jgpt.nn.transformer import GPT
 from jgpt.training import stacking
@@ -53,12 +53,12 @@ def init_state(config: TrainConfig) -> TrainState:
     """
 
     def make() -> TrainState:
-        model = create_model(config.model, rngs=nnx.Rngs(_stream(config.seed, _INIT_STREAM)))
-        return _first_state(config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        rngs = nnx.Rngs(_stream(config.seed, _INIT_STREAM))
+        return _first_state(config, weights_of(create_model(config.model, rngs=rngs)))
 
     if sharding.current_mesh().empty:
         return make()  # not under one jit: a small program per shape compiles faster, to less code
-    return jax.jit(make, out_shardings=sharding.shardings(state_specs(config)))()
+    return jax.jit(make, out_shardings=state_specs(config))()
 
 
 @typed
@@ -79,31 +79,35 @@ def dropout_stream(seed: int) -> Key[Array, ""]:
 
 def abstract_state(config: TrainConfig) -> TrainState:
     """The shapes and dtypes of the train state."""
-    weights = nnx.to_pure_dict(nnx.state(abstract_model(config.model), nnx.Param))
+    weights = weights_of(abstract_model(config.model))
     return jax.eval_shape(functools.partial(_first_state, config), weights)
 
 
 def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
     """How the train state is sharded over a mesh, by default the one that is set."""
     mesh = sharding.current_mesh() if mesh is None else mesh
-    specs = sharding.weight_specs(abstract_model(config.model), mesh)
-    if stacking.uses_stacked_blocks(config.model):
-        specs = stacking.stack_specs(specs)
-    return sharding.specs_like(abstract_state(config), specs)
+    state, model = abstract_state(config), abstract_model(config.model)
+    specs = sharding.weight_specs(model, mesh)
+    return sharding.specs_like(state, stacking.stack_specs(specs) if _is_stacked(state) else specs)
 
 
 def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
     """The state of train steps, from a state with each block's own arrays."""
     if not stacking.uses_stacked_blocks(config.model):
         return state
-    placed = sharding.shardings(state_specs(config))
-    return jax.jit(stacking.stack_blocks, out_shardings=placed)(state)
+    specs = None
+    if not sharding.current_mesh().empty:
+        specs = stacking.stack_specs(jax.tree.map(lambda array: array.sharding.spec, state))
+    return jax.jit(stacking.stack_blocks, out_shardings=specs)(state)
 
 
 def unstack_state(state: TrainState) -> TrainState:
     """The state with each block's own arrays, as in checkpoints."""
-    is_stacked = stacking.STACKED.key in state.weights.get("blocks", {})
-    return jax.jit(stacking.unstack_blocks)(state) if is_stacked else state
+    return jax.jit(stacking.unstack_blocks)(state) if _is_stacked(state) else state
+
+
+def _is_stacked(state: TrainState) -> bool:
+    return stacking.STACKED.key in state.weights.get("blocks", {})
 
 
 def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:

@@ -14,6 +14,7 @@ from rich.console import Console
 from jgpt import ModelConfig, OptimizerConfig, preset
 from jgpt.cli.console import ConsoleProgress, describe_optimizer_groups
 from jgpt.nn.models import abstract_model
+from jgpt.training.stacking import stack_blocks
 from tests.cli.screen import Screen
 from tests.nn.test_models import ATTENTION, FEED_FORWARD, MODERN
 
@@ -50,7 +51,8 @@ def test_each_rule_names_what_it_moves(optimizer, lines):
     assert ATTENTION + FEED_FORWARD == 6240
     abstract = nnx.to_pure_dict(nnx.state(abstract_model(NGRAMS), nnx.Param))
     weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), abstract)
-    assert describe_optimizer_groups(OptimizerConfig(**optimizer), weights) == lines
+    for its in weights, stack_blocks(weights):
+        assert describe_optimizer_groups(OptimizerConfig(**optimizer), its) == lines
 
 
 def story(width: int) -> str:

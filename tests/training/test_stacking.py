@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jgpt.data.batches import batches, evaluation_windows
-from jgpt.sharding import make_mesh, use_mesh
+from jgpt.sharding import make_mesh, shardings, use_mesh
 from jgpt.training import optimizer
 from jgpt.training.optimizer import decay_mask, make_optimizer, partition
 from jgpt.training.stacking import STACKED, stack_blocks, stack_specs, unstack_blocks
@@ -124,7 +124,8 @@ def test_the_stack_s_own_axis_is_whole():
     config = with_layers(config_of("lecture", "adamw"), scan=True)
     with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
         state = init_state(config)
-        again = stack_state(config, unstack_state(state))
+        saved = shardings(state_specs(with_layers(config, scan=False)))  # as checkpoints have it
+        again = stack_state(config, jax.device_put(unstack_state(state), saved))
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, state) == state_specs(config)
         assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, again, state))
         assert furthest(again, state) == 0
