@@ -213,12 +213,11 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
         windows: Int[Array, "batches batch window"],
         counts: Bool[Array, "batches batch window-1"],
     ) -> Float[Array, ""]:
-        model = merge(weights)
-
         def add(total, batch):
             window, counted = (sharding.shard_by_name(each, "batch", None) for each in batch)
 
             def added():
+                model = merge(weights)  # in here: the head may be set to a gathered one
                 x = model.hidden(window[:, :-1])
                 at_once = _rows_at_once(model, counted.size)
                 losses = token_losses_from(x, window[:, 1:], model.logits, at_once)

@@ -275,16 +275,18 @@ def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, mon
     assert [its.shape for its, _ in gathered] == [(40, 48)] * gathers
 
 
-@pytest.mark.parametrize("mesh", [None, "fsdp=8"])
-def test_rematerialised_blocks_are_evaluated_too(mesh):
-    """An evaluation is a loop, whose blocks are made outside it: nothing of them may be set."""
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("rows", [24 * 10, 17])
+def test_an_evaluation_is_that_of_one_device(mesh, rows, monkeypatch):
+    """Also with rematerialised blocks, and in chunks, before which the head is set to be gathered."""
     config = config_of("nanogpt", "adamw", model={"rematerialise": True})
-    windows, counts = jnp.zeros((2, 24, 11), jnp.int32), jnp.ones((2, 24, 10), bool)
+    windows = TOKENS[: 2 * 24 * 11].reshape(2, 24, 11)
+    counts = jnp.arange(2 * 24 * 10).reshape(2, 24, 10) % 7 > 1
+    expected = make_eval_step(config.model)(init_state(config).weights, windows, counts)
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * rows // 8)
     with use_mesh(mesh):
-        loss = jax.eval_shape(
-            make_eval_step(config.model), abstract_state(config).weights, windows, counts
-        )
-    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+        found = make_eval_step(config.model)(init_state(config).weights, windows, counts)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def rule(name: str, *axes: str):
