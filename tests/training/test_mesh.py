@@ -278,7 +278,7 @@ def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, mon
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=2,tensor=2"])
 @pytest.mark.parametrize("rows", [24 * 10, 17])
 def test_an_evaluation_is_that_of_one_device(mesh, rows, monkeypatch):
-    """Also with rematerialised blocks, and in chunks, before which the head is set to be gathered."""
+    """Also with rematerialised blocks, and in chunks, before which the head is gathered."""
     config = config_of("nanogpt", "adamw", model={"rematerialise": True})
     windows = TOKENS[: 2 * 24 * 11].reshape(2, 24, 11)
     counts = jnp.arange(2 * 24 * 10).reshape(2, 24, 10) % 7 > 1
