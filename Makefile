@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 AHEAD := $(VENV)-ahead
 
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-times test-all test-ahead test-matrix lint notebooks student docs pictures
+.PHONY: train test test-times test-all test-here test-ahead plain-install test-matrix lint notebooks student docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -21,13 +21,17 @@ test-times: $(VENV)/installed-test
 	JAX_COMPILATION_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" --junitxml=$(VENV)/times.xml
 	$(BIN)/python tests/slowest.py $(VENV)/times.xml
 
-test-all: $(VENV)/installed-test
+test-all: test-here test-ahead
+
+test-here: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=all $(PYTEST) --durations=20
-	$(MAKE) test-ahead
 
 # compilers for TPUs and GPUs have an environment of their own: where they are, JAX looks for the hardware
 test-ahead: $(AHEAD)/installed
 	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(AHEAD)/bin/python -m pytest tests/training/test_ahead.py
+
+plain-install:
+	PYTHON=$(PYTHON) .ci/plain-install
 
 test-matrix:
 	.ci/test-matrix | tee benchmarks/results/test_matrix.md

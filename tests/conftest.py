@@ -28,6 +28,17 @@ import pytest
 
 LARGE_WORKER = 1_400_000_000  # bytes: two of them leave room on a laptop of 8 GB
 
+LONGEST = (
+    "test_notebooks",
+    "test_documents",
+    "test_processes",
+    "test_mesh",
+    "test_live",
+    "test_gpu_benchmark",
+    "test_resume",
+    "test_ladder",
+)
+
 # so that what asks for "the" device can be seen to take another; commands that tests start have one
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -40,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not under -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take minutes, or one worker ends long after the other."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -18,7 +18,7 @@ def records(tmp_path_factory) -> dict[str, dict]:
     for name, sizes in SIZES.items():
         command = [sys.executable, "benchmarks/compare.py", name, *sizes.split()]
         subprocess.run(
-            [*command, "--rounds", "2", "--results", str(out)],
+            [*command, "--results", str(out)],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
             check=True,
@@ -29,9 +29,9 @@ def records(tmp_path_factory) -> dict[str, dict]:
 
 
 SIZES = {
-    "gpu_step": "--presets tiny bigram --steps 2",
-    "gpu_train": "--train-preset tiny",
-    "gpu_sampling": "--batches 1 2 --tokens 2",
+    "gpu_step": "--presets tiny bigram --steps 2 --rounds 1",
+    "gpu_train": "--train-preset tiny --rounds 2",
+    "gpu_sampling": "--batches 1 2 --tokens 2 --rounds 1",
 }
 FIGURES = {
     "gpu_step": {"tiny jgpt": "milliseconds", "bigram jgpt": "tokens_per_second"},
@@ -47,7 +47,8 @@ def test_each_round_has_its_figures(records):
         assert f"benchmarks/compare.py {name} {SIZES[name]}" in found["command"]
         for variant, figure in variants.items():
             its = found["figures"][variant]
-            assert len(its[figure]) == len(its["seconds"]) == len(its["peak_mib"]) == 2
+            rounds = int(SIZES[name][-1])
+            assert len(its[figure]) == len(its["seconds"]) == len(its["peak_mib"]) == rounds
             assert min(its[figure]) > 0
 
 
