@@ -1,6 +1,7 @@
 """Train while someone watches: until the first step is reported, or with its page open."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,8 +39,19 @@ def first_step(out: Path) -> None:
         process.wait()
 
 
-def read_on(address: str) -> None:
-    """Ask as an open page does, until the server is gone."""
+def processor_seconds(pid: int) -> float:
+    """The processor time of a process and its threads, user's and system's (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def read_on(address: str, trainer: int, spent: dict[str, float]) -> None:
+    """Ask as an open page does, until the server is gone; note the server's processor time."""
+    (server,) = (
+        pid
+        for children in Path(f"/proc/{trainer}/task").glob("*/children")
+        for pid in children.read_text().split()
+    )
 
     def ask(name: str, asked: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
@@ -51,6 +63,7 @@ def read_on(address: str) -> None:
     while True:
         began = time.monotonic()
         try:
+            spent["server_processor_seconds"] = processor_seconds(int(server))
             told = ask("training", {"since": at})
             at = told.get("at", at)
             for step in [each for each in told.get("checkpoints", ()) if each not in seen]:
@@ -72,19 +85,21 @@ def page(steps: int, live: bool = False) -> None:
         out = Path(folder, "run")
         command = jgpt(*TRAIN, "--steps", steps, "--out", out)
         command += ["--live", "--no-browser"] if live else []
+        spent: dict[str, float] = {}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 if "look inside at " in line:
                     address = line.split()[-1]
-                    threading.Thread(target=read_on, args=(address,), daemon=True).start()
+                    asked = address, process.pid, spent
+                    threading.Thread(target=read_on, args=asked, daemon=True).start()
         if process.returncode:
             sys.exit(f"{command} ended with {process.returncode}")
         lines = RunDirectory.open(out).metrics()
         timed = [line for line in lines if "seconds" in line and line["step"] > steps // 5]
     first, last = timed[0], timed[-1]
     taken = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
-    print(json.dumps({"milliseconds_per_step": 1000 * taken}))
+    print(json.dumps({"milliseconds_per_step": 1000 * taken, **spent}))
 
 
 if __name__ == "__main__":
