@@ -64,11 +64,9 @@ function show(found) {
   buildTitle();
   buildText();
   buildNames();
-  buildLens(lens, data);
   buildHeads();
   buildForward();
   if (data.live) buildSwitches();
-  buildTwins();
   choose({});
 }
 

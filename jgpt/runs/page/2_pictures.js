@@ -11,10 +11,14 @@ function changed(picture, ...of) {
   picture.drawnOf = of;
   return before?.length !== of.length || of.some((each, i) => each !== before[i]);
 }
-/** Mark what is chosen in a picture. */
+/** Mark what is chosen in a picture, and scroll it into sight, right of its names. */
 function mark(picture, element) {
   picture.querySelector(".on")?.classList.remove("on");
   element.classList.add("on");
+  const place = picture.closest(".scroll");
+  if (!place) return;
+  const { offsetLeft: left, offsetWidth: width } = element;
+  place.scrollLeft = clamp(place.scrollLeft, left + width - place.clientWidth, left - 100);
 }
 /** Name rows and columns by their tokens; the style sheet hides those of a map of many. */
 function buildNames() {
@@ -44,23 +48,6 @@ function paintPixels(canvas, width, height, paint) {
   paint(new Uint32Array(image.data.buffer));
   context.putImageData(image, 0, 0);
 }
-const COLUMN = 13;
-/** An empty canvas with a column for each token; the style sheet widens those of few tokens. */
-function prepare(canvas, height) {
-  const scale = devicePixelRatio * (time > 128 ? 1 : 2);
-  canvas.width = COLUMN * time * scale;
-  canvas.height = height * scale;
-  const context = canvas.getContext("2d");
-  context.scale(scale, scale);
-  return context;
-}
-/** Scroll a wide picture so that an element is in sight, right of its names, and nothing else. */
-function reveal(element) {
-  const place = element?.closest(".scroll");
-  if (!place) return;
-  const { offsetLeft: left, offsetWidth: width } = element;
-  place.scrollLeft = clamp(place.scrollLeft, left + width - place.clientWidth, left - 100);
-}
 
 function tip(x, y, text) {
   const box = $("tip");
@@ -85,9 +72,6 @@ const pictures = new WeakMap();
 function pictureOf(event) {
   return pictures.get(event.composedPath().find(each => pictures.has(each)));
 }
-function findIn(picture, event) {
-  return picture?.find ? picture.find(event) : event.target.chooses;
-}
 /** The column and the row of a picture that an event is on. */
 function cellAt({ target, offsetX, offsetY }, columns, rows) {
   const part = (offset, size, count) => clamp(Math.floor(offset / size * count), 0, count - 1);
@@ -98,26 +82,19 @@ const stepPosition = by => goTo(chosen.query + by);
 const ACROSS = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
 const DOWN = { ArrowUp: -1, ArrowDown: 1 };
 
-function hover(event) {
+function explore(event) {
   const picture = pictureOf(event);
-  const found = findIn(picture, event);
-  if (found) tip(event.clientX, event.clientY, picture.say(found));
-  else hideTip();
+  const found = picture?.find ? picture.find(event) : event.target.chooses;
+  if (!found) hideTip();
+  else if (event.type !== "click") tip(event.clientX, event.clientY, picture.say(found));
+  else if (picture.mark) choose(found);
 }
-const main = document.querySelector("main");
-main.addEventListener("pointermove", hover);
-main.addEventListener("pointerdown", hover);
-main.addEventListener("pointerleave", event => {
-  if (event.pointerType !== "touch") hideTip();
-});
-main.addEventListener("click", event => {
-  const picture = pictureOf(event);
-  const found = findIn(picture, event);
-  if (found && picture.mark) choose(found);
-});
-document.addEventListener("pointercancel", hideTip);
-document.addEventListener("focusout", hideTip);
-document.addEventListener("wheel", hideTip, { passive: true });
+for (const kind of ["pointermove", "pointerdown", "click"]) {
+  document.addEventListener(kind, explore);
+}
+for (const kind of ["pointercancel", "mouseleave", "focusout", "wheel"]) {
+  document.addEventListener(kind, hideTip, { passive: true });
+}
 document.addEventListener("keydown", event => {
   if (event.key === "Escape") hideTip();
   if (event.ctrlKey || event.metaKey || event.altKey) return;

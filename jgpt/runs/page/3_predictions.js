@@ -45,14 +45,12 @@ pictures.set($("text"), {
 
 // The logit lens
 
-const lenses = [];
 /** A lens in a place of the page: a row of predictions for each depth. */
 function lensIn(place) {
   const grid = element("div", { className: "lens", role: "application", tabIndex: 0 });
   grid.ariaLabel = "Logit lens: left and right choose a position, up and down a layer";
   place.append(grid);
   const lens = { grid, cells: [], of: null };
-  lenses.push(lens);
   pictures.set(grid, {
     say: ({ query, depth }) => describeLens(depth, query, lens.of),
     mark: () => lens.cells[chosen.depth][chosen.query],
@@ -62,8 +60,12 @@ function lensIn(place) {
   return lens;
 }
 const lens = lensIn($("lens"));
-/** Fill a lens with the predictions of some numbers. */
-function buildLens(lens, of) {
+/** Fill a lens with the predictions of some numbers, and mark what is chosen. */
+function drawLens(lens, of) {
+  if (lens.of !== of) fillLens(lens, of);
+  mark(lens.grid, lens.cells[chosen.depth][chosen.query]);
+}
+function fillLens(lens, of) {
   lens.of = of;
   if (changed(lens, depths, widest, ...tokens)) layOutLens(lens);
   lens.cells.forEach((row, depth) => row.forEach((cell, position) => {
@@ -108,12 +110,9 @@ function distribution(depth, position) {
   const [candidates, logs] = data.last;
   return filtered(candidates.map((token, i) => ({ token, log: logs[i] })));
 }
-function drawNext() {
-  mark(lens.grid, lens.cells[chosen.depth][chosen.query]);
-  drawBars();
-}
 function drawBars() {
   const { depth, query } = chosen;
+  drawLens(lens, data);
   const next = following(depth, query);
   const rows = distribution(depth, query).slice(0, 10);
   if (next && !rows.some(each => each.token === next.token)) rows.push(next);
@@ -128,14 +127,10 @@ function drawBars() {
     const i = before ? before.candidates[query].indexOf(token) : -1;
     const was = i < 0 ? "" : ` (was ${number(Math.exp(before.log_probabilities[query][i]))})`;
     const came = token === next?.token ? "came" : "";
-    const row = element(writes ? "button" : "div", {},
+    const chooses = { title: `write ${quoted(token)}`, onclick: () => write(token) };
+    return element(writes ? "button" : "div", writes ? chooses : {},
       element("span", { className: "token", title: visible(token) }, visible(token)),
       element("span", { className: "bar", style: `width: ${100 * probability / largest}%` }),
       element("span", { className: came }, number(probability) + was));
-    if (writes) {
-      row.title = `write ${quoted(token)}`;
-      row.onclick = () => write(token);
-    }
-    return row;
   }));
 }

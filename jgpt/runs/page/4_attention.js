@@ -18,7 +18,7 @@ function buildHeads() {
   if (changed($("heads"), layers, heads)) layOutHeads();
   for (const button of headButtons) {
     const { layer, head } = button.chooses;
-    paintHead(layer, head, data, button.firstChild);
+    paintHead(layer, head, data, button.previousSibling);
   }
 }
 function layOutHeads() {
@@ -32,10 +32,10 @@ function layOutHeads() {
   for (let layer = 0; layer < layers; layer++) {
     name(layers > 8 ? layer : `layer ${layer}`);
     for (let head = 0; head < heads; head++) {
-      const button = element("div", { role: "radio", chooses: { layer, head } }, element("canvas"));
+      const button = element("input", { type: "radio", name: "head", chooses: { layer, head } });
       button.ariaLabel = `layer ${layer}, head ${head}`;
       headButtons.push(button);
-      grid.append(button);
+      grid.append(element("div", {}, element("canvas"), button));
     }
   }
 }
@@ -53,22 +53,16 @@ function describeWeight(query, key, of = data) {
 function drawAttention() {
   if (!data.attention) return;
   const { query, layer, head } = chosen;
-  headButtons.forEach((button, i) => {
-    const on = i === layer * heads + head;
-    button.ariaChecked = on;
-    button.tabIndex = on ? 0 : -1;
-  });
+  headButtons[layer * heads + head].checked = true;
   $("map-title").textContent = `Layer ${layer}, head ${head}`;
   $("arcs-title").textContent = `Layer ${layer}, head ${head}: what ${at(query)} attends to`;
-  map.of = data;
-  drawMap(map);
+  drawMap(map, data);
   drawArcs();
   drawWhy();
 }
 
 // The map. It is painted when its numbers change; what is chosen is framed on top of it
 
-const maps = [];
 /** A map in a place of the page, of the chosen head. */
 function mapIn(place) {
   const canvas = element("canvas", { role: "application", tabIndex: 0 });
@@ -79,7 +73,6 @@ function mapIn(place) {
   const cells = element("div", { className: "cells" }, canvas, element("i"), square);
   place.append(element("div", { className: "map" }, columns, rows, cells));
   const map = { place, columns, canvas, cells, of: null };
-  maps.push(map);
   pictures.set(canvas, {
     find: event => {
       const [key, query] = cellAt(event, time, time);
@@ -93,31 +86,39 @@ function mapIn(place) {
   return map;
 }
 const map = mapIn($("map"));
-function drawMap({ canvas, cells, of }) {
+function drawMap(map, of) {
   const { query, key, layer, head } = chosen;
+  const { canvas, cells, columns } = map;
+  map.of = of;
   if (changed(canvas, of, layer, head)) paintHead(layer, head, of, canvas);
   cells.style = `--query: ${query}; --key: ${key}`;
+  mark(columns, columns.children[key]);
 }
 
 // The arcs. Those of all queries lie on a canvas below, painted once for a head
 
-const ARCS = 150;  // pixels of their height, and of that of the bars
-const BARS = 48;
+const COLUMN = 26;  // pixels of a token's width
+/** A canvas without what was drawn on it, with a column for each token. */
+function emptied(canvas) {
+  canvas.width = COLUMN * time;
+  return canvas.getContext("2d");
+}
 const middleOf = position => (position + .5) * COLUMN;
 /** Draw the arcs from a query to the keys whose weights are larger than `least`. */
 function drawArcsOf(context, query, least, strength) {
+  const bottom = context.canvas.height;
   for (let key = 0; key <= query; key++) {
     const w = weight(chosen.layer, chosen.head, query, key);
     if (w <= least) continue;
     context.strokeStyle = `rgba(${BLUE}, ${strength * opacity(w)})`;
-    context.lineWidth = 1 + 3 * w * strength;
+    context.lineWidth = 2 + 6 * w * strength;
     context.beginPath();
     if (key === query) {
-      context.arc(middleOf(query), ARCS - 7, 4.5, 0, 2 * Math.PI);
+      context.arc(middleOf(query), bottom - 14, 9, 0, 2 * Math.PI);
     } else {
       const middle = middleOf((query + key) / 2);
-      const height = (ARCS - 8) * Math.sqrt((query - key) / time);
-      context.ellipse(middle, ARCS, middleOf(query) - middle, height, 0, Math.PI, 2 * Math.PI);
+      const height = (bottom - 16) * Math.sqrt((query - key) / time);
+      context.ellipse(middle, bottom, middleOf(query) - middle, height, 0, Math.PI, 2 * Math.PI);
     }
     context.stroke();
   }
@@ -125,16 +126,16 @@ function drawArcsOf(context, query, least, strength) {
 function drawArcs() {
   const { query, key, layer, head } = chosen;
   if (changed($("arcs"), data, layer, head)) {
-    const all = prepare($("all-arcs"), ARCS);
+    const all = emptied($("all-arcs"));
     for (let each = 0; each < time; each++) drawArcsOf(all, each, .02, .22);
   }
-  drawArcsOf(prepare($("own-arcs"), ARCS), query, .0005, 1);
-  const bars = prepare($("arc-bars"), BARS);
+  drawArcsOf(emptied($("own-arcs")), query, .0005, 1);
+  const bars = emptied($("arc-bars"));
   const weights = Array.from({ length: query + 1 }, (_, to) => weight(layer, head, query, to));
   const largest = Math.max(...weights);
   weights.forEach((w, to) => {
     bars.fillStyle = `rgba(${BLUE}, ${to === key ? 1 : .55})`;
-    bars.fillRect(to * COLUMN + 1, 1, COLUMN - 2, Math.max(.5, w / largest * (BARS - 2)));
+    bars.fillRect(to * COLUMN + 2, 2, COLUMN - 4, Math.max(1, w / largest * 92));
   });
   mark($("arc-names"), $("arc-names").children[query]);
   $("largest").textContent = number(largest);

@@ -84,7 +84,7 @@ function buildSwitches() {
   const { blocks } = data;
   if (!changed($("switches"), heads, String(data.layers), String(blocks))) return;
   const inputOf = (type, kind, name, ariaLabel) => {
-    const input = element("input", { type, name, ariaLabel, min: 0, max: 2, step: .1 });
+    const input = element("input", { type, kind, name, ariaLabel, min: 0, max: 2, step: .1 });
     input.oninput = () => {
       const factor = Number(type === "range" ? input.value : input.checked);
       change({ [kind]: { ...state[kind], [name]: factor } });
@@ -110,12 +110,11 @@ function buildSwitches() {
 }
 function drawChanges() {
   if (!data.live) return;
-  for (const input of $("switches").querySelectorAll("[type=checkbox]")) {
-    input.checked = state.heads[input.name] !== 0;
-  }
-  for (const input of $("switches").querySelectorAll("[type=range]")) {
-    input.value = state.blocks[input.name] ?? 1;
-    input.nextElementSibling.textContent = `× ${Number(input.value).toFixed(1)}`;
+  for (const input of $("switches").querySelectorAll("input")) {
+    const factor = state[input.kind][input.name] ?? 1;
+    input.checked = factor !== 0;
+    input.value = factor;
+    input.nextElementSibling?.replaceChildren(`× ${factor.toFixed(1)}`);
   }
   const { before } = data;
   const { query } = chosen;
@@ -151,8 +150,7 @@ function startLive(found) {
     dial.after(element("output", {}, dial.value));
     dial.oninput = () => {
       dial.nextElementSibling.textContent = dial.value;
-      if (chosen.query === time - 1) drawBars();
-      else choose(goTo(time - 1));
+      choose({ query: time - 1 });
     };
   }
   for (const choice of [$("checkpoint"), $("other")]) {

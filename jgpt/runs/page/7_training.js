@@ -97,28 +97,20 @@ const twins = [0, 1].map(() => {
   $("twins-places").append(element("div", {}, title, told, ...places));
   return { title, told, lens: lensIn(places[0]), map: mapIn(places[1]) };
 });
-function buildTwins() {
+function drawTwins() {
   $("twins").hidden = !data.other;
   if (!data.other) return;
-  twins.forEach(({ title, lens, map }, side) => {
-    const of = side ? data.other : data;
-    title.textContent = `Step ${of.checkpoint}`;
-    buildLens(lens, of);
-    map.of = of;
-    map.place.hidden = !of.attention;
-  });
-}
-function drawTwins() {
-  if (!data.other) return;
   const { query, key, depth, layer, head } = chosen;
-  for (const { told, lens, map } of twins) {
-    const { of } = lens;
+  twins.forEach(({ title, told, lens, map }, side) => {
+    const of = side ? data.other : data;
     const best = predictions(depth, query, of).slice(0, 3).map(likely).join(", ");
+    title.textContent = `Step ${of.checkpoint}`;
     told.textContent = `${describeLoss(of)} After ${at(query)}, ${depthName(depth)}: ${best}.`;
-    mark(lens.grid, lens.cells[depth][query]);
-    if (!of.attention) continue;
+    drawLens(lens, of);
+    map.place.hidden = !of.attention;
+    if (!of.attention) return;
     told.textContent += ` Layer ${layer}, head ${head}: ${at(query)} gives ${at(key)} the weight `
       + `${number(weight(layer, head, query, key, of))}.`;
-    drawMap(map);
-  }
+    drawMap(map, of);
+  });
 }

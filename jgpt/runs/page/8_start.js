@@ -1,30 +1,13 @@
 // Draw what is chosen
 
-/** What is drawn in each section. Out of sight, it is drawn when the section comes back. */
-const DRAWN = {
-  surprise: drawText,
-  next: drawNext,
-  changes: drawChanges,
-  attention: drawAttention,
-  forward: drawForward,
-  twins: drawTwins,
-};
-const asleep = new Set();
-for (const [id, drawn] of Object.entries(DRAWN)) {
-  $(id).addEventListener("contentvisibilityautostatechange", ({ skipped }) => {
-    if (skipped) asleep.add(id);
-    else if (asleep.delete(id) && data) drawn();
-  });
-}
 function draw() {
   if (!data) return;
-  // what reads the layout comes first: after writing, it would be slow
-  for (const { cells } of lenses) reveal(cells[0]?.[chosen.query]);
-  for (const { columns } of maps) reveal(columns.children[chosen.key]);
-  reveal($("arc-names").children[chosen.query]);
-  for (const [id, drawn] of Object.entries(DRAWN)) {
-    if (!asleep.has(id)) drawn();
-  }
+  drawText();
+  drawBars();
+  drawChanges();
+  drawAttention();
+  drawForward();
+  drawTwins();
   if (data.live && changed($("growth"), chosen.layer, chosen.head)) drawGrowth();
 }
 
