@@ -317,6 +317,17 @@ def test_hovering_the_map_tells_the_weight(shown):
 
 
 @needs_chromium
+def test_arrow_keys_choose_a_head(shown):
+    page, _ = shown
+    page.click(*middle_of(page, "headButtons[1 * heads + 2]"))
+    page.press("ArrowUp")
+    page.press("ArrowLeft")
+    assert page.run("[chosen.layer, chosen.head]") == [0, 1]
+    assert page.run("headButtons.findIndex(each => each.checked)") == 1
+    assert page.run("document.activeElement === headButtons[1]")
+
+
+@needs_chromium
 def test_hovering_arcs_tells_the_weight_from_the_chosen_query(shown):
     page, data = shown
     page.click(*middle_of(page, "textSpans[9]"))
