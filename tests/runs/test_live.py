@@ -605,8 +605,6 @@ def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, 
     assert page.run("$('twins').hidden")
     put(page, "other", 0)
     page.run(SETTLED)
-    page.run("$('twins').scrollIntoView()")  # out of sight, nothing is drawn
-    page.run("new Promise(then => requestAnimationFrame(() => requestAnimationFrame(then)))")
     page.run("choose({ query: 5, key: 3, layer: 1, head: 2, depth: 1 })")
     both = page.run("twins.map(({ map, told }) => [weight(1, 2, 5, 3, map.of), told.textContent])")
     titles = page.run("[...document.querySelectorAll('#twins h3')].map(e => e.textContent)")
