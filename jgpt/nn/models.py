@@ -137,8 +137,8 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
     return nnx.merge(*traced, copy=True)
 
 
-def weights_of(model: Any) -> Weights:
-    """A model's parameters as a plain tree."""
+def weights_of(model: Any) -> dict[str, Any]:
+    """A model's parameters as a plain tree, abstract ones too."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
