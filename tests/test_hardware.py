@@ -1,8 +1,11 @@
 """What machine this is."""
 
 import resource
+import sys
 import types
+from pathlib import Path
 
+import jax
 import pytest
 
 from jgpt.hardware import (
@@ -14,6 +17,7 @@ from jgpt.hardware import (
     peak_flops,
     release_memory,
 )
+from jgpt.runs.profiling import compilations_watched
 
 
 @pytest.mark.parametrize(
@@ -89,3 +93,25 @@ def test_freed_memory_is_given_back_after_garbage_was_collected(monkeypatch, sys
     release_memory()
     monkeypatch.undo()  # the suite's own fixtures look at the system too
     assert calls == ["collect", "keep 0"][: 1 + trims]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's account of the memory")
+def test_what_was_lowered_is_forgotten_and_what_was_compiled_is_kept():
+    def anonymous_memory():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith("RssAnon"))
+        return int(line.split()[1]) / 1024  # MiB
+
+    programs = [jax.jit(lambda x, i=i: x + i) for i in range(40)]
+    release_memory()
+    for program in programs:
+        program(1.0)
+    before = anonymous_memory()
+    release_memory()
+    assert before - anonymous_memory() > 20  # 1 MiB each
+    said = []
+    with compilations_watched(said.append):
+        assert [float(program(1.0)) for program in programs] == [1.0 + i for i in range(40)]
+        assert not said
+        jax.jit(lambda x: x - 1)(1.0)
+    assert len(said) == 1

@@ -318,6 +318,7 @@ class _Training:
                 if self.step % self.config.eval_interval == 0 or self.step == self.config.steps:
                     self._evaluate()
                     if not is_warm:
+                        release_memory()
                         watch.enter_context(compilations_watched(self.progress.warned))
                         is_warm = True
         if self.step < self.config.steps:
