@@ -11,6 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
+	@echo "here jgpt is $(BIN)/jgpt, or after: source $(BIN)/activate"
 
 test: $(VENV)/installed-test
 	@echo "About six minutes on two cores, most of it compiling; a dot is a test."

@@ -42,7 +42,10 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None, *, explicit: bool
     """
     sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
     if (product := math.prod(sizes.values())) != found:
-        raise ValueError(f"mesh={mesh} is of {product} devices, and there are {found}")
+        raise ValueError(
+            f"mesh={mesh} is of {product} devices, and there are {found}: give sizes whose product "
+            f"is {found}"
+        )
     # automatic axes: XLA's partitioner decides what the rules leave open
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(MESH_AXES)
     try:

@@ -103,7 +103,7 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
 def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
     kind = type(model).__name__
     if not isinstance(model, nnx.Module):
-        raise ValueError(f"model= must make a flax.nnx.Module, not {kind}")
+        raise ValueError(f"the model must be a flax.nnx.Module, not {kind}")
     missing = [
         name
         for name in ("vocab_size", "block_size", "hidden", "logits", "__call__")

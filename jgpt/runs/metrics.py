@@ -34,7 +34,8 @@ class MetricsLogger:
         self._config, self._run, self._trackers, self._report = config, run, trackers, report
         self._training_tokens = training_tokens
         self._tokens_per_step = config.batch_size * config.model.block_size
-        peak, flops = peak_flops(), 3 * flops_per_token(config.model)
+        peak = peak_flops()
+        flops = 3 * flops_per_token(config.model) if peak else 0  # lowers a user's own model
         self._peak_speed = devices * peak / flops if peak and flops else None
         self._pending: tuple[int, int, Metrics] | None = None
         self._held: list[dict[str, Any]] = []

@@ -107,7 +107,8 @@ def unstack_state(state: TrainState) -> TrainState:
 
 
 def _is_stacked(state: TrainState) -> bool:
-    return stacking.STACKED.key in state.weights.get("blocks", {})
+    blocks = state.weights.get("blocks")
+    return isinstance(blocks, dict) and stacking.STACKED.key in blocks
 
 
 def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:

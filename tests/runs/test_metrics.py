@@ -60,6 +60,18 @@ FORWARD = 2 * (4 * 12 * 12 + 2 * 12 * 48 + 12 * 21) + 2 * (2 * 7 * 12)
 TRAINING = FORWARD + 2 * FORWARD  # a backward pass has products for inputs and for weights
 
 
+def test_operations_are_counted_where_the_peak_is_known(clock, monkeypatch, tmp_path):
+    counted = []
+    count = lambda config: counted.append(config) or 7  # noqa: E731
+    monkeypatch.setattr("jgpt.runs.metrics.flops_per_token", count)
+    config = TrainConfig()
+    for peak in (None, 1e6):
+        monkeypatch.setattr("jgpt.runs.metrics.peak_flops", lambda peak=peak: peak)
+        assert counted == []
+        MetricsLogger(config, RunDirectory(tmp_path), (), 100)
+    assert counted == [config.model]
+
+
 def metrics_of(*losses: float) -> Metrics:
     """Those of a call of steps, with room for one step more."""
     row = jnp.array([*losses, -1.0])

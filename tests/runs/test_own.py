@@ -134,7 +134,7 @@ def test_what_a_model_lacks_is_said_by_name():
     assert "lacks vocab_size, block_size, hidden, logits, which" in refusal(of())
     assert "a Mine lacks hidden, which" in refusal(of(vocab_size=11, block_size=64, logits=1))
     assert "Mine.vocab_size is 9, not the config's 11" in refusal(of(**whole | {"vocab_size": 9}))
-    assert "must make a flax.nnx.Module, not dict" in refusal(lambda config, *, rngs: {})
+    assert "the model must be a flax.nnx.Module, not dict" in refusal(lambda config, *, rngs: {})
 
     def dropping(config, *, rngs):
         model: Any = of(**whole)(config, rngs=rngs)

@@ -16,6 +16,7 @@ from jgpt.training import optimizer
 from jgpt.training.optimizer import decay_mask, make_optimizer, partition
 from jgpt.training.stacking import STACKED, stack_blocks, stack_specs, unstack_blocks
 from jgpt.training.step import (
+    TrainState,
     abstract_state,
     dropout_stream,
     init_state,
@@ -152,6 +153,12 @@ def test_only_scans_over_several_blocks_stack(changes, expected):
         assert stack_state(config, state) is state is unstack_state(state)
     windows = jax.ShapeDtypeStruct((1, config.batch_size, 11), jnp.int32)
     make_train_steps(config).trace(state, windows, dropout_stream(1), 1, 0)
+
+
+def test_a_user_s_own_parameter_may_be_called_blocks():
+    weights = {"blocks": jnp.arange(6.0).reshape(2, 3)}
+    state = TrainState(weights, {}, jnp.int32(4))
+    assert unstack_state(state) is state
 
 
 def test_an_evaluation_takes_both():
