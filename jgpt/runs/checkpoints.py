@@ -119,9 +119,11 @@ class Checkpoints:
     def step(self, which: Which) -> int:
         """Resolve best, last or a step to a step.
 
-        Raises FileNotFoundError if there are no checkpoints, and ValueError for a step without one
-        or if damage hides which one is best.
+        Raises FileNotFoundError if there are no checkpoints, and ValueError for a step without one,
+        for anything else or if damage hides which one is best.
         """
+        if which not in ("best", "last") and type(which) is not int:
+            raise ValueError(f"checkpoint={which!r} must be best, last or a step")
         steps = self.steps()
         if not steps:
             raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")

@@ -77,7 +77,7 @@ class RunPage:
             found = [
                 answer(look, asked) | {"checkpoint": step}
                 for (step, _), look in (
-                    self._open(_which(asked.get(name), self.which))
+                    self._open(asked.get(name))
                     for name in ("checkpoint", "other")
                     if name == "checkpoint" or asked.get(name) is not None
                 )
@@ -107,7 +107,7 @@ class RunPage:
     def snapshot(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A sample of a checkpoint, and its attention over the prompt that the page began with."""
         with self._computing:
-            at, look = self._open(_which(asked.get("checkpoint"), self.which))
+            at, look = self._open(asked.get("checkpoint"))
             if at not in self._snapshots:
                 text = generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
                 numbers = answer(look, {"prompt": self.prompt})
@@ -133,11 +133,11 @@ class RunPage:
             answer(look, {"prompt": self.prompt})
             generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
 
-    def _open(self, which: Which) -> tuple[tuple[int, int], Look]:
-        """A checkpoint, by its step and the time when it was saved."""
+    def _open(self, which: Any) -> tuple[tuple[int, int], Look]:
+        """A checkpoint, by its step and the time when it was saved; None is the one shown first."""
         run = RunDirectory.open(self.run.path)
         with Checkpoints(run, read_only=True) as checkpoints:
-            step = checkpoints.step(which)
+            step = checkpoints.step(self.which if which is None else which)
         at = step, (run.path / CHECKPOINTS / f"{step}" / MANIFEST).stat().st_mtime_ns
         if at not in self._opened:
             model: Any
@@ -148,14 +148,6 @@ class RunPage:
             for oldest in [*self._opened][:-MOST_OPEN]:
                 del self._opened[oldest]
         return at, self._opened[at]
-
-
-def _which(asked: Any, default: Which) -> Which:
-    if asked is None:
-        return default
-    if asked in ("best", "last") or (type(asked) is int and 0 <= asked < 1 << 63):
-        return asked
-    raise ValueError(f"checkpoint={asked!r} must be best, last or a step")
 
 
 @contextmanager

@@ -285,11 +285,12 @@ def test_a_page_is_told_of_training_and_its_checkpoints(run, look, other):
         7,
         answer(look, {"prompt": PROMPT})["attention"],
     )
-    for wrong in (True, "first", [0], -1, 10**4000):
+    for wrong in (True, "first", [0]):
         with pytest.raises(ValueError, match="must be best, last or a step"):
             page.look({"prompt": "a", "checkpoint": wrong})
-    with pytest.raises(ValueError, match="has no checkpoint 3: it has 0, 7"):
-        page.look({"prompt": "a", "other": 3})
+    for wrong in (-1, 3, 10**4000):
+        with pytest.raises(ValueError, match=f"has no checkpoint {wrong}: it has 0, 7"):
+            page.look({"prompt": "a", "other": wrong})
 
 
 def test_a_long_curve_is_drawn_as_means(run, tmp_path, monkeypatch):
