@@ -13,18 +13,18 @@ train: $(VENV)/installed-train
 	$(BIN)/jgpt train
 	@echo "here jgpt is $(BIN)/jgpt, or after: source $(BIN)/activate"
 
-test: $(VENV)/installed-test
+test: $(VENV)/installed-extras
 	@echo "About six minutes on two cores, most of it compiling; a dot is a test."
 	@$(PYTEST) -q -m "not slow"
 
 # where the time of `make test` goes when nothing is compiled yet: the table in CONTRIBUTING.md
-test-times: $(VENV)/installed-test
+test-times: $(VENV)/installed-extras
 	JAX_COMPILATION_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" --junitxml=$(VENV)/times.xml
 	$(BIN)/python tests/slowest.py $(VENV)/times.xml
 
 test-all: test-here test-ahead
 
-test-here: $(VENV)/installed-test
+test-here: $(VENV)/installed-extras
 	HYPOTHESIS_PROFILE=all $(PYTEST) --durations=20
 
 # compilers for TPUs and GPUs have an environment of their own: where they are, JAX looks for the hardware
@@ -37,7 +37,7 @@ plain-install:
 test-matrix:
 	.ci/test-matrix | tee benchmarks/results/test_matrix.md
 
-lint: $(VENV)/installed-test
+lint: $(VENV)/installed-extras
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
@@ -49,7 +49,7 @@ notebooks: $(VENV)/installed-notebooks
 student: $(VENV)/installed-notebooks
 	$(BIN)/python notebooks/student.py
 
-docs: $(VENV)/installed-docs
+docs: $(VENV)/installed-extras
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all --fail-on-warning --keep-going -c docs . site
 	@echo site/index.html
 
@@ -65,16 +65,13 @@ $(VENV)/installed-train: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/installed-test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+# in one go: what lints, tests and builds the site
+$(VENV)/installed-extras: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs,test]'
 	touch $@ $(VENV)/installed-train
 
 $(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[notebooks]'
-	touch $@
-
-$(VENV)/installed-docs: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
 $(AHEAD)/installed: pyproject.toml
