@@ -28,9 +28,9 @@ from tests.runs.harness import BIGRAM, REPOSITORY, Heard, contents, kill_resume,
 
 @pytest.mark.slow
 def test_a_killed_process_loses_nothing(tmp_path):
-    """A shorter benchmarks/kill_resume.py: SIGKILL at random moments, and inside saves."""
-    result = kill_resume.kill_and_resume(tmp_path, kills=4, seed=1)
-    assert result["kills"] == 4
+    """A shorter benchmarks/kill_resume.py: SIGKILL inside a save, and at a random moment."""
+    result = kill_resume.kill_and_resume(tmp_path, kills=2, seed=6)
+    assert result["kills"] == 2
     assert result["in_a_save"] > 0
     assert (result["lost"], result["differing"]) == (0, 0)
 
