@@ -19,7 +19,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
-# of PyTorch: on arrays this small a second thread takes twenty times as long, all of it waiting
+# the workers have all cores between them: on arrays this small a second thread takes a tenth longer
+# with XLA, and twenty times as long with PyTorch, all of it waiting
+os.environ.setdefault("NPROC", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
