@@ -10,21 +10,7 @@ from typing import Any
 
 import tyro
 from runner import draws
-
-STEPS = 10
-
-
-def traced(config: Any) -> Any:
-    """The train step as JAX traces it, for several steps in a call."""
-    import jax
-    import jax.numpy as jnp
-
-    from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
-
-    shape = STEPS, config.batch_size, config.model.block_size + 1
-    windows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    given = abstract_state(config), windows, dropout_stream(config.seed)
-    return make_train_steps(config).trace(*given, STEPS)  # type: ignore[attr-defined]
+from stepping import STEPS, take_compiled, traced
 
 
 def milliseconds(
@@ -54,24 +40,15 @@ def main(preset: str = "nanogpt-cpu", traced_presets: tuple[str, ...] | None = N
     from flax import nnx
 
     from jgpt.presets import PRESETS
-    from jgpt.training.step import dropout_stream, init_state
 
     config = jgpt.preset(preset)
     times["first trace"], tracing = milliseconds(lambda: traced(config))
     times["compile"], compiled = milliseconds(tracing.lower().compile)
-    state = init_state(config)
-    windows = jnp.zeros((STEPS, config.batch_size, config.model.block_size + 1), jnp.int32)
-    key, taken = dropout_stream(config.seed), []
-    for _ in range(7):
-
-        def steps(state: Any = state) -> Any:
-            return jax.block_until_ready(compiled(state, windows, key, STEPS))
-
-        call, (state, _) = milliseconds(steps)
-        taken.append(call / STEPS)
-    times["step"] = statistics.median(taken)
+    take = take_compiled(config, compiled)
+    times["step"] = 1e3 * statistics.median(draws(lambda _: take(), 7)) / STEPS
     model = jgpt.create_model(config.model, rngs=nnx.Rngs(0))
-    eager = draws(lambda _: jax.block_until_ready(model(windows[0, :, :-1])), 9)
+    tokens = jnp.zeros((config.batch_size, config.model.block_size), jnp.int32)
+    eager = draws(lambda _: jax.block_until_ready(model(tokens)), 9)
     times["eager forward"] = 1e3 * statistics.median(eager)
     for name in traced_presets or PRESETS:
         _, config = PRESETS[name]

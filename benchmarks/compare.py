@@ -6,7 +6,6 @@ PATH is a checkout of nanoGPT. The record has the name of the comparison; `--hel
 """
 
 import os
-import random
 import statistics
 import subprocess
 import tempfile
@@ -20,12 +19,25 @@ import numpy as np
 import sampling as engines
 import tyro
 from nanogpt import CPU_SETTING, check_out, trained_by_nanogpt
-from runner import Measured, Rounds, Variant, compare, jgpt, median, python, trained_by_jgpt
+from runner import (
+    Figures,
+    Measured,
+    Rounds,
+    Variant,
+    compare,
+    jgpt,
+    last_line,
+    median,
+    python,
+    trained_by_jgpt,
+)
 from stepping import variant
 
+from jgpt.data.corpus import shakespeare_file
 from jgpt.presets import preset
 
 SETTING = preset("nanogpt-cpu")
+DTYPES = "float32", "bfloat16"
 AXES = {
     "num_layers": (2, 4, 8),
     "embed_dim": (64, 128, 256),
@@ -59,7 +71,17 @@ CHANGES = {
     "beta 0.9 and 0.99": "--beta1 0.9 --beta2 0.99",
     "gradients clipped at 1": "--gradient-clip 1",
 }
-"""What ablation compares, as options of `jgpt train`."""
+"""What `ablation` compares, as options of `jgpt train`."""
+CANDIDATES = {
+    "the preset": "",
+    "no dropout": "--dropout 0",
+    "weight decay 0.1": "--weight-decay 0.1",
+    "rates times 0.7": "--muon-learning-rate 0.0084 --learning-rate 0.0056",
+    "average 0.998": "--ema-decay 0.998",
+    "3,500 steps": "--steps 3500",
+    "dropout 0.1": "--dropout 0.1",
+}
+"""The same of `shakespeare_candidates`."""
 NANOGPT = Path("nanoGPT")
 """Where its checkout is by default."""
 
@@ -76,7 +98,16 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-def nothing(printed: str, out: Path) -> dict[str, float]:
+def repeated_shakespeare(path: Path, size: float) -> Path:
+    """A file of tiny Shakespeare as many times as it takes for so many bytes."""
+    words = shakespeare_file().read_bytes()
+    with path.open("wb") as file:
+        for _ in range(-int(-size // len(words))):
+            file.write(words)
+    return path
+
+
+def nothing(printed: str, out: Path) -> Figures:
     """No figures besides those of every variant."""
     return {}
 
@@ -114,13 +145,12 @@ def time_to_loss(
 
 def memory(how: Rounds, nanogpt: Path = NANOGPT, gigabytes: float = 1.0) -> None:
     """Peak memory of nanoGPT's CPU setting in both, of a first run of jgpt, which compiles, and of
-    preparing a large text, which is generated in a minute or two."""
+    preparing a large text."""
     train = "train", "nanogpt-cpu", "--data", "shakespeare", "--steps", 200, "--out", "{out}"
     ours, uncached = jgpt(*train), {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     with temporary() as folder:
         cache = {"XDG_CACHE_HOME": f"{folder}/programs"}  # jgpt's own cache, as its users have it
-        text = folder / "text.txt"
-        write_text(text, round(gigabytes * 1e9))
+        text = repeated_shakespeare(folder / "text.txt", 1e9 * gigabytes)
         prepare = jgpt("prepare", text, "--out", "{out}")
         theirs = *CPU_SETTING, "--max_iters=200"
         variants = [
@@ -132,29 +162,15 @@ def memory(how: Rounds, nanogpt: Path = NANOGPT, gigabytes: float = 1.0) -> None
         compare("memory", variants, how)
 
 
-def write_text(path: Path, size: int) -> None:
-    """Lines of random words out of a vocabulary of some thousands."""
-    generator = random.Random(0)
-    letters = "etaoinshrdlucmfwypvbgk"
-    words = ["".join(generator.choices(letters, k=generator.randint(1, 9))) for _ in range(5000)]
-    lines = [" ".join(generator.choices(words, k=12)) + "\n" for _ in range(20_000)]
-    with path.open("w", encoding="utf-8") as file:
-        while file.tell() < size:
-            generator.shuffle(lines)
-            file.write("".join(lines))
-
-
 def prepare(how: Rounds, megabytes: int = 200) -> None:
     """Whole commands that encode a text, tiny Shakespeare many times, with GPT-2's byte-pairs:
     `jgpt prepare`, tiktoken with as many threads, nanoGPT's prepare.py (tiktoken, the whole text on
     one thread), and tokenizers; the files of the byte-pairs are in $JGPT_DATA_DIR/gpt2-bpe."""
-    data = Path(os.environ["JGPT_DATA_DIR"])
-    words, files = (data / "tinyshakespeare.txt").read_bytes(), data / "gpt2-bpe"
+    files = Path(os.environ["JGPT_DATA_DIR"], "gpt2-bpe")
     with temporary() as folder:
-        text = folder / "text.txt"
-        text.write_bytes(words * -(-megabytes * 10**6 // len(words)))
+        text = repeated_shakespeare(folder / "text.txt", 1e6 * megabytes)
 
-        def speed(printed: str, out: Path) -> dict[str, float]:
+        def speed(printed: str, out: Path) -> Figures:
             tokens = out / "tokens.bin" if out.is_dir() else out
             return {"megabytes": text.stat().st_size / 1e6, "tokens": tokens.stat().st_size / 2}
 
@@ -190,11 +206,16 @@ def scaling(how: Rounds) -> None:
     """Step time against layers, width, block and batch of nanoGPT's CPU setting, one at a time. The
     exponent of time over floating-point operations is 1 where growth is linear."""
     variants = [
-        variant(f"{axis} {size}", changed(**{axis: size}), "--steps", 10)
-        for axis, sizes in AXES.items()
-        for size in sizes
+        variant(name, config, "--steps", 10)
+        for axis in AXES
+        for name, config in along(axis).items()
     ]
     compare("scaling", variants, how, exponents)
+
+
+def along(axis: str) -> dict[str, Any]:
+    """nanoGPT's CPU setting with one size changed."""
+    return {f"{axis} {size}": changed(**{axis: size}) for size in AXES[axis]}
 
 
 def exponents(measured: Measured) -> dict[str, Any]:
@@ -202,11 +223,10 @@ def exponents(measured: Measured) -> dict[str, Any]:
     from jgpt.nn.models import flops_per_token
 
     found: dict[str, Any] = {"exponents": {}, "flops": {}}
-    for axis, sizes in AXES.items():
-        configs = {f"{axis} {size}": changed(**{axis: size}) for size in sizes}
+    for axis in AXES:
         work = {
             name: 3 * flops_per_token(it.model) * it.batch_size * it.model.block_size
-            for name, it in configs.items()
+            for name, it in along(axis).items()
             if name in measured
         }
         times = [median(measured, name, "milliseconds") for name in work]
@@ -233,6 +253,14 @@ def scan_layers(how: Rounds) -> None:
     compare("scan_layers", variants, how)
 
 
+def step_breakdown(how: Rounds, train_preset: str = "nanogpt-cpu") -> None:
+    """Where a train step's time goes: milliseconds by kind of operation, summed over threads."""
+    its = preset(train_preset)
+    configs = [replace(its, model=replace(its.model, dtype=dtype)) for dtype in DTYPES]
+    variants = [variant(it.model.dtype, it, script="breakdown.py") for it in configs]
+    compare("step_breakdown", variants, how)
+
+
 def ablation(how: Rounds, steps: int = 1000) -> None:
     """The exact loss of `modern-cpu` and of single changes of it, all with as many steps and the
     same seeds, of which each round has one; the schedule ends with the steps."""
@@ -245,8 +273,7 @@ def narrow_loss(how: Rounds, steps: int = 1000) -> None:
     """nanoGPT's CPU setting in float32 and in bfloat16. A seed decides parameters and batches, so
     the two runs of a round differ by rounding alone."""
     its = "nanogpt-cpu", "--steps", steps, "--eval-interval", steps
-    dtypes = "float32", "bfloat16"
-    variants = [trained_by_jgpt(dtype, *its, "--dtype", dtype) for dtype in dtypes]
+    variants = [trained_by_jgpt(dtype, *its, "--dtype", dtype) for dtype in DTYPES]
     compare("narrow_loss", variants, how, differences)
 
 
@@ -306,13 +333,80 @@ def live(how: Rounds, steps: int = 2000) -> None:
     compare("live", variants, how, slower)
 
 
+def shakespeare_candidates(
+    how: Rounds, candidates: tuple[str, ...] = tuple(CANDIDATES), extra: str = ""
+) -> None:
+    """Changes of `shakespeare-best`, with one seed: the loss on the first half of the last tenth of
+    tiny Shakespeare, which nobody trains on. `extra` are options of all runs."""
+    variants = [
+        trained_on_nine_tenths(name, "shakespeare-best", CANDIDATES[name], extra)
+        for name in candidates
+    ]
+    compare("shakespeare_candidates", variants, replace(how, rounds=1))
+
+
+def shakespeare_best(
+    how: Rounds,
+    candidate: str = "weight decay 0.1",
+    references: tuple[str, ...] = ("nanogpt-cpu",),
+    extra: str = "",
+) -> None:
+    """The best candidate and other presets, with other seeds: the loss on the second half of the
+    last tenth, which chose nothing, at the checkpoint that is best on the first half.
+    `nanogpt-char` as a reference takes hours on a CPU."""
+    name, change = f"shakespeare-best, {candidate}", CANDIDATES[candidate]
+    variants = [
+        trained_on_nine_tenths(name, "shakespeare-best", change, extra),
+        *(trained_on_nine_tenths(name, name, extra) for name in references),
+    ]
+    compare("shakespeare_best", [*map(tested, variants)], replace(how, first_seed=101))
+
+
+def trained_on_nine_tenths(name: str, train_preset: str, *changes: str) -> Variant:
+    halves = "--validation-fraction", 0.05, "--test-fraction", 0.05
+    return trained_by_jgpt(name, train_preset, *halves, *" ".join(changes).split())
+
+
+def tested(trained: Variant) -> Variant:
+    """A run that is evaluated on its test split at the end."""
+
+    def read(printed: str, out: Path) -> Figures:
+        command = python("evaluating.py", "test", "--run", out)
+        asked = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        return trained.read(printed, out) | last_line(asked.stdout)
+
+    return replace(trained, read=read)
+
+
+def int8(how: Rounds, runs: tuple[Path, ...]) -> None:
+    """The validation loss of trained runs with and without int8 weights."""
+    variants = [Variant(run.name, python("evaluating.py", "int8", "--run", run)) for run in runs]
+    compare("int8", variants, replace(how, rounds=1))
+
+
 def sampling(how: Rounds, nanogpt: Path | None = None) -> None:
     """Tokens a second when sampling, beside what people use on a CPU; see `sampling.py`. First
     `pip install ctranslate2 gguf xllamacpp`; engines that aren't there are left out."""
-    facts = {"temperature": engines.TEMPERATURE, "tokens": engines.TOKENS}
+    sampled("sampling", how, nanogpt=nanogpt)
+
+
+def gpu_sampling(
+    how: Rounds,
+    nanogpt: Path | None = None,
+    batches: tuple[int, ...] = (1, 16, 64),
+    tokens: int = 255,
+) -> None:
+    """Tokens a second of several texts at once on an accelerator. At most one block of tokens;
+    beyond it, nanoGPT's window would slide."""
+    counts, names = {"10.7M": tokens}, ("jgpt bfloat16", "nanoGPT")
+    sampled("gpu_sampling", how, nanogpt=nanogpt, tokens=counts, batches=batches, names=names)
+
+
+def sampled(name: str, how: Rounds, tokens: Any = engines.TOKENS, **which: Any) -> None:
     with temporary() as folder:
         subprocess.run(python("sampling.py", "prepare", "--folder", folder), check=True)
-        compare("sampling", engines.variants(folder, nanogpt), how, lambda _: facts)
+        facts = {"temperature": engines.TEMPERATURE, "tokens": tokens}
+        compare(name, engines.variants(folder, tokens, **which), how, lambda _: facts)
 
 
 def gpu_step(
@@ -355,25 +449,10 @@ def gpu_train(
         compare("gpu_train", variants, how, lambda _: {"target": target})
 
 
-def gpu_sampling(
-    how: Rounds,
-    nanogpt: Path | None = None,
-    batches: tuple[int, ...] = (1, 16, 64),
-    tokens: int = 255,
-) -> None:
-    """Tokens a second of several texts at once on an accelerator. At most one block of tokens;
-    beyond it, nanoGPT's window would slide."""
-    with temporary() as folder:
-        subprocess.run(python("sampling.py", "prepare", "--folder", folder), check=True)
-        counts = dict.fromkeys(engines.TOKENS, tokens)
-        found = engines.variants(folder, nanogpt, tokens=counts, batches=batches)
-        wanted = "10.7M jgpt bfloat16", "10.7M nanoGPT"
-        compare("gpu_sampling", [it for it in found if it.name in wanted], how)
-
-
 COMPARISONS = (
-    *(step_time, time_to_loss, memory, prepare, startup, scaling, scan_layers, ablation),
-    *(narrow_loss, contract_overhead, live, sampling, gpu_step, gpu_train, gpu_sampling),
+    *(step_time, time_to_loss, memory, prepare, startup, scaling, scan_layers, step_breakdown),
+    *(ablation, narrow_loss, contract_overhead, live, shakespeare_candidates, shakespeare_best),
+    *(int8, sampling, gpu_step, gpu_train, gpu_sampling),
 )
 
 if __name__ == "__main__":

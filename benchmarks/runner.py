@@ -27,7 +27,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
 PACKAGES += ("torch", "transformers", "ctranslate2", "tiktoken", "tokenizers")
 PROCESSOR = "the processor"
-FIRST_SEED = 1337
 SPEED = "tokens_per_second"
 Figures = dict[str, float]
 Measured = dict[str, dict[str, list[float]]]
@@ -66,6 +65,8 @@ class Rounds:
     """How often each variant is measured."""
     only: tuple[str, ...] = ()
     """Only variants whose names contain one of these; no record is written."""
+    first_seed: int = 1337
+    """That of the first round; the next round has the next."""
     results: Path = RESULTS
     """The folder of the record."""
 
@@ -98,11 +99,11 @@ def compare(
     with tempfile.TemporaryDirectory() as directory:
         for variant in variants:
             if variant.warm:
-                measure(variant, -1, Path(directory))
+                measure(variant, options.first_seed - 1, Path(directory))
         for index in range(options.rounds):
             for variant in (processor, *variants):
                 if variant.rounds is None or index < variant.rounds:
-                    figures = measure(variant, index, Path(directory))
+                    figures = measure(variant, options.first_seed + index, Path(directory))
                     its = measured.setdefault(variant.name, {})
                     for figure, value in figures.items():
                         its.setdefault(figure, []).append(value)
@@ -116,10 +117,10 @@ def compare(
     return measured
 
 
-def measure(variant: Variant, index: int, directory: Path) -> Figures:
+def measure(variant: Variant, seed: int, directory: Path) -> Figures:
     """Run a variant in a new process; return the printed figures, seconds and peak memory."""
-    out = directory / f"{variant.name.replace('/', ' ')}-{index}"
-    blanks = {"{seed}": str(FIRST_SEED + index), "{out}": str(out)}
+    out = directory / f"{variant.name.replace('/', ' ')}-{seed}"
+    blanks = {"{seed}": str(seed), "{out}": str(out)}
     command = list(variant.command)
     for blank, value in blanks.items():
         command = [argument.replace(blank, value) for argument in command]
@@ -162,11 +163,13 @@ def trained_by_jgpt(name: str, *options: object, target: float = 0.0) -> Variant
 
 
 def losses_of(found: list[tuple[int, float]], target: float) -> Figures:
-    """The last loss, the best loss, and the share of the steps that it took to reach the target."""
-    steps, losses = zip(*found, strict=True)
+    """The last loss, the best one, and the share of the steps that it took to reach the target."""
+    last_step, last_loss = found[-1]
+    best_loss, best_step = min((loss, step) for step, loss in found)
     reached = [step for step, loss in found if loss <= target]
-    share = (reached or steps[-1:])[0] / max(steps[-1], 1)
-    return {"validation_loss": losses[-1], "best_loss": min(losses), "share_to_target": share}
+    share = (reached or [last_step])[0] / max(last_step, 1)
+    best = {"best_loss": best_loss, "best_step": best_step}
+    return {"validation_loss": last_loss, **best, "share_to_target": share}
 
 
 def median(measured: Measured, variant: str, figure: str) -> float:

@@ -55,18 +55,20 @@ class Options:
 
 def variants(
     folder: Path,
-    nanogpt: Path | None,
+    tokens: Mapping[str, int],
     *,
-    tokens: Mapping[str, int] = TOKENS,
+    nanogpt: Path | None,
     batches: tuple[int, ...] = (1, 16),
+    names: tuple[str, ...] = ENGINES,
 ) -> list[Variant]:
-    """All engines that are installed; nanoGPT's if there is a checkout."""
+    """The engines that are installed, for the models that draw tokens; nanoGPT's if there is a
+    checkout."""
     found = []
     environment = {
         "JAX_COMPILATION_CACHE_DIR": f"{folder}/programs",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    for model, engine in itertools.product(MODELS, ENGINES):
+    for model, engine in itertools.product(tokens, names):
         command = python("sampling.py", "measure", "--engine", engine, "--model", model)
         command += ["--folder", str(folder), "--tokens", str(tokens[model])]
         command += ["--batches", *map(str, batches)]

@@ -14,14 +14,16 @@ import tyro
 from nanogpt import nanogpt_model
 from runner import Variant, draws, python
 
+STEPS = 10
+"""In a call of a program that was compiled ahead."""
 TakeSteps = Callable[[int], float]
 """Takes a number of steps, waits for them, and returns the last loss."""
 
 
-def variant(name: str, config: Any, *arguments: object, **rest: Any) -> Variant:
+def variant(name: str, config: Any, *arguments: object, script: str = "stepping.py") -> Variant:
     from jgpt.config import to_json
 
-    return Variant(name, python("stepping.py", "--config", to_json(config), *arguments), **rest)
+    return Variant(name, python(script, "--config", to_json(config), *arguments))
 
 
 def jgpt_steps(config: Any) -> TakeSteps:
@@ -90,6 +92,39 @@ def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:
         return loss.item()
 
     return take
+
+
+def traced(config: Any) -> Any:
+    """The train step as JAX traces it, for several steps in a call."""
+    import jax
+    import jax.numpy as jnp
+
+    from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
+
+    windows = jax.ShapeDtypeStruct(shape_of_windows(config), jnp.int32)
+    given = abstract_state(config), windows, dropout_stream(config.seed)
+    return make_train_steps(config).trace(*given, STEPS)  # type: ignore[attr-defined]
+
+
+def take_compiled(config: Any, compiled: Any) -> Callable[[], None]:
+    """A function that takes STEPS steps with the compiled program, and waits for them."""
+    import jax
+    import jax.numpy as jnp
+
+    from jgpt.training.step import dropout_stream, init_state
+
+    state, key = init_state(config), dropout_stream(config.seed)
+    windows = jnp.asarray(np.resize(some_tokens(config), shape_of_windows(config)), jnp.int32)
+
+    def take() -> None:
+        nonlocal state
+        state, _ = jax.block_until_ready(compiled(state, windows, key, STEPS))
+
+    return take
+
+
+def shape_of_windows(config: Any) -> tuple[int, int, int]:
+    return STEPS, config.batch_size, config.model.block_size + 1
 
 
 def some_tokens(config: Any) -> np.ndarray:

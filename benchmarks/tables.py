@@ -9,10 +9,11 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from runner import PROCESSOR, RESULTS, ROOT, median, spread
+from breakdown import KINDS
+from runner import PROCESSOR, RESULTS, ROOT, Measured, median, spread
 
 PAGES = tuple(
     ROOT / page
@@ -25,163 +26,7 @@ PAGES = tuple(
     )
 )
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-Row = tuple[str, str, str, str, str]
-"""The columns of HEADER."""
-
-
-def record(name: str) -> dict[str, Any]:
-    """What was measured; an empty record if it wasn't."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {"figures": {}}
-
-
-def ratio(value: float, target: float, *, more: bool = False) -> tuple[str, str]:
-    """The cells for a ratio and its target."""
-    missed = value < target if more else value > target
-    return f"{value:.2f}", f"{target:g}{' (missed)' if missed else ''}"
-
-
-def ratio_of(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(ours) / statistics.median(theirs)
-
-
-def step_rows() -> Iterator[Row]:
-    if measured := record("step_time")["figures"]:
-        times = {name: its["milliseconds"] for name, its in measured.items() if name != PROCESSOR}
-        nanogpt = [name for name in times if name.startswith("nanoGPT")]
-        best = min(nanogpt, key=lambda name: statistics.median(times[name]))
-        its = f"{spread(times[best], '.1f')} ms, {best.split()[1]}"
-        for dtype, target in (("float32", 0.9), ("bfloat16", 0.65)):
-            mine = times[f"jgpt {dtype}"]
-            cells = ratio(ratio_of(mine, times[best]), target)
-            what = f"train step, nanoGPT's CPU setting, {dtype}"
-            yield what, its, f"{spread(mine, '.1f')} ms", *cells
-
-
-def command_rows() -> Iterator[Row]:
-    measured = record("time_to_loss")["figures"]
-    if not measured:
-        return
-    seconds = {name: its["seconds"] for name, its in measured.items()}
-    loss = {name: its.get("validation_loss", [0.0]) for name, its in measured.items()}
-    theirs, seeds = seconds["nanoGPT"], SEEDS[len(loss["nanoGPT"])]
-    whole = f"{spread(theirs, '.0f')} s"
-
-    def took(name: str, form: str = ".0f") -> str:
-        return f"{spread(seconds[name], form)} s, to"
-
-    def by_target(name: str, target: float) -> tuple[str, str]:
-        return ratio(ratio_of(seconds[name], theirs), target)
-
-    def average(name: str) -> str:
-        return f"{statistics.mean(loss[name]):.3f} (sd {statistics.stdev(loss[name]):.3f})"
-
-    name = "to the loss"
-    ours = f"{took(name, '.1f')} {max(loss[name]):.3f} at worst"
-    yield "whole command to loss 1.886", whole, ours, *by_target(name, 0.083)
-    name, estimates = "to nanoGPT's end", ", ".join(f"{its:.3f}" for its in loss["nanoGPT"])
-    ours = f"{average(name)} after {statistics.median(seconds[name]):.0f} s"
-    target = f"1.48{' (missed)' if statistics.mean(loss[name]) > 1.48 else ''}"
-    what = f"loss when nanoGPT's command ends, {seeds} seeds"
-    yield what, f"{estimates} (its estimate)", ours, "", target
-    name = "the default preset"
-    what = f"whole command, the default preset to its end, {seeds} seeds"
-    yield what, whole, f"{took(name)} {average(name)}", *by_target(name, 1.3)
-    name = "jgpt nanogpt-cpu"
-    what, same = "whole command, nanoGPT's CPU setting in both", f"{spread(loss[name], '.3f')}"
-    yield what, whole, f"{took(name)} {same}", f"{ratio_of(seconds[name], theirs):.2f}", ""
-
-
-def decoding() -> Iterator[tuple[str, str, dict[str, list[float]]]]:
-    """For each model and batch size, or prompt: label, figure, and the values by engine."""
-    measured = record("sampling")["figures"]
-    for model in ("10.7M", "124M"):
-        engines = {
-            name.removeprefix(f"{model} "): its
-            for name, its in measured.items()
-            if name.startswith(f"{model} ")
-        }
-        for figure in ("batch 1", "batch 16", "prompt_seconds"):
-            if found := {name: its[figure] for name, its in engines.items() if figure in its}:
-                label = "a prompt of 1,000 tokens" if figure == "prompt_seconds" else figure
-                yield f"{model}, {label}", figure, found
-
-
-def ctranslate2(found: dict[str, list[float]], dtype: str, figure: str) -> list[float]:
-    """The faster of one thread and two."""
-    its = [found[f"CTranslate2 {dtype} {threads}"] for threads in (1, 2)]
-    return (min if figure == "prompt_seconds" else max)(its, key=statistics.median)
-
-
-def sampling_rows() -> Iterator[Row]:
-    for label, figure, found in decoding():
-        if figure != "prompt_seconds":
-            ours, theirs = found["jgpt float32"], ctranslate2(found, "float32", figure)
-            cells = ratio(ratio_of(ours, theirs), 1, more=True)
-            what = f"tokens/s sampled in float32, {label}, beside CTranslate2"
-            yield what, spread(theirs, ",.0f"), spread(ours, ",.0f"), *cells
-
-
-def best_rows() -> Iterator[Row]:
-    """One row per window length; theirs are the nanoGPT settings measured at that length."""
-    models = record("shakespeare_best").get("models", {})
-    ours = models.get("shakespeare-best", {"test": {}})["test"]
-    for size, mine in ours.items():
-        references = {name: its["test"] for name, its in models.items() if "nanogpt" in name}
-        theirs = [
-            f"{mean_of(its[size])} ({name})" for name, its in references.items() if size in its
-        ]
-        what = f"`shakespeare-best`, test loss in windows of {size}, five seeds"
-        yield what, "; ".join(theirs), mean_of(mine), "", ""
-
-
-def mean_of(found: dict[str, float]) -> str:
-    return f"{found['mean']:.4f} (sd {found['deviation']:.4f})"
-
-
-def own_rows() -> Iterator[Row]:
-    """Startup, memory, scaling, rounding, and the cost of shape checks."""
-    started, memory = record("startup")["figures"], record("memory")["figures"]
-    if started:
-        seconds = median(started, "jgpt --help", "seconds")
-        yield "`jgpt --help`", "", f"{seconds:.2f} s", "", "0.3 s"
-        later, first = (f"jgpt train, {which}" for which in ("a later run", "the first run"))
-        took = median(started, later, "seconds")
-        seconds = f"{took:.1f} s (the first run {median(started, first, 'seconds'):.1f})"
-        target = f"4 s{' (missed)' if took > 4 else ''}"
-        yield "`jgpt train` to its first step, a later run", "", seconds, "", target
-    if memory:
-        theirs, ours = (median(memory, name, "peak_mib") for name in ("nanoGPT", "jgpt"))
-        what = "peak memory of training, nanoGPT's CPU setting"
-        yield what, f"{theirs:.0f} MiB", f"{ours:.0f} MiB", *ratio(ours / theirs, 1.2)
-        peak = f"{median(memory, 'jgpt prepare', 'peak_mib'):.0f} MiB"
-        yield "peak memory of preparing 1 GB of text", "", peak, "", "500 MB"
-    if powers := record("scaling").get("exponents"):
-        names = {"num_layers": "layers", "embed_dim": "width", "block_size": "block"}
-        its = [f"{power:.2f} ({names.get(axis, 'batch')})" for axis, power in powers.items()]
-        yield "step time grows with FLOPs to the power of", "", ", ".join(its), "", "1"
-    if (narrow := record("narrow_loss"))["figures"]:
-        its = f"{narrow['mean_difference']:.4f}, at most {narrow['largest_difference']:.4f} apart"
-        its += f" (seeds: sd {narrow['deviation_over_seeds']:.4f})"
-        what = "bfloat16 minus float32, loss after 1,000 steps, five seeds"
-        yield what, "", its, "", "within noise"
-    if (checks := record("contract_overhead"))["figures"]:
-        added = {name: its / 1e3 for name, its in checks["added"].items()}
-        slowest = max(added, key=added.__getitem__)
-        most = added.pop(slowest)
-        its = f"{min(added.values()):.2f} to {max(added.values()):.2f} s; {slowest} {most:.2f} s"
-        target = f"0.15 s{' (missed)' if most > 0.15 else ''}"
-        yield "shape checks: what they add to a preset's compilation", "", its, "", target
-        cells = ratio(checks["ratio"]["eager forward"], 1.6)
-        yield "shape checks: an eager forward pass, beside without", "", "", *cells
-
-
-def rows() -> list[Row]:
-    return [*step_rows(), *command_rows(), *best_rows(), *sampling_rows(), *own_rows()]
-
-
-SEEDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
-HEADER: list[str] = ["what", "theirs", "jgpt", "ratio", "target"]
+HEADER = "what", "theirs", "jgpt", "ratio", "target"
 README_ROWS = (
     "train step, nanoGPT's CPU setting, float32",
     "whole command to loss 1.886",
@@ -190,53 +35,224 @@ README_ROWS = (
     "tokens/s sampled in float32, 124M, batch 16, beside CTranslate2",
 )
 """What jgpt is ahead in, by how the rows begin."""
+SEEDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
+TEST_LOSS = "test_loss_in_windows_of_"
+Row = Sequence[str]
+Table = Sequence[Row]
 
 
-def summary() -> list[list[str]]:
-    return [HEADER, *map(list, rows())]
+def record(name: str) -> dict[str, Any]:
+    """What was measured; an empty record if it wasn't."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def readme() -> list[list[str]]:
-    chosen = [row for row in rows() if row[0].startswith(README_ROWS)]
-    return [list(row[:-1]) for row in (HEADER, *chosen)]
+def measured(name: str) -> Measured:
+    """The values per round, without those of the processor."""
+    figures = record(name).get("figures", {})
+    return {variant: its for variant, its in figures.items() if variant != PROCESSOR}
 
 
-def decoding_table() -> list[list[str]]:
-    engines = "jgpt float32", "jgpt bfloat16", "jgpt int8", "transformers", "nanoGPT"
-    names = [*engines[:1], "CTranslate2 float32", *engines[1:3], "CTranslate2 int8", *engines[3:]]
-    measured = {name for _, _, found in decoding() for name in found}
-    names += [name for name in ("llama.cpp F16", "llama.cpp Q8_0") if name in measured]
+def goal(value: float, target: float, unit: str = "", *, more: bool = False) -> str:
+    """The cell of a target, which says whether it was missed."""
+    missed = value < target if more else value > target
+    return f"{target:g}{unit}{' (missed)' if missed else ''}"
+
+
+def ratio_of(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(ours) / statistics.median(theirs)
+
+
+def beside(theirs: list[float], ours: list[float], form: str, unit: str = "") -> tuple[str, ...]:
+    """The cells of both, and of their ratio."""
+    cells = (f"{spread(values, form)}{unit}" for values in (theirs, ours))
+    return *cells, f"{ratio_of(ours, theirs):.2f}"
+
+
+def mean_of(losses: list[float], digits: int = 4) -> str:
+    mean, deviation = statistics.mean(losses), statistics.stdev(losses)
+    return f"{mean:.{digits}f} (sd {deviation:.{digits}f})"
+
+
+def step_rows() -> Iterator[Row]:
+    if its := measured("step_time"):
+        times = {name: figures["milliseconds"] for name, figures in its.items()}
+        nanogpt = [name for name in times if name.startswith("nanoGPT")]
+        best = min(nanogpt, key=lambda name: statistics.median(times[name]))
+        for dtype, target in (("float32", 0.9), ("bfloat16", 0.65)):
+            ours = times[f"jgpt {dtype}"]
+            theirs, mine, ratio = beside(times[best], ours, ".1f", " ms")
+            what, how = f"train step, nanoGPT's CPU setting, {dtype}", best.split()[1]
+            missed = goal(ratio_of(ours, times[best]), target)
+            yield what, f"{theirs}, {how}", mine, ratio, missed
+
+
+def command_rows() -> Iterator[Row]:
+    runs = measured("time_to_loss")
+    if not runs:
+        return
+    seconds = {name: its["seconds"] for name, its in runs.items()}
+    loss = {name: its["validation_loss"] for name, its in runs.items()}
+    seeds = SEEDS[len(loss["nanoGPT"])]
+    whole = f"{spread(seconds['nanoGPT'], '.0f')} s"
+    ratios = {name: ratio_of(its, seconds["nanoGPT"]) for name, its in seconds.items()}
+
+    def row(what: str, name: str, reached: str, target: str, form: str = ".0f") -> Row:
+        took = f"{spread(seconds[name], form)} s, to {reached}"
+        return what, whole, took, f"{ratios[name]:.2f}", target
+
+    name = "to the loss"
+    worst, target = f"{max(loss[name]):.3f} at worst", goal(ratios[name], 0.083)
+    yield row("whole command to loss 1.886", name, worst, target, ".1f")
+    name, estimates = "to nanoGPT's end", ", ".join(f"{its:.3f}" for its in loss["nanoGPT"])
+    ours = f"{mean_of(loss[name], 3)} after {statistics.median(seconds[name]):.0f} s"
+    what, target = f"loss when nanoGPT's command ends, {seeds} seeds", 1.48
+    missed = goal(statistics.mean(loss[name]), target)
+    yield what, f"{estimates} (its estimate)", ours, "", missed
+    name, what = (
+        "the default preset",
+        f"whole command, the default preset to its end, {seeds} seeds",
+    )
+    yield row(what, name, mean_of(loss[name], 3), goal(ratios[name], 1.3))
+    name, what = "jgpt nanogpt-cpu", "whole command, nanoGPT's CPU setting in both"
+    yield row(what, name, spread(loss[name], ".3f"), "")
+
+
+def decoding() -> Iterator[tuple[str, bool, dict[str, list[float]]]]:
+    """For each model and batch size, or prompt: label, whether it is a prompt, values by engine.
+
+    CTranslate2 counts with one thread or two, whichever is faster.
+    """
+    for model in ("10.7M", "124M"):
+        for figure in ("batch 1", "batch 16", "prompt_seconds"):
+            found = {
+                name.removeprefix(f"{model} "): its[figure]
+                for name, its in measured("sampling").items()
+                if name.startswith(f"{model} ") and figure in its
+            }
+            is_prompt = figure == "prompt_seconds"
+            for dtype in ("float32", "int8"):
+                name = f"CTranslate2 {dtype}"
+                if both := [
+                    found.pop(each) for each in (f"{name} 1", f"{name} 2") if each in found
+                ]:
+                    found[name] = (min if is_prompt else max)(both, key=statistics.median)
+            if found:
+                label = "a prompt of 1,000 tokens" if is_prompt else figure
+                yield f"{model}, {label}", is_prompt, found
+
+
+def sampling_rows() -> Iterator[Row]:
+    for label, is_prompt, found in decoding():
+        if not is_prompt:
+            theirs, ours = found["CTranslate2 float32"], found["jgpt float32"]
+            what = f"tokens/s sampled in float32, {label}, beside CTranslate2"
+            missed = goal(ratio_of(ours, theirs), 1, more=True)
+            yield what, *beside(theirs, ours, ",.0f"), missed
+
+
+def tested() -> Iterator[tuple[str, str, list[float]]]:
+    """For each model and length of a window: both, and the losses of the seeds."""
+    for name, its in measured("shakespeare_best").items():
+        for figure, losses in its.items():
+            if figure.startswith(TEST_LOSS):
+                yield name, figure.removeprefix(TEST_LOSS), losses
+
+
+def best_rows() -> Iterator[Row]:
+    """One row per window length; theirs are the nanoGPT settings measured at that length."""
+    for name, size, losses in tested():
+        if name.startswith("shakespeare-best"):
+            theirs = [
+                f"{mean_of(others)} ({other})"
+                for other, length, others in tested()
+                if "nanogpt" in other and length == size
+            ]
+            what = f"`shakespeare-best`, test loss in windows of {size}, five seeds"
+            yield what, "; ".join(theirs), mean_of(losses), "", ""
+
+
+def own_rows() -> Iterator[Row]:
+    """Startup, memory, scaling, rounding, and the cost of shape checks."""
+    if started := measured("startup"):
+        seconds = median(started, "jgpt --help", "seconds")
+        yield "`jgpt --help`", "", f"{seconds:.2f} s", "", "0.3 s"
+        later, first = (f"jgpt train, {which}" for which in ("a later run", "the first run"))
+        took = median(started, later, "seconds")
+        both = f"{took:.1f} s (the first run {median(started, first, 'seconds'):.1f})"
+        yield "`jgpt train` to its first step, a later run", "", both, "", goal(took, 4, " s")
+    if memory := measured("memory"):
+        peaks = {name: statistics.median(its["peak_mib"]) for name, its in memory.items()}
+        ratio = peaks["jgpt"] / peaks["nanoGPT"]
+        cells = f"{peaks['nanoGPT']:.0f} MiB", f"{peaks['jgpt']:.0f} MiB", f"{ratio:.2f}"
+        yield "peak memory of training, nanoGPT's CPU setting", *cells, goal(ratio, 1.2)
+        peak = f"{peaks['jgpt prepare']:.0f} MiB"
+        yield "peak memory of preparing 1 GB of text", "", peak, "", "500 MB"
+    if powers := record("scaling").get("exponents"):
+        names = {"num_layers": "layers", "embed_dim": "width", "block_size": "block"}
+        grows = [f"{power:.2f} ({names.get(axis, 'batch')})" for axis, power in powers.items()]
+        yield "step time grows with FLOPs to the power of", "", ", ".join(grows), "", "1"
+    if narrow := record("narrow_loss"):
+        apart = f"{narrow['mean_difference']:.4f}, at most {narrow['largest_difference']:.4f} apart"
+        apart += f" (seeds: sd {narrow['deviation_over_seeds']:.4f})"
+        what = "bfloat16 minus float32, loss after 1,000 steps, five seeds"
+        yield what, "", apart, "", "within noise"
+    if checks := record("contract_overhead"):
+        added = {name: milliseconds / 1e3 for name, milliseconds in checks["added"].items()}
+        slowest = max(added, key=added.__getitem__)
+        most = added.pop(slowest)
+        what = "shape checks: what they add to a preset's compilation"
+        its = f"{min(added.values()):.2f} to {max(added.values()):.2f} s; {slowest} {most:.2f} s"
+        yield what, "", its, "", goal(most, 0.15, " s")
+        what, ratio = "shape checks: an eager forward pass, beside without", checks["ratio"]
+        eager = ratio["eager forward"]
+        yield what, "", "", f"{eager:.2f}", goal(eager, 1.6)
+
+
+def rows() -> list[Row]:
+    return [*step_rows(), *command_rows(), *best_rows(), *sampling_rows(), *own_rows()]
+
+
+def summary() -> Table:
+    return [HEADER, *rows()]
+
+
+def readme() -> Table:
+    return [row[:-1] for row in summary() if row is HEADER or row[0].startswith(README_ROWS)]
+
+
+def decoding_table() -> Table:
+    lines = list(decoding())
+    engines = {name for _, _, found in lines for name in found}
+    names = ["jgpt float32", "CTranslate2 float32", "jgpt bfloat16", "jgpt int8"]
+    names += ["CTranslate2 int8", "transformers", "nanoGPT"]
+    names += [name for name in ("llama.cpp F16", "llama.cpp Q8_0") if name in engines]
     table = [["tokens/s", *names]]
-    for label, figure, found in decoding():
-        form, unit = (".2f", " s") if figure == "prompt_seconds" else (",.0f", "")
-        for dtype in ("float32", "int8"):
-            found[f"CTranslate2 {dtype}"] = ctranslate2(found, dtype, figure)
+    for label, is_prompt, found in lines:
+        form, unit = (".2f", " s") if is_prompt else (",.0f", "")
         cells = [spread(found[name], form) + unit if name in found else "" for name in names]
         table.append([label, *cells])
     return table
 
 
-def best_table() -> list[list[str]]:
+def best_table() -> Table:
     table = [["model", "windows", "mean", "standard deviation", "each seed"]]
-    for name, its in record("shakespeare_best").get("models", {}).items():
-        for size, found in its["test"].items():
-            seeds = ", ".join(f"{run['test'][size]:.4f}" for run in its["runs"])
-            label = name if its["change"] == "the preset" else f"{name}, {its['change']}"
-            table.append([label, size, f"{found['mean']:.4f}", f"{found['deviation']:.4f}", seeds])
+    for name, size, losses in tested():
+        mean, deviation = statistics.mean(losses), statistics.stdev(losses)
+        seeds = ", ".join(f"{loss:.4f}" for loss in losses)
+        table.append([name, size, f"{mean:.4f}", f"{deviation:.4f}", seeds])
     return table
 
 
-def candidates_table() -> list[list[str]]:
-    table = [["change of `shakespeare-best`", "loss on the validation half"]]
-    losses = record("shakespeare_best").get("candidates", {})
-    table += [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.get)]
-    return table
+def candidates_table() -> Table:
+    losses = {name: its["best_loss"][0] for name, its in measured("shakespeare_candidates").items()}
+    lines = [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.__getitem__)]
+    return [["change of `shakespeare-best`", "loss on the validation half"], *lines]
 
 
-def ablation_table() -> list[list[str]]:
+def ablation_table() -> Table:
     """The worst change last."""
-    figures = record("ablation")["figures"]
-    figures.pop(PROCESSOR, None)
+    figures = measured("ablation")
     loss = {name: statistics.mean(its["validation_loss"]) for name, its in figures.items()}
     step = {name: statistics.mean(its["milliseconds"]) for name, its in figures.items()}
     base = "the preset"
@@ -248,15 +264,19 @@ def ablation_table() -> list[list[str]]:
     return table
 
 
-def breakdown_table() -> list[list[str]]:
-    dtypes = "float32", "bfloat16"
-    shares = [record(f"step_breakdown_{dtype}")["share"] for dtype in dtypes]
-    kinds = [kind for kind in shares[0] if "not in the program" not in kind]
-    cells = [[kind, *(f"{share[kind]:.0%}" for share in shares)] for kind in kinds]
-    return [["kind of operation", *dtypes], *cells]
+def breakdown_table() -> Table:
+    total = {
+        dtype: {kind: sum(its[kind]) for kind in KINDS}
+        for dtype, its in measured("step_breakdown").items()
+    }
+    shares = (
+        [kind, *(f"{its[kind] / sum(its.values()):.0%}" for its in total.values())]
+        for kind in KINDS
+    )
+    return [["kind of operation", *total], *shares]
 
 
-def ahead_table() -> list[list[str]]:
+def ahead_table() -> Table:
     """The best mesh is the one with the least time, and of equals the one that sends less."""
 
     def size(count: int) -> str:
@@ -278,13 +298,12 @@ def ahead_table() -> list[list[str]]:
     return [header, *(cells for steps in found.values() for *_, cells in steps)]
 
 
-def prepare_table() -> list[list[str]]:
+def prepare_table() -> Table:
     table = [["a text with GPT-2's byte-pairs", "seconds", "MB/s", "of tiktoken's", "peak memory"]]
-    measured = record("prepare")["figures"]
-    for name in [name for name in measured if name != PROCESSOR]:
-        its = measured[name]
-        best = median(measured, "tiktoken", "seconds")
-        seconds, size = statistics.median(its["seconds"]), its["megabytes"][0]
+    ways = measured("prepare")
+    for name, its in ways.items():
+        best, seconds = (median(ways, which, "seconds") for which in ("tiktoken", name))
+        size = its["megabytes"][0]
         speed, peak = f"{size / seconds:.1f}", f"{max(its['peak_mib']):.0f} MiB"
         label = f"{name}, {size:.0f} MB"
         cells = [spread(its["seconds"], ".1f"), speed, f"{best / seconds:.2f}", peak]
@@ -292,7 +311,7 @@ def prepare_table() -> list[list[str]]:
     return table
 
 
-def proofs_table() -> list[list[str]]:
+def proofs_table() -> Table:
     verdicts = "proven", "refused", "open"
     found = json.loads((ROOT / "jgpt" / "proofs.json").read_text())
     rows = [
@@ -302,7 +321,7 @@ def proofs_table() -> list[list[str]]:
     return [["program", "for any", *(f"cases {verdict}" for verdict in verdicts)], *rows]
 
 
-def judges_table() -> list[list[str]]:
+def judges_table() -> Table:
     """How two judges notice an edit of an annotation: calls with numbers, and their proofs."""
     both = ["a right call", "a wrong argument", "a wrong result"]
     columns = ["mutants", *both, "the proof alone", "numbers alone", "neither"]
@@ -318,7 +337,7 @@ def judges_table() -> list[list[str]]:
     return [["module", *columns], *cells]
 
 
-def processors_table() -> list[list[str]]:
+def processors_table() -> Table:
     table = [["record", "processor", "GFLOP/s", "GB/s"]]
     for path in sorted(RESULTS.glob("*.json")):
         found = record(path.stem)
@@ -329,7 +348,7 @@ def processors_table() -> list[list[str]]:
     return table
 
 
-TABLES: dict[str, Callable[[], list[list[str]]]] = {
+TABLES: dict[str, Callable[[], Table]] = {
     "summary": summary,
     "readme": readme,
     "decoding": decoding_table,

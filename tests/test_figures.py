@@ -131,7 +131,7 @@ def shakespeare_best(found: dict[str, Any]) -> str:
 
 
 def int8(found: dict[str, Any]) -> str:
-    changes = [its["int8"] - its["loss"] for its in found["runs"].values()]
+    changes = [its["int8"][0] - its["loss"][0] for its in found["figures"].values()]
     return f"raises the loss by {max(changes):.4f} at most"
 
 

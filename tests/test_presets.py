@@ -125,7 +125,7 @@ CHANGES = {
     run: batch_size=16 steps=2000 eval_interval=500
     """,
     "modern-cpu": MODERN_CPU,
-    # what `benchmarks/shakespeare_best.py` trains
+    # what `benchmarks/compare.py shakespeare_best` trains
     "shakespeare-best": f"""{MODERN_CPU}
     model: block_size=512 dropout=0.05
     optimizer: weight_decay=0.3 ema_decay=0.995
