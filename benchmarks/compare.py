@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fuzz as fuzzing
 import numpy as np
 import sampling as engines
 import tyro
@@ -384,6 +385,14 @@ def int8(how: Rounds, runs: tuple[Path, ...]) -> None:
     compare("int8", variants, replace(how, rounds=1))
 
 
+def fuzz(
+    how: Rounds, formats: tuple[str, ...] = tuple(fuzzing.TARGETS), inputs: int = 10_000
+) -> None:
+    """Mutated files of each format: how many are loaded, and how many refused; see `fuzz.py`."""
+    variants = [fuzzing.variant(format, inputs) for format in formats]
+    compare("fuzz", variants, replace(how, rounds=1))
+
+
 def sampling(how: Rounds, nanogpt: Path | None = None) -> None:
     """Tokens a second when sampling, beside what people use on a CPU; see `sampling.py`. First
     `pip install ctranslate2 gguf xllamacpp`; engines that aren't there are left out."""
@@ -452,7 +461,7 @@ def gpu_train(
 COMPARISONS = (
     *(step_time, time_to_loss, memory, prepare, startup, scaling, scan_layers, step_breakdown),
     *(ablation, narrow_loss, contract_overhead, live, shakespeare_candidates, shakespeare_best),
-    *(int8, sampling, gpu_step, gpu_train, gpu_sampling),
+    *(int8, fuzz, sampling, gpu_step, gpu_train, gpu_sampling),
 )
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Feed mutated files to everything that loads one; only ValueError and OSError may come out.
+"""Load mutated files of one format, or mutated options; only ValueError and OSError may come out.
 
-    python benchmarks/fuzz.py --inputs 10000
-
-Each format is fuzzed in a process of its own, so that a crash is noticed. A timer ends an input
-that takes too long, and a limit ends a format whose memory grows. Audit hooks report programs that
-are executed, and files that are opened outside the directory being loaded. Formats: config.json,
-tokenizer.json, token files, safetensors, metrics.jsonl, checkpoints, checkpoints with a manifest
-forged to fit the damage, and command-line options, which must be valid or end with one line and
-exit code 2.
+A crash ends the process, as do an input that takes too long and memory that grows. Audit hooks
+report programs that are executed, and files that are opened outside the directory being loaded.
+Formats: config.json, tokenizer.json, token files, safetensors, metrics.jsonl, checkpoints,
+checkpoints with a manifest forged to fit the damage, and command-line options, which must be valid
+or end with one line and exit code 2. `compare.py fuzz` does this for all of them.
 """
 
 import contextlib
 import dataclasses
+import faulthandler
 import hashlib
 import io
 import json
@@ -20,21 +18,18 @@ import os
 import random
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import runner
 import tyro
+from runner import ROOT, Variant, python
 
-SECONDS, MEBIBYTES = 20, 1024
-"""Processor time per input, and memory growth per format."""
+SECONDS, MEBIBYTES = 60, 1024
+"""Time per input, and memory growth per format."""
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class")
 NUMBERS = (-1, 0, 1, 2**31, 2**63, 10**18, 10**400, 1e308, float("nan"), float("inf"))
 VALUES = (*NUMBERS, None, True, "", "../../etc/passwd", "/etc/passwd", [], {}, [[[]]], "\ud800")
@@ -53,81 +48,56 @@ class Target:
     """Whether loading may open any file, as with options that name files."""
 
 
-def main(
-    inputs: int = 10_000, formats: tuple[str, ...] = (), seed: int = 0, child: bool = False
-) -> None:
-    """Fuzz formats, and write a record.
+def variant(format: str, inputs: int) -> Variant:
+    command = python("fuzz.py", "--format", format, "--inputs", inputs, "--seed", "{seed}")
+    return Variant(format, command, environment={"JAX_PLATFORMS": "cpu"})
+
+
+def main(format: str, inputs: int, seed: int) -> None:
+    """Print how many mutations were loaded and refused; fail if something else came out.
 
     Args:
-        inputs: How many mutated files of each format.
-        formats: The formats to fuzz; by default all.
+        format: One of TARGETS.
+        inputs: How many mutated files.
         seed: Decides the mutations.
-        child: Fuzz one format in this process, and print what came out as JSON.
     """
-    if child:
-        print(json.dumps(fuzz(formats[0], inputs, seed)))
-        return
-    results = {}
-    for name in formats or tuple(TARGETS):
-        results[name] = in_a_process(name, inputs, seed)
-        print(name, results[name], flush=True)
-        runner.write("fuzz", {"formats": results})
-    sys.exit(1 if any(result["escapes"] for result in results.values()) else 0)
-
-
-def in_a_process(name: str, inputs: int, seed: int) -> dict[str, Any]:
-    how = "--child", "--formats", name, "--inputs", inputs, "--seed", seed
-    began = time.perf_counter()
-    done = subprocess.run(runner.python("fuzz.py", *how), capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        return {"escapes": [f"the process ended with {done.returncode}: {last}"]}
-    seconds = round(time.perf_counter() - began, 1)
-    return {**json.loads(done.stdout.splitlines()[-1]), "seconds": seconds}
-
-
-def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
-    """Load mutations of one format, and count the outcomes."""
     logging.disable(logging.ERROR)
-    chance = random.Random(f"{name} {seed}")
+    chance = random.Random(f"{format} {seed}")
+    count = {"inputs": inputs, "loaded": 0, "refused": 0}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory).resolve()
-        target = TARGETS[name](root)
+        target = TARGETS[format](root)
         target.load()  # imports and compiles before anything is measured
         originals = {path: path.read_bytes() for path in target.files}
-        watched = AuditHook(root)
-        signal.signal(signal.SIGPROF, hung)
-        before = peak_mebibytes()
-        count = {"inputs": inputs, "loaded": 0, "refused": 0}
-        escapes, grown = list[str](), 0.0
+        escapes, grown, before = list[str](), 0.0, peak_mebibytes()
+        hook = AuditHook(root, escapes)
         for _ in range(inputs):
             path = chance.choice(target.files)
-            place, mutant = path.relative_to(root), mutated(originals[path], chance)
+            mutant = mutated(originals[path], chance)
             replace(path, mutant)
             target.repair(path)
-            watched.on = not target.opens_anything
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            faulthandler.dump_traceback_later(SECONDS, exit=True)
+            hook.on = not target.opens_anything
             try:
                 target.load()
                 count["loaded"] += 1
-                if target.detects_all and mutant != originals[path]:
-                    escapes.append(f"{place}: loaded though it was changed")
+                assert not target.detects_all or mutant == originals[path], "a change is loaded"
             except (ValueError, OSError):
                 count["refused"] += 1
             except BaseException as error:
-                escapes.append(f"{place}: {type(error).__name__}: {error}"[:300])
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            watched.on = False
+                escapes.append(f"{path.relative_to(root)}: {type(error).__name__}: {error}"[:300])
+            hook.on = False
+            faulthandler.cancel_dump_traceback_later()
             for other, content in originals.items():
                 if other == path or not other.is_file():
                     replace(other, content)
             target.repair(path)
             grown = peak_mebibytes() - before
             if grown > MEBIBYTES:
-                escapes.append(f"{place}: memory grew by {grown:.0f} MiB")
-                break
-        escapes += watched.found
-        return {**count, "escaped": len(escapes), "escapes": escapes[:5], "grown_mib": round(grown)}
+                sys.exit(f"{path.relative_to(root)}: memory grew by {grown:.0f} MiB")
+    if escapes:
+        sys.exit("\n".join([f"{len(escapes)} escaped", *escapes[:5]]))
+    print(json.dumps({**count, "grown_mib": round(grown)}))
 
 
 def peak_mebibytes() -> float:
@@ -135,11 +105,11 @@ def peak_mebibytes() -> float:
 
 
 class AuditHook:
-    """Records opened files and started programs while `on`."""
+    """Reports opened files and started programs while `on`."""
 
-    def __init__(self, root: Path) -> None:
-        self.on, self.found = False, list[str]()
-        own = (root, sys.prefix, sys.base_prefix, Path(__file__).parent.parent)
+    def __init__(self, root: Path, found: list[str]) -> None:
+        self.on, self.found = False, found
+        own = (root, sys.prefix, sys.base_prefix, ROOT)
         system = ("/dev/", "/proc/", "/sys/")
         self.allowed = (*(os.path.realpath(path) + os.sep for path in own), *system)
         sys.addaudithook(self)
@@ -153,14 +123,6 @@ class AuditHook:
             path = os.path.realpath(os.fsdecode(arguments[0]))
             if not path.startswith(self.allowed):
                 self.found.append(f"opened {path}")
-
-
-class Hung(BaseException):
-    """An error that no loader catches."""
-
-
-def hung(*_: object) -> None:
-    raise Hung(f"it took more than {SECONDS} s")
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -424,5 +386,4 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     tyro.cli(main)

@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 kill_resume = importlib.import_module("kill_resume")
 fuzz = importlib.import_module("fuzz")
+runner = importlib.import_module("runner")
 
 
 def with_changes(config: TrainConfig, **changes: Any) -> TrainConfig:
