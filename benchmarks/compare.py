@@ -207,35 +207,25 @@ def scaling(how: Rounds) -> None:
     """Step time against layers, width, block and batch of nanoGPT's CPU setting, one at a time. The
     exponent of time over floating-point operations is 1 where growth is linear."""
     variants = [
-        variant(name, config, "--steps", 10)
-        for axis in AXES
-        for name, config in along(axis).items()
+        variant(f"{axis} {size}", changed(**{axis: size}), "--steps", 10)
+        for axis, sizes in AXES.items()
+        for size in sizes
     ]
     compare("scaling", variants, how, exponents)
 
 
-def along(axis: str) -> dict[str, Any]:
-    """nanoGPT's CPU setting with one size changed."""
-    return {f"{axis} {size}": changed(**{axis: size}) for size in AXES[axis]}
-
-
 def exponents(measured: Measured) -> dict[str, Any]:
     """The slope of log time over log FLOPs, for each axis."""
-    from jgpt.nn.models import flops_per_token
-
-    found: dict[str, Any] = {"exponents": {}, "flops": {}}
+    found = {}
     for axis in AXES:
-        work = {
-            name: 3 * flops_per_token(it.model) * it.batch_size * it.model.block_size
-            for name, it in along(axis).items()
-            if name in measured
-        }
-        times = [median(measured, name, "milliseconds") for name in work]
-        if len(times) > 1:
-            slope = np.polyfit(np.log(list(work.values())), np.log(times), 1)[0]
-            found["exponents"][axis] = float(slope)
-        found["flops"] |= work
-    return found
+        names = [name for name in measured if name.startswith(axis)]
+        if len(names) > 1:
+            work, times = (
+                [np.log(median(measured, name, figure)) for name in names]
+                for figure in ("flops", "milliseconds")
+            )
+            found[axis] = float(np.polyfit(work, times, 1)[0])
+    return {"exponents": found}
 
 
 def scan_layers(how: Rounds) -> None:

@@ -151,15 +151,16 @@ def main(config: str, nanogpt: Path | None = None, compile: bool = False, steps:
     take(1)
     first = time.perf_counter() - began, time.process_time() - busy
     step = statistics.median(draws(lambda _: take(steps), 3)) / steps
+    tokens = its.batch_size * its.model.block_size
     figures = {
         "milliseconds": 1e3 * step,
-        "tokens_per_second": its.batch_size * its.model.block_size / step,
+        "tokens_per_second": tokens / step,
+        "flops": 3 * flops_per_token(its.model) * tokens,
         "first_step_seconds": first[0],
         "first_step_cpu_seconds": first[1],
     }
     if peak := peak_flops():  # it isn't known of a CPU
-        flops = 3 * flops_per_token(its.model) * figures["tokens_per_second"]
-        figures["utilisation"] = flops / peak
+        figures["utilisation"] = figures["flops"] / step / peak
     print(json.dumps(figures))
 
 
