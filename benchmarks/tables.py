@@ -36,6 +36,9 @@ README_ROWS = (
 )
 """What jgpt is ahead in, by how the rows begin."""
 SEEDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
+PROMPT = "a prompt of 1,000 tokens"
+FIGURES = {"batch 1": "batch 1", "batch 16": "batch 16", "prompt_seconds": PROMPT}
+"""Of decoding, and what they are called."""
 TEST_LOSS = "test_loss_in_windows_of_"
 Row = Sequence[str]
 Table = Sequence[Row]
@@ -63,10 +66,13 @@ def ratio_of(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(ours) / statistics.median(theirs)
 
 
-def beside(theirs: list[float], ours: list[float], form: str, unit: str = "") -> tuple[str, ...]:
-    """The cells of both, and of their ratio."""
-    cells = (f"{spread(values, form)}{unit}" for values in (theirs, ours))
-    return *cells, f"{ratio_of(ours, theirs):.2f}"
+def beside(
+    theirs: list[float], ours: list[float], form: str, target: float, *, more: bool = False
+) -> tuple[str, str, str, str]:
+    """The cells of both, of their ratio and of its target."""
+    ratio = ratio_of(ours, theirs)
+    cells = f"{ratio:.2f}", goal(ratio, target, more=more)
+    return spread(theirs, form), spread(ours, form), *cells
 
 
 def mean_of(losses: list[float], digits: int = 4) -> str:
@@ -80,11 +86,9 @@ def step_rows() -> Iterator[Row]:
         nanogpt = [name for name in times if name.startswith("nanoGPT")]
         best = min(nanogpt, key=lambda name: statistics.median(times[name]))
         for dtype, target in (("float32", 0.9), ("bfloat16", 0.65)):
-            ours = times[f"jgpt {dtype}"]
-            theirs, mine, ratio = beside(times[best], ours, ".1f", " ms")
+            theirs, ours, *ratio = beside(times[best], times[f"jgpt {dtype}"], ".1f", target)
             what, how = f"train step, nanoGPT's CPU setting, {dtype}", best.split()[1]
-            missed = goal(ratio_of(ours, times[best]), target)
-            yield what, f"{theirs}, {how}", mine, ratio, missed
+            yield what, f"{theirs} ms, {how}", f"{ours} ms", *ratio
 
 
 def command_rows() -> Iterator[Row]:
@@ -93,62 +97,56 @@ def command_rows() -> Iterator[Row]:
         return
     seconds = {name: its["seconds"] for name, its in runs.items()}
     loss = {name: its["validation_loss"] for name, its in runs.items()}
-    seeds = SEEDS[len(loss["nanoGPT"])]
-    whole = f"{spread(seconds['nanoGPT'], '.0f')} s"
-    ratios = {name: ratio_of(its, seconds["nanoGPT"]) for name, its in seconds.items()}
+    seeds = f"{SEEDS[len(loss['nanoGPT'])]} seeds"
 
-    def row(what: str, name: str, reached: str, target: str, form: str = ".0f") -> Row:
-        took = f"{spread(seconds[name], form)} s, to {reached}"
-        return what, whole, took, f"{ratios[name]:.2f}", target
+    def row(what: str, name: str, reached: str, target: float, form: str = ".0f") -> Row:
+        _, ours, *ratio = beside(seconds["nanoGPT"], seconds[name], form, target)
+        return what, f"{spread(seconds['nanoGPT'], '.0f')} s", f"{ours} s, to {reached}", *ratio
 
     name = "to the loss"
-    worst, target = f"{max(loss[name]):.3f} at worst", goal(ratios[name], 0.083)
-    yield row("whole command to loss 1.886", name, worst, target, ".1f")
+    worst = f"{max(loss[name]):.3f} at worst"
+    yield row("whole command to loss 1.886", name, worst, 0.083, ".1f")
     name, estimates = "to nanoGPT's end", ", ".join(f"{its:.3f}" for its in loss["nanoGPT"])
     ours = f"{mean_of(loss[name], 3)} after {statistics.median(seconds[name]):.0f} s"
-    what, target = f"loss when nanoGPT's command ends, {seeds} seeds", 1.48
-    missed = goal(statistics.mean(loss[name]), target)
-    yield what, f"{estimates} (its estimate)", ours, "", missed
-    name, what = (
-        "the default preset",
-        f"whole command, the default preset to its end, {seeds} seeds",
+    what, target = (
+        f"loss when nanoGPT's command ends, {seeds}",
+        goal(statistics.mean(loss[name]), 1.48),
     )
-    yield row(what, name, mean_of(loss[name], 3), goal(ratios[name], 1.3))
+    yield what, f"{estimates} (its estimate)", ours, "", target
+    name, what = "the default preset", f"whole command, the default preset to its end, {seeds}"
+    yield row(what, name, mean_of(loss[name], 3), 1.3)
     name, what = "jgpt nanogpt-cpu", "whole command, nanoGPT's CPU setting in both"
-    yield row(what, name, spread(loss[name], ".3f"), "")
+    *cells, _ = row(what, name, spread(loss[name], ".3f"), 1)
+    yield *cells, ""
 
 
-def decoding() -> Iterator[tuple[str, bool, dict[str, list[float]]]]:
-    """For each model and batch size, or prompt: label, whether it is a prompt, values by engine.
+def decoding() -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """For each model and batch size, or prompt: the label, and the values by engine.
 
     CTranslate2 counts with one thread or two, whichever is faster.
     """
     for model in ("10.7M", "124M"):
-        for figure in ("batch 1", "batch 16", "prompt_seconds"):
+        for figure, label in FIGURES.items():
             found = {
                 name.removeprefix(f"{model} "): its[figure]
                 for name, its in measured("sampling").items()
                 if name.startswith(f"{model} ") and figure in its
             }
-            is_prompt = figure == "prompt_seconds"
-            for dtype in ("float32", "int8"):
-                name = f"CTranslate2 {dtype}"
-                if both := [
-                    found.pop(each) for each in (f"{name} 1", f"{name} 2") if each in found
-                ]:
-                    found[name] = (min if is_prompt else max)(both, key=statistics.median)
+            for name in ("CTranslate2 float32", "CTranslate2 int8"):
+                both = [found[each] for each in found if each.startswith(name)]
+                if both:
+                    fastest = min if label == PROMPT else max
+                    found[name] = fastest(both, key=statistics.median)
             if found:
-                label = "a prompt of 1,000 tokens" if is_prompt else figure
-                yield f"{model}, {label}", is_prompt, found
+                yield f"{model}, {label}", found
 
 
 def sampling_rows() -> Iterator[Row]:
-    for label, is_prompt, found in decoding():
-        if not is_prompt:
-            theirs, ours = found["CTranslate2 float32"], found["jgpt float32"]
+    for label, found in decoding():
+        if not label.endswith(PROMPT):
+            both = found["CTranslate2 float32"], found["jgpt float32"]
             what = f"tokens/s sampled in float32, {label}, beside CTranslate2"
-            missed = goal(ratio_of(ours, theirs), 1, more=True)
-            yield what, *beside(theirs, ours, ",.0f"), missed
+            yield what, *beside(*both, ",.0f", 1, more=True)
 
 
 def tested() -> Iterator[tuple[str, str, list[float]]]:
@@ -204,9 +202,8 @@ def own_rows() -> Iterator[Row]:
         what = "shape checks: what they add to a preset's compilation"
         its = f"{min(added.values()):.2f} to {max(added.values()):.2f} s; {slowest} {most:.2f} s"
         yield what, "", its, "", goal(most, 0.15, " s")
-        what, ratio = "shape checks: an eager forward pass, beside without", checks["ratio"]
-        eager = ratio["eager forward"]
-        yield what, "", "", f"{eager:.2f}", goal(eager, 1.6)
+        eager, what = checks["ratio"]["eager forward"], "shape checks: an eager forward pass"
+        yield f"{what}, beside without", "", "", f"{eager:.2f}", goal(eager, 1.6)
 
 
 def rows() -> list[Row]:
@@ -222,14 +219,13 @@ def readme() -> Table:
 
 
 def decoding_table() -> Table:
-    lines = list(decoding())
-    engines = {name for _, _, found in lines for name in found}
+    engines = {name for _, found in decoding() for name in found}
     names = ["jgpt float32", "CTranslate2 float32", "jgpt bfloat16", "jgpt int8"]
     names += ["CTranslate2 int8", "transformers", "nanoGPT"]
     names += [name for name in ("llama.cpp F16", "llama.cpp Q8_0") if name in engines]
     table = [["tokens/s", *names]]
-    for label, is_prompt, found in lines:
-        form, unit = (".2f", " s") if is_prompt else (",.0f", "")
+    for label, found in decoding():
+        form, unit = (".2f", " s") if label.endswith(PROMPT) else (",.0f", "")
         cells = [spread(found[name], form) + unit if name in found else "" for name in names]
         table.append([label, *cells])
     return table
