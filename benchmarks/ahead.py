@@ -8,7 +8,6 @@ writes down the costs of a few programs, with which `make test-ahead` compares t
 change that costs something has to change the record, too.
 """
 
-import argparse
 import dataclasses
 import math
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import runner
+import tyro
 
 from jgpt import TrainConfig, preset
 from jgpt.cli.console import describe_ahead
@@ -41,22 +41,24 @@ BUDGET = (
 """The same, of programs whose costs are in the record `budget`."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="of this preset only")
-    parser.add_argument("--budget", action="store_true", help="write the record of the budget")
-    options = parser.parse_args()
-    if options.budget:
+def main(only: str | None = None, budget: bool = False) -> None:
+    """Compile the steps, print their costs, and write a record.
+
+    Args:
+        only: Steps of this preset, without a record.
+        budget: Write the record of the budget instead.
+    """
+    if budget:
         print(runner.write("budget", {title(*case): costs(*case) for case in BUDGET}))
         return
     steps = []
     for name, on, batch_size, meshes in CASES:
-        for mesh in meshes if options.only in (None, name) else ():
+        for mesh in meshes if only in (None, name) else ():
             try:
                 steps.append(measure(name, on, batch_size, mesh))
             except ValueError as error:  # it doesn't fit
                 print(f"\n{name}, {mesh}: {error}")
-    if options.only is None:
+    if only is None:
         print(runner.write("ahead", {"steps": steps}))
 
 
@@ -131,4 +133,4 @@ def flops_of(jaxpr: Any) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -203,17 +203,31 @@ def draws(action: Callable[[int], object], count: int) -> list[float]:
 
 def provenance() -> dict[str, Any]:
     """The machine, the versions, the command and the commit."""
-    device = "import jax; print(jax.devices()[0].device_kind)"
-    asked = subprocess.run([sys.executable, "-c", device], capture_output=True, text=True)
-    script = os.path.relpath(sys.argv[0], ROOT)
+    device = printed_by(sys.executable, "-c", "import jax; print(jax.devices()[0].device_kind)")
+    commit = printed_by("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    # absolute paths mean nothing on another machine
+    arguments = ["PATH" if os.path.isabs(argument) else argument for argument in sys.argv[1:]]
     return {
-        "command": " ".join(["python", script, *map(_portable, sys.argv[1:])]),
-        "commit": _commit(),
-        "device": f"{asked.stdout.strip() or 'unknown'}, {os.cpu_count()} cores",
-        "processor": _processor(),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *arguments]),
+        "commit": commit or None,
+        "device": f"{device or 'unknown'}, {os.cpu_count()} cores",
+        "processor": processor_name(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: installed.get(name) for name in PACKAGES},
     }
+
+
+def printed_by(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
 
 
 def write(
@@ -224,31 +238,6 @@ def write(
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps((machine or provenance()) | dict(results), indent=2) + "\n")
     return path
-
-
-def _portable(argument: str) -> str:
-    """Absolute paths mean nothing on another machine."""
-    return "PATH" if os.path.isabs(argument) else argument
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
 
 
 def processor_speed() -> Figures:

@@ -20,11 +20,13 @@ from typing import Any
 import tyro
 from runner import Variant, draws, python
 
-from jgpt.config import ModelConfig
 from jgpt.presets import preset
 
 TEMPERATURE, PROMPT = 0.8, 1000
-MODELS = {"10.7M": preset("nanogpt-char").model, "124M": preset("gpt2").model}
+MODELS = {
+    "10.7M": replace(preset("nanogpt-char").model, dropout=0.0, dtype="float32"),
+    "124M": replace(preset("gpt2").model, dropout=0.0, dtype="float32"),
+}
 TOKENS = {"10.7M": 128, "124M": 48}
 ENGINES = (
     *("jgpt float32", "jgpt bfloat16", "jgpt int8"),
@@ -124,7 +126,7 @@ def of_nanogpt(options: Options) -> Draw:
 
     assert options.nanogpt is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = nanogpt_model(options.nanogpt, shape_of(options.model)).to(device).eval()
+    model = nanogpt_model(options.nanogpt, MODELS[options.model]).to(device).eval()
 
     def draw(batch: int, prompt: int, new: int) -> None:
         tokens = torch.ones((batch, prompt), dtype=torch.long, device=device)
@@ -138,15 +140,13 @@ def of_transformers(options: Options) -> Draw:
     import torch
     from transformers import GPT2LMHeadModel
 
-    model = GPT2LMHeadModel.from_pretrained(options.folder / options.model).eval()
-    how: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
+    model: Any = GPT2LMHeadModel.from_pretrained(options.folder / options.model).eval()
+    how = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
 
     def draw(batch: int, prompt: int, new: int) -> None:
         tokens = torch.ones((batch, prompt), dtype=torch.long)
-        mask = torch.ones_like(tokens)
-        drawn = model.generate(
-            tokens, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, **how
-        )
+        length = {"max_new_tokens": new, "min_new_tokens": new}
+        drawn = model.generate(tokens, attention_mask=torch.ones_like(tokens), **length, **how)
         assert drawn.shape == (batch, prompt + new)
 
     return draw
@@ -203,15 +203,6 @@ DRAWS: dict[str, Callable[..., Draw]] = {
 }
 
 
-def shape_of(model: str) -> ModelConfig:
-    return replace(MODELS[model], dropout=0.0, dtype="float32", vocab_size=vocabulary(model))
-
-
-def vocabulary(model: str) -> int:
-    """The characters of tiny Shakespeare, where the text decides."""
-    return max(MODELS[model].vocab_size, 65)
-
-
 def prepare(folder: Path) -> None:
     """Each model as a Hugging Face directory, and in the formats of the engines that are there."""
     import tokenizers
@@ -220,22 +211,21 @@ def prepare(folder: Path) -> None:
 
     for name, shape in MODELS.items():
         torch.manual_seed(0)
-        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
         config = transformers.GPT2Config(
-            vocab_size=vocabulary(name),
+            vocab_size=shape.vocab_size,
             n_positions=shape.block_size,
             n_embd=shape.embed_dim,
             n_layer=shape.num_layers,
             n_head=shape.num_heads,
-            **special,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
         )
         transformers.GPT2LMHeadModel(config).save_pretrained(folder / name)
-        words = {f"t{index}": index for index in range(config.vocab_size)}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
-        special = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "t0")
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
-            folder / name
+        words = {f"t{index}": index for index in range(shape.vocab_size)}
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "t0")),
+            **dict.fromkeys(("unk_token", "bos_token", "eos_token"), "t0"),
         )
+        tokenizer.save_pretrained(folder / name)
         if importlib.util.find_spec("ctranslate2"):
             import ctranslate2
 
@@ -272,11 +262,9 @@ def write_gguf(folder: Path, dtype: str) -> None:
         if path.startswith("h.") and array.ndim == 2:
             array = array.T.copy()  # transformers stores (in, out)
         name = names.get_name(path, try_suffixes=(".weight", ".bias"))
-        if array.ndim == 2 and path != "wpe.weight":
-            array = gguf.quants.quantize(array, kind)
-            writer.add_tensor(name, array, raw_dtype=kind)
-        else:
-            writer.add_tensor(name, array)
+        is_quantised = array.ndim == 2 and path != "wpe.weight"
+        stored = gguf.quants.quantize(array, kind) if is_quantised else array
+        writer.add_tensor(name, stored, raw_dtype=kind if is_quantised else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
