@@ -142,29 +142,13 @@ def mutated(original: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_bytes(data: bytes, chance: random.Random) -> bytes:
-    start = chance.randrange(len(data) + 1)
-    end = min(len(data), start + chance.choice((1, 1, 2, 4, 8, 64, 1000)))
-    junk = chance.randbytes(chance.choice((0, 1, 2, 8, 100)))
-    match chance.randrange(7):
-        case 0:  # a bit
-            if not data:
-                return b"\0"
-            start = min(start, len(data) - 1)
-            flipped = data[start] ^ 1 << chance.randrange(8)
-            return data[:start] + bytes([flipped]) + data[start + 1 :]
-        case 1:
-            return data[:start]
-        case 2:
-            return data[:start] + junk + data[end:]
-        case 3:
-            return data[:start] + data[start:end] * 3 + data[end:]
-        case 4:  # a header's length, if it is one
-            return chance.randrange(2**64).to_bytes(8, "little") + data[8:]
-        case 5:
-            return b"[" * chance.choice((10, 100_000)) + data
-        case _:
-            text = str(chance.choice(NUMBERS)) if chance.random() < 0.9 else "9" * 5000
-            return data[:start] + text.encode() + data[end:]
+    """Replace a part, which may be empty, by other bytes. A header's length is at the start."""
+    start = chance.choice((0, chance.randrange(len(data) + 1), chance.randrange(len(data) + 1)))
+    end = start + chance.choice((0, 1, 1, 2, 4, 8, 64, 1000, len(data)))
+    number = str(chance.choice(NUMBERS)).encode()
+    others = (b"", data[start:end] * 3, number, b"9" * 5000, b"[" * 10, b"[" * 100_000)
+    randomly = (chance.randbytes(size) for size in (1, 2, 8, 100))
+    return data[:start] + chance.choice((*others, *randomly)) + data[end:]
 
 
 def mutated_json(values: Any, chance: random.Random) -> Any:
