@@ -403,7 +403,8 @@ def gpu_sampling(
 
 def sampled(name: str, how: Rounds, tokens: Any = engines.TOKENS, **which: Any) -> None:
     with temporary() as folder:
-        subprocess.run(python("sampling.py", "prepare", "--folder", folder), check=True)
+        prepare = python("sampling.py", "prepare", "--folder", folder, "--models", *tokens)
+        subprocess.run(prepare, check=True)
         facts = {"temperature": engines.TEMPERATURE, "tokens": tokens}
         compare(name, engines.variants(folder, tokens, **which), how, lambda _: facts)
 

@@ -203,13 +203,14 @@ DRAWS: dict[str, Callable[..., Draw]] = {
 }
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, models: tuple[str, ...] = tuple(MODELS)) -> None:
     """Each model as a Hugging Face directory, and in the formats of the engines that are there."""
     import tokenizers
     import torch
     import transformers
 
-    for name, shape in MODELS.items():
+    for name in models:
+        shape = MODELS[name]
         torch.manual_seed(0)
         config = transformers.GPT2Config(
             vocab_size=shape.vocab_size,
