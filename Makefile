@@ -76,7 +76,7 @@ $(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
 
 $(AHEAD)/installed: pyproject.toml
 	$(PYTHON) -m venv $(AHEAD)
-	$(AHEAD)/bin/python -m pip install --quiet --editable '.[tpu]' hypothesis pytest
+	$(AHEAD)/bin/python -m pip install --quiet --editable '.[tpu]' hypothesis pytest tyro
 	version=$$($(AHEAD)/bin/python -c 'import jax; print(jax.__version__)') && \
 	$(AHEAD)/bin/python -m pip install --quiet \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
