@@ -195,8 +195,9 @@ def release_memory() -> None:
     glibc would keep 50 MiB of freed memory, and JAX 1 MiB for each program it has lowered, which
     compiled programs don't need. JAX has no public way to drop that without the programs.
     """
-    pjit._pjit_lower.cache_clear()
-    pxla._cached_lowering_to_hlo.cache_clear()
+    for module, name in ((pjit, "_pjit_lower"), (pxla, "_cached_lowering_to_hlo")):
+        if (cache := getattr(module, name, None)) is not None:  # private: a JAX may lack it
+            cache.cache_clear()
     gc.collect()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

@@ -109,3 +109,9 @@ def test_what_was_lowered_is_forgotten_and_what_was_compiled_is_kept():
         assert not said
         jax.jit(lambda x: x - 1)(1.0)
     assert len(said) == 1
+
+
+def test_a_jax_without_these_caches_gives_memory_back_too(monkeypatch):
+    monkeypatch.delattr(pjit, "_pjit_lower")
+    monkeypatch.delattr(pxla, "_cached_lowering_to_hlo")
+    release_memory()
