@@ -24,7 +24,7 @@ from jgpt.durable import make_directory, new_directory, sync_below, sync_directo
 from jgpt.hardware import Platform, current_platform, process_count, process_index
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel, Weights, abstract_model, weights_of
-from jgpt.nn.precision import for_platform
+from jgpt.nn.precision import run_for_platform
 from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
 from jgpt.runs.manifest import Manifest, files_below, parse_file, sha256_of, verify
@@ -297,9 +297,9 @@ def load(
     for line in changed_code(saved, config):
         warnings.warn(line, stacklevel=2)
     with Checkpoints(run, read_only=True) as checkpoints:
-        weights = checkpoints.restore_weights(config, which)
-    made = abstract_model(for_platform(config.model, platform or current_platform()))
-    return nnx.merge(nnx.graphdef(made), weights), tokenizer, config
+        decided = run_for_platform(config, platform or current_platform())
+        weights = checkpoints.restore_weights(decided, which)
+    return nnx.merge(nnx.graphdef(abstract_model(decided.model)), weights), tokenizer, config
 
 
 @typed

@@ -153,7 +153,7 @@ def fit(
         with together():
             run = RunDirectory.open(out)
             checkpoints = stack.enter_context(Checkpoints(run))
-        state = checkpoints.restore(saved) if checkpoints.steps() else init_state(saved)
+        state = checkpoints.restore(config) if checkpoints.steps() else init_state(config)
         step, trackers = int(state.step), list[Tracker]()
         with together():
             if process_index() == 0:
@@ -238,7 +238,7 @@ def _prepare(
     mesh = config.mesh or default_mesh(config, accelerators(), memory_limit())
     decided = replace(config, model=decided_model, mesh=mesh)
     require_feasible(decided, memory_limit())
-    _require_room(config, out)
+    _require_room(decided, out)
     if config.micro_batches == "auto":
         progress.warned("micro_batches=auto: steps are compiled to see how many of them it takes")
     with use_mesh(mesh):
