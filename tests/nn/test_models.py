@@ -95,6 +95,7 @@ def test_flops_by_hand():
         ({"block_size": 13}, 2 * (2 * 2 * 2 * 24)),
         ({"attention_window": 7}, -2 * (2 * 2 * 4 * 24)),
         ({"attention_window": 13}, 0),  # the block is shorter
+        ({"head_dim": 6}, 2 * (ATTENTION // 2 + 2 * (2 * 11 * 12))),  # heads of 6 features, not 4
     ],
     ids=str,
 )

@@ -78,26 +78,6 @@ def test_attending_locally_is_attending_through_a_band(time, scale):
 
 
 @KINDS
-@pytest.mark.parametrize("window", [WINDOW, None])
-def test_nothing_outside_the_band_weighs_anything(new, window):
-    weights = np.asarray(compiled(new(window=window).weights, X))
-    inside = np.broadcast_to(band(TIME, window or TIME), weights.shape)
-    assert (weights[~inside] == 0).all()
-    assert (weights[inside] > 0).all()
-    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
-
-
-@KINDS
-def test_a_window_as_long_as_the_text_is_none(new):
-    windows = (None, TIME, TIME + 1, TIME - 1)
-    modules = [new(window=window) for window in windows]
-    none, same, longer, shorter = compiled(lambda x: [module(x) for module in modules], X)
-    assert jnp.array_equal(same, none)
-    assert jnp.array_equal(longer, none)
-    assert not np.allclose(shorter, none, atol=1e-6)
-
-
-@KINDS
 def test_a_window_without_an_order_is_refused(new):
     """Rather than not heeded: it would be of the past, and there is none."""
     with pytest.raises(ValueError, match="window=2 needs causal=True"):
