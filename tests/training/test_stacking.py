@@ -26,7 +26,7 @@ from jgpt.training.step import (
     state_specs,
     unstack_state,
 )
-from tests.training.test_mesh import RUNS, TOKENS, config_of
+from tests.training.test_mesh import ALL, RUNS, TOKENS, config_of
 
 STEPS, LAYERS = 5, 3
 MODERN = config_of("modern", "muon", model={"num_kv_heads": 4})
@@ -67,8 +67,8 @@ def furthest(one: Any, other: Any) -> float:
     ("name", "mesh"),
     [
         ("modern", None),
-        ("modern", "data=2,fsdp=2,tensor=2"),
-        pytest.param("lecture", "data=2,fsdp=2,tensor=2", marks=pytest.mark.slow),
+        ("lecture", ALL),  # with dropout
+        pytest.param("modern", ALL, marks=pytest.mark.slow),
         pytest.param("accumulated", "fsdp=8", marks=pytest.mark.slow),
     ],
 )
