@@ -34,9 +34,9 @@ def random_gpt2(vocab_size, block_size, n_layer, n_head, n_embd, bias) -> Any:
     return model
 
 
-def write(path, *, bias=False, prefix="", tensors=None, **more):
+def write(path, *, bias=False, prefix="", sizes=SIZES, tensors=None, **more):
     """Write a checkpoint, with other tensors or parts; return what it was made of."""
-    model = random_gpt2(**SIZES, bias=bias)
+    model = random_gpt2(**sizes, bias=bias)
     state = {
         # kernels are those of linear layers
         prefix + name: tensor.T.contiguous() if ".c_" in name and "weight" in name else tensor
@@ -45,7 +45,7 @@ def write(path, *, bias=False, prefix="", tensors=None, **more):
     }
     checkpoint = {
         "model": state | (tensors or {}),
-        "model_args": {**SIZES, "bias": bias, "dropout": 0.1},
+        "model_args": {**sizes, "bias": bias, "dropout": 0.1},
         "optimizer": {"state": {}, "param_groups": []},
         "iter_num": 60,
         "best_val_loss": torch.tensor(3.3),
@@ -65,15 +65,16 @@ def logits(model):
 
 
 @pytest.mark.parametrize(
-    ("bias", "prefix", "masked"),
-    [(False, "", False), (True, "_orig_mod.", False), (True, "", True)],
+    ("bias", "prefix", "stored"),
+    [
+        (False, "", {}),
+        (True, "_orig_mod.", {}),
+        (True, "", {"transformer.h.0.attn.bias": torch.ones(1, 1, 11, 11).tril()}),
+    ],
+    ids=["without biases", "compiled", "masks"],
 )
-def test_the_same_logits(bias, prefix, masked, tmp_path):
-    """Compiled or not, and with the masks that it once stored."""
-    masks = {f"{prefix}transformer.h.0.attn.bias": torch.ones(1, 1, 11, 11).tril()}
-    reference = write(
-        tmp_path / "ckpt.pt", bias=bias, prefix=prefix, tensors=masks if masked else {}
-    )
+def test_the_same_logits(bias, prefix, stored, tmp_path):
+    reference = write(tmp_path / "ckpt.pt", bias=bias, prefix=prefix, tensors=stored)
     model = load_nanogpt(tmp_path / "ckpt.pt")
     assert (model.config.dropout, model.config.use_bias) == (0.1, bias)
     its = logits(reference)
