@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import attend, attention_weights, causal_mask
+from jgpt import Head, attend, attention_weights, causal_mask
 from jgpt.nn import kernels
 from jgpt.nn.attention import apply_rotary
-from jgpt.nn.kernels import fused_attend, repeat_heads
+from jgpt.nn.kernels import attend_windowed, fused_attend, repeat_heads
 from tests.models import attention, compiled, loud, normal
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
@@ -180,3 +180,50 @@ def test_turning_is_as_narrow_as_what_it_turns():
     # the angles are not narrow: 1001 and 1002 are one number in bfloat16
     wide = compiled(apply_rotary, x.astype(jnp.float32), position)
     np.testing.assert_allclose(np.float32(turned), wide, atol=0.05)
+
+
+# --- windows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("time", "window"), [(5, 2), (3, 1), (3, 3), (3, None), (0, None)])
+def test_a_query_may_look_at_itself_and_so_much_of_its_past(time, window):
+    distance = np.arange(time)[:, None] - np.arange(time)
+    assert np.array_equal(
+        causal_mask(time, window), (distance >= 0) & (distance < (window or time))
+    )
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_that_holds_nothing_is_refused(window):
+    with pytest.raises(ValueError, match=f"time={-TIME} must not be negative"):
+        causal_mask(-TIME)
+    with pytest.raises(ValueError, match=f"window={window} must be positive"):
+        causal_mask(TIME, window)
+    with pytest.raises(ValueError, match=f"window={window} must be positive"):
+        attention(EMBED_DIM, NUM_HEADS, window=window)
+
+
+def test_a_window_is_of_the_past():
+    """Without an order it is refused rather than not heeded; across sequences there is none."""
+    windowed, plain = attention(EMBED_DIM, NUM_HEADS, window=2), attention(EMBED_DIM, NUM_HEADS)
+    inputs = X, normal(2, BATCH, CONTEXT, EMBED_DIM)
+    found, expected = compiled(lambda *xs: [each(*xs) for each in (windowed, plain)], *inputs)
+    assert jnp.array_equal(found, expected)
+    windowed.causal = False
+    for module in (windowed, Head(EMBED_DIM, 4, window=2, causal=False, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match="window=2 needs causal=True"):
+            jax.eval_shape(module, X)
+
+
+def test_the_first_window_and_the_others_drop_with_keys_of_their_own(monkeypatch):
+    def recorded(*inputs, dropout_key, dropout, **options):
+        assert dropout == 0.3
+        keys.append(jax.random.key_data(dropout_key).tolist())
+        return attend(*inputs, dropout_key=dropout_key, dropout=dropout, **options)
+
+    monkeypatch.setattr(kernels, "attend", recorded)
+    keys, x, given = [], normal(1, 8, 4), jax.random.key(5)
+    attend_windowed(x, x, x, causal_mask(8), 3, dropout=0.3, dropout_key=given)
+    first, others = keys
+    assert first != others
+    assert jax.random.key_data(given).tolist() not in keys

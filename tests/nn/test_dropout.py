@@ -99,17 +99,6 @@ def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
     assert not jnp.array_equal(first, evaluated)
 
 
-@EVERY
-def test_training_mode_without_a_key_is_an_error(module):
-    """Not a loop of `nnx.Optimizer` that trains without dropout and doesn't know."""
-    module = nnx.clone(module)
-    module.train()
-    with pytest.raises(ValueError, match=rf"dropout={RATE} needs .* rngs=nnx.Rngs\(dropout=key\)"):
-        jax.eval_shape(lambda x: module(x), X)
-    module.eval()
-    jax.eval_shape(lambda x: module(x), X)
-
-
 @pytest.mark.parametrize(("dropout", "ngram_dropout"), [(RATE, 0.0), (0.0, RATE)])
 def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
     config = jgpt.ModelConfig(

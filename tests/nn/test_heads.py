@@ -111,6 +111,17 @@ def test_sizes_of_the_blocks(monkeypatch):
         assert blocks == lengths
 
 
+def test_a_cache_takes_what_it_has_room_for_and_does_not_shrink():
+    cache, six = LayerCache(2, 5, 2, 3), normal(0, 2, 2, 6, 3)
+    with pytest.raises(ValueError, match="6 positions don't fit into a KV cache of 5"):
+        cache.append(six, six)
+    cache.append(six[:, :, :5], six[:, :, :5])
+    cache.grow(7)
+    assert cache.capacity == 7
+    with pytest.raises(ValueError, match="a KV cache of 7 positions can't shrink to 6"):
+        cache.grow(6)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_cache_keeps_its_dtype(dtype):
     module = make_heads(**MODERN, dtype="bfloat16")

@@ -53,11 +53,11 @@ def test_a_projection_and_its_gradients_by_hand(dtype, activation):
 
 
 def test_a_narrow_projection_adds_up_in_float32():
-    """512 ones after a big number would each be lost in bfloat16."""
-    row = jnp.concatenate([jnp.array([4096.0]), jnp.ones(512)])[None]
-    assert project(row, jnp.ones((513, 1)), "bfloat16").tolist() == [[4608]]
+    """513 ones after a big number would each be lost in bfloat16, and the last one of the sum."""
+    row = jnp.concatenate([jnp.array([4096.0]), jnp.ones(513)])[None]
+    assert project(row, jnp.ones((514, 1)), "bfloat16").tolist() == [[4609]]
     gradient = jax.grad(lambda kernel: project(row.T, kernel, "bfloat16").sum())(jnp.ones((1, 1)))
-    assert gradient.tolist() == [[4608]]
+    assert gradient.tolist() == [[4609]]
 
 
 def test_a_layer_norm_of_16_bits_subtracts_the_mean_in_32():

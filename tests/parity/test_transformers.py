@@ -182,14 +182,8 @@ def test_gradients_and_greedy_tokens(name, tmp_path):
         ("gpt2", {"n_head": 7}),
         ("llama, no groups", {"rms_norm_eps": 1e-2}),
         ("llama, no groups", {"hidden_act": "gelu"}),
-        (
-            "llama, no groups",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0}},
-        ),
-        (
-            "llama, no groups",
-            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
-        ),
+        ("llama, no groups", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}),
+        ("llama, no groups", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}),
     ],
     ids=str,
 )
@@ -215,23 +209,16 @@ def test_shards_of_other_precisions_are_read_into_float32(name, dtype, tmp_path)
     assert_same_logits(model, read(tmp_path, dtype=torch.float32).eval())
 
 
+MASKS = {
+    "h.0.attn.bias": torch.ones(1, 1, 11, 11, dtype=torch.bool).tril(),
+    "h.1.attn.masked_bias": torch.tensor(-1e4),
+}
+PACES = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
+
+
 @pytest.mark.parametrize(
     ("name", "table", "buffers"),
-    [
-        (
-            "gpt2",
-            "wte.weight",
-            {
-                "h.0.attn.bias": torch.ones(1, 1, 11, 11, dtype=torch.bool).tril(),
-                "h.1.attn.masked_bias": torch.tensor(-1e4),
-            },
-        ),
-        (
-            "qwen3, tied",
-            "embed_tokens.weight",
-            {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)},
-        ),
-    ],
+    [("gpt2", "wte.weight", MASKS), ("qwen3, tied", "embed_tokens.weight", PACES)],
     ids=["gpt2", "qwen3"],
 )
 @pytest.mark.parametrize("prefixed", [True, False])

@@ -99,47 +99,25 @@ MUON = OptimizerConfig(
 )
 
 
-def names_of(labels) -> dict[str, set[str]]:
-    """The leaves that each rule moves."""
-    found: dict[str, set[str]] = {}
-    for path, label in jax.tree_util.tree_leaves_with_path(labels):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found.setdefault(label, set()).add(name)
-    return found
-
-
-def test_muon_moves_the_matrices_inside_the_blocks_alone():
+@pytest.mark.parametrize(
+    ("changes", "tables", "matrices"),
+    [
+        ({"optimizer": "adamw"}, "adamw", "adamw"),
+        ({"optimizer": "muon"}, "adamw", "muon"),
+        ({"optimizer": "muon", "embedding_learning_rate": 0.1}, "embedding", "muon"),
+        ({"optimizer": "adamw", "embedding_learning_rate": 0.1}, "embedding", "adamw"),
+    ],
+)
+def test_muon_moves_the_matrices_inside_the_blocks_alone(changes, tables, matrices):
     weights = randomised(weights_of(abstract_model(MODERN)))
-    matrices = {
-        f"blocks.{layer}.{part}.kernel"
-        for layer in (0, 1)
-        for part in (
-            "attention.query",
-            "attention.key",
-            "attention.value",
-            "attention.projection",
-            "feed_forward.expansion",
-            "feed_forward.projection",
-        )
-    }
-    everything = names_of(partition(OptimizerConfig(), weights))["adamw"]
-    assert len(everything) == 2 * 16 + 2 + 2 + 2 + 1
-    assert names_of(partition(MUON, weights)) == {
-        "muon": matrices,
-        "adamw": everything - matrices,
-    }
-    tables = {"token_embedding.embedding", "position_embedding.embedding"}
-    apart = dataclasses.replace(MUON, embedding_learning_rate=0.1)
-    assert names_of(partition(apart, weights)) == {
-        "muon": matrices,
-        "embedding": tables,
-        "adamw": everything - matrices - tables,
-    }
-    adamw = OptimizerConfig(embedding_learning_rate=0.1)
-    assert names_of(partition(adamw, weights)) == {
-        "embedding": tables,
-        "adamw": everything - tables,
-    }
+    config = OptimizerConfig(**changes)
+    labels = jax.tree_util.tree_leaves_with_path(partition(config, weights))
+    assert len(labels) == 2 * 16 + 2 + 2 + 2 + 1
+    for path, label in labels:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        of_table = tables if name.endswith(".embedding") else "adamw"
+        is_matrix = name.startswith("blocks.") and name.endswith(".kernel")
+        assert label == (matrices if is_matrix else of_table), name
 
 
 def orthogonalised(x):
