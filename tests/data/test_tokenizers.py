@@ -222,6 +222,7 @@ def test_a_vocabulary_that_leaves_tokens_out_reaches_to_its_last(byte_pairs):
 REPLACE = {"type": "Replace", "pattern": {"String": "l"}, "content": "ll"}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [PIECE], "special_tokens": {}}
 
 
 @pytest.mark.parametrize(
@@ -233,15 +234,7 @@ PIECE = {"Sequence": {"id": "A", "type_id": 0}}
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 5}),
         ("decoder", {"type": "Sequence", "decoders": [REPLACE] * 3}),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [PIECE] * 17,
-                "pair": [PIECE],
-                "special_tokens": {},
-            },
-        ),
+        ("post_processor", TEMPLATE | {"single": [PIECE] * 17}),
     ],
 )
 def test_what_may_make_a_text_much_longer_is_refused(byte_pairs, part, value):
@@ -362,7 +355,6 @@ DIGITS = {
     "type": "Sequence",
     "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
 }
-TEMPLATE = {"type": "TemplateProcessing", "single": [PIECE] * 2, "pair": [PIECE]}
 TOKEN = {"special": True, "normalized": False, "single_word": False, "lstrip": False}
 
 
@@ -374,7 +366,7 @@ TOKEN = {"special": True, "normalized": False, "single_word": False, "lstrip": F
         {"pre_tokenizer": BYTES | {"use_regex": True, "add_prefix_space": True}},
         {"pre_tokenizer": None},
         {"normalizer": {"type": "NFC"}},
-        {"post_processor": TEMPLATE | {"special_tokens": {}}},
+        {"post_processor": TEMPLATE | {"single": [PIECE] * 2}},
         {"added_tokens": [TOKEN | {"id": 999, "content": "<a>", "rstrip": True}]},
         {
             "added_tokens": [
