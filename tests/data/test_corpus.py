@@ -30,22 +30,15 @@ def test_the_built_in_corpus_is_the_language_reference():
     assert 'The "assert" statement' in text
 
 
-def test_tiny_shakespeare_is_found_in_the_data_directory(data_directory, user_cache):
+def test_tiny_shakespeare_is_found_in_the_data_directory(
+    data_directory, user_cache, monkeypatch, tmp_path
+):
     assert shakespeare_file() == data_directory / "tinyshakespeare.txt"
     text = read_text(["shakespeare"])
     assert len(text) == 1_115_394
     assert text.startswith("First Citizen:\nBefore we proceed")
     assert not list(user_cache.iterdir())
-
-
-def test_tiny_shakespeare_is_found_in_the_cache(data_directory, user_cache, monkeypatch, tmp_path):
-    monkeypatch.setenv("JGPT_DATA_DIR", str(tmp_path))  # which is empty
-    cached = user_cache / "tinyshakespeare.txt"
-    cached.write_bytes((data_directory / "tinyshakespeare.txt").read_bytes())
-    assert shakespeare_file() == cached
-
-
-def test_a_wrong_copy_is_named_and_kept(monkeypatch, tmp_path):
+    # a wrong copy is named and kept
     copy = write(tmp_path, "tinyshakespeare.txt", "Thou art not he.")
     monkeypatch.setenv("JGPT_DATA_DIR", str(tmp_path))
     with pytest.raises(ValueError, match="is not tiny Shakespeare") as error:
@@ -119,15 +112,34 @@ def test_a_failed_download_leaves_nothing_and_says_both_ways_out(
     assert not list(user_cache.iterdir())
 
 
-def test_files_and_folders_follow_each_other(tmp_path):
-    single = write(tmp_path, "z.text", "last\n")
-    write(tmp_path / "folder", "b.txt", "two ")
-    write(tmp_path / "folder", "a.txt", "one ")
-    write(tmp_path / "folder", "c.png", "not text")
-    write(tmp_path / "folder" / "deep", "d.txt", "three ")
-    write(tmp_path / "folder" / "e.txt", "inner.txt", "four ")  # a folder with a text's name
-    assert read_text([str(tmp_path / "folder"), single]) == "one two three four last\n"
-    assert read_text([single, single]) == "last\nlast\n"
+def test_newlines_are_universal_and_a_byte_order_mark_is_dropped(tmp_path):
+    written = {
+        "plain": "d\ufeff\ne",  # a mark within a text is a character
+        "windows": "\ufeffa\r\nb\r\n",
+        "mac": "c\rd\r",
+        "marked": "\ufeffe",
+    }
+    plain, *others = sources = [write(tmp_path, name, text) for name, text in written.items()]
+    said = []
+    assert read_text(sources, warn=said.append) == "d\ufeff\nea\nb\nc\nd\ne"
+    assert said == [
+        f"{others[0]} and 2 more: carriage returns are read as newlines and byte-order marks "
+        "dropped; what is read with universal_newlines=False keeps them"
+    ]
+    for source in others:
+        read_text([source], warn=said.append)
+        assert said[-1].startswith(f"{source}: ")
+    read_text([plain], warn=said.append)
+    kept = read_text(sources, universal_newlines=False, warn=said.append)
+    assert kept == "".join(written.values())
+    assert len(said) == 4
+    # and so in a stream
+    data = written["windows"].encode()
+    assert read_stream(io.BytesIO(data), "it") == "a\nb\n"
+    assert read_stream(io.BytesIO(data), "it", universal_newlines=False) == written["windows"]
+    assert read_stream(io.BytesIO(b""), "it") == ""
+    with pytest.raises(ValueError, match="it is not UTF-8 text: byte 3 can't be read"):
+        read_stream(io.BytesIO(b"caf\xe9"), "it")
 
 
 def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
@@ -145,38 +157,6 @@ def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"folder without any text .*\) outside of its ru"):
         read_text([str(tmp_path / "runs")])
     assert read_text([str(run / "samples.txt")]) == trained.sample  # which is asked for
-
-
-def test_newlines_are_universal_and_a_byte_order_mark_is_dropped(tmp_path):
-    said = []
-    plain = write(tmp_path, "plain.txt", "d\ufeff\ne")  # a mark within a text is a character
-    windows = write(tmp_path, "windows.txt", "\ufeffa\r\nb\r\n")
-    mac = write(tmp_path, "mac.txt", "c\rd\r")
-    marked = write(tmp_path, "marked.txt", "\ufeffe")
-    assert read_text([plain], warn=said.append) == "d\ufeff\ne"
-    assert said == []
-    sources = [plain, windows, mac, marked]
-    assert read_text(sources, warn=said.append) == "d\ufeff\nea\nb\nc\nd\ne"
-    assert said == [
-        f"{windows} and 2 more: carriage returns are read as newlines and byte-order marks "
-        "dropped; what is read with universal_newlines=False keeps them"
-    ]
-    for source in (windows, mac, marked):
-        read_text([source], warn=said.append)
-        assert said[-1].startswith(f"{source}: ")
-    assert len(said) == 4
-    kept = read_text(sources, universal_newlines=False, warn=said.append)
-    assert kept == "d\ufeff\ne\ufeffa\r\nb\r\nc\rd\r\ufeffe"
-    assert len(said) == 4
-
-
-def test_a_stream_is_read_as_a_file_is():
-    data = "\ufeffé\r\n".encode()
-    assert read_stream(io.BytesIO(data), "it") == "é\n"
-    assert read_stream(io.BytesIO(data), "it", universal_newlines=False) == "\ufeffé\r\n"
-    assert read_stream(io.BytesIO(b""), "it") == ""
-    with pytest.raises(ValueError, match="it is not UTF-8 text: byte 3 can't be read"):
-        read_stream(io.BytesIO(b"caf\xe9"), "it")
 
 
 def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkeypatch):

@@ -180,23 +180,6 @@ def prepared(tmp_path):
     return tmp_path / "prepared"
 
 
-def test_prepared_data_is_the_same_data(prepared, tmp_path):
-    assert sorted(path.name for path in prepared.iterdir()) == [
-        "dataset.json",
-        "tokenizer.json",
-        "tokens.bin",
-    ]
-    assert (prepared / "dataset.json").read_text().endswith("}\n")
-    direct = load_dataset(DataConfig(data=(str(tmp_path / "input.txt"),)), 8)
-    mapped = load_dataset(DataConfig(data=(str(prepared),)), 8)
-    assert isinstance(mapped.train, np.memmap)
-    assert mapped.train.dtype == np.uint16
-    assert np.array_equal(mapped.train, direct.train)
-    assert np.array_equal(mapped.validation, direct.validation)
-    assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
-    assert mapped.digest == direct.digest
-
-
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
 def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     text = "Wer reitet so spät?\nEs ist der Vater, 🙂\n\n  mit Kind.\n" * 9
@@ -213,12 +196,20 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
             yield chunk
 
     monkeypatch.setattr(dataset_module, "text_chunks", text_chunks)
-    total = prepare(config, tmp_path / "out")
-    mapped = load_dataset(DataConfig(data=(str(tmp_path / "out"),)), 8)
+    out = tmp_path / "out"
+    total = prepare(config, out)
+    mapped = load_dataset(DataConfig(data=(str(out),)), 8)
+    assert (type(mapped.train), mapped.train.dtype) == (np.memmap, np.uint16)
+    for name in ("train", "validation"):
+        assert np.array_equal(getattr(mapped, name), getattr(direct, name))
+    assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
     assert mapped.digest == direct.digest
     assert len(read) > 9
     assert "".join(read).endswith(text)
     assert total == len(direct.train) + len(direct.validation)
+    names = ["dataset.json", "tokenizer.json", "tokens.bin"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert (out / "dataset.json").read_text().endswith("}\n")
 
 
 @pytest.mark.parametrize("universal", [True, False])
@@ -246,10 +237,13 @@ def test_a_vocabulary_too_large_for_uint16_gets_uint32(tmp_path):
         assert dataset.validation[-1] == dataset.tokenizer.vocab_size - 1
 
 
+def holding(name, data):
+    return lambda folder: (folder / name).write_bytes(data)
+
+
 def index(**changes):
-    return lambda folder: (folder / "dataset.json").write_text(
-        json.dumps({"dtype": "uint16", "tokens": 300} | changes)
-    )
+    values = {"dtype": "uint16", "tokens": 300} | changes
+    return holding("dataset.json", json.dumps(values).encode())
 
 
 def make_pipe(folder):
@@ -257,39 +251,29 @@ def make_pipe(folder):
     os.mkfifo(folder / "tokenizer.json")
 
 
-def damage_tokens(data):
-    return lambda folder: (folder / "tokens.bin").write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "dataset.json").write_text("{"), "dataset.json is damaged"),
-        (lambda folder: (folder / "dataset.json").write_text("[]"), "dataset.json is damaged"),
-        (lambda folder: (folder / "dataset.json").write_bytes(b"\xff"), "dataset.json is damaged"),
+        (holding("dataset.json", b"{"), "dataset.json is damaged"),
+        (holding("dataset.json", b"[]"), "dataset.json is damaged"),
+        (holding("dataset.json", b"\xff"), "dataset.json is damaged"),
         (index(dtype="float32"), "dataset.json is damaged"),
         (index(dtype=["uint16"]), "dataset.json is damaged"),
         (index(tokens=float("inf")), "dataset.json is damaged"),
         (index(tokens="many"), "dataset.json is damaged"),
         (index(tokens=299), "has 600 bytes, not the 299 uint16 tokens"),
         (index(dtype="uint32"), "has 600 bytes, not the 300 uint32 tokens"),
-        (damage_tokens(b"\0" * 599), "has 599 bytes, not the 300 uint16 tokens"),
-        (damage_tokens(b""), "has 0 bytes, not the 300 uint16 tokens"),
-        (damage_tokens(b"\0" * 598 + b"\xff\0"), "contains token 255, outside .* vocabulary of 12"),
-        (damage_tokens(b"\0" * 598 + b"\x0c\0"), "contains token 12, outside .* vocabulary of 12"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer"),
+        (holding("tokens.bin", bytes(599)), "has 599 bytes, not the 300 uint16 tokens"),
+        (holding("tokens.bin", b""), "has 0 bytes, not the 300 uint16 tokens"),
+        (holding("tokens.bin", bytes(598) + b"\x0c\0"), "token 12, outside .* vocabulary of 12"),
+        (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin"),
+        (holding("tokenizer.json", b"{}"), "not a tokenizer"),
+        (holding("tokenizer.json", b"\xff"), "tokenizer.json: 'utf-8'"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (make_pipe, "tokenizer.json is missing"),
-        *(
-            # a sparse file costs nothing to make
-            (lambda folder, name=name: os.truncate(folder / name, 1 << 40), f"{name}.* 1,099,511,")
-            for name in ("dataset.json", "tokenizer.json")
-        ),
-        (
-            lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff"),
-            "tokenizer.json: 'utf-8'",
-        ),
-        (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin"),
+        # a sparse file costs nothing to make
+        (lambda it: os.truncate(it / "dataset.json", 1 << 40), r"dataset\.json.* 1,099,511,"),
+        (lambda it: os.truncate(it / "tokenizer.json", 1 << 40), r"tokenizer\.json.* 1,099,511,"),
     ],
 )
 def test_damaged_prepared_data_is_refused(prepared, damage, message):
@@ -347,21 +331,6 @@ def test_what_can_be_read_once_is_not_prepared(tmp_path):
     with pytest.raises(ValueError, match=r"pipe can be read only once: save its text"):
         prepare(DataConfig(data=(str(tmp_path / "pipe"),)), tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_preparing_leaves_nothing_behind_where_it_fails(tmp_path):
-    write(tmp_path, "fine")
-    (tmp_path / "bad").write_bytes(b"caf\xe9")
-    sources = (str(tmp_path / "input.txt"), str(tmp_path / "bad"))
-    with pytest.raises(ValueError, match="byte 3 can't be read"):
-        prepare(DataConfig(data=sources, tokenizer="byte"), tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "input.txt"]
-
-
-def test_a_text_of_no_bytes_is_not_prepared(tmp_path):
-    write(tmp_path, "")
-    with pytest.raises(ValueError, match=r"input.txt is empty"):
-        prepare(DataConfig(data=(str(tmp_path / "input.txt"),)), tmp_path / "out")
 
 
 def test_only_a_run_s_text_can_have_moved(tmp_path):

@@ -150,8 +150,11 @@ def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
         "f.rst.gz": gzipped(b"five"),
     }.items():
         write(tmp_path, name, data)
-    assert read_text([str(tmp_path)]) == "one two\nthree five"
-    assert read_text([str(tmp_path)], plain=True) == "three "
+    write(tmp_path / "deep", "d.txt", "six ")
+    write(tmp_path / "e.txt", "inner.txt", "seven")  # a folder with a text's name
+    last = write(tmp_path, "z.text", "last")
+    assert read_text([str(tmp_path), last, last]) == "one two\nthree six sevenfivelastlastlast"
+    assert read_text([str(tmp_path)], plain=True) == "three six seven"
 
 
 def test_bytes_that_are_read_are_counted(tmp_path):

@@ -42,6 +42,20 @@ def text(tmp_path):
     return tmp_path / "text.txt"
 
 
+@pytest.fixture
+def encoded(monkeypatch):
+    """The lengths of the texts that are encoded."""
+    lengths, encode_each = [], dataset_module.encode_each
+
+    def counted(*its):
+        for length, data in encode_each(*its):
+            lengths.append(length)
+            yield length, data
+
+    monkeypatch.setattr(dataset_module, "encode_each", counted)
+    return lengths
+
+
 def start(text, tokenizer, out):
     """A process that prepares 40 chunks and then waits."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -66,7 +80,7 @@ def done_files(out):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, tokenizer):
+def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded, tokenizer):
     out, config, said = tmp_path / "out", DataConfig((str(text),), True, tokenizer, 300), []
     process = start(text, tokenizer, out)
     try:
@@ -81,14 +95,6 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, tokenizer):
     with (partial / "tokens.bin").open("ab") as file:  # written, but not known to be
         file.write(b"abc")
     (partial / "done.json.0123abcd.partial").write_text("[1")  # killed while it replaced the file
-    encoded, encode_each = [], dataset_module.encode_each
-
-    def counted(*its):
-        for length, data in encode_each(*its):
-            encoded.append(length)
-            yield length, data
-
-    monkeypatch.setattr(dataset_module, "encode_each", counted)
     if tokenizer == "bpe":  # it was trained already
         monkeypatch.setattr(dataset_module.tokenizers.BPETokenizer, "train", None)
     fractions = []
@@ -136,20 +142,12 @@ def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path
     assert said == []
 
 
-def test_a_text_of_one_line_is_prepared_in_parts(tmp_path, monkeypatch):
+def test_a_text_of_one_line_is_prepared_in_parts(tmp_path, encoded):
     words = " ".join(["one", "fish", "two", "fishes"] * 200_000)
     (tmp_path / "line.txt").write_text(words)
     config = DataConfig((str(tmp_path / "line.txt"),), True, "bpe", 270)
-    lengths, encode_each = [], dataset_module.encode_each
-
-    def measured(*its):
-        for length, data in encode_each(*its):
-            lengths.append(length)
-            yield length, data
-
-    monkeypatch.setattr(dataset_module, "encode_each", measured)
     prepare(config, tmp_path / "out")
-    assert len(lengths) == 4
-    assert max(lengths) < 1_100_000
+    assert len(encoded) == 4
+    assert max(encoded) < 1_100_000
     mapped = load_dataset(DataConfig((str(tmp_path / "out"),)), 8)
     assert mapped.digest == load_dataset(config, 8).digest

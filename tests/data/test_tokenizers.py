@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
 from jgpt.data import tokenizers as tokenizers_module
-from jgpt.data.tokenizers import Tokenizer, encode_each, tokenizer_from_json
+from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 from jgpt.generation.chat import START
 from tests.generation.test_chat import with_chat_tokens
 
@@ -102,15 +102,6 @@ def test_byte_pairs_learn_what_is_frequent(byte_pairs):
     assert len(byte_pairs.encode("zebra")) == 5
 
 
-def test_gpt2_s_own_byte_pairs(data_directory):
-    tokenizer = BPETokenizer.from_gpt2(data_directory / "gpt2-bpe")
-    assert tokenizer.vocab_size == 50257
-    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
-    assert tokenizer.decode([15496, 995, 50256]) == "Hello world<|endoftext|>"
-    text = "  It's 2026,\n\n\tnaïve 🙂 \u2028"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_gpt2_s_files_are_read_under_both_names(tmp_path):
     letters = {letter: index for index, letter in enumerate("abc")}
     (tmp_path / "vocab.json").write_text(json.dumps(letters | {"ab": 3, "abc": 4}))
@@ -169,12 +160,6 @@ def test_a_character_vocabulary_is_sorted_unique_and_not_empty():
             CharTokenizer(characters)
     with pytest.raises(TypeError, match="the text must be a string, not bytes"):
         CharTokenizer.from_text(b"abc")  # type: ignore[arg-type]
-
-
-def test_an_empty_text_has_tokens(byte_pairs):
-    for tokenizer in (CharTokenizer("a"), ByteTokenizer(), byte_pairs):
-        assert tokenizer.encode("").shape == (0,)
-        assert tokenizer.decode([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -237,6 +222,7 @@ def test_a_vocabulary_that_leaves_tokens_out_reaches_to_its_last(byte_pairs):
 REPLACE = {"type": "Replace", "pattern": {"String": "l"}, "content": "ll"}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [PIECE], "special_tokens": {}}
 
 
 @pytest.mark.parametrize(
@@ -248,15 +234,7 @@ PIECE = {"Sequence": {"id": "A", "type_id": 0}}
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 5}),
         ("decoder", {"type": "Sequence", "decoders": [REPLACE] * 3}),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [PIECE] * 17,
-                "pair": [PIECE],
-                "special_tokens": {},
-            },
-        ),
+        ("post_processor", TEMPLATE | {"single": [PIECE] * 17}),
     ],
 )
 def test_what_may_make_a_text_much_longer_is_refused(byte_pairs, part, value):
@@ -278,26 +256,31 @@ def test_what_models_of_today_have_is_read(byte_pairs):
     assert tokenizer.decode(tokenizer.encode("low new")) == "▁low▁new"
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(x+x+)+y", "(b|b?)*$"])
-def test_a_regular_expression_that_takes_too_long_is_one_line(byte_pairs, pattern, capfd):
+def split_at(pattern):
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    with pytest.raises(ValueError, match="the tokenizer failed: Onig: Regex search error"):
-        from_hf(byte_pairs, pre_tokenizer=split | {"invert": False})
-    assert capfd.readouterr().err == ""
+    return {"pre_tokenizer": split | {"invert": False}}
 
 
-def test_a_token_that_is_missing_is_an_error_of_the_text(byte_pairs):
-    words = {"type": "WordLevel", "vocab": {"a": 0, "A": 1, "0": 2, "Ċ": 3}, "unk_token": "?"}
-    with pytest.raises(ValueError, match="the tokenizer failed: WordLevel error: Missing"):
-        from_hf(byte_pairs, model=words).encode("b")
+WORDS_ONLY = {"type": "WordLevel", "vocab": {"a": 0, "A": 1, "0": 2, "Ċ": 3}, "unk_token": "?"}
 
 
-def test_a_panic_is_an_error_of_the_text(byte_pairs):
-    """Of one that is not noticed before: each letter alone takes no time."""
-    split = {"type": "Split", "pattern": {"Regex": "(ab|ab)+$"}, "behavior": "Isolated"}
-    tokenizer = from_hf(byte_pairs, pre_tokenizer=split | {"invert": False})
-    with pytest.raises(ValueError, match="the tokenizer failed: Onig: Regex search error"):
-        tokenizer.encode("ab" * 99 + "c")
+@pytest.mark.parametrize(
+    ("parts", "text", "error"),
+    [
+        # noticed when it is read, in one line
+        (split_at("(a+)+$"), "", "Onig: Regex search error"),
+        (split_at("(x+x+)+y"), "", "Onig: Regex search error"),
+        (split_at("(b|b?)*$"), "", "Onig: Regex search error"),
+        # noticed in a text alone, since each letter takes no time, as a panic
+        (split_at("(ab|ab)+$"), "ab" * 99 + "c", "Onig: Regex search error"),
+        ({"model": WORDS_ONLY}, "b", "WordLevel error: Missing"),
+    ],
+    ids=["letters", "pairs", "or nothing", "a panic", "no such token"],
+)
+def test_a_failure_of_tokenizers_is_one_line(byte_pairs, parts, text, error, capfd):
+    with pytest.raises(ValueError, match=f"the tokenizer failed: {error}"):
+        from_hf(byte_pairs, **parts).encode(text)
+    assert text or capfd.readouterr().err == ""
 
 
 # --- tiktoken ------------------------------------------------------------------------------------
@@ -383,59 +366,35 @@ TOKEN = {"special": True, "normalized": False, "single_word": False, "lstrip": F
         {"pre_tokenizer": BYTES | {"use_regex": True, "add_prefix_space": True}},
         {"pre_tokenizer": None},
         {"normalizer": {"type": "NFC"}},
-        {"post_processor": {"type": "TemplateProcessing", "single": [PIECE] * 2, "pair": [PIECE]}},
+        {"post_processor": TEMPLATE | {"single": [PIECE] * 2}},
         {"added_tokens": [TOKEN | {"id": 999, "content": "<a>", "rstrip": True}]},
         {
             "added_tokens": [
                 TOKEN | {"id": 998 + n, "content": n * "<", "rstrip": False} for n in (1, 2)
             ]
         },
-        {"model": {"ignore_merges": True}},
-        {"model": {"byte_fallback": True}},
     ],
     ids=str,
 )
 def test_tokens_that_might_differ_are_left_to_tokenizers(byte_pairs, changes):
-    changes = dict(changes)
-    if "model" in changes:
-        changes["model"] = model_of(byte_pairs, **changes["model"])
-    if "post_processor" in changes:
-        changes["post_processor"] = changes["post_processor"] | {"special_tokens": {}}
     assert from_hf(byte_pairs)._fast is not None
     assert from_hf(byte_pairs, **changes)._fast is None
 
 
 def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs):
-    """In another order than their tokens, without their letters, of a token made twice."""
     model = model_of(byte_pairs)
     vocab, merges = model["vocab"], model["merges"]
     first, second = ("".join(pair) for pair in merges[:2])
-    swapped = vocab | {first: vocab[second], second: vocab[first]}
-    letterless = {word: token for word, token in vocab.items() if word != "!"}
+    twice = {"vocab": vocab | {"Ġq": 998, "qx": 999, "Ġqx": 1000}}
     for changes in (
-        {"vocab": swapped},
-        {"vocab": letterless},
-        {"vocab": vocab | {"zzz": 999}},
-        {
-            "vocab": vocab | {"Ġq": 998, "qx": 999, "Ġqx": 1000},
-            "merges": [*merges, ["Ġ", "q"], ["q", "x"], ["Ġ", "qx"]],
-        },
+        {"ignore_merges": True},
+        {"byte_fallback": True},
+        {"vocab": vocab | {first: vocab[second], second: vocab[first]}},  # in another order
+        {"vocab": {word: token for word, token in vocab.items() if word != "!"}},
+        {"vocab": vocab | {"zzz": 999}},  # of no merge
+        twice | {"merges": [*merges, ["Ġ", "q"], ["q", "x"], ["Ġ", "qx"]]},
     ):
         assert from_hf(byte_pairs, model=model | changes)._fast is None
-
-
-def test_texts_are_encoded_in_turn(byte_pairs):
-    texts = [f"low {'newer ' * n}" for n in range(40)]
-    asked = []
-    each = encode_each(
-        byte_pairs, (asked.append(text) or text for text in texts), np.dtype(np.uint16)
-    )
-    found = [next(each)]
-    assert len(asked) < 20
-    found += each
-    assert [length for length, _ in found] == [*map(len, texts)]
-    for text, (_, data) in zip(texts, found, strict=True):
-        assert np.frombuffer(data, np.uint16).tolist() == byte_pairs.encode(text).tolist()
 
 
 def test_long_words_are_learnt_from_in_parts():

@@ -1,6 +1,5 @@
 """`jgpt import` and `jgpt export` as a user types them."""
 
-import json
 import shutil
 
 import jax.numpy as jnp
@@ -103,30 +102,25 @@ def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
     ).read_text()
 
 
-def test_a_bad_checkpoint_is_one_line_and_writes_nothing(write_nanogpt, text_file, tmp_path):
-    (tmp_path / "ckpt.pt").write_bytes(b"\x80\x04 not one")
-    write_nanogpt(tmp_path / "good.pt")
-    nanogpt = ("--from", "nanogpt", "--out", tmp_path / "run")
+def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, write_nanogpt, tmp_path):
+    run, nanogpt = tmp_path / "run", ("--from", "nanogpt")
+    text, config = imported.parent / "alphabet.txt", gpt2 / "config.json"
+    bad, good = tmp_path / "bad.pt", tmp_path / "good.pt"
+    bad.write_bytes(b"\x80\x04 not one")
+    write_nanogpt(good)
     before = sorted(tmp_path.iterdir())
-    bad = refused("import", tmp_path / "ckpt.pt", *nanogpt, "--tokenizer", text_file)
-    assert "not a nanoGPT checkpoint" in bad
-    assert "give --tokenizer" in refused("import", tmp_path / "good.pt", *nanogpt)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, text_file, tmp_path):
-    run = tmp_path / "run"
-    before = sorted(tmp_path.iterdir())
-    assert "config.json" in refused("import", tmp_path / "nowhere", "--out", run)
-    assert "already exists" in refused("import", gpt2, "--out", imported)
-    assert "they don't belong together" in refused(
-        "import", gpt2, "--out", run, "--tokenizer", text_file
-    )
-    assert "not a tokenizer" in refused(
-        "import", gpt2, "--out", run, "--tokenizer", gpt2 / "config.json"
-    )
-    assert "is not a run directory" in refused("export", gpt2 / "nowhere", "--out", run)
-    assert "already exists" in refused("export", imported, "--out", gpt2)
+    for reason, *line in (
+        ("config.json", "import", tmp_path / "nowhere", "--out", run),
+        ("already exists", "import", gpt2, "--out", imported),
+        ("they don't belong together", "import", gpt2, "--out", run, "--tokenizer", text),
+        ("not a tokenizer", "import", gpt2, "--out", run, "--tokenizer", config),
+        ("is not a run directory", "export", gpt2 / "nowhere", "--out", run),
+        ("already exists", "export", imported, "--out", gpt2),
+        ("not a nanoGPT checkpoint", "import", bad, *nanogpt, "--out", run, "--tokenizer", text),
+        ("give --tokenizer", "import", good, *nanogpt, "--out", run),
+        ("--block-size 3 needs rotary", "import", good, *nanogpt, "--out", run, "--block-size", 3),
+    ):
+        assert reason in refused(*line)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -141,38 +135,27 @@ def qwen3(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_model_of_today_in_and_out(qwen3, text_file, tmp_path):
+def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_path):
+    """In bfloat16 on a mesh, with a batch, a text and a learning rate of its own."""
     run, out = tmp_path / "run", tmp_path / "again"
-    said = worked("import", qwen3, "--out", run, "--data", text_file)
+    said = worked("import", qwen3, "--out", run, "--block-size", 6, "--dtype", "bfloat16")
     assert said == f"2 layers, 24 features, vocabulary 263; next: jgpt sample {run}\n"
-    model, tokenizer, _ = load(run)
-    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
-    tokens = jnp.asarray(tokenizer.encode("abcdefghij")[None, :8])
-    whole = jgpt.load_hf(qwen3)
-    np.testing.assert_allclose(model(tokens), whole(tokens)[..., :263], rtol=1e-5, atol=1e-5)
+    before, tokenizer, _ = load(run)
+    text = jnp.asarray(tokenizer.encode(TEXT)[:70].reshape(10, 7))
+    whole = jgpt.load_hf(qwen3)(text[:, :-1])[..., :263]
+    start = float(jgpt.cross_entropy(before(text[:, :-1]), text[:, 1:]))
+    assert start == pytest.approx(float(jgpt.cross_entropy(whole, text[:, 1:])), rel=0.01)
     assert worked("sample", run, "--prompt", "abc", "--max-new-tokens", 5).startswith("abc")
     assert "AutoModelForCausalLM" in worked("export", run, "--out", out)
-    assert_same_weights(jgpt.load_hf(out), model)
+    assert_same_weights(jgpt.load_hf(out), before)
     assert (out / "tokenizer.json").read_bytes() == (qwen3 / "tokenizer.json").read_bytes()
     assert (out / "tokenizer_config.json").read_text().endswith("}\n")
 
-
-@pytest.mark.slow
-def test_fine_tuning_in_bfloat16_on_a_mesh(qwen3, text_file, tmp_path):
-    """From the imported weights, with a batch, a text and a learning rate of its own."""
-    run = tmp_path / "run"
-    options = ("--block-size", 6, "--dtype", "bfloat16")
-    worked("import", qwen3, "--out", run, *options)
-    before = load(run)[0]
     trained = ("--data", text_file, "--batch-size", 8, "--learning-rate", 0.003, "--steps", 8)
     worked("train", "--resume", "--out", run, *trained, "--mesh", "data=2,fsdp=2,tensor=2")
     config = load(run)[2]
     assert (config.model.dtype, config.model.block_size, config.batch_size) == ("bfloat16", 6, 8)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    tokenizer = load(run)[1]
-    text = jnp.asarray(tokenizer.encode(TEXT)[:70].reshape(10, 7))
-    start = float(jgpt.cross_entropy(before(text[:, :-1]), text[:, 1:]))
+    losses = [line["loss"] for line in RunDirectory(run).metrics() if "loss" in line]
     assert losses[0] == pytest.approx(start, rel=0.1)  # what was imported is what is trained
     assert losses[-1] < 0.8 * losses[0]
     said = refused("train", "--resume", "--out", run, "--batch-size", 4)  # a step was taken
@@ -184,5 +167,3 @@ def test_what_the_state_was_made_with_stays(qwen3, text_file, tmp_path):
     for option in (("--optimizer", "muon"), ("--dtype", "bfloat16"), ("--gradient-clip", 0)):
         said = refused("train", "--resume", "--out", tmp_path / "run", "--steps", 1, *option)
         assert "doesn't match the run to resume" in said
-    said = refused("import", "x", "--from", "nanogpt", "--out", tmp_path / "y", "--block-size", 3)
-    assert "--block-size 3 needs rotary positions" in said

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import attend, attention_weights, causal_mask
+from jgpt import Head, attend, attention_weights, causal_mask
 from jgpt.nn import kernels
-from jgpt.nn.attention import apply_rotary, merge_heads, split_heads
-from jgpt.nn.kernels import fused_attend, repeat_heads
+from jgpt.nn.attention import apply_rotary
+from jgpt.nn.kernels import attend_windowed, fused_attend, repeat_heads
 from tests.models import attention, compiled, loud, normal
 
 BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
@@ -44,16 +44,6 @@ def test_the_softmax_of_bfloat16_is_float32():
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(narrow), wide, atol=2**-8)
     assert abs(float(wide[0, 0]) - 0.5) > 2**-5
-
-
-def test_heads_are_split_and_merged_in_order():
-    x = jnp.arange(2 * 3 * 8.0).reshape(2, 3, 8)
-    heads = split_heads(x, 4)
-    assert heads.shape == (2, 4, 3, 2)
-    assert heads[1, 3, 2].tolist() == x[1, 2, 6:8].tolist()
-    assert jnp.array_equal(merge_heads(heads), x)
-    assert jnp.array_equal(split_heads(x, 1), x[:, None])  # one head has all features
-    assert jnp.array_equal(merge_heads(x[:, None]), x)
 
 
 MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
@@ -103,14 +93,6 @@ def test_a_head_is_a_copy():
 def test_there_is_no_other_head(index):
     with pytest.raises(ValueError, match=f"there is no head {index}: the heads are 0 to 2"):
         attention(EMBED_DIM, NUM_HEADS).head(index)
-
-
-@pytest.mark.parametrize("num_heads", [5, 24])
-def test_features_divide_into_heads(num_heads):
-    with pytest.raises(
-        ValueError, match=f"embed_dim=12 must be divisible by num_heads={num_heads}"
-    ):
-        attention(EMBED_DIM, num_heads)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
@@ -191,21 +173,6 @@ def test_a_module_fuses_what_can_be_fused(monkeypatch):
     assert len(calls) == 3
 
 
-def test_a_pair_is_turned_by_its_position():
-    x = jnp.array([[3.0, 4.0], [1.0, 0.0], [1.0, 2.0]])
-    cosine, sine = math.cos(-40), math.sin(-40)
-    by_hand = [[3, 4], [math.cos(1), math.sin(1)], [cosine - 2 * sine, sine + 2 * cosine]]
-    turned = compiled(apply_rotary, x, jnp.array([0, 1, -40]))
-    np.testing.assert_allclose(turned, by_hand, rtol=1e-5)
-
-
-def test_each_pair_turns_at_its_own_pace():
-    # features 0 and 2 are a pair that turns by 1 a position, 1 and 3 one that turns by 1/100
-    turned = compiled(apply_rotary, jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([3]))
-    by_hand = [math.cos(3), 2 * math.cos(0.03), math.sin(3), 2 * math.sin(0.03)]
-    np.testing.assert_allclose(turned, [by_hand], rtol=1e-5)
-
-
 def test_turning_is_as_narrow_as_what_it_turns():
     x, position = normal(0, TIME, 6, dtype=jnp.bfloat16), jnp.arange(1000, 1000 + TIME)
     turned = compiled(apply_rotary, x, position)
@@ -213,3 +180,50 @@ def test_turning_is_as_narrow_as_what_it_turns():
     # the angles are not narrow: 1001 and 1002 are one number in bfloat16
     wide = compiled(apply_rotary, x.astype(jnp.float32), position)
     np.testing.assert_allclose(np.float32(turned), wide, atol=0.05)
+
+
+# --- windows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("time", "window"), [(5, 2), (3, 1), (3, 3), (3, None), (0, None)])
+def test_a_query_may_look_at_itself_and_so_much_of_its_past(time, window):
+    distance = np.arange(time)[:, None] - np.arange(time)
+    assert np.array_equal(
+        causal_mask(time, window), (distance >= 0) & (distance < (window or time))
+    )
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_that_holds_nothing_is_refused(window):
+    with pytest.raises(ValueError, match=f"time={-TIME} must not be negative"):
+        causal_mask(-TIME)
+    with pytest.raises(ValueError, match=f"window={window} must be positive"):
+        causal_mask(TIME, window)
+    with pytest.raises(ValueError, match=f"window={window} must be positive"):
+        attention(EMBED_DIM, NUM_HEADS, window=window)
+
+
+def test_a_window_is_of_the_past():
+    """Without an order it is refused rather than not heeded; across sequences there is none."""
+    windowed, plain = attention(EMBED_DIM, NUM_HEADS, window=2), attention(EMBED_DIM, NUM_HEADS)
+    inputs = X, normal(2, BATCH, CONTEXT, EMBED_DIM)
+    found, expected = compiled(lambda *xs: [each(*xs) for each in (windowed, plain)], *inputs)
+    assert jnp.array_equal(found, expected)
+    windowed.causal = False
+    for module in (windowed, Head(EMBED_DIM, 4, window=2, causal=False, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match="window=2 needs causal=True"):
+            jax.eval_shape(module, X)
+
+
+def test_the_first_window_and_the_others_drop_with_keys_of_their_own(monkeypatch):
+    def recorded(*inputs, dropout_key, dropout, **options):
+        assert dropout == 0.3
+        keys.append(jax.random.key_data(dropout_key).tolist())
+        return attend(*inputs, dropout_key=dropout_key, dropout=dropout, **options)
+
+    monkeypatch.setattr(kernels, "attend", recorded)
+    keys, x, given = [], normal(1, 8, 4), jax.random.key(5)
+    attend_windowed(x, x, x, causal_mask(8), 3, dropout=0.3, dropout_key=given)
+    first, others = keys
+    assert first != others
+    assert jax.random.key_data(given).tolist() not in keys

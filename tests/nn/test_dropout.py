@@ -12,7 +12,7 @@ import jgpt
 from jgpt.nn.attention import attend
 from jgpt.nn.kernels import attend_windowed
 from jgpt.nn.layers import apply_dropout
-from tests.models import compiled, normal
+from tests.models import compiled, normal, random_gpt
 
 RATE = 0.3
 PLAIN = jgpt.ModelConfig(embed_dim=6, num_heads=3, hidden_dim=13)
@@ -99,17 +99,6 @@ def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
     assert not jnp.array_equal(first, evaluated)
 
 
-@EVERY
-def test_training_mode_without_a_key_is_an_error(module):
-    """Not a loop of `nnx.Optimizer` that trains without dropout and doesn't know."""
-    module = nnx.clone(module)
-    module.train()
-    with pytest.raises(ValueError, match=rf"dropout={RATE} needs .* rngs=nnx.Rngs\(dropout=key\)"):
-        jax.eval_shape(lambda x: module(x), X)
-    module.eval()
-    jax.eval_shape(lambda x: module(x), X)
-
-
 @pytest.mark.parametrize(("dropout", "ngram_dropout"), [(RATE, 0.0), (0.0, RATE)])
 def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
     config = jgpt.ModelConfig(
@@ -134,6 +123,33 @@ def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
         jgpt.generate(model, tokens, 2, key=jax.random.key(0))
     model.eval()
     nnx.eval_shape(loss, model)
+
+
+def test_training_drops_the_n_grams_of_whole_positions():
+    sizes = {"vocab_size": 17, "block_size": 64, "num_layers": 1, "num_heads": 3, "embed_dim": 6}
+    ngrams = {"ngram_sizes": (2, 4), "ngram_rows": 19, "ngram_dropout": RATE}
+    model = random_gpt("nanogpt", **sizes, **ngrams)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(17, size=(40, 64)))
+    assert model.ngram_embedding is not None
+    added = np.asarray(compiled(model.ngram_embedding, tokens))
+    bare = np.asarray(compiled(model.embed, tokens)) - added
+    train = jax.jit(lambda key: model.embed(tokens, rngs=nnx.Rngs(dropout=key)))
+
+    def kept(seed):
+        """What is left of the n-grams, as a part of them."""
+        left = np.asarray(train(jax.random.key(seed))) - bare
+        ratio = (left * added).sum(-1) / (added * added).sum(-1)
+        # all of a position's features are scaled alike
+        assert abs(left - ratio[..., None] * added).max() < 1e-5
+        return ratio
+
+    ratio = kept(3)
+    is_kept = ratio > 0.5
+    np.testing.assert_allclose(ratio, np.where(is_kept, 1 / (1 - RATE), 0), atol=1e-3)
+    assert abs(is_kept.mean() - (1 - RATE)) < 4 * (RATE * (1 - RATE) / ratio.size) ** 0.5
+    assert not np.array_equal(is_kept[0], is_kept[1])
+    np.testing.assert_allclose(kept(3), ratio, atol=1e-6)
+    assert not np.array_equal(kept(4) > 0.5, is_kept)
 
 
 def test_no_dropout_is_the_default():

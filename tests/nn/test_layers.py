@@ -7,25 +7,11 @@ import pytest
 from flax import nnx
 
 from jgpt.nn.layers import (
-    Embedding,
     LayerNorm,
-    Linear,
     RMSNorm,
     rms_norm,
 )
 from jgpt.nn.products import project, project_to_vocabulary
-
-
-@pytest.mark.parametrize("std", [0.02, 3.0])
-def test_parameters_are_drawn_from_a_normal_distribution(std):
-    options = {} if std == 0.02 else {"init_std": std}
-    kernel = Linear(90, 110, rngs=nnx.Rngs(1), **options).kernel[...]
-    table = Embedding(90, 110, rngs=nnx.Rngs(1), **options).embedding[...]
-    for drawn in (kernel, table):
-        assert float(drawn.std()) == pytest.approx(std, rel=0.03)
-        assert abs(float(drawn.mean())) < 0.04 * std
-        within = float((abs(drawn) < std).mean())
-        assert within == pytest.approx(0.683, abs=0.02)
 
 
 def test_a_wide_projection_has_a_derivative_forward_too():
@@ -67,11 +53,11 @@ def test_a_projection_and_its_gradients_by_hand(dtype, activation):
 
 
 def test_a_narrow_projection_adds_up_in_float32():
-    """512 ones after a big number would each be lost in bfloat16."""
-    row = jnp.concatenate([jnp.array([4096.0]), jnp.ones(512)])[None]
-    assert project(row, jnp.ones((513, 1)), "bfloat16").tolist() == [[4608]]
+    """513 ones after a big number would each be lost in bfloat16, and the last one of the sum."""
+    row = jnp.concatenate([jnp.array([4096.0]), jnp.ones(513)])[None]
+    assert project(row, jnp.ones((514, 1)), "bfloat16").tolist() == [[4609]]
     gradient = jax.grad(lambda kernel: project(row.T, kernel, "bfloat16").sum())(jnp.ones((1, 1)))
-    assert gradient.tolist() == [[4608]]
+    assert gradient.tolist() == [[4609]]
 
 
 def test_a_layer_norm_of_16_bits_subtracts_the_mean_in_32():

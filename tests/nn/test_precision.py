@@ -24,41 +24,25 @@ NO_CUDA = Platform("gpu")
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype"),
+    ("platform", "auto", "narrow"),
     [
-        (CPU, "float32"),
-        (TPU, "bfloat16"),
-        (HOPPER, "bfloat16"),
-        (AMPERE, "bfloat16"),
-        (TURING, "float32"),
-        (NO_CUDA, "float32"),
-    ],
-    ids=str,
-)
-def test_auto_is_bfloat16_where_that_is_fast(platform, dtype):
-    assert for_platform(AUTO, platform).dtype == dtype
-    for chosen in ("bfloat16", "float32", "float64"):
-        config = dataclasses.replace(AUTO, dtype=chosen)
-        assert for_platform(config, platform).dtype == chosen
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "kept"),
-    [
-        (CPU, "bfloat16", "float32"),
         (CPU, "float32", "float32"),
-        (CPU, "float64", "float64"),
+        (TPU, "bfloat16", "bfloat16"),
         (HOPPER, "bfloat16", "bfloat16"),
-        (NO_CUDA, "bfloat16", "bfloat16"),
-        (TPU, "float32", "float32"),
+        (AMPERE, "bfloat16", "bfloat16"),
+        (TURING, "float32", "bfloat16"),
+        (NO_CUDA, "float32", "bfloat16"),
     ],
     ids=str,
 )
-def test_activations_are_narrow_only_where_that_is_fast(platform, dtype, kept):
-    config = dataclasses.replace(AUTO, dtype=dtype)
-    assert for_platform(config, platform).activation_dtype == kept
-    config = dataclasses.replace(config, activation_dtype="float64")
-    assert for_platform(config, platform).activation_dtype == "float64"
+def test_what_is_left_to_the_platform_is_narrow_where_that_is_fast(platform, auto, narrow):
+    """`auto`, and the activations of a model in bfloat16; a dtype that is given stays."""
+    assert for_platform(AUTO, platform).dtype == auto
+    for chosen, kept in (("bfloat16", narrow), ("float32", "float32"), ("float64", "float64")):
+        decided = for_platform(dataclasses.replace(AUTO, dtype=chosen), platform)
+        assert (decided.dtype, decided.activation_dtype) == (chosen, kept)
+    given = dataclasses.replace(AUTO, activation_dtype="float64")
+    assert for_platform(given, platform).activation_dtype == "float64"
 
 
 @pytest.mark.parametrize(

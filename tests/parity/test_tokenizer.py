@@ -40,10 +40,6 @@ def test_random_unicode(pair):
         assert_same(pair, "".join(map(chr, source.choices(alphabet, k=length))))
 
 
-def test_tiny_shakespeare(pair, shakespeare):
-    assert_same(pair, shakespeare)
-
-
 def test_the_end_of_text_is_one_token_and_survives_json(pair):
     text = "one<|endoftext|>\n two<|endoftext|><|endoftext"
     assert_same(pair, text)

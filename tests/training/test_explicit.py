@@ -2,6 +2,7 @@
 
 import functools
 import textwrap
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -107,36 +108,28 @@ SHARDED = {
     "num_kv_heads": "8@tensor",
     "vocab_size": "8@tensor",
 }
-NO_DIMENSION = (None,)
+HEADS, KV_HEADS = ("num_heads", 8), ("num_kv_heads", 4)
+LAYERS: dict[str, tuple[Any, Any]] = {
+    "attention.query": ("embed_dim", HEADS),
+    "attention.key": ("embed_dim", KV_HEADS),
+    "attention.value": ("embed_dim", KV_HEADS),
+    "attention.projection": (HEADS, "embed_dim"),
+    "feed_forward.expansion": ("embed_dim", "hidden_dim"),
+    "feed_forward.gate": ("embed_dim", "hidden_dim"),
+    "feed_forward.projection": ("hidden_dim", "embed_dim"),
+    "head": ("embed_dim", "vocab_size"),
+}
+NORMS = ("attention_norm", "feed_forward_norm", "final_norm")
 PARAMETERS: dict[str, tuple[Any, ...]] = {
     "token_embedding.embedding": ("vocab_size", "embed_dim"),
     "position_embedding.embedding": (None, "embed_dim"),
     "ngram_embedding.table.embedding": (None, "embed_dim"),
-    "attention.query.kernel": ("embed_dim", ("num_heads", 8)),
-    "attention.query.bias": (("num_heads", 8),),
-    "attention.key.kernel": ("embed_dim", ("num_kv_heads", 4)),
-    "attention.key.bias": (("num_kv_heads", 4),),
-    "attention.value.kernel": ("embed_dim", ("num_kv_heads", 4)),
-    "attention.value.bias": (("num_kv_heads", 4),),
-    "attention.query_norm.scale": NO_DIMENSION,
-    "attention.key_norm.scale": NO_DIMENSION,
-    "attention.projection.kernel": (("num_heads", 8), "embed_dim"),
-    "attention.projection.bias": ("embed_dim",),
-    "attention_norm.scale": NO_DIMENSION,
-    "attention_norm.bias": NO_DIMENSION,
-    "feed_forward.expansion.kernel": ("embed_dim", "hidden_dim"),
-    "feed_forward.expansion.bias": ("hidden_dim",),
-    "feed_forward.gate.kernel": ("embed_dim", "hidden_dim"),
-    "feed_forward.gate.bias": ("hidden_dim",),
-    "feed_forward.projection.kernel": ("hidden_dim", "embed_dim"),
-    "feed_forward.projection.bias": ("embed_dim",),
-    "feed_forward_norm.scale": NO_DIMENSION,
-    "feed_forward_norm.bias": NO_DIMENSION,
-    "final_norm.scale": NO_DIMENSION,
-    "final_norm.bias": NO_DIMENSION,
-    "shortcut": NO_DIMENSION,
-    "head.kernel": ("embed_dim", "vocab_size"),
-    "head.bias": ("vocab_size",),
+    **{f"{name}.kernel": dimensions for name, dimensions in LAYERS.items()},
+    **{f"{name}.bias": (outputs,) for name, (_, outputs) in LAYERS.items()},
+    **{f"{name}.{part}": (None,) for name in NORMS for part in ("scale", "bias")},
+    "attention.query_norm.scale": (None,),
+    "attention.key_norm.scale": (None,),
+    "shortcut": (None,),
 }
 TABLE = {"table.embedding": (None, "embed_dim")}
 EVERYTHING = config_of(
@@ -216,54 +209,38 @@ def read_tables(parameter, dtype=None):
     return read(parameter) if dtype is None else parameter[...]
 
 
+UNSPLIT_BATCH = "dimension batch is not sharded, the rules say data and fsdp."
+UNSPLIT_HEADS = "dimension {self.num_heads} is not sharded, the rules say tensor."
 STEP = "training.step.make_train_steps.<locals>."
+WINDOWS = STEP + "steps() got a wrong argument `windows`."
+BLOCK = "nn.transformer.Block.__call__() got a wrong argument `x`."
+PROJECTED = "nn.heads.MultiHeadAttention._project() returned a wrong result."
 FAULTS = {
-    "the batch is replicated": (
-        None,
-        STEP + "steps() got a wrong argument `windows`.",
-        "dimension batch is not sharded, the rules say data and fsdp.",
-    ),
-    "the batch is sharded over one axis of two": (
-        "data",
-        STEP + "steps() got a wrong argument `windows`.",
-        "dimension batch is sharded over data, the rules say data and fsdp.",
-    ),
+    "the batch is replicated": (None, WINDOWS, UNSPLIT_BATCH),
     "the axes of the batch are swapped": (
         ("fsdp", "data"),
-        STEP + "steps() got a wrong argument `windows`.",
+        WINDOWS,
         "dimension batch is sharded over fsdp and data, the rules say data and fsdp.",
     ),
     "the step gathers the batch": (
         replaced(sharding, "shard_by_name", moved(itself)),
         STEP + "gradients_of() got a wrong argument `window`.",
-        "dimension batch is not sharded, the rules say data and fsdp.",
+        UNSPLIT_BATCH,
     ),
     "the residual stream is replicated": (
         replaced(depth, "shard_by_name", moved(itself)),
-        "nn.transformer.Block.__call__() got a wrong argument `x`.",
-        "dimension batch is not sharded, the rules say data and fsdp.",
+        BLOCK,
+        UNSPLIT_BATCH,
     ),
     "features of the residual stream are sharded": (
         replaced(depth, "shard_by_name", moved(itself, BATCH, None, "tensor")),
-        "nn.transformer.Block.__call__() got a wrong argument `x`.",
+        BLOCK,
         "dimension {self.embed_dim} is sharded over tensor, the rules say no axis.",
-    ),
-    "time is sharded": (
-        replaced(depth, "shard_by_name", moved(itself, BATCH, "tensor")),
-        "nn.transformer.Block.__call__() got a wrong argument `x`.",
-        "dimension time is sharded over tensor, the rules say no axis.",
-    ),
-    "heads are replicated": (
-        replaced(heads, "split_heads", moved(split_heads, BATCH)),
-        "nn.heads.MultiHeadAttention._project() returned a wrong result.",
-        "item 0 is float32[24@data+fsdp,8,10,6]: "
-        "dimension {self.num_heads} is not sharded, the rules say tensor.",
     ),
     "features of a head are sharded instead": (
         replaced(heads, "split_heads", moved(split_heads, BATCH, None, None, "tensor")),
-        "nn.heads.MultiHeadAttention._project() returned a wrong result.",
-        "item 0 is float32[24@data+fsdp,8,10,6@tensor]: "
-        "dimension {self.num_heads} is not sharded, the rules say tensor.",
+        PROJECTED,
+        "item 0 is float32[24@data+fsdp,8,10,6@tensor]: " + UNSPLIT_HEADS,
     ),
     "repeated key-value heads are replicated": (
         replaced(sharding, "_rule", lambda *_: None),
@@ -285,11 +262,6 @@ FAULTS = {
         "nn.products.project() got a wrong argument `kernel`.",
         "dimension in_features is sharded over fsdp, and not sharded before in this call.",
     ),
-    "a weight is gathered that should not be": (
-        replaced(sharding, "_gathered", lambda dimensions, dtype, x: replicate(x)),
-        "nn.attention.split_heads() returned a wrong result.",
-        "dimension {heads} is not sharded, the rules say tensor.",
-    ),
     "hidden features are gathered": (
         replaced(transformer, "activation", lambda name: moved(jax.nn.relu, BATCH)),
         "nn.transformer.FeedForward.__call__() computed a wrong intermediate.",
@@ -308,7 +280,11 @@ FAULTS = {
 }
 
 
-QUICK = ("the batch is replicated", "heads are replicated", "a weight is not gathered")
+QUICK = (
+    "the batch is replicated",
+    "features of a head are sharded instead",
+    "a weight is not gathered",
+)
 
 
 @pytest.mark.parametrize("name", only(QUICK, FAULTS))
@@ -367,48 +343,46 @@ def array(*shape: int, axes: Any = ()) -> jax.Array:
     return jax.sharding.reshard(jnp.ones(shape), P(*axes))
 
 
-def test_a_name_without_rules_may_be_sharded_but_alike_in_a_call():
-    with explicit(ALL):
-        for axes in ((), (BATCH, None, "tensor"), ("tensor", BATCH), (None, None, "fsdp")):
-            normalised(array(8, 4, 6, axes=axes))
-        with pytest.raises(
-            TypeCheckError, match=r"in_features is sharded over tensor, and not sha"
-        ):
-            project(array(8, 4), array(4, 6, axes=("tensor",)), "float32")
+UNALIKE = "is sharded over tensor, and not sharded before in this call"
 
 
-def test_a_product_of_names_is_sharded_as_the_first():
-    with explicit(ALL):
-        merged(array(8, 4, 3, 6, axes=(BATCH, "tensor")))
-        with pytest.raises(
-            TypeCheckError, match=r"heads\*value_dim is sharded over tensor, and not"
-        ):
-            merged(array(8, 3, 3, 6, axes=(BATCH,)))  # no axis divides three heads
-
-
-def test_other_expressions_are_free():
-    with explicit(ALL):
-        last(array(2, 2, axes=(None, "tensor")))
-
-
-def test_each_leaf_of_a_tree_is_checked():
-    with explicit(ALL):
-        averaged([array(8, 3, axes=(BATCH,))] * 2)
-        with pytest.raises(TypeCheckError, match=r"its leaf 1 is float32\[8@data,3\]: dimension b"):
-            averaged([array(8, 3, axes=(BATCH,)), array(8, 3, axes=("data",))])
-
-
-def test_what_axes_do_not_divide_is_to_be_replicated():
-    with explicit("data=8"):
-        averaged([array(7, 3)] * 2)
-        averaged([array(8, 3, axes=("data",))] * 2)
-        with pytest.raises(TypeCheckError, match="batch is not sharded, the rules say data"):
-            averaged([array(8, 3)] * 2)
-
-
-def test_an_axis_of_size_one_shards_nothing():
-    with explicit("tensor=8"):
-        averaged([array(8, 3, axes=("data",)), array(8, 3)])
+@pytest.mark.parametrize(
+    ("mesh", "call", "refusal"),
+    [
+        # a name without rules may be sharded, but alike in a call
+        (ALL, lambda: normalised(array(8, 4, 6)), None),
+        (ALL, lambda: normalised(array(8, 4, 6, axes=(BATCH, None, "tensor"))), None),
+        (ALL, lambda: normalised(array(8, 4, 6, axes=("tensor", BATCH))), None),
+        (ALL, lambda: normalised(array(8, 4, 6, axes=(None, None, "fsdp"))), None),
+        (
+            ALL,
+            lambda: project(array(8, 4), array(4, 6, axes=("tensor",)), "float32"),
+            f"in_features {UNALIKE}",
+        ),
+        # a product of names is sharded as the first, and no axis divides three heads
+        (ALL, lambda: merged(array(8, 4, 3, 6, axes=(BATCH, "tensor"))), None),
+        (ALL, lambda: merged(array(8, 3, 3, 6, axes=(BATCH,))), rf"heads\*value_dim {UNALIKE}"),
+        # other expressions are free
+        (ALL, lambda: last(array(2, 2, axes=(None, "tensor"))), None),
+        # each leaf of a tree is checked
+        (ALL, lambda: averaged([array(8, 3, axes=(BATCH,))] * 2), None),
+        (
+            ALL,
+            lambda: averaged([array(8, 3, axes=(BATCH,)), array(8, 3, axes=("data",))]),
+            r"its leaf 1 is float32\[8@data,3\]: dimension b",
+        ),
+        # what axes don't divide is to be replicated
+        ("data=8", lambda: averaged([array(7, 3)] * 2), None),
+        ("data=8", lambda: averaged([array(8, 3, axes=("data",))] * 2), None),
+        ("data=8", lambda: averaged([array(8, 3)] * 2), "batch is not sharded, the rules say data"),
+        # an axis of size one shards nothing
+        ("tensor=8", lambda: averaged([array(8, 3, axes=("data",)), array(8, 3)]), None),
+    ],
+)
+def test_a_call_is_checked_by_its_names(mesh, call, refusal):
+    refused = pytest.raises(TypeCheckError, match=refusal) if refusal else nullcontext()
+    with explicit(mesh), refused:
+        call()
 
 
 def test_an_axis_that_is_not_explicit_is_left_to_the_partitioner():

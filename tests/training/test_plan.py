@@ -13,7 +13,6 @@ import pytest
 
 from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.data.dataset import load_dataset
-from jgpt.nn.models import flops_per_token
 from jgpt.sharding import abstract_mesh, current_mesh, shards_of, use_mesh
 from jgpt.training import plan
 from jgpt.training.plan import (
@@ -21,6 +20,7 @@ from jgpt.training.plan import (
     TrainingMemory,
     bytes_of,
     bytes_on_each,
+    compile_steps,
     default_mesh,
     format_bytes,
     make_plan,
@@ -61,31 +61,21 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
     )
 
 
-def test_the_donated_state_is_counted_once(monkeypatch):
+def compiled_with(**sizes: int) -> Any:
+    """A program of which a compiler says that it has arguments, results and the rest of so many."""
+    kinds = ("argument", "output", "alias", "temp")
+    analysis = {f"{kind}_size_in_bytes": sizes.get(kind, 0) for kind in kinds}
+    return types.SimpleNamespace(memory_analysis=lambda: types.SimpleNamespace(**analysis))
+
+
+def test_the_donated_state_is_counted_once():
     config = TrainConfig(model=MODEL)
     state = bytes_of(abstract_state(config))
     # the state goes in and, in the same memory, comes out
-    analysis = types.SimpleNamespace(
-        argument_size_in_bytes=state + 300,
-        output_size_in_bytes=state + 50,
-        alias_size_in_bytes=state,
-        temp_size_in_bytes=7000,
-    )
-    compiled = types.SimpleNamespace(memory_analysis=lambda: analysis)
-    lowered = types.SimpleNamespace(compile=lambda: compiled)
-    shapes = []
-
-    def lower(state, windows, *_):
-        shapes.append(windows.shape)
-        return lowered
-
-    steps = types.SimpleNamespace(lower=lower)
-    monkeypatch.setattr(plan, "make_train_steps", lambda _: steps)
-    assert training_memory(config) == TrainingMemory(state, 300 + 50 + 7000)
-    # a window is a block and the last one's target
-    assert shapes == [(config.steps_per_call, config.batch_size, 7 + 1)]
-    monkeypatch.setattr(compiled, "memory_analysis", lambda: None)
-    assert training_memory(config) is None
+    sizes = {"argument": state + 300, "output": state + 50, "alias": state, "temp": 7000}
+    assert memory_of(compiled_with(**sizes), config) == TrainingMemory(state, 300 + 50 + 7000)
+    silent: Any = types.SimpleNamespace(memory_analysis=lambda: None)
+    assert memory_of(silent, config) is None
 
 
 def test_a_state_is_parameters_and_two_moments_of_each():
@@ -147,11 +137,9 @@ def test_a_mesh_shards_the_state_and_says_what_it_cannot():
     # four attention matrices and the MLP's two in eighths, two tables in quarters, norms whole
     parameters = 4 * 12 * 12 // 8 + 2 * 12 * 48 // 8 + (21 + 7) * 12 // 4 + 3 * 12
     assert on_each == 4 * (3 * parameters + 3)
-    sizes = {f"{each}_size_in_bytes": 0 for each in ("output", "alias", "temp")}
-    analysis = types.SimpleNamespace(argument_size_in_bytes=9000, **sizes)
-    compiled: Any = types.SimpleNamespace(memory_analysis=lambda: analysis)
     with use_mesh(config.mesh):  # memory is that of each device
-        assert memory_of(compiled, config) == TrainingMemory(on_each, 9000 - on_each)
+        found = memory_of(compiled_with(argument=9000), config)
+    assert found == TrainingMemory(on_each, 9000 - on_each)
     assert replicated_dimensions(config.model, abstract_mesh("fsdp=4")) == ()
     # a table and a head, in quarters instead of eighths; its bias is a vector and not worth a word
     untied = dataclasses.replace(MODEL, tie_embeddings=False, head_bias=True)
@@ -231,6 +219,8 @@ def test_micro_batches_are_measured_by_the_compiler():
     more, less = (each.state + each.working for each in needs if each is not None)
     assert less < more
     assert with_micro_batches(config, (less + more) // 2 * 10 // 9).micro_batches == 3
+    (_, windows, *_), _ = compile_steps(dataclasses.replace(config, micro_batches=1)).args_info
+    assert windows.shape == (1, 24, 64 + 1)  # a block, and the last one's target
 
 
 def test_undecided_micro_batches_are_not_trained():
@@ -239,11 +229,6 @@ def test_undecided_micro_batches_are_not_trained():
 
 
 # a query's and a key's head of 8 features, where embed_dim / num_heads would be 6
-@pytest.mark.parametrize(("window", "reach"), [(None, 7), (3, 3)])
-def test_flops_count_the_features_that_heads_have(window, reach):
-    model = dataclasses.replace(MODEL, head_dim=8, num_layers=3, attention_window=window)
-    block = 4 * 12 * 16 + 2 * 12 * 48
-    assert flops_per_token(model) == 2 * (3 * block + HEAD) + 3 * 2 * (2 * reach * 16)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jgpt import GPT, ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
 from jgpt.data.batches import batches, evaluation_windows
 from jgpt.nn import loss as loss_module
 from jgpt.nn.models import abstract_model, create_model
+from jgpt.training.plan import bytes_of
 from jgpt.training.step import (
     abstract_state,
     dropout_stream,
@@ -226,19 +228,27 @@ def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(
         assert np.array_equal(left, right, equal_nan=True)
 
 
-def test_one_batch_is_learned_by_heart():
-    config = dataclasses.replace(
-        CONFIG,
-        model=dataclasses.replace(CONFIG.model, embed_dim=32, dropout=0.0),
-        optimizer=dataclasses.replace(CONFIG.optimizer, weight_decay=0.0),
-        steps=300,
-    )
-    random = jax.random.randint(jax.random.key(0), (1, 5, 7), 0, 11)
-    windows = jnp.tile(random, (300, 1, 1))
-    _, metrics = make_train_steps(config)(init_state(config), windows, dropout_stream(1), 300)
-    losses = np.asarray(metrics.loss)
-    assert losses[0] > 2.2
-    assert losses[-1] < 0.05
+@pytest.mark.parametrize("micro_batches", [1, 5])
+def test_a_micro_batch_is_all_that_is_computed_at_once(micro_batches):
+    config = dataclasses.replace(CONFIG, micro_batches=micro_batches)
+    windows = jax.ShapeDtypeStruct((7, 5, 7), jnp.int32)
+    lowered = make_train_steps(config).lower(abstract_state(config), windows, dropout_stream(0), 2)
+    logits = set(re.findall(r"tensor<(\d+)x6x11xf32>", lowered.as_text()))
+    assert logits == {str(5 // micro_batches)}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_rematerialised_blocks_keep_less_for_the_backward_pass(scan):
+    def kept(**changes):
+        config = dataclasses.replace(CONFIG.model, num_layers=2, scan_layers=scan, **changes)
+        graph, weights = nnx.split(abstract_model(config))
+
+        def loss(weights):
+            return nnx.merge(graph, weights)(jnp.zeros((12, 6), jnp.int32)).sum()
+
+        return bytes_of(jax.eval_shape(lambda weights: jax.vjp(loss, weights)[1], weights))
+
+    assert kept(rematerialise=True) < kept() / 2
 
 
 @pytest.mark.parametrize(
