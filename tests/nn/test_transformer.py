@@ -80,6 +80,22 @@ def test_longer_inputs_than_the_block_are_refused(family):
         random_gpt(family)(tokens_of(0, time=BLOCK_SIZE + 1))
 
 
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("rematerialise", [False, True])
+def test_blocks_are_rematerialised_only_if_the_config_says_so(rematerialise, scan):
+    config = config_of("gpt2", rematerialise=rematerialise, scan_layers=scan)
+    graph, weights = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
+    equations = jax.make_jaxpr(lambda weights: nnx.merge(graph, weights)(tokens_of(0)))(
+        weights
+    ).eqns
+    scans = [each for each in equations if each.primitive.name == "scan"]
+    assert len(scans) == scan
+    equations = scans[0].params["jaxpr"].eqns if scan else equations
+    names = [each.primitive.name for each in equations]
+    times = (1 if scan else 2) * rematerialise
+    assert sum(name in ("remat2", "checkpoint") for name in names) == times
+
+
 @pytest.mark.parametrize("rematerialise", [False, True])
 def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
     class Nothing(Block):
