@@ -154,7 +154,7 @@ def wrong_values(hint: Any, value: Any, loose: bool) -> Iterator[Any]:
     if hint is Any:
         return
     yield object()
-    if isinstance(value, tuple) and get_origin(hint) is tuple and Ellipsis not in get_args(hint):
+    if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
         yield value[:-1]
         for i, each in enumerate(get_args(hint)):
             for wrong in wrong_values(each, value[i], loose):
