@@ -79,17 +79,6 @@ def test_good_passes_and_bad_fails(transform: Callable[[Any], Any]):
         transform(BAD)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_vmap_hides_its_axis_from_the_contract(axis: int):
-    @typed
-    def total(x: Float[Array, " time"]) -> Float[Array, ""]:
-        return x.sum()
-
-    assert jax.eval_shape(jax.vmap(total, in_axes=axis), jnp.ones((3, 5))).shape == ((3, 5)[axis],)
-    with pytest.raises(TypeCheckError, match="not the 1 expected by the type hint"):
-        jax.eval_shape(jax.vmap(total, in_axes=axis), jnp.ones((3, 5, 2)))
-
-
 def test_shards_have_their_own_sizes():
     """In eight shards of a batch of eight, `batch` is one; in the whole it is eight."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
