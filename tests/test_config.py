@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
-import sys
 import traceback
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -52,45 +50,31 @@ from tests.quick import only
         ),
         (
             ModelConfig,
-            {"activation": "swish"},
-            "activation must be one of relu, gelu, gelu_tanh, relu_squared, silu, not 'swish'",
-        ),
-        (
-            ModelConfig,
             {"dtype": "float16"},
             "dtype must be one of auto, bfloat16, float32, float64, not 'float16'",
         ),
         (ModelConfig, {"dtype": ["auto"]}, "float64, not ['auto']"),
         (ModelConfig, {"hidden_dim": "7"}, "hidden_dim must be an integer or None, not '7'"),
-        (ModelConfig, {"hidden_dim": False}, "hidden_dim must be an integer or None, not False"),
         (ModelConfig, {"dropout": "x"}, "dropout must be a number, not 'x'"),
-        (ModelConfig, {"dropout": True}, "dropout must be a number, not True"),
         (ModelConfig, {"dropout": 10**400}, "must be finite in float32"),
         (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
         (ModelConfig, {"ngram_sizes": (2, True)}, "each item an integer, not (2, True)"),
         (ModelConfig, {"ngram_sizes": 2}, "must be a tuple, each item an integer, not 2"),
         (ModelConfig, {"ngram_sizes": (2, 2)}, "ngram_sizes=(2, 2) must be above 1 and ascending"),
-        (ModelConfig, {"ngram_sizes": (1, 2)}, "ngram_sizes=(1, 2) must be above 1 and ascending"),
         (ModelConfig, {"ngram_sizes": (64,), "block_size": 99}, "at most block_size=99 and 63"),
         (ModelConfig, {"head_bias": True}, "head_bias=True needs tie_embeddings=False"),
         (ModelConfig, {"qk_norm_scale": True}, "qk_norm_scale=True needs qk_norm=True"),
         (ModelConfig, {"positions": "rotary", "head_dim": 5}, "needs an even head size"),
-        (ModelConfig, {"num_kv_heads": 3}, "num_heads=4 must be divisible by num_kv_heads=3"),
         (ModelConfig, {"num_kv_heads": 8}, "num_heads=4 must be divisible by num_kv_heads=8"),
         (
             ModelConfig,
             {"positions": "rotary", "embed_dim": 20},
             "positions='rotary' needs an even head size: embed_dim=20 over num_heads=4 is 5",
         ),
-        (ModelConfig, {"positions": "sinusoidal"}, "one of learned, rotary, not 'sinusoidal'"),
-        (ModelConfig, {"norm": "batch"}, "norm must be one of layer, rms, not 'batch'"),
         (ModelConfig, {"norm_scale": 1}, "norm_scale must be True or False, not 1"),
         (OptimizerConfig, {"min_learning_rate": 0.5}, "min_learning_rate=0.5 is above"),
-        (OptimizerConfig, {"optimizer": "sgd"}, "optimizer must be one of adamw, muon, not 'sgd'"),
         (DataConfig, {"data": ()}, "data=() must name a corpus"),
         (DataConfig, {"data": ("",)}, "data=('',) must name a corpus"),
-        (DataConfig, {"data": 3}, "data must be a tuple, each item a string, not 3"),
-        (DataConfig, {"tokenizer_files": 3}, "tokenizer_files must be a string or None, not 3"),
         (DataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 must be at least 257"),
         (
             DataConfig,
@@ -110,8 +94,6 @@ from tests.quick import only
         (TrainConfig, {"name": ".."}, "name='..' must be a plain folder name"),
         (TrainConfig, {"model": OptimizerConfig()}, "model must be a ModelConfig, not Optim"),
         (ModelConfig, {"embed_dim": np.int64(8)}, "an integer, not np.int64(8): its item() is one"),
-        (TrainConfig, {"name": 3}, "name must be a string, not 3"),
-        (TrainConfig, {"steps": "x"}, "steps must be an integer, not 'x'"),
         (TrainConfig, {"trackers": ("wandb", "x")}, "each item one of tensorboard, wandb, not"),
     ],
 )
@@ -253,16 +235,6 @@ def test_an_unknown_field_gets_a_suggestion(kind, name, meant):
         from_json(kind, json.dumps({name: 3}))
 
 
-def test_a_config_cannot_change():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ModelConfig().embed_dim = 7  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_survives_json_exactly(name):
-    assert from_json(TrainConfig, to_json(preset(name))) == preset(name)
-
-
 @given(
     model=st.fixed_dictionaries(
         {
@@ -311,7 +283,6 @@ def test_every_source_is_checked_and_not_one_by_chance():
         ('{"model": {"embed": 8}}', "ModelConfig has no field 'embed' (did you mean 'embed_dim'?)"),
         ('{"steps": "many"}', "steps must be an integer, not 'many'"),
         ('{"steps": null}', "steps must be an integer, not None"),
-        ('{"optimizer": {"learning_rate": NaN}}', "learning_rate=nan must be finite in float32"),
         (
             '{"dataset": {"data": [["a"]]}}',
             "data must be a tuple, each item a string, not (['a'],)",
@@ -377,11 +348,6 @@ def test_each_preset_makes_the_model_that_it_promises(name):
     tokens = jax.ShapeDtypeStruct((3, config.block_size), "int32")
     logits = nnx.eval_shape(lambda model, tokens: model(tokens), model, tokens)
     assert logits.shape == (3, config.block_size, config.vocab_size)
-
-
-def test_configs_come_without_jax():
-    code = "import jgpt.config, sys; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def forward_pass(config):

@@ -229,16 +229,6 @@ def test_further_calls_of_a_path_are_numbered():
     np.testing.assert_array_equal(found["blocks.0.attention.split_heads[2]"], value)
 
 
-def test_a_head_is_switched_off_before_heads_are_merged():
-    model = model_of()
-    attention = model.blocks[1].attention
-    off = {"blocks.1.attention.attend_windowed": lambda heads: heads.at[:, 0].set(0)}
-    kernel = attention.projection.kernel
-    expected = jgpt.edit(model, off)(TOKENS)
-    kernel.set_value(kernel[...].at[: attention.head_dim].set(0))
-    np.testing.assert_allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_patch_of_another_prompt_under_jit_and_grad():
     """Patching the whole residual stream gives the other prompt's logits."""
     model, other = model_of(), (TOKENS + 3) % 17

@@ -57,20 +57,8 @@ def ours():
     return nnx.graphdef(model), weights_of(model), jnp.asarray(window)
 
 
-@pytest.fixture(scope="module")
-def logits(ours):
-    graph, weights, window = ours
-    return compiled(nnx.merge(graph, weights), window)
-
-
 def loss_of(weights, graph, window):
     return jgpt.cross_entropy(nnx.merge(graph, weights)(window[:, :-1]), window[:, 1:])
-
-
-def test_same_logits(ours, logits):
-    _, weights, window = ours
-    assert float(jnp.abs(logits).mean()) > 1
-    np.testing.assert_allclose(compiled(page["gpt"], to_page(weights), window), logits, atol=1e-5)
 
 
 def test_same_loss_and_gradients(ours):
@@ -82,42 +70,6 @@ def test_same_loss_and_gradients(ours):
     assert abs(its_loss - loss) < 1e-5
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), its, to_page(gradients))
     assert all(float(jnp.abs(leaf).max()) > 1e-3 for leaf in jax.tree.leaves(its))
-
-
-def transposed(params):
-    first = params["blocks"][0]
-    return first["query"].reshape(20, 20).T.reshape(20, 2, 10)
-
-
-def swapped_heads(params):
-    return params["blocks"][0]["query"][:, ::-1]
-
-
-@pytest.mark.parametrize("mistake", [transposed, swapped_heads])
-def test_comparison_finds_a_mistake_in_the_weights(ours, logits, mistake):
-    _, weights, window = ours
-    params = to_page(weights)
-    params["blocks"][0]["query"] = mistake(params)
-    assert float(jnp.abs(compiled(page["gpt"], params, window) - logits).max()) > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("line", "mistake"),
-    [
-        ("jnp.tril(", "jnp.triu("),
-        ("/ D**0.5", "/ query.shape[-2] ** 0.5"),
-        ("1e-5", "1e-3"),
-        ("approximate=False", "approximate=True"),
-    ],
-)
-def test_comparison_finds_a_mistake_in_the_code(ours, logits, line, mistake, tmp_path):
-    _, weights, window = ours
-    source = PAGE.read_text(encoding="utf-8")
-    assert source.count(line) == 1
-    path = tmp_path / "wrong.py"
-    path.write_text(source.replace(line, mistake), encoding="utf-8")
-    wrong = compiled(runpy.run_path(str(path))["gpt"], to_page(weights), window)
-    assert float(jnp.abs(wrong - logits).max()) > 1e-4
 
 
 def test_same_adam_as_optax(ours):

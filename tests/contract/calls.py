@@ -2,10 +2,8 @@
 
 import collections
 import collections.abc
-import copy
 import functools
 import inspect
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +13,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from beartype import BeartypeConf
+from beartype.door import is_bearable
 from jax.core import Tracer
-from jaxtyping import TypeCheckError
+from jaxtyping import TypeCheckError, jaxtyped
 
 from jgpt import contracts
 from tests.contract.inspection import handles_arrays
@@ -25,17 +24,7 @@ from tests.contract.inspection import handles_arrays
 KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
 DTYPES = ("bfloat16", "float32", "int32", "uint8", "bool", "complex64")
 """One or two of each kind that an annotation may name."""
-FLOATS, INTS = {"float16", "bfloat16", "float32", "float64"}, {"int8", "int32", "int64"}
-UNSIGNED = {"uint8", "uint16", "uint32"}
-ACCEPTED = {
-    "Float": FLOATS,
-    "Int": INTS,
-    "Integer": INTS | UNSIGNED,
-    "Real": FLOATS | INTS | UNSIGNED,
-    "Bool": {"bool"},
-    "Key": {KEY.name},
-    "Shaped": {*DTYPES, *FLOATS, *INTS, *UNSIGNED, KEY.name},
-}
+TOWER = BeartypeConf(is_pep484_tower=True)  # 0 is a valid float
 
 
 class Value(NamedTuple):
@@ -67,17 +56,6 @@ class Value(NamedTuple):
 
 def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-
-
-def abstract(value: Any) -> Any:
-    is_jax = isinstance(value, jax.Array)
-    return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_jax else value
-
-
-def is_whole(value: Any) -> bool:
-    """A cache or a record, which checks its own arrays; what can be read once only."""
-    record = hasattr(value, "__dataclass_fields__")
-    return record or isinstance(value, nnx.Module | collections.abc.Iterator)
 
 
 def is_iterator(value: Any) -> bool:
@@ -129,23 +107,6 @@ class Call:
         """The arrays that are arguments, in the order of the signature."""
         found = {name: self.leaves[self.span[name]][0] for name in self.arrays}
         return {name: Value(leaf.shape, leaf.dtype.name) for name, leaf in found.items()}
-
-    def trees(self) -> list[str]:
-        """The arguments that are trees of arrays."""
-        return [
-            name
-            for name, hint in self.hints.items()
-            if name in self.span
-            and any(hasattr(each, "leaftype") for each in getattr(hint, "__args__", (hint,)))
-            and any(map(is_array, self.leaves[self.span[name]]))
-        ]
-
-    def with_tree(self, name: str, change: Callable[[Any], Any]) -> "Call":
-        """The call with the arrays of a tree changed."""
-        call, span = copy.copy(self), self.span[name]
-        leaves = [change(leaf) if is_array(leaf) else leaf for leaf in self.leaves[span]]
-        call.leaves = [*self.leaves[: span.start], *leaves, *self.leaves[span.stop :]]
-        return call
 
     def arguments(self, leaves: list[Any]) -> inspect.BoundArguments:
         arguments = jax.tree.unflatten(self.tree, leaves)
@@ -201,53 +162,37 @@ class Call:
             return f"leak: {error!r}"
         return "ok"
 
-    def sizes(self, values: Mapping[str, Value]) -> dict[str, Any] | None:
-        """What the names in the annotations stand for, or None where an array does not fit.
+    def fits(self, values: Mapping[str, Value], hints: Mapping[str, Any]) -> bool:
+        """Whether the call with these arrays keeps some annotations, as jaxtyping reads them."""
 
-        This is the contract read without jaxtyping: what `typed` says must be the same.
-        """
-        hints, bound = self.hints, dict[str, Any]()
-        scope = dict(self.arguments(self.changed(values)).arguments)
-        for name, value in values.items():
-            hint = array_hint(hints[name], self.leaves[self.span[name].start])
-            if hint is None or not fits(hint, value, bound, scope):
-                return None
-        return bound
+        def judge(*args: Any, **kwargs: Any) -> bool:
+            given = self.signature.bind(*args, **kwargs).arguments
+            return all(is_bearable(given[name], hints[name], conf=TOWER) for name in hints)
+
+        judge.__signature__ = self.signature  # type: ignore[attr-defined]  # for braces
+        return self.again(values, jaxtyped(judge, typechecker=None))
 
     @functools.cached_property
     def hints(self) -> dict[str, Any]:
-        return {name: each.annotation for name, each in self.signature.parameters.items()}
+        """The annotations of the arguments that are arrays."""
+        return {name: self.signature.parameters[name].annotation for name in self.arrays}
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """What the dimensions in the annotations stand for, each `*batch` for several."""
+        return {
+            dimension: tuple(sizes)
+            for name, value in self.good.items()
+            for dimension, sizes in contracts.by_dimension(
+                array_hint(self.hints[name], self.leaves[self.span[name].start]), value.shape
+            )
+        }
 
 
 def array_hint(hint: Any, value: Any) -> Any:
-    """Of what an argument may be, the array annotation for a value of this library."""
+    """Of what a value may be, the array annotation for its library, or None."""
     library = np.ndarray if isinstance(value, np.ndarray) else jax.Array
     alternatives = getattr(hint, "__args__", (hint,))
-    arrays = (each for each in alternatives if getattr(each, "array_type", None) is library)
-    return next(arrays, None)
-
-
-def fits(hint: Any, value: Value, bound: dict[str, Any], scope: dict[str, Any]) -> bool:
-    if value.dtype not in ACCEPTED.get(hint.dtype.__name__, {hint.dtype.__name__.lower()}):
-        return False
-    dims: list[str] = hint.dim_str.split()
-    shape: list[Any] = list(value.shape)
-    for i, dim in enumerate(dims):
-        if dim[0] == "*":
-            several = len(shape) - len(dims) + 1
-            if several < 0:
-                return False
-            shape[i : i + several] = [tuple(shape[i : i + several])]
-    if len(dims) != len(shape):
-        return False
-    for dim, size in zip(dims, shape, strict=True):
-        text = re.sub(r"{([^}]*)}", lambda match: str(eval(match[1], {}, scope)), dim)
-        wanted = (
-            bound.setdefault(dim, size) if dim.strip("*").isidentifier() else eval(text, {}, bound)
-        )
-        if wanted != size:
-            return False
-    return True
+    return next((it for it in alternatives if getattr(it, "array_type", None) is library), None)
 
 
 class Listener:

@@ -144,6 +144,7 @@ class Editor:
 
 
 SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+OTHERS = {"tril": "triu", "softmax": "log_softmax", "relu": "gelu"}
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 
 
@@ -163,14 +164,8 @@ def value_edits(node: Any, text: Any) -> Iterator[tuple[str, str]]:
             yield "axis", f"axis={text(value)} - 1"
         case ast.Attribute(value=value, attr="T"):
             yield "transpose", f"{text(value)}.T.T"
-        case ast.Attribute(value=value, attr="tril" | "softmax" | "relu" | "logsumexp" as name):
-            others = {
-                "tril": "triu",
-                "softmax": "log_softmax",
-                "relu": "gelu",
-                "logsumexp": "logsumexp",
-            }
-            yield "function", f"{text(value)}.{others[name]}"
+        case ast.Attribute(value=value, attr="tril" | "softmax" | "relu" as name):
+            yield "function", f"{text(value)}.{OTHERS[name]}"
         case ast.Call(func=ast.Attribute(attr="transpose", value=value)):
             yield "transpose", text(value)
         case ast.Call(func=ast.Attribute(attr="where"), args=[test, yes, no]):

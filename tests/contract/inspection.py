@@ -17,7 +17,14 @@ from flax import nnx
 from jax import Array
 
 ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
-ANY_DTYPE = {"jgpt.nn.cache.LayerCache.positions: new"}
+ANY_DTYPE = {
+    "jgpt.nn.cache.LayerCache.positions: new",
+    "jgpt.training.plan.bytes_of: tree",
+    "jgpt.training.stacking.stack_blocks: its result",
+    "jgpt.training.stacking.stack_blocks: tree",
+    "jgpt.training.stacking.unstack_blocks: its result",
+    "jgpt.training.stacking.unstack_blocks: tree",
+}
 
 
 def modules(package: ModuleType) -> list[ModuleType]:
@@ -155,7 +162,10 @@ def _violations_of(name: str, function: Any) -> Iterator[str]:
                 yield f"{where} holds arrays in a {each}, which is not checked whole: use a tuple"
             if {"_", "..."} & {*getattr(each, "dim_str", "").split()}:
                 yield f"{where} leaves a dimension without a name: take one of LEGEND's"
-            if getattr(each, "dtype", None) is jaxtyping.Shaped and where not in ANY_DTYPE:
+            dtypes = [
+                getattr(leaf, "dtype", None) for leaf in parts(getattr(each, "leaftype", each))
+            ]
+            if jaxtyping.Shaped in dtypes and where not in ANY_DTYPE:
                 yield f"{where} has no dtype: write Float, Int, or what it is"
 
 

@@ -47,8 +47,9 @@ class Judge:
             for i, leaf in enumerate(call.leaves)
             if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and "key" not in str(leaf.dtype)
         ]
-        bound = (call.sizes(call.good) or {}) if proof else {}
-        sizes = {size for name, its in bound.items() for size in _sizes_of(name, its) if size > 1}
+        bound = call.sizes() if proof else {}
+        named = [sizes for name, sizes in bound.items() if name.lstrip("*").isidentifier()]
+        sizes = {size for its in named for size in its if size > 1}
         self.open = sizes
         if not self.accepts():  # some size must be a number
             several = [sizes - {size} for size in sorted(sizes)] + [set()]
@@ -112,12 +113,6 @@ class Judge:
         for i in range(4):
             for change in CHANGES:
                 yield right, (i, change)
-
-
-def _sizes_of(name: str, size: Any) -> tuple[int, ...]:
-    if isinstance(size, tuple):
-        return size
-    return (size,) if name.isidentifier() else ()
 
 
 def wrongs(dtype: str, sizes: list[str], other: str) -> Iterator[Array]:

@@ -81,11 +81,10 @@ BIGRAM = ModelConfig(architecture="bigram", vocab_size=17, block_size=8)
 def zeros(make: Callable[[], Any]) -> Any:
     """What a function makes, with zeros for numbers, which is quicker than to draw them."""
     graph, state = nnx.split(nnx.eval_shape(make))
-    return nnx.merge(graph, jax.tree.map(lambda leaf: np_zeros(leaf), state))
-
-
-def np_zeros(leaf: Any) -> Any:
-    return jax.device_put(np.zeros(leaf.shape, leaf.dtype))  # compiles nothing
+    # to put it on the device compiles nothing
+    return nnx.merge(
+        graph, jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), state)
+    )
 
 
 def model_of(config: ModelConfig) -> Any:

@@ -120,25 +120,9 @@ def test_it_accepts_what_jaxtyping_accepts(name: str):
     ours, theirs = judge(typed, hint), judge(REFERENCE, hint)
     good = accepted(theirs)
     assert accepted(ours) == good
+    assert (len(good) == len(VALUES)) == (hint in (Any, PyTree))
     for first, second in itertools.product(good, VALUES):
         verdict = ours(VALUES[first], VALUES[second])
         # jaxtyping takes its time to refuse: it needn't say again what it said of each alone
         if second in good or any(verdict):
             assert verdict == theirs(VALUES[first], VALUES[second]), (first, second)
-
-
-def test_the_agreement_is_about_something():
-    """Every annotation but two refuses some value, and many refuse one only after another."""
-    refusing, comparing = set(), set()
-    for name, hint in HINTS.items():
-        says = judge(typed, hint)
-        good = accepted(says)
-        if len(good) < len(VALUES):
-            refusing.add(name)
-        if not all(
-            any(says(VALUES[first], VALUES[second]))
-            for first, second in itertools.product(good, repeat=2)
-        ):
-            comparing.add(name)
-    assert set(HINTS) - refusing == {"any", "any tree"}
-    assert len(comparing) > 10

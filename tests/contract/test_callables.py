@@ -1,0 +1,240 @@
+"""Every callable with arrays, called again with each thing wrong in turn, is blamed for it."""
+
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, TypeCheckError
+
+import jgpt
+from jgpt.contracts import check, typed
+from tests.contract.calls import DTYPES, KEY, Call, Value, array_hint, mutations, shape_mutations
+from tests.contract.inspection import annotations, parts, unbraced, with_arrays
+from tests.contract.programs import GENERIC, SIZES, calls_of
+
+NAMES = with_arrays(jgpt)
+JUDGES = (
+    "jgpt.nn.cache.KVCache.append_tokens",
+    "jgpt.nn.cache.LayerCache.positions",
+    "jgpt.nn.heads._Attention._normalise_and_rotate",
+)
+"""What may refuse an array first: a cache of another batch, positions of other keys."""
+CHECKS = {
+    "jgpt.nn.attention.attention_weights",
+    "jgpt.nn.heads.MultiHeadAttention.__call__",
+    "jgpt.nn.transformer.FeedForward.__call__",
+}
+"""What checks an intermediate."""
+LOOSE = {
+    "data.dataset._open_prepared",
+    "data.dataset._open_tokens",
+    "data.tokenizers.BPETokenizer.encode",
+    "data.tokenizers.BPETokenizer.encode_ordinary",
+    "data.tokenizers.ByteTokenizer.encode",
+    "data.tokenizers.CharTokenizer.encode",
+    "generation.decoding.stream",
+    "generation.text.default_prompt",
+    "nn.loss._chunked",
+    "runs.anatomy.hear.<locals>.__call__",
+    "runs.look.encode_text",
+}
+"""Where sizes of the result depend on what is in the arguments: its ranks and dtypes are left."""
+STEPS = Float[Array, "steps"]
+JOINED = Float[Array, "3 2 time 12"]
+SAMPLE: dict[str, dict[str, Any]] = {
+    "nn.attention.attend": {
+        "query": Float[Array, "*batch query head_dim"],
+        "key": Float[Array, "*batch key head_dim"],
+        "value": Float[Array, "*batch key value_dim"],
+        "mask": Bool[Array, "query key"],
+    },
+    "nn.attention.merge_heads": {"x": Float[Array, "batch heads time value_dim"]},
+    "nn.loss.token_losses": {
+        "logits": Float[Array, "*rows vocab"],
+        "targets": Int[Array, "*rows"],
+    },
+    "nn.heads.MultiHeadAttention.__call__": {
+        "x": Float[Array, "batch time 22"],
+        "context": Float[Array, "batch key 22"],
+    },
+    "nn.bigram.BigramLM.logits": {"x": Float[Array, "batch time 17"]},
+    "nn.cache.LayerCache.append": {"key": JOINED, "value": JOINED},
+    "training.step.Metrics.__init__": {
+        "loss": STEPS,
+        "gradient_norm": STEPS,
+        "learning_rate": STEPS,
+    },
+    "training.step.make_train_steps.<locals>.loss_of": {
+        "window": Int[Array, "batch window"],
+        "key": Key[Array, ""],
+    },
+    "generation.sampling.next_token": {
+        "logits": Float[Array, "batch vocab"],
+        "key": Key[Array, ""],
+    },
+    "data.tokenizers.CharTokenizer.decode": {"tokens": Integer[Any, "tokens"]},
+}
+"""A few contracts a second time by hand: what the tests read off annotations is this."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_good_call_passes_and_names_mean_one_thing(name: str):
+    for call in calls_of(name):
+        assert call.outcome(call.good) == "ok"
+        named = {dim: sizes[0] for dim, sizes in call.sizes().items() if dim.isidentifier()}
+        odd = {d: n for d, n in named.items() if d not in GENERIC and n not in SIZES[d]}
+        assert not odd, f"sizes that programs.py doesn't have for these names: {odd}"
+
+
+def judged(call: Call, hints: dict[str, Any]) -> int:
+    """Make a call with each change of its arrays; return how many of them keep the annotations."""
+    fitting = 0
+    for values in mutations(call.good):
+        fits = call.fits(values, hints)
+        changed = {name: value for name, value in values.items() if value != call.good[name]}
+        assert call.outcome(values, JUDGES) == ("ok" if fits else "contract"), changed
+        fitting += fits
+    return fitting
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_mutated_argument_is_judged_by_the_contract(name: str):
+    for call in calls_of(name):
+        judged(call, call.hints)
+
+
+@pytest.mark.parametrize(("name", "hints"), SAMPLE.items(), ids=SAMPLE)
+def test_the_annotations_say_what_is_meant(name: str, hints: dict[str, Any]):
+    calls = (call for call in calls_of(f"jgpt.{name}") if set(call.good) == set(hints))
+    fitting = judged(call := next(calls), hints)
+    assert fitting >= 1
+    assert len(list(mutations(call.good))) - fitting > 8
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def lying(call: Call, answer: Any) -> Any:
+    """A function with the call's annotations, and this answer."""
+
+    @functools.wraps(call.written)
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return answer
+
+    return typed(fake)
+
+
+def names_in(hint: Any) -> set[str]:
+    """The dimensions that an annotation names, its braces left out."""
+    leaves = (getattr(each, "leaftype", each) for each in parts(hint))
+    each = (unbraced(getattr(leaf, "dim_str", "")) for leaf in leaves)
+    return {name for dimensions in each for name in re.findall(r"[a-z_]+", dimensions)}
+
+
+def test_the_sizes_of_a_result_are_those_of_arguments():
+    """Or of what is in the arguments, in these."""
+    free = set()
+    for name in NAMES:
+        hints = annotations(calls_of(name)[0].written)
+        known = set().union(*(names_in(hint) for key, hint in hints.items() if key != "return"))
+        if names_in(hints["return"]) - known:
+            free.add(name.removeprefix("jgpt."))
+    assert free == LOOSE
+
+
+def wrong_values(hint: Any, value: Any, loose: bool) -> Iterator[Any]:
+    """Others than an annotation says: another object, and each array with each change."""
+    if hint is Any:
+        return
+    yield object()
+    if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
+        yield value[:-1]
+        for i, each in enumerate(get_args(hint)):
+            for wrong in wrong_values(each, value[i], loose):
+                yield (*value[:i], wrong, *value[i + 1 :])
+    elif array_hint(hint, value) is not None and hasattr(value, "dtype"):
+        shapes = [it for it in shape_mutations(value.shape) if not loose or len(it) != value.ndim]
+        family = next((it for it in ("int", "float") if it in value.dtype.name), value.dtype.name)
+        dtypes = [each for each in (*DTYPES, KEY.name) if family not in each]
+        for wrong in (
+            *(Value(shape, value.dtype.name) for shape in shapes),
+            *(Value(value.shape, dtype) for dtype in dtypes),
+        ):
+            yield wrong.like(value)
+    elif leaf := getattr(hint, "leaftype", None):
+        yield jax.tree.map(lambda leaf: 1.5, value)
+        if not isinstance(value, Tracer) and "Shaped" not in str(leaf):
+            yield jax.tree.map(lambda leaf: Value(np.shape(leaf), "uint8").like(leaf), value)
+        if hint.structure:
+            yield {"other": value}
+        if getattr(leaf, "dim_str", "...") != "...":
+            yield jax.tree.map(
+                lambda leaf: Value((*leaf.shape, 1), leaf.dtype.name).like(leaf), value
+            )
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("__init__")])
+def test_a_wrong_result_is_blamed_on_the_return(name: str):
+    loose = name.removeprefix("jgpt.") in LOOSE
+    for call in calls_of(name):
+        result = call.again(call.good)
+        for answer in wrong_values(call.signature.return_annotation, result, loose):
+            with pytest.raises(TypeCheckError) as caught:
+                call.again(call.good, lying(call, answer))
+            assert str(caught.value).startswith(f"{name}() returned a wrong result."), answer
+
+
+def test_what_is_written_is_on_the_host():
+    call = calls_of("jgpt.interop.names.write_tensors")[0]
+    with pytest.raises(TypeCheckError, match="returned a wrong result"):
+        call.again(call.good, lying(call, {"wte.weight": jnp.zeros(3)}))
+
+
+# --- trees and intermediates ---------------------------------------------------------------------
+
+
+def test_an_optimizer_s_state_is_of_floats_counts_flags_and_keys():
+    made = calls_of("jgpt.training.step.TrainState.__init__")[0].function
+    count, means, weights = jnp.zeros((), jnp.int32), jnp.zeros((2, 3)), {"a": jnp.zeros(2)}
+    of_others = {"done": count.astype(bool), "noise": jax.random.key(0)}  # optax's add_noise
+    made(weights, {"count": count, "means": means, **of_others}, count)
+    for wrong in ({"means": means.astype(jnp.uint8)}, {"count": count.astype(jnp.complex64)}):
+        with pytest.raises(TypeCheckError, match="got a wrong argument `optimizer`"):
+            made(weights, {"count": count, "means": means, **wrong}, count)
+
+
+def test_gradients_of_another_tree_than_the_weights_are_refused():
+    clip = calls_of("jgpt.training.optimizer.clip_by_global_norm.<locals>.clip")[0].function
+    table = jnp.zeros((17, 17))
+    for wrong in ({"other": table}, {"table": table[:, :5]}):
+        with pytest.raises(TypeCheckError, match="got a wrong argument `weights`"):
+            clip({"table": table}, wrong)
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_a_wrong_intermediate_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    call, own = calls_of(name)[0], []
+
+    def probe(value: Any, annotation: Any) -> Any:
+        own.append(sys._getframe(1).f_code is call.written.__code__)
+        wrong = [(shape, value.dtype) for shape in shape_mutations(value.shape)]
+        for shape, dtype in [*wrong, (value.shape, jnp.int32), (value.shape, jnp.bool)]:
+            with pytest.raises(TypeCheckError, match="computed a wrong intermediate"):
+                check(jnp.zeros(shape, dtype), annotation)
+        return check(value, annotation)
+
+    monkeypatch.setattr(sys.modules[call.written.__module__], "check", probe)
+    call.again(call.good)
+    assert own.count(True) == 1
+
+
+def test_no_other_callable_checks_one():
+    codes = {name: calls_of(name)[0].written.__code__ for name in NAMES}
+    assert {name for name, code in codes.items() if "check" in code.co_names} == CHECKS
