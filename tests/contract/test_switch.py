@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxtyping import config
+from jaxtyping import TypeCheckError, config
 
 import jgpt
 from jgpt.training.step import abstract_state, dropout_stream, make_eval_step, make_train_steps
@@ -52,6 +52,17 @@ def test_the_environment_switches_the_checks_and_no_value():
 def switch() -> Iterator[None]:
     yield
     config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("switch")
+def test_it_switches_while_python_runs():
+    wrong = jnp.ones(3)
+    with pytest.raises(TypeCheckError):
+        jgpt.causal_mask(wrong)  # type: ignore[arg-type]
+    config.update("jaxtyping_disable", True)
+    with pytest.raises(ValueError, match="ambiguous") as unchecked:
+        jgpt.causal_mask(wrong)  # type: ignore[arg-type]
+    assert not isinstance(unchecked.value, TypeCheckError)
 
 
 def lowered(config: jgpt.TrainConfig) -> str:

@@ -26,6 +26,17 @@ def loss(x: Array) -> Array:
     return BLOCK(x).sum()
 
 
+def weights_loss(weights: Any, x: Array) -> Array:
+    return nnx.merge(GRAPH, weights)(x).sum()
+
+
+def scan_over_steps(x: Array) -> Array:
+    def body(carry, _):
+        return BLOCK(carry), None
+
+    return jax.lax.scan(body, x, length=4)[0]
+
+
 def scan_over_layers(x: Array) -> Array:
     """One block's code, the layers' weights stacked: the contract sees one layer at a time."""
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), WEIGHTS)
@@ -47,6 +58,15 @@ def over_examples(x: Array) -> Array:
     return jax.vmap(lambda example: BLOCK(example[None])[0])(x)
 
 
+def under_nnx_jit(x: Any) -> Array:
+    block = nnx.merge(GRAPH, WEIGHTS)  # it is updated in place: one of its own
+    return nnx.jit(jgpt.Block.__call__)(block, jnp.ones(x.shape, x.dtype))
+
+
+def exported(x: Any) -> Any:
+    return jax.export.export(jax.jit(BLOCK))(x)
+
+
 def exported_for_any_batch(x: Any) -> Any:
     (batch,) = jax.export.symbolic_shape("batch")
     any_batch = jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
@@ -62,10 +82,15 @@ def traced(function: Callable[[Array], Any]) -> Callable[[Any], Any]:
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "eval_shape": traced(BLOCK),
     "jit": lambda x: jax.jit(BLOCK).trace(x),
+    "nnx.jit": under_nnx_jit,
     "grad": traced(jax.grad(loss)),
+    "value_and_grad": lambda x: jax.eval_shape(jax.value_and_grad(weights_loss), WEIGHTS, x),
     "vmap": traced(over_examples),
+    "scan over steps": traced(scan_over_steps),
     "scan over layers": traced(scan_over_layers),
+    "remat": traced(jax.grad(jax.checkpoint(loss))),  # type: ignore[arg-type]
     "shard_map": traced(sharded),
+    "export": exported,
     "export for any batch": exported_for_any_batch,
 }
 
@@ -77,6 +102,27 @@ def test_good_passes_and_bad_fails(transform: Callable[[Any], Any]):
         TypeCheckError, match=r"^jgpt.nn.transformer.Block.__call__\(\) got a wrong argument `x`"
     ):
         transform(BAD)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_hides_its_axis_from_the_contract(axis: int):
+    @typed
+    def total(x: Float[Array, " time"]) -> Float[Array, ""]:
+        return x.sum()
+
+    assert jax.eval_shape(jax.vmap(total, in_axes=axis), jnp.ones((3, 5))).shape == ((3, 5)[axis],)
+    with pytest.raises(TypeCheckError, match="not the 1 expected by the type hint"):
+        jax.eval_shape(jax.vmap(total, in_axes=axis), jnp.ones((3, 5, 2)))
+
+
+def test_a_compiled_function_checks_each_new_shape():
+    compiled = jax.jit(jgpt.causal_mask, static_argnums=0)
+    attend = jax.jit(jgpt.attend)
+    for time in (3, 4):
+        x = jnp.ones((2, time, 5))
+        assert attend(x, x, x, compiled(time)).shape == x.shape
+        with pytest.raises(TypeCheckError, match="got a wrong argument `mask`"):
+            attend(x, x, x, compiled(5))
 
 
 def test_shards_have_their_own_sizes():

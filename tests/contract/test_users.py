@@ -42,8 +42,10 @@ class Gate(nnx.Module):
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """What passes the gate."""
         both = check(self.expansion(x), Float[Array, "batch time 2*{self.embed_dim}"])
-        value, gate = jnp.split(both, 2, axis=-1)
+        value, gate = jnp.split(both, 2, axis=self.axis)
         return value * gate
+
+    axis = -1
 '''
 
 
@@ -85,6 +87,12 @@ def test_a_wrong_intermediate_of_theirs_is_found(gate):
     )
 
 
+def test_a_wrong_result_of_theirs_is_found(gate):
+    gate.axis = 1
+    with pytest.raises(TypeCheckError, match=r"Gate.__call__\(\) returned a wrong result"):
+        gate(jnp.ones((2, 4, 6)))
+
+
 NOTHING: Any = 3
 
 
@@ -101,6 +109,12 @@ NOTHING: Any = 3
 def test_misuse_of_theirs_says_so(misuse, message):
     with pytest.raises(TypeError, match=message):
         misuse()
+
+
+def test_what_they_need_is_public():
+    assert {"LEGEND", "check", "record", "typed"} <= set(jgpt.__all__)
+    assert jgpt.LEGEND["time"] == "positions in a sequence"
+    assert all(each.__doc__ for each in (jgpt.check, jgpt.record, jgpt.typed))
 
 
 def test_signatures_and_help_survive():
