@@ -324,7 +324,11 @@ def shell(tmp_path, monkeypatch) -> Iterator[Callable[[str], str]]:
 def test_a_page_is_a_session(shell, tmp_path):
     names: dict[str, Any] = {"__name__": "__main__"}
     killed = tmp_path / "runs" / "squared_relu-5"
-    for block in blocks(SESSION.read_text()):
+    text = SESSION.read_text()  # with two of its five seeds, which would take half a minute more
+    for five, two in ((" 2 3 4", ""), ("range(1, 6)", "(1, 5)"), ("(5, 4)", "(2, 4)")):
+        assert five in text
+        text = text.replace(five, two)
+    for block in blocks(text):
         if block.language == "python":
             with contextlib.chdir(tmp_path):
                 said = run_python(block, names, name(SESSION))
@@ -333,7 +337,7 @@ def test_a_page_is_a_session(shell, tmp_path):
             said = shell(line)
             assert SAME(shown, said) if shown else "jgpt: " not in said, f"{line}\n{said}"
             if "kill" in line:
-                assert len((killed / "metrics.jsonl").read_text().splitlines()) < 120
+                assert len((killed / "metrics.jsonl").read_text().splitlines()) < 60
             if "--resume" in line:
                 assert "resumed at step" in said
     assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
