@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-COMPILE = {"00", "02", "04", "06", "08", "10", "14", "15"}
+COMPILE = {"00", "02", "03", "04", "06", "08", "10", "14", "15"}
 """Lessons that hardly train: as in other tests, compiling is what takes time."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 sys.path.append(str(ROOT / "notebooks"))
