@@ -11,7 +11,6 @@ import pytest
 import jgpt
 from jgpt.generation.chat import END, START
 from tests.commands import jgpt as command
-from tests.commands import refused
 from tests.generation.test_chat import chat_run
 
 GREEDY = ("--temperature", "0", "--max-new-tokens")
@@ -38,13 +37,6 @@ def test_each_line_is_a_message(run):
     assert refusal.startswith("the message is too long: ")
     assert "--block-size" not in refusal
     assert (lost, last) == (lines[-2], "!!!!!")
-
-
-def test_an_answer_needs_a_seed_and_a_checkpoint_that_exist(run):
-    assert refused("chat", run, "--seed", -1) == (
-        "jgpt: --seed -1 must be at least 0 and below 2**32"
-    )
-    assert "7" in refused("chat", run, "--checkpoint", 7)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
