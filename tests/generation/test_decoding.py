@@ -102,13 +102,6 @@ def test_greedy_with_a_cache_is_greedy_without_one(variant):
     assert len(drawn) > 3 or not isinstance(variant, GPT)
 
 
-@pytest.mark.parametrize("fields", [{"attention_window": 4}, {"ngram_sizes": (2, 3)}], ids=str)
-def test_another_window_or_n_gram_continues_otherwise(windows, fields):
-    expected = without_a_cache(windows, ROWS, TOKENS_PER_CALL, **fields)
-    for found, wanted in zip(greedy(windows, ROWS, TOKENS_PER_CALL), expected, strict=True):
-        assert found != wanted
-
-
 def continued(model, rows, sizes):
     """Reads each row's last tokens, in pieces of these sizes after the rest.
 

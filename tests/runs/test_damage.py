@@ -167,6 +167,7 @@ def test_a_read_only_run_evaluates_from_anywhere(trained, run, tmp_path):
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(copy, run):
+    (run / "lock").write_text("4194304999\n")  # longer than any process's
     code = (
         "import sys; from pathlib import Path; from jgpt.runs.directory import RunDirectory\n"
         f"with RunDirectory(Path({str(run)!r})).locked(): print('locked', flush=True); input()"
@@ -176,7 +177,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(copy, run):
     with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == b"locked\n"
-        with pytest.raises(BlockingIOError, match=f"is in use by process {holder.pid}"):
+        with pytest.raises(BlockingIOError, match=rf"is in use by process {holder.pid}\b"):
             fit(copy, resume=True)
         load(run)  # but it may be read
         holder.kill()
