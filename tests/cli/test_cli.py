@@ -85,16 +85,6 @@ def test_a_refusal_is_one_line_and_changes_nothing(line, expected, run, text_fil
     assert (contents(tmp_path), contents(run)) == before
 
 
-def test_help_is_instant_and_needs_no_jax():
-    code = (
-        "import sys, jgpt.cli\n"
-        "try: jgpt.cli.main(['--help'])\n"
-        "except SystemExit as stop: assert stop.code == 0\n"
-        "assert not {'jax', 'flax'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
 def test_a_text_is_prepared_without_jax(data_directory, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be\n" * 4000)  # long enough for tiktoken
@@ -108,9 +98,12 @@ def test_a_text_is_prepared_without_jax(data_directory, tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_commands_show_that_they_import_jax_before_they_do():
+def test_help_needs_no_jax_and_commands_show_that_they_import_it_before_they_do():
     code = (
-        "import sys, jgpt.cli, jgpt.cli.commands as commands\n"
+        "import sys, jgpt.cli\n"
+        "jgpt.cli.main(['--help'])\n"
+        "assert not {'jax', 'flax'} & set(sys.modules)\n"
+        "import jgpt.cli.commands as commands\n"
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
         "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
         "    'sample r', 'chat r', 'eval r', 'info tiny', 'shapes tiny',\n"
