@@ -177,6 +177,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(copy, run):
     with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == b"locked\n"
+        assert (run / "lock").read_text() == f"{holder.pid}\n"
         with pytest.raises(BlockingIOError, match=rf"is in use by process {holder.pid}\b"):
             fit(copy, resume=True)
         load(run)  # but it may be read
