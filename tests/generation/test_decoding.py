@@ -14,7 +14,8 @@ from jgpt import GPT, generate
 from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
-from tests.models import FAMILIES, SIZES, compiled, loud, random_gpt, random_model
+from jgpt.sharding import make_mesh
+from tests.models import FAMILIES, SIZES, compiled, loud, random_gpt, random_model, tokens_of
 from tests.quick import only
 
 VOCAB, BLOCK_SIZE = SIZES["vocab_size"], 6
@@ -144,6 +145,16 @@ def test_a_cache_that_is_smaller_than_the_block_is_written_around_its_end(name):
     model = random_model(name, block_size=100)
     rows = [(np.arange(40) ** 2 % VOCAB).tolist(), [1, 5, 9]]
     assert greedy(model, rows, 24) == without_a_cache(model, rows, 24, crop=100, block_size=100)
+
+
+@pytest.mark.slow
+def test_a_mesh_generates_the_same_tokens():
+    model = random_model("modern", num_heads=6, embed_dim=24, hidden_dim=32, vocab_size=18)
+    prompt = tokens_of(3, batch=4, time=5)
+    alone = generate(model, prompt, 9, key=KEY, temperature=0.0)
+    with jax.set_mesh(make_mesh("data=4,tensor=2")):
+        found = generate(model, prompt, 9, key=KEY, temperature=0.0)
+    np.testing.assert_array_equal(found, alone)
 
 
 def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):

@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.manifest import verify
 from jgpt.runs.resume import require_same_run
+from jgpt.sharding import make_mesh
 from jgpt.training.step import TrainState, init_state
 from tests.runs.harness import contents
 
@@ -104,6 +106,17 @@ def test_a_run_is_loaded_to_the_device_that_new_arrays_go_to(saved, small_run):
     leaves = jax.tree.leaves([nnx.state(model), state])
     assert len(leaves) > 10
     assert {found for leaf in leaves for found in leaf.devices()} == {device}
+
+
+def test_a_run_is_loaded_in_shards(trained):
+    def kernel_of(model: Any) -> jax.Array:
+        return model.blocks[0].feed_forward.expansion.kernel[...]
+
+    alone = kernel_of(load(trained.directory)[0])
+    with jax.set_mesh(make_mesh("fsdp=4,tensor=2")):
+        kernel = kernel_of(load(trained.directory)[0])
+    assert kernel.addressable_shards[0].data.shape == (12 // 4, 48 // 2)
+    np.testing.assert_array_equal(kernel, alone)
 
 
 def test_orbax_is_opened_when_it_is_needed_once_and_closed(saved, small_run, initial, monkeypatch):

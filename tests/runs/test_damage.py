@@ -14,7 +14,6 @@ import pytest
 from jgpt import CharTokenizer, fit, load
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
-from tests.commands import files_of_at_most
 from tests.runs.harness import REPOSITORY, fuzz, runner
 
 forge = fuzz.forge
@@ -208,14 +207,6 @@ jgpt.cli.main(["train", "--out", {str(run)!r}, "--resume", "--steps", "12"])
     )
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["11", "8"]
     load(run)
-
-
-def test_metrics_that_cannot_be_written_leave_no_half_line(run):
-    before = (run / "metrics.jsonl").read_bytes()
-    said = r"metrics\.jsonl can't be written: File too large"
-    with files_of_at_most(len(before) + 10), pytest.raises(OSError, match=said):
-        RunDirectory(run).append_metrics([{"step": 12, "loss": 1.0}])
-    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_loading_a_run_unpickles_nothing(trained, monkeypatch):

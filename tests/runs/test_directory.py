@@ -1,4 +1,4 @@
-"""The run directory's files: who holds it, and what is appended to it."""
+"""What is appended to a run directory's files and cut off, and who began it."""
 
 import pytest
 

@@ -33,7 +33,6 @@ from jgpt.runs.profiling import compilations_watched
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState
 from jgpt.user_code import load_code
-from tests.browser import browser
 from tests.models import loud, random_gpt
 from tests.runs.test_look import (
     TOKENIZER,
@@ -496,12 +495,6 @@ def test_the_command_serves_until_it_is_ended(trained, number):
 
 
 # In a browser
-
-
-@pytest.fixture(scope="module")
-def page():
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture

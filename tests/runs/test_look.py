@@ -17,7 +17,7 @@ from jgpt import CharTokenizer, fit, generate
 from jgpt.nn.models import abstract_model
 from jgpt.runs import look
 from jgpt.runs.look import look_page
-from tests.browser import CHROMIUM, Page, browser
+from tests.browser import CHROMIUM, Page
 from tests.commands import refused, worked
 from tests.models import config_of, loud, random_gpt
 from tests.quick import only
@@ -209,12 +209,6 @@ def test_a_page_holds_just_so_many_weights(tmp_path, monkeypatch):
 
 WIDTHS, SCHEMES = (390, 800, 1280), ("light", "dark")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open it in")
-
-
-@pytest.fixture(scope="module")
-def page():
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
