@@ -1,7 +1,40 @@
-"""What a terminal shows of what is written to it."""
+"""What a terminal shows of what is written to it, and a process that has one."""
 
+import contextlib
+import os
 import re
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+IN_FRONT = """
+import fcntl, signal, termios, jgpt.cli
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+signal.signal(signal.SIGINT, signal.default_int_handler)
+fcntl.ioctl(1, termios.TIOCSCTTY)
+jgpt.cli.main()
+"""
+
+
+@contextlib.contextmanager
+def in_a_terminal(*arguments: object) -> Iterator[tuple[subprocess.Popen[Any], int]]:
+    """The command as a process with a terminal of its own, and what the terminal is read from."""
+    screen, tty = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_FRONT, *map(str, arguments)],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm"},
+    )
+    os.close(tty)
+    try:
+        yield process, screen
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Screen:

@@ -2,7 +2,6 @@
 
 import os
 import select
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 
 import jgpt
 from jgpt.generation.chat import END, START
+from tests.cli.screen import in_a_terminal
 from tests.commands import jgpt as command
-from tests.commands import refused
 from tests.generation.test_chat import chat_run
 
 GREEDY = ("--temperature", "0", "--max-new-tokens")
@@ -40,54 +39,34 @@ def test_each_line_is_a_message(run):
     assert (lost, last) == (lines[-2], "!!!!!")
 
 
-def test_an_answer_needs_a_seed_and_a_checkpoint_that_exist(run):
-    assert refused("chat", run, "--seed", -1) == (
-        "jgpt: --seed -1 must be at least 0 and below 2**32"
-    )
-    assert "7" in refused("chat", run, "--checkpoint", 7)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
 def test_a_terminal_edits_a_line_and_ctrl_c_ends_an_answer_alone(tmp_path):
     run = chat_run(tmp_path / "run", block_size=4096)
-    code = (
-        "import fcntl, signal, termios, jgpt.cli\n"
-        "fcntl.ioctl(1, termios.TIOCSCTTY)\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "jgpt.cli.main()"
-    )
-    screen, tty = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "chat", str(run), *GREEDY, "3000"],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm"},
-    )
-    os.close(tty)
-    shown = b""
+    with in_a_terminal("chat", run, *GREEDY, 3000) as (process, screen):
+        shown = b""
 
-    def until(text: bytes) -> bytes:
-        """What is shown up to a text."""
-        nonlocal shown
-        while text not in shown:
-            ready, _, _ = select.select([screen], [], [], 60)
-            assert ready, f"no {text!r} in {shown[-999:]!r}"
-            shown += os.read(screen, 4096)
-        before, _, shown = shown.partition(text)
-        return before
+        def until(text: bytes) -> bytes:
+            """What is shown up to a text."""
+            nonlocal shown
+            while text not in shown:
+                ready, _, _ = select.select([screen], [], [], 60)
+                assert ready, f"no {text!r} in {shown[-999:]!r}"
+                shown += os.read(screen, 4096)
+            before, _, shown = shown.partition(text)
+            return before
 
-    assert b"Ctrl-C stops an answer" in until(b"> ")
-    os.write(screen, b"helo\x1b[Dl\r")  # the cursor left, and a letter put in
-    until(b"!!!!!")
-    os.write(screen, b"\x03")
-    assert until(b"> ").count(b"!") < 2000
-    os.write(screen, b"\x1b[A")  # the line before
-    until(b"hello")
-    for _ in range(60):  # Python hears a signal at the prompt only while it waits for a key
+        assert b"Ctrl-C stops an answer" in until(b"> ")
+        os.write(screen, b"helo\x1b[Dl\r")  # the cursor left, and a letter put in
+        until(b"!!!!!")
         os.write(screen, b"\x03")
-        if select.select([screen], [], [], 1)[0]:
-            break
-    assert b"Traceback" not in until(b"> ")
-    os.write(screen, b"\x04")
-    assert process.wait(60) == 0
+        assert until(b"> ").count(b"!") < 2000
+        os.write(screen, b"\x1b[A")  # the line before
+        until(b"hello")
+        for _ in range(60):  # Python hears a signal at the prompt only while it waits for a key
+            os.write(screen, b"\x03")
+            if select.select([screen], [], [], 1)[0]:
+                break
+        assert b"Traceback" not in until(b"> ")
+        os.write(screen, b"\x04")
+        assert process.wait(60) == 0
     os.close(screen)

@@ -74,23 +74,15 @@ def test_a_refusal_is_one_line_and_changes_nothing(line, expected, run, text_fil
     (tmp_path / "trained").symlink_to(run)
     (tmp_path / "link").symlink_to("missing")
     files = {"fox.txt": text_file.read_bytes(), **UNREADABLE}
-    files |= {"folder/notes.txt": b"mine", "model/config.json": b'{"model_type": "gpt2"}'}
+    files |= {"folder/notes.txt": b"mine", "page.html/notes.txt": b"mine"}
+    files |= {"damaged/config.json": b"{", "foreign/config.json": b"{}"}
+    files |= {"model/config.json": b'{"model_type": "gpt2"}'}
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     before = contents(tmp_path), contents(run)
-    assert refused(*shlex.split(line), cwd=tmp_path) == expected
+    assert refused(*shlex.split(line), cwd=tmp_path).replace(f"{tmp_path}/", "") == expected
     assert (contents(tmp_path), contents(run)) == before
-
-
-def test_help_is_instant_and_needs_no_jax():
-    code = (
-        "import sys, jgpt.cli\n"
-        "try: jgpt.cli.main(['--help'])\n"
-        "except SystemExit as stop: assert stop.code == 0\n"
-        "assert not {'jax', 'flax'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_a_text_is_prepared_without_jax(data_directory, tmp_path):
@@ -106,9 +98,12 @@ def test_a_text_is_prepared_without_jax(data_directory, tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_commands_show_that_they_import_jax_before_they_do():
+def test_help_needs_no_jax_and_commands_show_that_they_import_it_before_they_do():
     code = (
-        "import sys, jgpt.cli, jgpt.cli.commands as commands\n"
+        "import sys, jgpt.cli\n"
+        "jgpt.cli.main(['--help'])\n"
+        "assert not {'jax', 'flax'} & set(sys.modules)\n"
+        "import jgpt.cli.commands as commands\n"
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
         "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
         "    'sample r', 'chat r', 'eval r', 'info tiny', 'shapes tiny',\n"
@@ -174,14 +169,6 @@ def test_every_command_works_in_a_process_of_its_own(command, run, text_file, tm
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
     assert done.stdout
-
-
-def test_a_refusal_leaves_a_process_with_one_line_and_2():
-    done = subprocess.run(
-        [sys.executable, "-m", "jgpt.cli", "sample", "nowhere"], capture_output=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"jgpt: nowhere is not a run directory: it has no config.json\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -413,14 +400,6 @@ def test_a_run_is_trained_further_until_it_is_done_and_overwritten(run, tmp_path
     said = worked("train", "bigram", "--out", own, "--overwrite", *brief)
     assert "resumed" not in said
     assert RunDirectory(own).metrics()[-1]["step"] == 2
-
-
-def test_presets_are_wrapped_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "50")
-    main(["presets"])
-    assert max(map(len, terminal.getvalue().splitlines())) <= 50
 
 
 def test_control_characters_are_shown_as_pictures(tmp_path):

@@ -99,19 +99,6 @@ def test_info_counts_the_parameters_of_a_run(trained):
     assert f"{count:,} parameters" in " ".join(worked("info", trained.directory).split())
 
 
-def test_info_says_the_memory_of_the_micro_batches_that_were_decided(monkeypatch):
-    def memory(config):
-        return TrainingMemory(state=5 * MIB, working=28 * MIB // config.micro_batches)
-
-    monkeypatch.setattr(
-        "jgpt.training.plan.with_micro_batches", lambda config, _: replace(config, micro_batches=4)
-    )
-    monkeypatch.setattr("jgpt.training.plan.training_memory", memory)
-    its = "12.0 MiB (5.0 MiB parameters and optimizer, 7.0 MiB activations and gradients)"
-    said = " ".join(worked("info", "tiny").split())
-    assert f"training memory at batch_size=8, micro_batches=4: {its}" in said
-
-
 @pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]])
 def test_a_plan_for_other_hardware(command, capsys, monkeypatch):
     asked = []

@@ -17,7 +17,7 @@ from jgpt.cli.options import (
 )
 from jgpt.config import to_json
 from jgpt.presets import PRESETS
-from tests.commands import refused, worked
+from tests.commands import on_terminal, refused, worked
 
 TINY = PRESETS["tiny"][1]
 
@@ -133,6 +133,8 @@ def test_the_help_says_what_a_value_is(command):
 
 
 def test_presets_are_wrapped_at_words_of_a_terminal():
+    shown = "".join(f"{line}\n" for line in describe_presets(80))
+    assert on_terminal(80, "presets") == (0, shown.replace("\n", "\r\n"))
     whole = worked("presets").splitlines()
     assert [line.split()[0] for line in whole] == [*PRESETS]
     assert max(map(len, whole)) > 80

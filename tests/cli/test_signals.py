@@ -3,17 +3,16 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import types
-from pathlib import Path
 
 import pytest
 
 from jgpt.cli import signals
 from jgpt.cli.signals import SIGNALS, stop_requested
+from tests.cli.screen import in_a_terminal
 
 
 @pytest.fixture
@@ -116,30 +115,14 @@ def test_under_nohup_a_closed_terminal_is_no_request(heard):
 @needs_hang_up
 def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
     """The system tells the process, as a shell would, and what it still says goes nowhere."""
-    code = (
-        "import fcntl, signal, termios, jgpt.cli\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
-        "fcntl.ioctl(1, termios.TIOCSCTTY)\n"
-        "jgpt.cli.main()"
-    )
-    train = ["train", "bigram", "--data", str(poem), "--out", str(tmp_path / "run")]
-    endless = ["--steps", "1000000", "--eval-interval", "1000000"]
-    screen, tty = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *train, *endless],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm"},
-    )
-    os.close(tty)
-    shown = b""
-    while b" left" not in shown:  # the bar, after the first steps
-        shown += os.read(screen, 4096)
-    os.close(screen)
-    try:
+    train = ("train", "bigram", "--data", poem, "--out", tmp_path / "run")
+    endless = ("--steps", 1_000_000, "--eval-interval", 1_000_000)
+    with in_a_terminal(*train, *endless) as (process, screen):
+        shown = b""
+        while b" left" not in shown:  # the bar, after the first steps
+            shown += os.read(screen, 4096)
+        os.close(screen)
         assert process.wait(60) == 129
-    finally:
-        process.kill()
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert int(checkpoint.name) == json.loads(lines[-1])["step"] > 0

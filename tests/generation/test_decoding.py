@@ -14,7 +14,8 @@ from jgpt import GPT, generate
 from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
-from tests.models import FAMILIES, SIZES, compiled, loud, random_gpt, random_model
+from jgpt.sharding import make_mesh
+from tests.models import FAMILIES, SIZES, compiled, loud, random_gpt, random_model, tokens_of
 from tests.quick import only
 
 VOCAB, BLOCK_SIZE = SIZES["vocab_size"], 6
@@ -102,13 +103,6 @@ def test_greedy_with_a_cache_is_greedy_without_one(variant):
     assert len(drawn) > 3 or not isinstance(variant, GPT)
 
 
-@pytest.mark.parametrize("fields", [{"attention_window": 4}, {"ngram_sizes": (2, 3)}], ids=str)
-def test_another_window_or_n_gram_continues_otherwise(windows, fields):
-    expected = without_a_cache(windows, ROWS, TOKENS_PER_CALL, **fields)
-    for found, wanted in zip(greedy(windows, ROWS, TOKENS_PER_CALL), expected, strict=True):
-        assert found != wanted
-
-
 def continued(model, rows, sizes):
     """Reads each row's last tokens, in pieces of these sizes after the rest.
 
@@ -153,6 +147,16 @@ def test_a_cache_that_is_smaller_than_the_block_is_written_around_its_end(name):
     assert greedy(model, rows, 24) == without_a_cache(model, rows, 24, crop=100, block_size=100)
 
 
+@pytest.mark.slow
+def test_a_mesh_generates_the_same_tokens():
+    model = random_model("modern", num_heads=6, embed_dim=24, hidden_dim=32, vocab_size=18)
+    prompt = tokens_of(3, batch=4, time=5)
+    alone = generate(model, prompt, 9, key=KEY, temperature=0.0)
+    with jax.set_mesh(make_mesh("data=4,tensor=2")):
+        found = generate(model, prompt, 9, key=KEY, temperature=0.0)
+    np.testing.assert_array_equal(found, alone)
+
+
 def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
     alone = generate(model, PROMPT[:1], 9, key=KEY)
     together = generate(model, PROMPT, 9, key=KEY)
@@ -163,22 +167,11 @@ def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
 
 
 def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
-    draw = functools.partial(next_token, sampling=Sampling())
-    drawn = jnp.array(without_a_cache(model, PROMPT.tolist(), 11, draw))
-    assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
-    assert jnp.array_equal(generate(model, PROMPT, 11, key=KEY), drawn)
-    assert not jnp.array_equal(generate(model, PROMPT, 11, key=jax.random.key(9)), drawn)
-
-
-def test_each_token_is_drawn_with_a_key_of_its_own_in_every_piece():
-    """From a bigram that finds all tokens equally likely."""
-    uniform = small_model("bigram")
-    nnx.update(uniform, jax.tree.map(jnp.zeros_like, nnx.state(uniform, nnx.Param)))
-    count = 2 * TOKENS_PER_CALL + 3
-    found = generate(uniform, PROMPT, count, key=KEY)[:, 3:]
-    draw = functools.partial(next_token, jnp.zeros((2, VOCAB)), sampling=Sampling())
-    at = jax.jit(jax.vmap(lambda place: draw(jax.random.fold_in(KEY, place))))
-    np.testing.assert_array_equal(found, at(jnp.arange(count)).T)
+    draw, count = functools.partial(next_token, sampling=Sampling()), 2 * TOKENS_PER_CALL + 3
+    drawn = jnp.array(without_a_cache(model, PROMPT.tolist(), count, draw))
+    assert jnp.array_equal(generate(model, PROMPT, count, key=KEY), drawn)
+    assert jnp.array_equal(generate(model, PROMPT, count, key=KEY), drawn)
+    assert not jnp.array_equal(generate(model, PROMPT, count, key=jax.random.key(9)), drawn)
 
 
 def test_a_long_prompt_is_kept_whole_and_read_by_its_end(variant):

@@ -4,6 +4,14 @@ import shutil
 import pytest
 
 from jgpt import TrainConfig
+from tests.browser import browser
+
+
+@pytest.fixture(scope="module")
+def page():
+    """A page in Chromium."""
+    with browser() as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def contents(folder: Path) -> dict[str, bytes | None]:
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
     }
+
+
+def recorded(calls: list[Any], note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which first appends its name, or what `note` makes of its arguments."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(note(*arguments) if callable(note) else note)
+        return function(*arguments, **options)
+
+    return call
 
 
 class Heard(Progress):

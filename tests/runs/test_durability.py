@@ -158,11 +158,8 @@ def steps_that_load(view: Path) -> list[int]:
 def test_a_run_is_there_with_its_tokenizer_or_its_directory_may_be_used(disk):
     RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
     found = [RunDirectory.exists(view / "run") for view in disk.views]
-    assert found[-3:] == [
-        True,
-        True,
-        False,
-    ]  # killed, and after a power cut without and with a loss
+    # killed, and after a power cut without and with a loss
+    assert found[-3:] == [True, True, False]
     for view, there in zip(disk.views, found, strict=True):
         if there:
             assert RunDirectory(view / "run").config() == CONFIG
@@ -254,11 +251,7 @@ def test_an_imported_run_is_there_as_a_whole_or_not_at_all(disk):
     checkpoints.save(model, disk.root / "run", tokenizer=TOKENIZER, config=CONFIG)
     assert disk.calls[-2:] == ["rename run.partial run", "fsync ."]
     there = [(view / "run").exists() for view in disk.views]
-    assert there[-3:] == [
-        True,
-        True,
-        False,
-    ]  # killed, and after a power cut without and with a loss
+    assert there[-3:] == [True, True, False]  # as above
     assert not any(there[:-3])
     assert [steps_that_load(view / "run") for view in disk.views[-3:-1]] == [[0], [0]]
 

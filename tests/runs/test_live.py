@@ -33,8 +33,6 @@ from jgpt.runs.profiling import compilations_watched
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState
 from jgpt.user_code import load_code
-from tests.browser import browser
-from tests.commands import refused
 from tests.models import loud, random_gpt
 from tests.runs.test_look import (
     TOKENIZER,
@@ -246,20 +244,6 @@ def ask(address: str, path: str | None = None, body: bytes | None = None, **head
         return answered.status, answered.read().decode()
 
 
-def test_the_page_and_its_numbers_are_served(served, look):
-    status, page = ask(served)
-    assert status == 200
-    assert "connect-src 'self'" in page
-    secret = served.split("/")[-2]
-    body = json.dumps({"prompt": "spice", "heads": {"0.1": 0}}).encode()
-    status, found = ask(served, f"/{secret}/look", body, Origin=served.split(f"/{secret}")[0])
-    assert status == 200
-    assert json.loads(found)["tokens"] == TOKENIZER.encode("spice").tolist()
-    status, found = ask(served, f"/{secret}/look", json.dumps({"prompt": "#"}).encode())
-    assert status == 200
-    assert json.loads(found)["error"].startswith("unknown character '#' at position 0")
-
-
 def test_a_page_is_told_of_training_and_its_checkpoints(run, look, other):
     page = RunPage(run, PROMPT)
     told = page.training({})
@@ -350,14 +334,10 @@ def test_strangers_get_one_line(served):
             other.sendall(f"{line} HTTP/1.0\r\n{hosts}\r\n\r\n".encode())
             head, _, said = other.makefile().read().partition("\n\n")
             assert (head.split()[1], said.count("\n")) == (f"{status}", 1)
-    assert ask(served)[0] == 200
-
-
-def test_the_port_is_open_on_the_loopback_interface_alone(served):
-    port = int(served.split(":")[2].split("/")[0])
-    with socket.socket() as other:
+    with socket.socket() as other:  # the port is open on the loopback interface alone
         other.settimeout(2)
-        assert other.connect_ex(("127.0.0.2", port)) != 0
+        assert other.connect_ex(("127.0.0.2", int(port))) != 0
+    assert ask(served)[0] == 200
 
 
 def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
@@ -375,31 +355,45 @@ def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
         assert ask(address)[0] == 200
 
 
-# idle priority is told and not taken, for on a machine that is busy with tests it would be endless
-MAIN = "import os; os.sched_setscheduler = lambda _, policy, __: print(policy, os.SCHED_IDLE);"
-MAIN += "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-MAIN += "signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # nohup ignores it
-MAIN += "from jgpt.cli import main; main()"
+# idle priority is told and not taken, for on a machine that is busy with tests it would be endless;
+# a shell in the background ignores SIGINT, nohup SIGHUP, and their programs would too
+MAIN = """
+import os, signal
+os.sched_setscheduler = lambda _, policy, __: print(policy, os.SCHED_IDLE)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from jgpt.cli import main
+main()
+"""
 TRAIN = "--steps 1000000 --eval-interval 5000 --steps-per-call 5 --sample-tokens 0 --block-size 16"
-TRAIN += " --num-layers 2 --embed-dim 24 --batch-size 4 --live --no-browser"
+TRAIN += " --num-layers 2 --embed-dim 24 --batch-size 4"
+
+
+@contextlib.contextmanager
+def started(*arguments: object):
+    """A command with `--live`: the process, and what it says up to its address."""
+    command = [sys.executable, "-c", MAIN, *map(str, arguments), "--live", "--no-browser"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            said = [process.stdout.readline()]
+            while said[-1] and "look inside at " not in said[-1] and "(Ctrl-C" not in said[-1]:
+                said.append(process.stdout.readline())
+            assert said[-1], process.communicate()
+            yield process, said
+        finally:
+            process.kill()
 
 
 @pytest.fixture
 def training(poem, tmp_path):
     """`jgpt train --live`: the process, and the address that it says."""
-    command = [sys.executable, "-c", MAIN, "train", "tiny", "--data", str(poem), *TRAIN.split()]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], **pipes)
-    assert process.stdout is not None
-    said = [process.stdout.readline()]
-    while said[-1] and "look inside at " not in said[-1]:
-        said.append(process.stdout.readline())
-    assert said[-1], process.communicate()
-    if sys.platform == "linux":
-        assert f"{os.SCHED_IDLE} {os.SCHED_IDLE}\n" in said
-    yield process, said[-1].split()[-1]
-    process.kill()
-    process.communicate()
+    options = ("--data", poem, "--out", tmp_path / "run", *TRAIN.split())
+    with started("train", "tiny", *options) as (process, said):
+        if sys.platform == "linux":
+            assert f"{os.SCHED_IDLE} {os.SCHED_IDLE}\n" in said
+        yield process, said[-1].split()[-1]
 
 
 def gone(address: str) -> bool:
@@ -491,36 +485,16 @@ def test_the_page_of_a_run_in_training_grows(training, page, poem):
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGHUP")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_the_command_serves_until_it_is_ended(trained, number):
-    # a shell in the background ignores SIGINT, and its programs would too
-    main = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    main += "signal.signal(signal.SIGHUP, signal.SIG_DFL); from jgpt.cli import main; main()"
-    command = [sys.executable, "-c", main, "look", str(trained.directory), "--live"]
-    process = subprocess.Popen(
-        [*command, "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    assert said.endswith(" (Ctrl-C ends it)\n")
-    assert ask(said.split()[3])[0] == 200
-    process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    with started("look", trained.directory) as (process, (said,)):
+        assert said.endswith(" (Ctrl-C ends it)\n")
+        assert ask(said.split()[3])[0] == 200
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
     assert (out, err) == ("", "")
     assert process.returncode == (0 if number == signal.SIGINT else -number)
 
 
-def test_a_page_needs_a_prompt_or_to_be_live(trained, tmp_path):
-    said = refused("look", trained.directory, cwd=tmp_path)
-    assert said == "jgpt: give a prompt, or --live"
-    assert os.listdir(tmp_path) == []
-
-
 # In a browser
-
-
-@pytest.fixture(scope="module")
-def page():
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -604,6 +578,10 @@ def test_three_questions_are_answered_by_clicking(opened, look):
 def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, scheme):
     opened_at(page, served, width, scheme)
     assert page.run("$('twins').hidden")
+    assert page.run("document.documentElement.scrollWidth") <= width
+    if width == 390:  # a finger hits each token
+        boxes = "textSpans.map(e => e.getBoundingClientRect()).map(b => [b.width, b.height])"
+        assert np.min(page.run(boxes)) >= 24
     put(page, "other", 0)
     page.run(SETTLED)
     page.run("choose({ query: 5, key: 3, layer: 1, head: 2, depth: 1 })")
@@ -730,19 +708,6 @@ def test_controls_work_by_keyboard_and_have_names(opened):
         order.append(opened.run("document.activeElement.id || document.activeElement.className"))
     assert order[:8] == ["sample", "write", "reset", "checkpoint", "other", "", "", "text"]
     assert "lens" in order
-
-
-@needs_chromium
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "dark")])
-def test_the_live_page_fits_its_screen(page, served, width, scheme):
-    opened_at(page, served, width, scheme)
-    assert page.run("document.documentElement.scrollWidth") <= width
-    assert page.errors == []
-    if width == 390:
-        targets = (
-            "textSpans.map(each => each.getBoundingClientRect()).map(b => [b.width, b.height])"
-        )
-        assert np.min(page.run(targets)) >= 24
 
 
 @needs_chromium

@@ -362,4 +362,3 @@ def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp
     worked("look", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder)
     worked("plot", "r", cwd=folder)
     assert "my.py already exists" in refused("new", "my.py", cwd=folder)
-    assert "must end in .py" in refused("new", "my.txt", cwd=folder)

@@ -68,67 +68,60 @@ def wait_for_listener(port: int) -> None:
     raise TimeoutError(port)
 
 
-class Processes:
-    """Started processes of one run."""
-
-    def __init__(
-        self,
-        *options: object,
-        devices: tuple[int, ...] = (4, 4),
-        own: dict[int, tuple[object, ...]] | None = None,
-    ):
-        self.port = free_port()
-        where = ("--coordinator", f"localhost:{self.port}", "--processes", len(devices))
-        self.started = [
-            subprocess.Popen(
-                command(*options, *where, "--process", index, *(own or {}).get(index, ())),
+@contextlib.contextmanager
+def processes(
+    *options: object,
+    devices: tuple[int, ...] = (4, 4),
+    own: dict[int, tuple[object, ...]] | None = None,
+) -> Iterator[tuple[int, list[subprocess.Popen[str]]]]:
+    """The port at which processes of one run meet, and the processes."""
+    port, started = free_port(), []
+    where = ("--coordinator", f"localhost:{port}", "--processes", len(devices), "--process")
+    with contextlib.ExitStack() as stack:
+        for index, count in enumerate(devices):
+            process = subprocess.Popen(
+                command(*options, *where, index, *(own or {}).get(index, ())),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 env=environment(count),
             )
-            for index, count in enumerate(devices)
-        ]
-
-    def ended(self, within: float = 240) -> list[tuple[int, str, str]]:
-        """The exit code and what was written, of each."""
-        until = time.monotonic() + within
-        found = []
-        for process in self.started:
-            out, err = process.communicate(timeout=until - time.monotonic())
-            found.append((process.returncode, out, err))
-        return found
+            stack.enter_context(process)  # which closes its pipes
+            stack.callback(process.kill)
+            started.append(process)
+        yield port, started
 
 
-@contextlib.contextmanager
-def processes(*options: object, **how) -> Iterator[Processes]:
-    started = Processes(*options, **how)
-    try:
-        yield started
-    finally:
-        for process in started.started:
-            with process:  # which closes its pipes
-                process.kill()
+def ended(started: list[subprocess.Popen[str]], within: float = 240) -> list[tuple[int, str, str]]:
+    """The exit code and what was written, of each."""
+    until, found = time.monotonic() + within, []
+    for process in started:
+        out, err = process.communicate(timeout=until - time.monotonic())
+        found.append((process.returncode, out, err))
+    return found
 
 
 def train(*options: object, **how) -> list[tuple[int, str, str]]:
-    with processes(*options, **how) as started:
-        return started.ended()
+    with processes(*options, **how) as (_, started):
+        return ended(started)
 
 
-def train_alone(*options: object, devices: int = 8) -> str:
-    done = subprocess.run(
-        command(*options), env=environment(devices), capture_output=True, text=True, check=False
+def execute(command: list[str], devices: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment(devices), capture_output=True, text=True, check=False
     )
+
+
+def train_alone(*options: object, devices: int = 8) -> None:
+    done = execute(command(*options), devices)
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
-def wait_for(started: Processes, path: Path) -> None:
+def wait_for(started: list[subprocess.Popen[str]], path: Path) -> None:
     until = time.monotonic() + 240
     while not path.exists():
         assert time.monotonic() < until
-        assert all(process.poll() is None for process in started.started), started.ended()
+        assert all(process.poll() is None for process in started), ended(started)
         time.sleep(0.02)
 
 
@@ -343,19 +336,19 @@ def test_two_processes_train_as_one_and_go_on_as_one_and_back(options, tmp_path)
 def test_garbage_changes_nothing_and_a_signal_to_one_stops_all_at_the_same_step(
     options, tmp_path, number, index
 ):
-    with processes(*options, *FOREVER) as started:
-        wait_for_listener(started.port)
-        thrown = throw_garbage(started.port)  # while they meet
+    with processes(*options, *FOREVER) as (port, started):
+        wait_for_listener(port)
+        thrown = throw_garbage(port)  # while they meet
         wait_for(started, tmp_path / "run" / "checkpoints" / "6")
-        thrown += throw_garbage(started.port)  # while they train
-        require_that_only_localhost_listens(started.port)
-        started.started[index].send_signal(number)
-        ended = started.ended(60)
-    assert [code for code, _, _ in ended] == [128 + number] * 2
-    assert [err for _, _, err in ended] == ["", ""]
-    stopped = re.search(r"^stopped after step (\d+)", ended[0][1], re.MULTILINE)
+        thrown += throw_garbage(port)  # while they train
+        require_that_only_localhost_listens(port)
+        started[index].send_signal(number)
+        found = ended(started, 60)
+    assert [code for code, _, _ in found] == [128 + number] * 2
+    assert [err for _, _, err in found] == ["", ""]
+    stopped = re.search(r"^stopped after step (\d+)", found[0][1], re.MULTILINE)
     assert stopped is not None
-    assert ended[1][1] == ""
+    assert found[1][1] == ""
     run = RunDirectory(tmp_path / "run")
     assert run.checkpoint_steps()[-1] == int(stopped[1])
     assert len(losses(run.path)) == int(stopped[1])
@@ -368,10 +361,10 @@ def test_garbage_changes_nothing_and_a_signal_to_one_stops_all_at_the_same_step(
     ("number", "index"), [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)]
 )
 def test_one_that_dies_ends_the_other(options, tmp_path, number, index):
-    with processes(*options, *FOREVER) as started:
+    with processes(*options, *FOREVER) as (_, started):
         wait_for(started, tmp_path / "run" / "checkpoints" / "6")
-        started.started[index].send_signal(number)
-        other = started.started[1 - index]
+        started[index].send_signal(number)
+        other = started[1 - index]
         _, err = other.communicate(timeout=60)  # heartbeats are of 10 s, and JAX's own of 100
     ours = "another process has ended: see its messages; --resume goes on from the last checkpoint"
     if number == signal.SIGKILL and other.returncode == 2:
@@ -385,15 +378,15 @@ def test_one_that_dies_ends_the_other(options, tmp_path, number, index):
 
 @pytest.mark.slow
 def test_an_error_of_one_ends_the_other_with_its_message(options, tmp_path):
-    with processes(*options, *FOREVER) as started:
+    with processes(*options, *FOREVER) as (_, started):
         wait_for(started, tmp_path / "run" / "checkpoints" / "6")
         metrics = tmp_path / "run" / "metrics.jsonl"
         metrics.unlink()
         metrics.mkdir()
-        ended = started.ended(60)
-    assert [code for code, _, _ in ended] == [2, 2]
-    assert re.fullmatch(r"jgpt: .*metrics.jsonl.*\n", ended[0][2])
-    assert ended[1][2] == ended[0][2].replace("jgpt: ", "jgpt: process 0: ")
+        found = ended(started, 60)
+    assert [code for code, _, _ in found] == [2, 2]
+    assert re.fullmatch(r"jgpt: .*metrics.jsonl.*\n", found[0][2])
+    assert found[1][2] == found[0][2].replace("jgpt: ", "jgpt: process 0: ")
 
 
 @pytest.mark.slow
@@ -435,13 +428,7 @@ def test_open_mpi_is_found(options, tmp_path):
     if (launcher := shutil.which("mpirun")) is None:
         pytest.skip("there is no mpirun: apt-get install openmpi-bin")
     launch = [launcher, "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    done = subprocess.run(
-        [*launch, *command(*options, "--steps", 6, "--distributed")],
-        env=environment(4),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = execute([*launch, *command(*options, "--steps", 6, "--distributed")], devices=4)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(", total time") == 1  # mpirun gives it a terminal, with colours
     assert len(RunDirectory(tmp_path / "run").provenance()[0]["devices"]) == 8
@@ -449,13 +436,7 @@ def test_open_mpi_is_found(options, tmp_path):
 
 @pytest.mark.slow
 def test_without_a_launcher_the_processes_are_not_found(options):
-    done = subprocess.run(
-        command(*options, "--distributed"),
-        env=environment(1),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = execute(command(*options, "--distributed"), devices=1)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
         r"jgpt: the processes can't be joined \(coordinator_address .*\n", done.stderr

@@ -12,7 +12,7 @@ import pytest
 from jgpt import fit
 from jgpt.runs import loop, profiling
 from jgpt.runs.profiling import compilations_watched, enable_compilation_cache
-from tests.runs.harness import BIGRAM, with_changes
+from tests.runs.harness import BIGRAM, recorded, with_changes
 
 COMPILATION_CACHE = (
     "jax_compilation_cache_dir",
@@ -81,7 +81,7 @@ def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
 def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_evaluation(
     small_run, tmp_path, monkeypatch
 ):
-    events, trace, wait, make = [], jax.profiler.trace, jax.block_until_ready, loop.make_train_steps
+    events, trace, make = [], jax.profiler.trace, loop.make_train_steps
 
     @contextlib.contextmanager
     def recorded_trace(directory):
@@ -90,28 +90,14 @@ def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_
             yield
         events.append("done")
 
-    @contextlib.contextmanager
-    def recorded_watch(warn):
-        events.append("watched")
-        yield
-
-    def recorded_wait(result):
-        events.append("waited")
-        return wait(result)
-
     def recorded_steps(config):
-        take_steps = make(config)
-
-        def call(*arguments):
-            events.append(arguments[3])
-            return take_steps(*arguments)
-
-        return call
+        return recorded(events, lambda *arguments: arguments[3], make(config))
 
     monkeypatch.setattr(jax.profiler, "trace", recorded_trace)
-    monkeypatch.setattr(jax, "block_until_ready", recorded_wait)
     monkeypatch.setattr(loop, "make_train_steps", recorded_steps)
-    monkeypatch.setattr(loop, "compilations_watched", recorded_watch)
+    waits, watches = jax.block_until_ready, loop.compilations_watched
+    monkeypatch.setattr(jax, "block_until_ready", recorded(events, "waited", waits))
+    monkeypatch.setattr(loop, "compilations_watched", recorded(events, "watched", watches))
     calls = {"steps": 70, "steps_per_call": 50, "eval_interval": 32}
     config = with_changes(small_run, **BIGRAM | calls, out=str(tmp_path / "run"))
     run = fit(config, profile_steps=5)

@@ -49,13 +49,6 @@ def test_a_notebook_draws_the_curve_in_one_place(small_run, tmp_path, monkeypatc
     assert drawn[-1][1].endswith("</svg>")
 
 
-@pytest.mark.usefixtures("kernel")
-def test_none_is_silent_in_a_notebook_too(small_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("IPython.display.display", lambda *_, **__: pytest.fail("drawn"))
-    fit(with_changes(small_run, **BIGRAM, out=str(tmp_path / "run")), progress=None)
-    assert capsys.readouterr().err == ""
-
-
 def test_a_terminal_has_a_line_and_a_file_nothing(monkeypatch):
     for is_terminal, kind in ((True, LineProgress), (False, Progress)):
         stream = types.SimpleNamespace(isatty=lambda is_terminal=is_terminal: is_terminal)
