@@ -131,7 +131,7 @@ def step_time(how: Rounds, nanogpt: Path = NANOGPT) -> None:
 
 
 def time_to_loss(
-    how: Rounds, nanogpt: Path = NANOGPT, short_steps: int = 38, steps: int = 1200
+    how: Rounds, nanogpt: Path = NANOGPT, short_steps: int = 42, steps: int = 1150
 ) -> None:
     """Whole commands on tiny Shakespeare. nanoGPT trains its CPU setting (its README), to about
     1.886 by its own estimate over 20 batches, and `jgpt train nanogpt-cpu` the same; `jgpt train
