@@ -60,24 +60,24 @@ pictures: $(VENV)/installed-train
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# installed again only when what to install has changed; Python compiles of it what is imported, at the first import
+# installed again only when what to install has changed
 $(VENV)/installed-train: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable .
+	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
 # in one go: what lints, tests and builds the site
 $(VENV)/installed-extras: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[docs,test]'
+	$(BIN)/python -m pip install --quiet --editable '.[docs,test]'
 	touch $@ $(VENV)/installed-train
 
 $(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[notebooks]'
+	$(BIN)/python -m pip install --quiet --editable '.[notebooks]'
 	touch $@
 
 $(AHEAD)/installed: pyproject.toml
 	$(PYTHON) -m venv $(AHEAD)
-	$(AHEAD)/bin/python -m pip install --quiet --no-compile --editable '.[tpu]' hypothesis pytest tyro
+	$(AHEAD)/bin/python -m pip install --quiet --editable '.[tpu]' hypothesis pytest tyro
 	version=$$($(AHEAD)/bin/python -c 'import jax; print(jax.__version__)') && \
-	$(AHEAD)/bin/python -m pip install --quiet --no-compile \
+	$(AHEAD)/bin/python -m pip install --quiet \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
 	touch $@
