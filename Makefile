@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 AHEAD := $(VENV)-ahead
+# Python compiles a package at its first import and keeps that, which takes half the time of compiling
+# all of them when they are installed
+unexport PYTHONDONTWRITEBYTECODE
 
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -62,22 +65,22 @@ $(BIN)/python:
 
 # installed again only when what to install has changed
 $(VENV)/installed-train: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --editable .
 	touch $@
 
 # in one go: what lints, tests and builds the site
 $(VENV)/installed-extras: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[docs,test]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[docs,test]'
 	touch $@ $(VENV)/installed-train
 
 $(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[notebooks]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[notebooks]'
 	touch $@
 
 $(AHEAD)/installed: pyproject.toml
 	$(PYTHON) -m venv $(AHEAD)
-	$(AHEAD)/bin/python -m pip install --quiet --editable '.[tpu]' hypothesis pytest tyro
+	$(AHEAD)/bin/python -m pip install --quiet --no-compile --editable '.[tpu]' hypothesis pytest tyro
 	version=$$($(AHEAD)/bin/python -c 'import jax; print(jax.__version__)') && \
-	$(AHEAD)/bin/python -m pip install --quiet \
+	$(AHEAD)/bin/python -m pip install --quiet --no-compile \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
 	touch $@
