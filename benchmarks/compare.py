@@ -134,7 +134,7 @@ def time_to_loss(
     how: Rounds, nanogpt: Path = NANOGPT, short_steps: int = 42, steps: int = 1150
 ) -> None:
     """Whole commands on tiny Shakespeare. nanoGPT trains its CPU setting (its README), to about
-    1.886 by its own estimate over 20 batches, and `jgpt train nanogpt-cpu` the same; `jgpt train
+    1.9 by its own estimate over 20 batches, and `jgpt train nanogpt-cpu` the same; `jgpt train
     modern-cpu` for a few steps, to an exact loss at least as good, and for as many as end before
     nanoGPT does, both evaluated at the end; `jgpt train` the default preset. None draws a sample.
     Each round has a seed."""
