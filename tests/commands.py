@@ -54,6 +54,10 @@ def refused(
     return line
 
 
+END = b"\0"
+"""What ends all that a terminal gets."""
+
+
 def on_terminal(
     columns: int, *arguments: object, stdin: bytes = b"", cwd: Path | None = None
 ) -> tuple[int, str]:
@@ -64,16 +68,18 @@ def on_terminal(
 
     def receive() -> None:
         with contextlib.suppress(OSError):  # of one that is closed
-            while data := os.read(screen, 4096):
-                received.append(data)
+            while not b"".join(received[-2:]).endswith(END):
+                received.append(os.read(screen, 4096))
 
     reader = threading.Thread(target=receive)
     reader.start()
     with open(tty, "w", encoding="utf-8") as stream:
         code = _exit_code(arguments, stdin, stream, stream, cwd, TERM="xterm-256color", COLUMNS="")
-    reader.join()
+        stream.write(END.decode())
+        stream.flush()
+        reader.join()  # what was written just before a terminal is closed may be lost
     os.close(screen)
-    return code, b"".join(received).decode()
+    return code, b"".join(received).removesuffix(END).decode()
 
 
 def worked(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> str:
