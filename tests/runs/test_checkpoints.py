@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, create_model, load
+from jgpt.nn import models
 from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.manifest import verify
@@ -106,6 +107,12 @@ def test_a_run_is_loaded_to_the_device_that_new_arrays_go_to(saved, small_run):
     leaves = jax.tree.leaves([nnx.state(model), state])
     assert len(leaves) > 10
     assert {found for leaf in leaves for found in leaf.devices()} == {device}
+
+
+def test_loading_traces_the_model_once(saved):
+    models._traced.cache_clear()
+    load(saved.path)
+    assert models._traced.cache_info().misses == 1
 
 
 def test_a_run_is_loaded_in_shards(trained):
