@@ -68,7 +68,7 @@ def on_terminal(
 
     def receive() -> None:
         with contextlib.suppress(OSError):  # of one that is closed
-            while not b"".join(received[-2:]).endswith(END):
+            while not (received and received[-1].endswith(END)):
                 received.append(os.read(screen, 4096))
 
     reader = threading.Thread(target=receive)

@@ -186,8 +186,7 @@ def recorded(name: str) -> dict[str, int]:
 def test_is_proven_for_every_size(name):
     proof = PROVEN[name]()
     assert proof, str(proof)
-    if name not in TRAINED:  # whose cases say how the loss is computed
-        assert counts(proof) == recorded(name)
+    assert counts(proof) == recorded(name)
 
 
 def test_info_shows_what_is_proven_of_a_preset():
