@@ -30,8 +30,6 @@ CASES = (
     ("modern-7b", "v5p:8x8x16", 1024, ("fsdp=1024", "data=16,fsdp=64", "fsdp=128,tensor=8")),
 )
 """A preset, chips, sequences a step, and meshes to try."""
-
-
 BUDGET = (
     ("modern", "h100:8", 16, "data=8"),
     ("modern", "v5e:2x2", 16, "data=4"),
@@ -41,11 +39,10 @@ BUDGET = (
 """The same, of programs whose costs are in the record `budget`."""
 
 
-def main(only: str | None = None, budget: bool = False) -> None:
+def main(budget: bool = False) -> None:
     """Compile the steps, print their costs, and write a record.
 
     Args:
-        only: Steps of this preset, without a record.
         budget: Write the record of the budget instead.
     """
     if budget:
@@ -53,13 +50,20 @@ def main(only: str | None = None, budget: bool = False) -> None:
         return
     steps = []
     for name, on, batch_size, meshes in CASES:
-        for mesh in meshes if only in (None, name) else ():
+        for mesh in meshes:
+            began, busy = time.perf_counter(), time.process_time()
             try:
-                steps.append(measure(name, on, batch_size, mesh))
+                step = compile_ahead(configured(name, batch_size, mesh), on)
             except ValueError as error:  # it doesn't fit
                 print(f"\n{name}, {mesh}: {error}")
-    if only is None:
-        print(runner.write("ahead", {"steps": steps}))
+                continue
+            took = time.perf_counter() - began, time.process_time() - busy
+            print(f"\n{name}, {batch_size} sequences, compiled in {took[1]:.0f} CPU seconds")
+            print(*describe_ahead(step), sep="\n", flush=True)
+            seconds = {"compile_seconds": took[0], "compile_cpu_seconds": took[1]}
+            sizes = {"preset": name, "batch_size": batch_size}
+            steps.append({**sizes, **seconds, **dataclasses.asdict(step)})
+    print(runner.write("ahead", {"steps": steps}))
 
 
 def configured(name: str, batch_size: int, mesh: str) -> TrainConfig:
@@ -70,23 +74,6 @@ def configured(name: str, batch_size: int, mesh: str) -> TrainConfig:
     return dataclasses.replace(
         config, model=model, batch_size=batch_size, micro_batches=1, mesh=mesh, steps_per_call=2
     )
-
-
-def measure(name: str, on: str, batch_size: int, mesh: str) -> dict[str, Any]:
-    """A preset's step for chips on a mesh."""
-    config = configured(name, batch_size, mesh)
-    began, busy = time.perf_counter(), time.process_time()
-    step = compile_ahead(config, on)
-    took = time.perf_counter() - began, time.process_time() - busy
-    print(f"\n{name}, {batch_size} sequences, compiled in {took[1]:.0f} CPU seconds")
-    print(*describe_ahead(step), sep="\n", flush=True)
-    return {
-        "preset": name,
-        "batch_size": batch_size,
-        "compile_seconds": took[0],
-        "compile_cpu_seconds": took[1],
-        **dataclasses.asdict(step),
-    }
 
 
 def title(name: str, on: str, batch_size: int, mesh: str) -> str:

@@ -32,13 +32,6 @@ SEEDS = range(1337, 1342)
 POINTS = 100
 
 
-def train(name: str, seed: int, out: Path) -> RunDirectory:
-    command = jgpt("train", name, "--data", "shakespeare", "--seed", seed, "--out", out, "--resume")
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
-    return RunDirectory.open(out)
-
-
 def training_curve(run: RunDirectory) -> Curve:
     """Smoothed as in a picture, and at a hundred steps alone."""
     lines = [line for line in run.metrics() if "loss" in line]
@@ -82,9 +75,14 @@ def main(
         runs: The folder of the runs.
     """
     bands, measured = json.loads(out.read_text())["presets"], provenance()
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     for name in presets:
-        trained = [train(name, seed, runs / f"{name}-{seed}") for seed in SEEDS]
-        bands[name] = measured | band(trained)
+        folders = [runs / f"{name}-{seed}" for seed in SEEDS]
+        for seed, folder in zip(SEEDS, folders, strict=True):
+            how = "--data", "shakespeare", "--seed", seed, "--out", folder, "--resume"
+            command = jgpt("train", name, *how)
+            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
+        bands[name] = measured | band([*map(RunDirectory.open, folders)])
     text = json.dumps({"presets": bands}, indent=2)
     in_a_line = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)
     out.write_text(in_a_line + "\n")

@@ -1,24 +1,21 @@
 """Measure where a train step's time goes, by kind of operation, in this process.
 
 The profiler names operations as the compiled program does. The text of the program says what is
-inside each and which line of the model it comes from. Times are summed over the threads or streams
-of the device, which run in parallel, so only the shares are meaningful.
+inside each and which line of the model it comes from. Times are summed over a CPU's threads, which
+run in parallel, so only the shares are meaningful.
 """
 
-import collections
-import json
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import tyro
+from runner import Figures
 from stepping import STEPS, take_compiled, traced
 
 DENSE, ATTENTION = "dense products", "attention's small products"
 REDUCTIONS, ELEMENTWISE = "softmax, norms and loss", "elementwise and moves"
-OPTIMIZER, OTHER = "optimizer, clipping and checks", "not in the program's text"
+OPTIMIZER = "optimizer, clipping and checks"
 KINDS = DENSE, ATTENTION, REDUCTIONS, ELEMENTWISE, OPTIMIZER
 REDUCING = {"reduce_max", "reduce_sum", "rsqrt", "exp", "log", "logsumexp", "take_along_axis"}
 HOLDING_OTHERS = {"while", "call", "conditional"}
@@ -49,52 +46,37 @@ def kinds(program: str) -> dict[str, str]:
 
 def kind_of(parts: list[Instruction]) -> str:
     products = [part[0] for part in parts if part[2] in ("dot", "convolution")]
-    calls = [part[0] for part in parts if "custom-call" in part[2]]
     names = [name for part in parts for name in re.findall(r'op_name="(jit\([^"]*)"', part[0])]
     # forward and backward operations have jvp() in their names; an optimizer update may have the
     # last operation of a gradient fused into it
     of_loss = sum("jvp(" in name for name in names)
     is_optimizer = 2 * of_loss < len(names)
-    if any("fmha" in call for call in calls):
-        return ATTENTION
     if products and not is_optimizer:
         batched = any("batch_dims={0" in product for product in products)
         return ATTENTION if batched else DENSE
-    if any("gemm" in call for call in calls):
-        return DENSE
     if is_optimizer:
         return OPTIMIZER
     primitives = {name.rpartition("/")[2] for name in names}
     return REDUCTIONS if primitives & REDUCING else ELEMENTWISE
 
 
-def traced_milliseconds(directory: Path, kind: dict[str, str]) -> dict[str, float]:
+def traced_milliseconds(directory: Path, kind: dict[str, str]) -> Figures:
     """Milliseconds of a trace, by kind."""
     import jax
 
     file = next(directory.rglob("*.xplane.pb"))
-    total: dict[str, float] = collections.defaultdict(float, dict.fromkeys(KINDS, 0.0))
+    total = dict.fromkeys(KINDS, 0.0)
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
-            # a GPU's streams, a TPU's operations, a CPU's threads
-            if not line.name.startswith(("Stream", "XLA Ops", "tf_XLA")):
-                continue
-            for event in line.events:
-                operation: Any = dict(event.stats).get("hlo_op")
-                name = str(operation or event.name)
+            for event in line.events if line.name.startswith("tf_XLA") else ():
+                name = str(dict(event.stats).get("hlo_op") or event.name)
                 if name in kind:
                     total[kind[name]] += event.duration_ns / 1e6
-                elif plane.name.startswith("/device:") and operation:
-                    total[OTHER] += event.duration_ns / 1e6
     return total
 
 
-def main(config: str) -> None:
-    """Print milliseconds a step, by kind.
-
-    Args:
-        config: A TrainConfig as JSON.
-    """
+def step(config: str) -> Figures:
+    """Milliseconds a step, by kind, of a TrainConfig as JSON."""
     import jax
 
     from jgpt.config import TrainConfig, from_json
@@ -102,15 +84,11 @@ def main(config: str) -> None:
     from jgpt.nn.precision import run_for_platform
 
     its = run_for_platform(from_json(TrainConfig, config), current_platform())
-    step = traced(its).lower().compile()
-    take = take_compiled(its, step)
+    compiled = traced(its).lower().compile()
+    take = take_compiled(its, compiled)
     take()
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             take()
-        found = traced_milliseconds(Path(directory), kinds(step.as_text() or ""))
-    print(json.dumps({name: time / STEPS for name, time in found.items()}))
-
-
-if __name__ == "__main__":
-    tyro.cli(main)
+        found = traced_milliseconds(Path(directory), kinds(compiled.as_text() or ""))
+    return {name: time / STEPS for name, time in found.items()}

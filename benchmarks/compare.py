@@ -5,37 +5,37 @@
 PATH is a checkout of nanoGPT. The record has the name of the comparison; `--help` lists them all.
 """
 
+import json
 import os
 import statistics
 import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import fuzz as fuzzing
 import numpy as np
 import sampling as engines
 import tyro
-from nanogpt import CPU_SETTING, check_out, trained_by_nanogpt
+from nanogpt import CPU_SETTING, check_out, require, trained_by_nanogpt
 from runner import (
     Figures,
     Measured,
+    Read,
     Rounds,
     Variant,
+    call,
     compare,
     jgpt,
-    last_line,
     median,
-    python,
     trained_by_jgpt,
 )
 from stepping import variant
 
+from jgpt.config import to_json
 from jgpt.data.corpus import shakespeare_file
-from jgpt.presets import preset
+from jgpt.presets import PRESETS, preset
 
 SETTING = preset("nanogpt-cpu")
 DTYPES = "float32", "bfloat16"
@@ -97,15 +97,9 @@ def changed(**fields: Any) -> Any:
     return replace(SETTING, model=replace(SETTING.model, **fields), **run)
 
 
-@contextmanager
-def temporary() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-def repeated_shakespeare(path: Path, size: float) -> Path:
+def repeated_shakespeare(folder: str, size: float) -> Path:
     """A file of tiny Shakespeare as many times as it takes for so many bytes."""
-    words = shakespeare_file().read_bytes()
+    path, words = Path(folder, "text.txt"), shakespeare_file().read_bytes()
     with path.open("wb") as file:
         for _ in range(-int(-size // len(words))):
             file.write(words)
@@ -120,10 +114,11 @@ def nothing(printed: str, out: Path) -> Figures:
 def step_time(how: Rounds, nanogpt: Path = NANOGPT) -> None:
     """One train step beside nanoGPT's, eager and compiled, at its CPU setting (four layers of 128
     features, block 64, batch 12): its batch, forward, backward, clipping and AdamW."""
-    theirs = "--nanogpt", nanogpt
+    if not how.only:
+        require(nanogpt)
     variants = [
-        variant("nanoGPT eager", SETTING, *theirs),
-        variant("nanoGPT compiled", SETTING, *theirs, "--compile"),
+        variant("nanoGPT eager", SETTING, nanogpt=nanogpt),
+        variant("nanoGPT compiled", SETTING, nanogpt=nanogpt, compile=True),
         variant("jgpt float32", SETTING),
         variant("jgpt bfloat16", changed(dtype="bfloat16")),
     ]
@@ -139,7 +134,7 @@ def time_to_loss(
     nanoGPT does, both evaluated at the end; `jgpt train` the default preset. None draws a sample.
     Each round has a seed."""
     once = "--eval-interval", steps
-    with temporary() as folder:
+    with TemporaryDirectory() as folder:
         variants = [
             trained_by_nanogpt("nanoGPT", check_out(nanogpt, folder), *CPU_SETTING),
             trained_by_jgpt("jgpt nanogpt-cpu", "nanogpt-cpu"),
@@ -157,13 +152,12 @@ def memory(how: Rounds, nanogpt: Path = NANOGPT, gigabytes: float = 1.0) -> None
     preparing a large text."""
     train = "train", "nanogpt-cpu", "--data", "shakespeare", "--steps", 200, "--out", "{out}"
     ours, uncached = jgpt(*train), {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    with temporary() as folder:
+    with TemporaryDirectory() as folder:
+        theirs = check_out(nanogpt, folder)
         cache = {"XDG_CACHE_HOME": f"{folder}/programs"}  # jgpt's own cache, as its users have it
-        text = repeated_shakespeare(folder / "text.txt", 1e9 * gigabytes)
-        prepare = jgpt("prepare", text, "--out", "{out}")
-        theirs = *CPU_SETTING, "--max_iters=200"
+        prepare = jgpt("prepare", repeated_shakespeare(folder, 1e9 * gigabytes), "--out", "{out}")
         variants = [
-            trained_by_nanogpt("nanoGPT", check_out(nanogpt, folder), *theirs),
+            trained_by_nanogpt("nanoGPT", theirs, *CPU_SETTING, "--max_iters=200"),
             Variant("jgpt, first run", ours, nothing, uncached),
             Variant("jgpt", ours, nothing, cache, warm=True),
             Variant("jgpt prepare", prepare, nothing, rounds=1),
@@ -176,16 +170,16 @@ def prepare(how: Rounds, megabytes: int = 200) -> None:
     `jgpt prepare`, tiktoken with as many threads, nanoGPT's prepare.py (tiktoken, the whole text on
     one thread), and tokenizers; the files of the byte-pairs are in $JGPT_DATA_DIR/gpt2-bpe."""
     files = Path(os.environ["JGPT_DATA_DIR"], "gpt2-bpe")
-    with temporary() as folder:
-        text = repeated_shakespeare(folder / "text.txt", 1e6 * megabytes)
+    with TemporaryDirectory() as folder:
+        text = repeated_shakespeare(folder, 1e6 * megabytes)
 
         def speed(printed: str, out: Path) -> Figures:
             tokens = out / "tokens.bin" if out.is_dir() else out
             return {"megabytes": text.stat().st_size / 1e6, "tokens": tokens.stat().st_size / 2}
 
         def theirs(name: str, way: str, **rest: Any) -> Variant:
-            where = "--text", text, "--files", files, "--out", "{out}"
-            return Variant(name, python("encoding.py", "--way", way, *where), speed, **rest)
+            command = call("encoding", "encode", way=way, text=text, files=files, out="{out}")
+            return Variant(name, command, speed, **rest)
 
         ours = "--tokenizer", "gpt2", "--tokenizer-files", files, "--out", "{out}"
         variants = [
@@ -199,10 +193,10 @@ def prepare(how: Rounds, megabytes: int = 200) -> None:
 
 def startup(how: Rounds) -> None:
     """`jgpt --help`, and `jgpt train` to its first step, with and without a compilation cache."""
-    train = python("watching.py", "first_step", "--out", "{out}")
+    train = call("watching", "first_step", out="{out}")
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # jgpt's own is below XDG_CACHE_HOME
-    with temporary() as folder:
-        first, later = {"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"XDG_CACHE_HOME": str(folder)}
+    with TemporaryDirectory() as folder:
+        first, later = {"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"XDG_CACHE_HOME": folder}
         variants = [
             Variant("jgpt --help", jgpt("--help"), nothing, warm=True),
             Variant("jgpt train, the first run", train, environment=first),
@@ -215,7 +209,7 @@ def scaling(how: Rounds) -> None:
     """Step time against layers, width, block and batch of nanoGPT's CPU setting, one at a time. The
     exponent of time over floating-point operations is 1 where growth is linear."""
     variants = [
-        variant(f"{axis} {size}", changed(**{axis: size}), "--steps", 10)
+        variant(f"{axis} {size}", changed(**{axis: size}), steps=10)
         for axis, sizes in AXES.items()
         for size in sizes
     ]
@@ -244,7 +238,7 @@ def scan_layers(how: Rounds) -> None:
         variant(
             f"{name}, {layers} layers",
             changed(num_layers=layers, scan_layers=scan, steps_per_call=4),
-            *("--steps", 4),
+            steps=4,
         )
         for layers in (4, 12, 36)
         for name, scan in (("loop", False), ("scan", True))
@@ -256,7 +250,9 @@ def step_breakdown(how: Rounds, train_preset: str = "nanogpt-cpu") -> None:
     """Where a train step's time goes: milliseconds by kind of operation, summed over threads."""
     its = preset(train_preset)
     configs = [replace(its, model=replace(its.model, dtype=dtype)) for dtype in DTYPES]
-    variants = [variant(it.model.dtype, it, script="breakdown.py") for it in configs]
+    variants = [
+        Variant(it.model.dtype, call("breakdown", "step", config=to_json(it))) for it in configs
+    ]
     compare("step_breakdown", variants, how)
 
 
@@ -290,12 +286,11 @@ def differences(measured: Measured) -> dict[str, Any]:
 
 
 def contract_overhead(
-    how: Rounds, preset: str = "nanogpt-cpu", traced_presets: tuple[str, ...] = ()
+    how: Rounds, preset: str = "nanogpt-cpu", traced_presets: tuple[str, ...] = tuple(PRESETS)
 ) -> None:
     """What the shape contract costs: the import, the first trace of a preset's train step, its
     compilation and steps, an eager forward pass, and tracing each preset's train step."""
-    command = python("checks.py", "--preset", preset)
-    command += ["--traced-presets", *traced_presets] if traced_presets else []
+    command = call("stepping", "checks", preset=preset, traced_presets=traced_presets)
     variants = [
         Variant(f"checks {name}", command, environment={"JAXTYPING_DISABLE": disable})
         for name, disable in (("on", "0"), ("off", "1"))
@@ -321,13 +316,18 @@ def ratios(measured: Measured) -> dict[str, Any]:
 
 def live(how: Rounds, steps: int = 2000) -> None:
     """`jgpt train` with its live page, which is read, and without: the time of a step."""
-    alone = python("watching.py", "page", "--steps", steps)
-    variants = [Variant("alone", alone), Variant("live", [*alone, "--live"])]
+    variants = [
+        Variant(name, call("watching", "page", steps=steps, out="{out}", live=name == "live"))
+        for name in ("alone", "live")
+    ]
 
     def slower(measured: Measured) -> dict[str, Any]:
-        times = [measured[name]["milliseconds_per_step"] for name in ("live", "alone")]
+        times = [
+            measured.get(name, {}).get("milliseconds_per_step", ()) for name in ("live", "alone")
+        ]
         each = [live / alone - 1 for live, alone in zip(*times, strict=False)]
-        return {"steps": steps, "slower_by": each, "median": sorted(each)[len(each) // 2]}
+        median = sorted(each)[len(each) // 2] if each else None
+        return {"steps": steps, "slower_by": each, "median": median}
 
     compare("live", variants, how, slower)
 
@@ -354,11 +354,12 @@ def shakespeare_best(
     last tenth, which chose nothing, at the checkpoint that is best on the first half.
     `nanogpt-char` as a reference takes hours on a CPU."""
     name, change = f"shakespeare-best, {candidate}", CANDIDATES[candidate]
-    variants = [
+    trained = [
         trained_on_nine_tenths(name, "shakespeare-best", change, extra),
         *(trained_on_nine_tenths(name, name, extra) for name in references),
     ]
-    compare("shakespeare_best", [*map(tested, variants)], replace(how, first_seed=101))
+    variants = [replace(its, read=tested(its.read)) for its in trained]
+    compare("shakespeare_best", variants, replace(how, first_seed=101))
 
 
 def trained_on_nine_tenths(name: str, train_preset: str, *changes: str) -> Variant:
@@ -366,20 +367,20 @@ def trained_on_nine_tenths(name: str, train_preset: str, *changes: str) -> Varia
     return trained_by_jgpt(name, train_preset, *halves, *" ".join(changes).split())
 
 
-def tested(trained: Variant) -> Variant:
-    """A run that is evaluated on its test split at the end."""
+def tested(read: Read) -> Read:
+    """The figures of a run, and its losses on its test split."""
 
-    def read(printed: str, out: Path) -> Figures:
-        command = python("evaluating.py", "test", "--run", out)
+    def read_and_test(printed: str, out: Path) -> Figures:
+        command = call("evaluating", "tested", run=out)
         asked = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        return trained.read(printed, out) | last_line(asked.stdout)
+        return read(printed, out) | json.loads(asked.stdout)
 
-    return replace(trained, read=read)
+    return read_and_test
 
 
 def int8(how: Rounds, runs: tuple[Path, ...]) -> None:
     """The validation loss of trained runs with and without int8 weights."""
-    variants = [Variant(run.name, python("evaluating.py", "int8", "--run", run)) for run in runs]
+    variants = [Variant(run.name, call("evaluating", "int8", run=run)) for run in runs]
     compare("int8", variants, replace(how, rounds=1))
 
 
@@ -410,8 +411,8 @@ def gpu_sampling(
 
 
 def sampled(name: str, how: Rounds, tokens: Any = engines.TOKENS, **which: Any) -> None:
-    with temporary() as folder:
-        prepare = python("sampling.py", "prepare", "--folder", folder, "--models", *tokens)
+    with TemporaryDirectory() as folder:
+        prepare = call("sampling", "prepare", folder=folder, models=[*tokens])
         subprocess.run(prepare, check=True)
         facts = {"temperature": engines.TEMPERATURE, "tokens": tokens}
         compare(name, engines.variants(folder, tokens, **which), how, lambda _: facts)
@@ -432,10 +433,10 @@ def gpu_step(
         size = batch_size if name == "gpt2" else its.batch_size
         model = replace(its.model, dtype="bfloat16")
         config = replace(its, model=model, batch_size=size, micro_batches=1)
-        variants.append(variant(f"{name} jgpt", config, "--steps", steps))
+        variants.append(variant(f"{name} jgpt", config, steps=steps))
         if nanogpt:
-            theirs = "--steps", steps, "--nanogpt", nanogpt, "--compile"
-            variants.append(variant(f"{name} nanoGPT", config, *theirs))
+            theirs = {"steps": steps, "nanogpt": nanogpt, "compile": True}
+            variants.append(variant(f"{name} nanoGPT", config, **theirs))
     compare("gpu_step", variants, how)
 
 
@@ -449,7 +450,7 @@ def gpu_train(
     steps that it takes to the target, by default the mean of five seeds of nanoGPT; beside
     nanoGPT's train.py in the first round, by its own estimate over 200 batches. Each round has a
     seed."""
-    with temporary() as folder:
+    with TemporaryDirectory() as folder:
         variants = [trained_by_jgpt("jgpt", train_preset, target=target)]
         if nanogpt:
             theirs = check_out(nanogpt, folder)

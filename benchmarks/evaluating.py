@@ -1,32 +1,31 @@
-"""Evaluate a trained run on its test split, or with int8 weights."""
+"""Evaluate a trained run in other ways than `jgpt eval`."""
 
-import json
-from pathlib import Path
-from typing import Any
-
-import tyro
+from runner import Figures
 
 WINDOWS = (64, 256, 512)
 
 
-def test(run: Path) -> None:
-    """Print the loss on the test split at the best checkpoint, in windows that don't overlap."""
+def tested(run: str) -> Figures:
+    """The loss on the test split at the best checkpoint, in windows that don't overlap."""
     from jgpt.runs.directory import RunDirectory
     from jgpt.runs.loop import evaluate
 
     block_size = RunDirectory.open(run).config().model.block_size
-    losses = {
+    return {
         f"test_loss_in_windows_of_{size}": evaluate(run, split="test", window=size).loss
         for size in WINDOWS
         if size <= block_size
     }
-    print(json.dumps(losses))
 
 
-def int8(run: Path, batch_size: int = 16) -> None:
-    """Print the exact validation loss with and without int8 weights, and the share of the targets
-    whose most likely token stays the same."""
+def int8(run: str) -> Figures:
+    """The exact validation loss with and without int8 weights, and the share of the targets whose
+    most likely token stays the same."""
+    import jax
+    import jax.numpy as jnp
     import numpy as np
+    import optax
+    from flax import nnx
 
     import jgpt
     from jgpt.data.batches import evaluation_windows
@@ -35,36 +34,24 @@ def int8(run: Path, batch_size: int = 16) -> None:
     model, tokenizer, config = jgpt.load(run)
     size = config.model.block_size
     tokens = load_dataset(config.dataset, size, tokenizer=tokenizer).validation
-    windows, counted = evaluation_windows(tokens, size, batch_size)
-    figures, likeliest = dict[str, float](), []
-    for name, its in (("loss", model), ("int8", jgpt.with_int8_weights(model))):
-        losses, tops = evaluated(its, windows)
-        figures[name] = float(losses[counted].mean(dtype=np.float64))
-        likeliest.append(tops[counted])
-    figures["agrees"] = float((likeliest[0] == likeliest[1]).mean())
-    print(json.dumps(figures))
+    windows, counted = evaluation_windows(tokens, size, 16)
 
-
-def evaluated(model: Any, windows: Any) -> tuple[Any, Any]:
-    """The loss and the most likely token at each position."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from flax import nnx
-
-    graph, weights = nnx.split(model)
-
-    @jax.jit
-    def of(weights: Any, windows: Any) -> tuple[Any, Any]:
-        logits = nnx.merge(graph, weights)(windows[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    @nnx.jit
+    def at(model, batch):
+        logits = model(batch[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
         return losses, logits.argmax(-1)
 
-    parts = [of(weights, jnp.asarray(batch)) for batch in windows]
-    losses, likeliest = (np.stack(part) for part in zip(*parts, strict=True))
-    return losses, likeliest
+    def of_targets(model) -> tuple:
+        """The loss and the most likely token at each target."""
+        parts = jax.device_get([at(model, jnp.asarray(batch)) for batch in windows])
+        return tuple(np.stack(part)[counted] for part in zip(*parts, strict=True))
 
-
-if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"test": test, "int8": int8})
+    (losses, tops), (int8_losses, int8_tops) = map(
+        of_targets, (model, jgpt.with_int8_weights(model))
+    )
+    return {
+        "loss": float(losses.mean(dtype=np.float64)),
+        "int8": float(int8_losses.mean(dtype=np.float64)),
+        "agrees": float((tops == int8_tops).mean()),
+    }

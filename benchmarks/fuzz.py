@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-from runner import ROOT, Variant, python
+from runner import ROOT, Figures, Variant, call
 
 SECONDS, MEBIBYTES = 60, 1024
 """Time per input, and memory growth per format."""
@@ -49,18 +48,12 @@ class Target:
 
 
 def variant(format: str, inputs: int) -> Variant:
-    command = python("fuzz.py", "--format", format, "--inputs", inputs, "--seed", "{seed}")
+    command = call("fuzz", "fuzz", format=format, inputs=inputs, seed="{seed}")
     return Variant(format, command, environment={"JAX_PLATFORMS": "cpu"})
 
 
-def main(format: str, inputs: int, seed: int) -> None:
-    """Print how many mutations were loaded and refused; fail if something else came out.
-
-    Args:
-        format: One of TARGETS.
-        inputs: How many mutated files.
-        seed: Decides the mutations.
-    """
+def fuzz(format: str, inputs: int, seed: str) -> Figures:
+    """How many mutations are loaded and refused. The process fails if something else came out."""
     logging.disable(logging.ERROR)
     chance = random.Random(f"{format} {seed}")
     count = {"inputs": inputs, "loaded": 0, "refused": 0}
@@ -97,7 +90,7 @@ def main(format: str, inputs: int, seed: int) -> None:
                 sys.exit(f"{path.relative_to(root)}: memory grew by {grown:.0f} MiB")
     if escapes:
         sys.exit("\n".join([f"{len(escapes)} escaped", *escapes[:5]]))
-    print(json.dumps({**count, "grown_mib": round(grown)}))
+    return {**count, "grown_mib": round(grown)}
 
 
 def peak_mebibytes() -> float:
@@ -115,11 +108,9 @@ class AuditHook:
         sys.addaudithook(self)
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.on:
-            return
-        if event.startswith(FORBIDDEN):
+        if self.on and event.startswith(FORBIDDEN):
             self.found.append(f"{event} {arguments}"[:300])
-        elif event == "open" and isinstance(arguments[0], str | bytes):
+        elif self.on and event == "open" and isinstance(arguments[0], str | bytes):
             path = os.path.realpath(os.fsdecode(arguments[0]))
             if not path.startswith(self.allowed):
                 self.found.append(f"opened {path}")
@@ -279,10 +270,13 @@ def forge(checkpoint: Path, **changes: Any) -> None:
     path = checkpoint / "manifest.json"
     values = json.loads(path.read_text())
     del values["sha256"]
-    files = [file for file in checkpoint.rglob("*") if file.is_file() and file != path]
-    contents = {file.relative_to(checkpoint).as_posix(): file.read_bytes() for file in files}
     values["files"] = {
-        name: [len(data), hashlib.sha256(data).hexdigest()] for name, data in contents.items()
+        file.relative_to(checkpoint).as_posix(): [
+            file.stat().st_size,
+            hashlib.sha256(file.read_bytes()).hexdigest(),
+        ]
+        for file in checkpoint.rglob("*")
+        if file.is_file() and file != path
     }
     values |= changes
     values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -367,7 +361,3 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "options": command_lines,
     "train --config": config_option,
 }
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

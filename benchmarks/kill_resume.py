@@ -22,9 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -53,24 +52,20 @@ MEASURED = (
     *("step", "loss", "gradient_norm", "learning_rate"),
     *("validation_loss", "validation_estimate"),
 )
-
-
 COUNTED = (
     *("kills", "of_one", "in_a_save", "before_the_first_checkpoint", "runs", "lost", "differing"),
     "hanging",
 )
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     processes: int = 1
     devices: int = 1
     """Of each process."""
     mesh: str | None = None
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """What is trained and killed, and on which layouts."""
 
     train: tuple[str, ...]
@@ -170,7 +165,7 @@ def kill_and_resume(
 
 def start(setting: Setting, layout: Layout, run: Path) -> list[subprocess.Popen[bytes]]:
     """Start or resume a run in all processes of a layout."""
-    command = [sys.executable, "-m", "jgpt.cli", *setting.train, "--out", str(run), "--resume"]
+    command = runner.jgpt(*setting.train, "--out", run, "--resume")
     environment = os.environ | CACHE
     environment["JAX_COMPILATION_CACHE_DIR"] = str(run.parent / "compiled")
     if setting.x64:

@@ -18,11 +18,19 @@ CPU_SETTING = (
 )
 
 
-def check_out(nanogpt: Path, directory: Path) -> Path:
+def require(checkout: Path) -> None:
+    """End with a line and exit code 2 if there is no checkout."""
+    if not (checkout / "train.py").is_file():
+        print(f"{checkout} is no checkout of nanoGPT: --nanogpt PATH", file=sys.stderr)
+        sys.exit(2)
+
+
+def check_out(nanogpt: Path, directory: str) -> Path:
     """A copy of nanoGPT's checkout that has prepared tiny Shakespeare, and takes a seed."""
     from jgpt.data.corpus import shakespeare_file
 
-    checkout = directory / "nanoGPT"
+    require(nanogpt)
+    checkout = Path(directory, "nanoGPT")
     shutil.copytree(nanogpt, checkout, ignore=shutil.ignore_patterns(".git"))
     folder = checkout / "data" / "shakespeare_char"
     shutil.copy(shakespeare_file(), folder / "input.txt")  # so that it downloads nothing
@@ -47,6 +55,7 @@ def trained_by_nanogpt(
 
 def nanogpt_model(checkout: Path, shape: Any) -> Any:
     """nanoGPT's own model, of a ModelConfig's sizes."""
+    require(checkout)
     sys.path.insert(0, str(checkout))
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
 

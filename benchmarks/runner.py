@@ -1,10 +1,11 @@
-"""Measure variants in turn, each in a process of its own; print a table, write a record.
+"""Measure variants in turn, each in a process of its own; print medians, write a record.
 
 Engines in one process slow each other down: idle threads of one occupy the cores of another. So
 each round starts every variant in a new process, one after the other. Medians over the rounds are
 compared, and ranges given. The speed of the processor is measured in every round, too.
 """
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -19,23 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
 PACKAGES += ("torch", "transformers", "ctranslate2", "tiktoken", "tokenizers")
 PROCESSOR = "the processor"
-SPEED = "tokens_per_second"
 Figures = dict[str, float]
 Measured = dict[str, dict[str, list[float]]]
 """Values per round, by variant and figure."""
-
-
-def last_line(printed: str) -> Figures:
-    """The figures that a variant prints: a JSON object on the last line."""
-    return json.loads(printed.strip().splitlines()[-1])
+Read = Callable[[str, Path], Figures]
+"""From what a command printed, and its `{out}`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,8 @@ class Variant:
 
     name: str
     command: Sequence[str]
-    read: Callable[[str, Path], Figures] = lambda printed, out: last_line(printed)
+    read: Read = lambda printed, out: json.loads(printed.splitlines()[-1])
+    """By default a JSON object on the last line."""
     environment: Mapping[str, str] = field(default_factory=dict)
     cwd: Path | None = None
     rounds: int | None = None
@@ -71,9 +66,14 @@ class Rounds:
     """The folder of the record."""
 
 
-def python(script: str, *arguments: object) -> list[str]:
-    """The command that runs a script of this folder."""
-    return [sys.executable, str(ROOT / "benchmarks" / script), *map(str, arguments)]
+class VariantFailed(subprocess.SubprocessError):
+    """A variant's command ended with an error."""
+
+
+def call(script: str, function: str, /, **arguments: Any) -> list[str]:
+    """The command that calls a function of a script of this folder and prints the result."""
+    given = json.dumps(arguments, default=str)
+    return [sys.executable, str(ROOT / "benchmarks" / "runner.py"), script, function, given]
 
 
 def jgpt(*arguments: object) -> list[str]:
@@ -85,45 +85,53 @@ def compare(
     variants: Sequence[Variant],
     options: Rounds,
     facts: Callable[[Measured], dict[str, Any]] = lambda measured: {},
-) -> Measured:
-    """Measure variants in turn; print a table, and write the record NAME after every round.
+) -> None:
+    """Measure variants in turn; print medians, and write the record NAME after every round.
 
-    `facts` adds settings shared by all variants, and what is computed from the figures.
+    `facts` adds settings shared by all variants, and what is computed from the figures. A variant
+    that fails is left out from then on, and the process ends with 1.
     """
     if options.only:
         variants = [it for it in variants if any(word in it.name for word in options.only)]
-    machine = provenance()
+    processor, machine = Variant(PROCESSOR, call("runner", "processor_speed")), provenance()
     measured: Measured = {}
-    path = options.results / f"{name}.json"
-    processor = Variant(PROCESSOR, python("runner.py"))
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
-        for variant in variants:
-            if variant.warm:
-                measure(variant, options.first_seed - 1, Path(directory))
-        for index in range(options.rounds):
+        for index in range(-1, options.rounds):  # the one before the first fills caches
             for variant in (processor, *variants):
-                if variant.rounds is None or index < variant.rounds:
+                its_rounds = range(-variant.warm, variant.rounds or options.rounds)
+                if index not in its_rounds or variant.name in failed:
+                    continue
+                try:
                     figures = measure(variant, options.first_seed + index, Path(directory))
-                    its = measured.setdefault(variant.name, {})
-                    for figure, value in figures.items():
-                        its.setdefault(figure, []).append(value)
-                    told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-                    print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
-            if not options.only:
-                write(path, {"figures": measured, **facts(measured)}, machine)
-    show(measured)
+                except subprocess.SubprocessError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    failed.append(variant.name)
+                    continue
+                if index < 0:
+                    continue
+                for figure, value in figures.items():
+                    measured.setdefault(variant.name, {}).setdefault(figure, []).append(value)
+                told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
+            if index >= 0 and not options.only:
+                write(name, {"figures": measured, **facts(measured)}, machine, options.results)
+    print("median (least to most)")
+    for variant, its in measured.items():
+        print(f"{variant}: " + ", ".join(f"{figure} {spread(its[figure])}" for figure in its))
     if not options.only:
-        print(path)
-    return measured
+        print(options.results / f"{name}.json")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def measure(variant: Variant, seed: int, directory: Path) -> Figures:
     """Run a variant in a new process; return the printed figures, seconds and peak memory."""
     out = directory / f"{variant.name.replace('/', ' ')}-{seed}"
-    blanks = {"{seed}": str(seed), "{out}": str(out)}
-    command = list(variant.command)
-    for blank, value in blanks.items():
-        command = [argument.replace(blank, value) for argument in command]
+    command = [
+        argument.replace("{seed}", str(seed)).replace("{out}", str(out))
+        for argument in variant.command
+    ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as complained:
@@ -142,19 +150,21 @@ def measure(variant: Variant, seed: int, directory: Path) -> Figures:
         printed.seek(0)
         complained.seek(0)
         if process.returncode:
-            sys.exit(
-                f"{variant.name} ended with {process.returncode}:\n{complained.read()[-3000:]}"
-            )
+            said = complained.read()[-3000:]
+            raise VariantFailed(f"{variant.name} ended with {process.returncode}:\n{said}")
         peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**20
-        figures = variant.read(printed.read(), out)
-    return {"seconds": seconds, "peak_mib": peak} | figures
+        return {"seconds": seconds, "peak_mib": peak} | variant.read(printed.read(), out)
 
 
 def trained_by_jgpt(name: str, *options: object, target: float = 0.0) -> Variant:
     def read(printed: str, out: Path) -> Figures:
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         found = [(it["step"], it["validation_loss"]) for it in lines if "validation_loss" in it]
-        steps = [it["tokens"] / it["step"] / speed for it in lines if (speed := it.get(SPEED))]
+        steps = [
+            it["tokens"] / it["step"] / speed
+            for it in lines
+            if (speed := it.get("tokens_per_second"))
+        ]
         taken = {"milliseconds": 1e3 * statistics.median(steps)} if steps else {}
         return losses_of(found, target) | taken
 
@@ -180,14 +190,6 @@ def spread(values: Sequence[float], form: str = ".4g") -> str:
     """The median and the range."""
     middle, least, most = statistics.median(values), min(values), max(values)
     return f"{middle:{form}} ({least:{form}} to {most:{form}})"
-
-
-def show(measured: Measured) -> None:
-    figures = list(dict.fromkeys(name for its in measured.values() for name in its))
-    table = Table("variant", *figures, title="median (least to most)")
-    for name, its in measured.items():
-        table.add_row(name, *(spread(its[key]) if key in its else "" for key in figures))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def draws(action: Callable[[int], object], count: int) -> list[float]:
@@ -231,12 +233,15 @@ def processor_name() -> str:
 
 
 def write(
-    name: str | Path, results: Mapping[str, Any], machine: dict[str, Any] | None = None
+    name: str,
+    results: Mapping[str, Any],
+    machine: Mapping[str, Any] | None = None,
+    folder: Path = RESULTS,
 ) -> Path:
-    """Write a record, by name or path, together with the provenance."""
-    path = name if isinstance(name, Path) else RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps((machine or provenance()) | dict(results), indent=2) + "\n")
+    """Write a record with the provenance."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**(machine or provenance()), **results}, indent=2) + "\n")
     return path
 
 
@@ -257,4 +262,5 @@ def processor_speed() -> Figures:
 
 
 if __name__ == "__main__":
-    print(json.dumps(processor_speed()))
+    script, function, given = sys.argv[1:]
+    print(json.dumps(getattr(importlib.import_module(script), function)(**json.loads(given))))

@@ -10,16 +10,15 @@ queue. ONNX Runtime GenAI 0.18 can't be measured: its model builder knows no GPT
 
 import importlib.util
 import itertools
-import json
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-from runner import Variant, draws, python
+from runner import Figures, Variant, call, draws
 
+from jgpt.config import ModelConfig
 from jgpt.presets import preset
 
 TEMPERATURE, PROMPT = 0.8, 1000
@@ -40,27 +39,12 @@ Draw = Callable[[int, int, int], None]
 """Continues a prompt: (batch, its tokens, new tokens); back when all of them are there."""
 
 
-@dataclass(frozen=True)
-class Options:
-    model: str = "10.7M"
-    folder: Path = Path()
-    """Where `prepare` wrote the models."""
-    nanogpt: Path | None = None
-    """A checkout of nanoGPT."""
-    tokens: int = 128
-    """How many to draw."""
-    batches: tuple[int, ...] = (1, 16)
-    """Texts side by side."""
-    draws: int = 2
-    """How often each batch is measured, of which the mean counts."""
-
-
 def variants(
-    folder: Path,
+    folder: str,
     tokens: Mapping[str, int],
     *,
     nanogpt: Path | None,
-    batches: tuple[int, ...] = (1, 16),
+    batches: Sequence[int] = (1, 16),
     names: tuple[str, ...] = ENGINES,
 ) -> list[Variant]:
     """The engines that are installed, for the models that draw tokens; nanoGPT's if there is a
@@ -71,42 +55,62 @@ def variants(
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     for model, engine in itertools.product(tokens, names):
-        command = python("sampling.py", "measure", "--engine", engine, "--model", model)
-        command += ["--folder", str(folder), "--tokens", str(tokens[model])]
-        command += ["--batches", *map(str, batches)]
-        if engine == "nanoGPT":
-            command += ["--nanogpt", str(nanogpt)]
         needed = PACKAGES.get(engine.split()[0], "numpy")
         if not importlib.util.find_spec(needed):
             print(f"{engine} is left out: it needs pip install {needed}")
         elif engine != "nanoGPT" or (nanogpt and model == "10.7M"):
+            which = {"engine": engine, "name": model, "nanogpt": nanogpt}
+            how = {"folder": folder, "tokens": tokens[model], "batches": batches}
+            command = call("sampling", "measure", **which, **how)
             found.append(Variant(f"{model} {engine}", command, environment=environment))
     return found
 
 
-def measure(engine: str, options: Options) -> None:
-    """Print tokens a second of each batch, and the seconds for a long prompt."""
+def measure(
+    engine: str,
+    name: str,
+    nanogpt: str | None,
+    folder: str,
+    tokens: int,
+    batches: list[int],
+    repeats: int = 2,
+) -> Figures:
+    """Tokens a second of texts side by side, and the seconds for a long prompt; means of repeats.
+
+    The folder is where `prepare` wrote the models.
+    """
     kind, *how = engine.split()
-    draw, tokens = DRAWS[kind](options, *how), options.tokens
-    figures: dict[str, float] = {}
-    for batch in options.batches:
+    shape, path = MODELS[name], f"{folder}/{name}"
+    match kind:
+        case "jgpt":
+            draw = draw_of_jgpt(path, *how)
+        case "nanoGPT":
+            draw = draw_of_nanogpt(str(nanogpt), shape)
+        case "transformers":
+            draw = draw_of_transformers(path)
+        case "CTranslate2":
+            draw = draw_of_ctranslate2(path, *how)
+        case _:
+            draw = draw_of_llamacpp(path, *how, max(batches), shape.block_size)
+    figures: Figures = {}
+    for batch in batches:
         # the first draw is as long as the measured ones: CTranslate2, too, prepares each length
-        taken = draws(lambda _, batch=batch: draw(batch, 1, tokens), options.draws)
+        taken = draws(lambda _, batch=batch: draw(batch, 1, tokens), repeats)
         figures[f"batch {batch}"] = batch * tokens / statistics.mean(taken)
-    if MODELS[options.model].block_size > PROMPT:
-        taken = draws(lambda _: draw(1, PROMPT, 1), options.draws)
+    if shape.block_size > PROMPT:
+        taken = draws(lambda _: draw(1, PROMPT, 1), repeats)
         figures["prompt_seconds"] = statistics.mean(taken)
-    print(json.dumps(figures))
+    return figures
 
 
-def of_jgpt(options: Options, dtype: str) -> Draw:
+def draw_of_jgpt(path: str, dtype: str) -> Draw:
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
     import jgpt
 
-    model = jgpt.load_gpt2(options.folder / options.model)
+    model = jgpt.load_gpt2(path)
     if dtype == "int8":
         model = jgpt.with_int8_weights(model)
     else:
@@ -120,13 +124,12 @@ def of_jgpt(options: Options, dtype: str) -> Draw:
     return draw
 
 
-def of_nanogpt(options: Options) -> Draw:
+def draw_of_nanogpt(checkout: str, shape: ModelConfig) -> Draw:
     import torch
     from nanogpt import nanogpt_model
 
-    assert options.nanogpt is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = nanogpt_model(options.nanogpt, MODELS[options.model]).to(device).eval()
+    model = nanogpt_model(Path(checkout), shape).to(device).eval()
 
     def draw(batch: int, prompt: int, new: int) -> None:
         tokens = torch.ones((batch, prompt), dtype=torch.long, device=device)
@@ -136,11 +139,11 @@ def of_nanogpt(options: Options) -> Draw:
     return draw
 
 
-def of_transformers(options: Options) -> Draw:
+def draw_of_transformers(path: str) -> Draw:
     import torch
     from transformers import GPT2LMHeadModel
 
-    model: Any = GPT2LMHeadModel.from_pretrained(options.folder / options.model).eval()
+    model: Any = GPT2LMHeadModel.from_pretrained(path).eval()
     how = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
 
     def draw(batch: int, prompt: int, new: int) -> None:
@@ -152,11 +155,11 @@ def of_transformers(options: Options) -> Draw:
     return draw
 
 
-def of_ctranslate2(options: Options, dtype: str, threads: str) -> Draw:
+def draw_of_ctranslate2(path: str, dtype: str, threads: str) -> Draw:
     import ctranslate2
 
-    folder = options.folder / f"{options.model}-{dtype}"
-    generator = ctranslate2.Generator(str(folder), compute_type=dtype, intra_threads=int(threads))
+    folder, how = f"{path}-{dtype}", {"compute_type": dtype, "intra_threads": int(threads)}
+    generator = ctranslate2.Generator(folder, **how)
 
     def draw(batch: int, prompt: int, new: int) -> None:
         drawn = generator.generate_batch(
@@ -173,13 +176,13 @@ def of_ctranslate2(options: Options, dtype: str, threads: str) -> Draw:
     return draw
 
 
-def of_llamacpp(options: Options, dtype: str) -> Draw:
+def draw_of_llamacpp(path: str, dtype: str, slots: int, block_size: int) -> Draw:
     import xllamacpp
 
-    parameters, slots = xllamacpp.CommonParams(), max(options.batches)
-    parameters.model.path = str(options.folder / f"{options.model}-{dtype}.gguf")
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = f"{path}-{dtype}.gguf"
     parameters.n_parallel = slots
-    parameters.n_ctx = slots * MODELS[options.model].block_size
+    parameters.n_ctx = slots * block_size
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 2
     parameters.verbosity = -1
     server = xllamacpp.Server(parameters)
@@ -194,23 +197,14 @@ def of_llamacpp(options: Options, dtype: str) -> Draw:
     return draw
 
 
-DRAWS: dict[str, Callable[..., Draw]] = {
-    "jgpt": of_jgpt,
-    "nanoGPT": of_nanogpt,
-    "transformers": of_transformers,
-    "CTranslate2": of_ctranslate2,
-    "llama.cpp": of_llamacpp,
-}
-
-
-def prepare(folder: Path, models: tuple[str, ...] = tuple(MODELS)) -> None:
+def prepare(folder: str, models: list[str]) -> None:
     """Each model as a Hugging Face directory, and in the formats of the engines that are there."""
     import tokenizers
     import torch
     import transformers
 
     for name in models:
-        shape = MODELS[name]
+        shape, path = MODELS[name], f"{folder}/{name}"
         torch.manual_seed(0)
         config = transformers.GPT2Config(
             vocab_size=shape.vocab_size,
@@ -220,32 +214,32 @@ def prepare(folder: Path, models: tuple[str, ...] = tuple(MODELS)) -> None:
             n_head=shape.num_heads,
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
         )
-        transformers.GPT2LMHeadModel(config).save_pretrained(folder / name)
+        transformers.GPT2LMHeadModel(config).save_pretrained(path)
         words = {f"t{index}": index for index in range(shape.vocab_size)}
         tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "t0")),
             **dict.fromkeys(("unk_token", "bos_token", "eos_token"), "t0"),
         )
-        tokenizer.save_pretrained(folder / name)
+        tokenizer.save_pretrained(path)
         if importlib.util.find_spec("ctranslate2"):
             import ctranslate2
 
-            converter = ctranslate2.converters.TransformersConverter(str(folder / name))
+            converter = ctranslate2.converters.TransformersConverter(path)
             for dtype in ("float32", "int8"):
-                converter.convert(str(folder / f"{name}-{dtype}"), quantization=dtype)
+                converter.convert(f"{path}-{dtype}", quantization=dtype)
         if importlib.util.find_spec("xllamacpp"):
             for dtype in ("F16", "Q8_0"):
-                write_gguf(folder / name, dtype)
+                write_gguf(path, dtype)
 
 
-def write_gguf(folder: Path, dtype: str) -> None:
+def write_gguf(path: str, dtype: str) -> None:
     """A GPT-2 of transformers as llama.cpp reads it, beside its folder."""
     import gguf
     import transformers
 
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    model = transformers.GPT2LMHeadModel.from_pretrained(path)
     shape, kind = model.config, gguf.GGMLQuantizationType[dtype]
-    writer = gguf.GGUFWriter(f"{folder}-{dtype}.gguf", "gpt2")
+    writer = gguf.GGUFWriter(f"{path}-{dtype}.gguf", "gpt2")
     writer.add_context_length(shape.n_positions)
     writer.add_embedding_length(shape.n_embd)
     writer.add_feed_forward_length(4 * shape.n_embd)
@@ -258,21 +252,15 @@ def write_gguf(folder: Path, dtype: str) -> None:
     writer.add_token_merges(["t 0"])
     writer.add_eos_token_id(0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, shape.n_layer)
-    for path, parameter in model.transformer.named_parameters():
+    for theirs, parameter in model.transformer.named_parameters():
         array = parameter.detach().numpy()
-        if path.startswith("h.") and array.ndim == 2:
+        if theirs.startswith("h.") and array.ndim == 2:
             array = array.T.copy()  # transformers stores (in, out)
-        name = names.get_name(path, try_suffixes=(".weight", ".bias"))
-        is_quantised = array.ndim == 2 and path != "wpe.weight"
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        is_quantised = array.ndim == 2 and theirs != "wpe.weight"
         stored = gguf.quants.quantize(array, kind) if is_quantised else array
         writer.add_tensor(name, stored, raw_dtype=kind if is_quantised else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict(
-        {"prepare": prepare, "measure": measure}, config=(tyro.conf.OmitArgPrefixes,)
-    )

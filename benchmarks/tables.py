@@ -15,16 +15,10 @@ from typing import Any
 from breakdown import KINDS
 from runner import PROCESSOR, RESULTS, ROOT, Measured, median, spread
 
-PAGES = tuple(
-    ROOT / page
-    for page in (
-        "docs/benchmarks.md",
-        "docs/scale.md",
-        "docs/shapes.md",
-        "README.md",
-        "benchmarks/ablation.md",
-    )
-)
+PAGES = [
+    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "scale", "shapes")),
+    *(ROOT / "README.md", ROOT / "benchmarks" / "ablation.md"),
+]
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADER = "what", "theirs", "jgpt", "ratio", "target"
 README_ROWS = (
@@ -35,7 +29,7 @@ README_ROWS = (
     "tokens/s sampled in float32, 124M, batch 16, beside CTranslate2",
 )
 """What jgpt is ahead in, by how the rows begin."""
-SEEDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
+NUMBERS = "no", "one", "two", "three", "four", "five"
 PROMPT = "a prompt of 1,000 tokens"
 FIGURES = {"batch 1": "batch 1", "batch 16": "batch 16", "prompt_seconds": PROMPT}
 """Of decoding, and what they are called."""
@@ -62,22 +56,29 @@ def goal(value: float, target: float, unit: str = "", *, more: bool = False) -> 
     return f"{target:g}{unit}{' (missed)' if missed else ''}"
 
 
-def ratio_of(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(ours) / statistics.median(theirs)
-
-
 def beside(
     theirs: list[float], ours: list[float], form: str, target: float, *, more: bool = False
 ) -> tuple[str, str, str, str]:
     """The cells of both, of their ratio and of its target."""
-    ratio = ratio_of(ours, theirs)
+    ratio = statistics.median(ours) / statistics.median(theirs)
     cells = f"{ratio:.2f}", goal(ratio, target, more=more)
     return spread(theirs, form), spread(ours, form), *cells
 
 
 def mean_of(losses: list[float], digits: int = 4) -> str:
-    mean, deviation = statistics.mean(losses), statistics.stdev(losses)
-    return f"{mean:.{digits}f} (sd {deviation:.{digits}f})"
+    mean, deviation = statistics.mean(losses), deviation_of(losses, digits)
+    return f"{mean:.{digits}f}" + (f" (sd {deviation})" if deviation else "")
+
+
+def deviation_of(losses: list[float], digits: int = 4) -> str:
+    """The standard deviation; one loss has none."""
+    return f"{statistics.stdev(losses):.{digits}f}" if len(losses) > 1 else ""
+
+
+def seeds_of(losses: list[float]) -> str:
+    count = len(losses)
+    number = NUMBERS[count] if count < len(NUMBERS) else str(count)
+    return f"{number} seed{'s' * (count != 1)}"
 
 
 def step_rows() -> Iterator[Row]:
@@ -97,7 +98,7 @@ def command_rows() -> Iterator[Row]:
         return
     seconds = {name: its["seconds"] for name, its in runs.items()}
     loss = {name: its["validation_loss"] for name, its in runs.items()}
-    seeds = f"{SEEDS[len(loss['nanoGPT'])]} seeds"
+    seeds = seeds_of(loss["nanoGPT"])
 
     def row(what: str, name: str, reached: str, target: float, form: str = ".0f") -> Row:
         _, ours, *ratio = beside(seconds["nanoGPT"], seconds[name], form, target)
@@ -164,7 +165,7 @@ def best_rows() -> Iterator[Row]:
                 for other, length, others in tested()
                 if "nanogpt" in other and length == size
             ]
-            what = f"`shakespeare-best`, test loss in windows of {size}, five seeds"
+            what = f"`shakespeare-best`, test loss in windows of {size}, {seeds_of(losses)}"
             yield what, "; ".join(theirs), mean_of(losses), "", ""
 
 
@@ -232,9 +233,8 @@ def decoding_table() -> Table:
 def best_table() -> Table:
     table = [["model", "windows", "mean", "standard deviation", "each seed"]]
     for name, size, losses in tested():
-        numbers = statistics.mean(losses), statistics.stdev(losses)
-        seeds = ", ".join(f"{loss:.4f}" for loss in losses)
-        table.append([name, size, *(f"{number:.4f}" for number in numbers), seeds])
+        mean, seeds = statistics.mean(losses), ", ".join(f"{loss:.4f}" for loss in losses)
+        table.append([name, size, f"{mean:.4f}", deviation_of(losses), seeds])
     return table
 
 

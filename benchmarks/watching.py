@@ -4,28 +4,24 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-import tyro
-from runner import jgpt
-
-from jgpt.runs.directory import RunDirectory
+from runner import Figures, jgpt
 
 TRAIN = ("train", "--data", "shakespeare", "--eval-interval", "250", "--sample-tokens", "0")
 PAUSE = 2.0
 """Seconds between the questions of an open page."""
 
 
-def first_step(out: Path) -> None:
-    """Print the seconds until the first line of metrics; then stop the process."""
+def first_step(out: str) -> Figures:
+    """The seconds until the first line of metrics; then the process is stopped."""
     # one step per call, so that the first is reported at once
     command = jgpt("train", "nanogpt-cpu", "--out", out, "--steps-per-call", 1)
-    metrics = out / "metrics.jsonl"
+    metrics = Path(out, "metrics.jsonl")
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -33,19 +29,36 @@ def first_step(out: Path) -> None:
             if process.poll() is not None:
                 sys.exit(f"{command} ended with {process.returncode}")
             time.sleep(0.005)
-        print(json.dumps({"seconds": time.perf_counter() - began}))
+        return {"seconds": time.perf_counter() - began}
     finally:
         process.terminate()  # saving takes a while
         process.wait()
 
 
-def processor_seconds(pid: int) -> float:
-    """The processor time of a process and its threads, user's and system's (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def page(steps: int, out: str, live: bool = False) -> Figures:
+    """The time of a step after the first fifth, in which the page's server starts.
+
+    If `live`, with the page, and a reader who asks for what an open page asks.
+    """
+    command = jgpt(*TRAIN, "--steps", steps, "--out", out)
+    command += ["--live", "--no-browser"] if live else []
+    spent: Figures = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "look inside at " in line:
+                asked = line.split()[-1], process.pid, spent
+                threading.Thread(target=read_on, args=asked, daemon=True).start()
+    if process.returncode:
+        sys.exit(f"{command} ended with {process.returncode}")
+    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+    timed = [line for line in lines if "seconds" in line and line["step"] > steps // 5]
+    first, last = timed[0], timed[-1]
+    taken = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+    return {"milliseconds_per_step": 1000 * taken, **spent}
 
 
-def read_on(address: str, trainer: int, spent: dict[str, float]) -> None:
+def read_on(address: str, trainer: int, spent: Figures) -> None:
     """Ask as an open page does, until the server is gone; note the server's processor time."""
     (server,) = (
         pid
@@ -63,7 +76,7 @@ def read_on(address: str, trainer: int, spent: dict[str, float]) -> None:
     while True:
         began = time.monotonic()
         try:
-            spent["server_processor_seconds"] = processor_seconds(int(server))
+            spent["server_processor_seconds"] = processor_seconds(server)
             told = ask("training", {"since": at})
             at = told.get("at", at)
             for step in [each for each in told.get("checkpoints", ()) if each not in seen]:
@@ -75,32 +88,7 @@ def read_on(address: str, trainer: int, spent: dict[str, float]) -> None:
         time.sleep(max(PAUSE, 20 * (time.monotonic() - began)))
 
 
-def page(steps: int, live: bool = False) -> None:
-    """Train, and print the time of a step after the first fifth, in which the page's server starts.
-
-    Args:
-        live: With the page, and a reader who asks for what an open page asks.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "run")
-        command = jgpt(*TRAIN, "--steps", steps, "--out", out)
-        command += ["--live", "--no-browser"] if live else []
-        spent: dict[str, float] = {}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if "look inside at " in line:
-                    address = line.split()[-1]
-                    asked = address, process.pid, spent
-                    threading.Thread(target=read_on, args=asked, daemon=True).start()
-        if process.returncode:
-            sys.exit(f"{command} ended with {process.returncode}")
-        lines = RunDirectory.open(out).metrics()
-        timed = [line for line in lines if "seconds" in line and line["step"] > steps // 5]
-    first, last = timed[0], timed[-1]
-    taken = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
-    print(json.dumps({"milliseconds_per_step": 1000 * taken, **spent}))
-
-
-if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"first_step": first_step, "page": page})
+def processor_seconds(pid: str) -> float:
+    """The processor time of a process and its threads, user's and system's (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

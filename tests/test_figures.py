@@ -93,10 +93,40 @@ def test_the_runner_takes_turns(tmp_path, monkeypatch, capsys):
     assert "2.5 (2.5 to 2.5)" in capsys.readouterr().out
 
 
-def test_a_variant_that_fails_says_what_it_said(tmp_path):
-    variant = runner.Variant("bad", [sys.executable, "-c", "raise ValueError('no such thing')"])
-    with pytest.raises(SystemExit, match=r"bad ended with 1:(.|\n)*no such thing"):
-        runner.measure(variant, 0, tmp_path)
+def test_a_variant_that_fails_is_said_and_the_rest_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "provenance", dict)
+    codes = {"bad": "raise ValueError('no such thing')", "good": "print('{\"found\": 2.5}')"}
+    commands = {name: [sys.executable, "-c", code] for name, code in codes.items()}
+    variants = [runner.Variant(*each) for each in commands.items()]
+    with pytest.raises(SystemExit, match="failed: bad"):
+        runner.compare("some", variants, runner.Rounds(rounds=2, results=tmp_path))
+    record = json.loads((tmp_path / "some.json").read_text())
+    assert record["figures"].keys() == {"the processor", "good"}
+    assert record["figures"]["good"]["found"] == [2.5, 2.5]
+    said = capsys.readouterr().err
+    assert said.count("bad ended with 1:") == said.count("ValueError: no such thing") == 1
+
+
+@pytest.mark.parametrize("name", ["step_time", "time_to_loss", "memory"])
+def test_a_checkout_of_nanogpt_that_is_not_there_is_said_in_a_line(name, tmp_path, capsys):
+    comparisons = importlib.import_module("compare")
+    with pytest.raises(SystemExit) as stopped:
+        getattr(comparisons, name)(runner.Rounds(results=tmp_path), nanogpt=tmp_path / "no")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"{tmp_path}/no is no checkout of nanoGPT: --nanogpt PATH\n"
+
+
+def test_one_round_has_no_standard_deviation(tmp_path, monkeypatch):
+    names = ("nanoGPT", "to the loss", "to nanoGPT's end", "the default preset", "jgpt nanogpt-cpu")
+    figures = {name: {"seconds": [9.0], "validation_loss": [1.5]} for name in names}
+    (tmp_path / "time_to_loss.json").write_text(json.dumps({"figures": figures}))
+    best = {"shakespeare-best": {"test_loss_in_windows_of_64": [1.5]}}
+    (tmp_path / "shakespeare_best.json").write_text(json.dumps({"figures": best}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.best_table()[1] == ["shakespeare-best", "64", "1.5000", "", "1.5000"]
+    said = {what: ours for what, _, ours, *_ in tables.rows()}
+    assert said["loss when nanoGPT's command ends, one seed"] == "1.500 after 9 s"
+    assert said["`shakespeare-best`, test loss in windows of 64, one seed"] == "1.5000"
 
 
 def test_figures_of_rounds_are_compared_round_by_round():
