@@ -9,16 +9,14 @@ are not named keep their bands.
 """
 
 import json
-import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tyro
-from runner import ROOT, jgpt, provenance
+from runner import Variant, jgpt, measure, nothing, provenance
 
 from jgpt.config import as_dict
 from jgpt.runs.bands import BANDS
@@ -74,15 +72,13 @@ def main(
     Args:
         runs: The folder of the runs.
     """
-    bands, measured = json.loads(out.read_text())["presets"], provenance()
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    bands, machine = json.loads(out.read_text())["presets"], provenance()
     for name in presets:
-        folders = [runs / f"{name}-{seed}" for seed in SEEDS]
-        for seed, folder in zip(SEEDS, folders, strict=True):
-            how = "--data", "shakespeare", "--seed", seed, "--out", folder, "--resume"
-            command = jgpt("train", name, *how)
-            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
-        bands[name] = measured | band([*map(RunDirectory.open, folders)])
+        command = jgpt("train", name, "--data", "shakespeare", "--seed", "{seed}", "--resume")
+        trained = Variant(name, [*command, "--out", "{out}"], nothing)
+        for seed in SEEDS:
+            print(name, seed, measure(trained, seed, runs), flush=True)
+        bands[name] = machine | band([RunDirectory.open(runs / f"{name}-{it}") for it in SEEDS])
     text = json.dumps({"presets": bands}, indent=2)
     in_a_line = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)
     out.write_text(in_a_line + "\n")

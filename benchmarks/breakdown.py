@@ -16,7 +16,7 @@ from stepping import STEPS, take_compiled, traced
 DENSE, ATTENTION = "dense products", "attention's small products"
 REDUCTIONS, ELEMENTWISE = "softmax, norms and loss", "elementwise and moves"
 OPTIMIZER = "optimizer, clipping and checks"
-KINDS = DENSE, ATTENTION, REDUCTIONS, ELEMENTWISE, OPTIMIZER
+KINDS: tuple[str, ...] = DENSE, ATTENTION, REDUCTIONS, ELEMENTWISE, OPTIMIZER
 REDUCING = {"reduce_max", "reduce_sum", "rsqrt", "exp", "log", "logsumexp", "take_along_axis"}
 HOLDING_OTHERS = {"while", "call", "conditional"}
 COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
@@ -65,7 +65,7 @@ def traced_milliseconds(directory: Path, kind: dict[str, str]) -> Figures:
     import jax
 
     file = next(directory.rglob("*.xplane.pb"))
-    total = dict.fromkeys(KINDS, 0.0)
+    total: Figures = dict.fromkeys(KINDS, 0.0)
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
             for event in line.events if line.name.startswith("tf_XLA") else ():

@@ -29,6 +29,7 @@ from runner import (
     compare,
     jgpt,
     median,
+    nothing,
     trained_by_jgpt,
 )
 from stepping import variant
@@ -104,11 +105,6 @@ def repeated_shakespeare(folder: str, size: float) -> Path:
         for _ in range(-int(-size // len(words))):
             file.write(words)
     return path
-
-
-def nothing(printed: str, out: Path) -> Figures:
-    """No figures besides those of every variant."""
-    return {}
 
 
 def step_time(how: Rounds, nanogpt: Path = NANOGPT) -> None:

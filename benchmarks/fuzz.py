@@ -17,13 +17,12 @@ import logging
 import os
 import random
 import resource
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner import ROOT, Figures, Variant, call
 
@@ -34,8 +33,7 @@ NUMBERS = (-1, 0, 1, 2**31, 2**63, 10**18, 10**400, 1e308, float("nan"), float("
 VALUES = (*NUMBERS, None, True, "", "../../etc/passwd", "/etc/passwd", [], {}, [[[]]], "\ud800")
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """Files to mutate, a function that loads them, and a repair after each mutation."""
 
     files: list[Path]
@@ -199,17 +197,11 @@ def trained(root: Path) -> Path:
     return fit(TrainConfig(model=shape, dataset=text_of(root), out=run, **some)).directory
 
 
-def files_of_a_run(pattern: str, **how: Any) -> Callable[[Path], Target]:
-    """A target of the files below a run that match a pattern."""
+def files_of_a_run(root: Path, pattern: str, **how: Any) -> Target:
+    from jgpt.runs.checkpoints import load
 
-    def target(root: Path) -> Target:
-        from jgpt.runs.checkpoints import load
-
-        run = trained(root)
-        files = sorted(path for path in run.glob(pattern) if path.is_file())
-        return Target(files, lambda: load(run), **how)
-
-    return target
+    run = trained(root)
+    return Target(sorted(filter(Path.is_file, run.glob(pattern))), lambda: load(run), **how)
 
 
 def tokenizer_json(root: Path) -> Target:
@@ -323,7 +315,7 @@ def command_lines(root: Path) -> Target:
 
 
 def config_option(root: Path) -> Target:
-    path = Path(shutil.copy(trained(root) / "config.json", root / "config.json"))
+    path = trained(root) / "config.json"
     return Target([path], lambda: run_command(["train", "--config", path]))
 
 
@@ -349,15 +341,18 @@ def run_command(words: list[Any]) -> None:
         raise ValueError(lines[0])
 
 
+CHECKPOINT = "checkpoints/2"
+"""The early checkpoint is not loaded."""
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "tokenizer.json": tokenizer_json,
     "tokens": token_files,
     "metrics.jsonl": metrics_jsonl,
-    # the early checkpoint is not loaded
-    "checkpoint": files_of_a_run("checkpoints/2/**/*", detects_all=True),
-    "config.json": files_of_a_run("config.json"),
+    "checkpoint": partial(files_of_a_run, pattern=f"{CHECKPOINT}/**/*", detects_all=True),
+    "config.json": partial(files_of_a_run, pattern="config.json"),
     "safetensors": safetensors,
-    "forged checkpoint": files_of_a_run("checkpoints/2/weights/**/*", repair=forge_around),
+    "forged checkpoint": partial(
+        files_of_a_run, pattern=f"{CHECKPOINT}/weights/**/*", repair=forge_around
+    ),
     "options": command_lines,
     "train --config": config_option,
 }

@@ -33,29 +33,18 @@ import tyro
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 
-TRAIN = (
-    *("train", "tiny", "--steps", "120", "--eval-interval", "15", "--steps-per-call", "4"),
-    *("--eval-tokens", "2000", "--sample-tokens", "0", "--dropout", "0.1"),
-)
-ELASTIC = (
-    *("train", "tiny", "--steps", "60", "--eval-interval", "10", "--steps-per-call", "4"),
-    *("--eval-tokens", "2000", "--sample-tokens", "0", "--dropout", "0.1", "--batch-size", "8"),
-    *("--learning-rate", "0.001", "--min-learning-rate", "0.0001"),  # larger ones amplify rounding
-    *("--dtype", "float64", "--param-dtype", "float64", "--activation-dtype", "float64"),
-)
+TINY = "train tiny --steps-per-call 4 --eval-tokens 2000 --sample-tokens 0 --dropout 0.1"
+FLOAT64 = "--dtype float64 --param-dtype float64 --activation-dtype float64"
+SMALL_RATES = "--learning-rate 0.001 --min-learning-rate 0.0001"  # larger ones amplify rounding
 CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
 }
 TOLERANCE = 1e-12
-MEASURED = (
-    *("step", "loss", "gradient_norm", "learning_rate"),
-    *("validation_loss", "validation_estimate"),
-)
-COUNTED = (
-    *("kills", "of_one", "in_a_save", "before_the_first_checkpoint", "runs", "lost", "differing"),
-    "hanging",
-)
+MEASURED = "step", "loss", "gradient_norm", "learning_rate"
+MEASURED += "validation_loss", "validation_estimate"
+COUNTED = "kills", "of_one", "in_a_save", "before_the_first_checkpoint", "runs"
+COUNTED += "lost", "differing", "hanging"
 
 
 class Layout(NamedTuple):
@@ -68,7 +57,7 @@ class Layout(NamedTuple):
 class Setting(NamedTuple):
     """What is trained and killed, and on which layouts."""
 
-    train: tuple[str, ...]
+    train: str
     save_steps: range
     layouts: tuple[Layout, ...]
     """The run that is never killed is on the first."""
@@ -76,9 +65,11 @@ class Setting(NamedTuple):
     """Float64 runs are compared within TOLERANCE, others bit for bit."""
 
 
-ONE_DEVICE = Setting(TRAIN, range(15, 121, 15), (Layout(),), x64=False)
+ONE_DEVICE = Setting(
+    f"{TINY} --steps 120 --eval-interval 15", range(15, 121, 15), (Layout(),), x64=False
+)
 CHANGING_MESH = Setting(
-    ELASTIC,
+    f"{TINY} --steps 60 --eval-interval 10 --batch-size 8 {SMALL_RATES} {FLOAT64}",
     range(10, 61, 10),
     (
         Layout(1, 1, "data=1"),
@@ -160,12 +151,12 @@ def kill_and_resume(
         print(count, flush=True)
         shutil.rmtree(run)
     names = [f"{it.processes} x {it.devices}: {it.mesh or 'no mesh'}" for it in layouts]
-    return {**count, "layouts": names, "train": " ".join(setting.train)}
+    return {**count, "layouts": names, "train": setting.train}
 
 
 def start(setting: Setting, layout: Layout, run: Path) -> list[subprocess.Popen[bytes]]:
     """Start or resume a run in all processes of a layout."""
-    command = runner.jgpt(*setting.train, "--out", run, "--resume")
+    command = runner.jgpt(*setting.train.split(), "--out", run, "--resume")
     environment = os.environ | CACHE
     environment["JAX_COMPILATION_CACHE_DIR"] = str(run.parent / "compiled")
     if setting.x64:

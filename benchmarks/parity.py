@@ -20,6 +20,7 @@ import numpy as np
 import runner
 import torch
 import tyro
+from nanogpt import nanogpt_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ladder is the tests'
 
@@ -35,15 +36,11 @@ def ladder(family: str, dtype: str) -> list[dict]:
     return [row(family, dtype, rung, errors(mine[rung], its[rung])) for rung in mine]
 
 
-def checkpoint(file: str) -> list[dict]:
+def checkpoint(nanogpt: Path, file: str) -> list[dict]:
     """Logits and loss of a checkpoint, in nanoGPT's model and in jgpt."""
-    from model import GPT, GPTConfig  # type: ignore[import-not-found]
-
-    stored = torch.load(file, weights_only=True)
-    reference = GPT(GPTConfig(**stored["model_args"]))
-    reference.load_state_dict(stored["model"])
-    reference.eval()
     model = load_nanogpt(file)
+    reference = nanogpt_model(nanogpt, model.config).eval()
+    reference.load_state_dict(torch.load(file, weights_only=True)["model"])
     size = (2, model.block_size + 1)
     window = np.random.default_rng(0).integers(model.vocab_size, size=size)
     with torch.no_grad():
@@ -84,7 +81,7 @@ def row(family: str, dtype: str, rung: str, errors: tuple[float, float]) -> dict
 
 
 def main(
-    nanogpt: str | None = None, checkpoints: tuple[str, ...] = (), open_models: bool = False
+    nanogpt: Path | None = None, checkpoints: tuple[str, ...] = (), open_models: bool = False
 ) -> None:
     """Compare, print a table and write a record.
 
@@ -98,8 +95,7 @@ def main(
     if open_models:
         rows += [row for name in MODELS if "gpt2" not in name for row in directory(name)]
     if nanogpt is not None:
-        sys.path.insert(0, nanogpt)
-        rows += [row for file in checkpoints for row in checkpoint(file)]
+        rows += [row for file in checkpoints for row in checkpoint(nanogpt, file)]
     for its in rows:
         untested = "" if its["tested"] else ", not tested"
         name = f"{its['family']}, {its['dtype']}, {its['rung']}"

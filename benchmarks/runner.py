@@ -156,6 +156,11 @@ def measure(variant: Variant, seed: int, directory: Path) -> Figures:
         return {"seconds": seconds, "peak_mib": peak} | variant.read(printed.read(), out)
 
 
+def nothing(printed: str, out: Path) -> Figures:
+    """No figures besides those of every variant."""
+    return {}
+
+
 def trained_by_jgpt(name: str, *options: object, target: float = 0.0) -> Variant:
     def read(printed: str, out: Path) -> Figures:
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

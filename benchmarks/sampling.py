@@ -59,7 +59,7 @@ def variants(
         if not importlib.util.find_spec(needed):
             print(f"{engine} is left out: it needs pip install {needed}")
         elif engine != "nanoGPT" or (nanogpt and model == "10.7M"):
-            which = {"engine": engine, "name": model, "nanogpt": nanogpt}
+            which = {"engine": engine, "model": model, "nanogpt": nanogpt}
             how = {"folder": folder, "tokens": tokens[model], "batches": batches}
             command = call("sampling", "measure", **which, **how)
             found.append(Variant(f"{model} {engine}", command, environment=environment))
@@ -67,20 +67,14 @@ def variants(
 
 
 def measure(
-    engine: str,
-    name: str,
-    nanogpt: str | None,
-    folder: str,
-    tokens: int,
-    batches: list[int],
-    repeats: int = 2,
+    engine: str, model: str, nanogpt: str | None, folder: str, tokens: int, batches: list[int]
 ) -> Figures:
-    """Tokens a second of texts side by side, and the seconds for a long prompt; means of repeats.
+    """Tokens a second of texts side by side, and the seconds for a long prompt; means of two.
 
     The folder is where `prepare` wrote the models.
     """
     kind, *how = engine.split()
-    shape, path = MODELS[name], f"{folder}/{name}"
+    shape, path = MODELS[model], f"{folder}/{model}"
     match kind:
         case "jgpt":
             draw = draw_of_jgpt(path, *how)
@@ -91,14 +85,14 @@ def measure(
         case "CTranslate2":
             draw = draw_of_ctranslate2(path, *how)
         case _:
-            draw = draw_of_llamacpp(path, *how, max(batches), shape.block_size)
+            draw = draw_of_llamacpp(path, how[0], max(batches), shape.block_size)
     figures: Figures = {}
     for batch in batches:
         # the first draw is as long as the measured ones: CTranslate2, too, prepares each length
-        taken = draws(lambda _, batch=batch: draw(batch, 1, tokens), repeats)
+        taken = draws(lambda _, batch=batch: draw(batch, 1, tokens), 2)
         figures[f"batch {batch}"] = batch * tokens / statistics.mean(taken)
     if shape.block_size > PROMPT:
-        taken = draws(lambda _: draw(1, PROMPT, 1), repeats)
+        taken = draws(lambda _: draw(1, PROMPT, 1), 2)
         figures["prompt_seconds"] = statistics.mean(taken)
     return figures
 
