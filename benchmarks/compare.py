@@ -409,7 +409,7 @@ def gpu_sampling(
 def sampled(name: str, how: Rounds, tokens: Any = engines.TOKENS, **which: Any) -> None:
     with TemporaryDirectory() as folder:
         prepare = call("sampling", "prepare", folder=folder, models=[*tokens])
-        subprocess.run(prepare, check=True)
+        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
         facts = {"temperature": engines.TEMPERATURE, "tokens": tokens}
         compare(name, engines.variants(folder, tokens, **which), how, lambda _: facts)
 
