@@ -30,10 +30,12 @@ TOKENS = {"10.7M": 128, "124M": 48}
 ENGINES = (
     *("jgpt float32", "jgpt bfloat16", "jgpt int8"),
     *(f"CTranslate2 {dtype} {threads}" for dtype in ("float32", "int8") for threads in (1, 2)),
+    *(f"OpenVINO {dtype} {way}" for dtype in ("float32", "int8") for way in ("PA", "SDPA")),
     *("llama.cpp F16", "llama.cpp Q8_0", "transformers", "nanoGPT"),
 )
-"""The number after CTranslate2's dtype is that of its threads. llama.cpp has two."""
-PACKAGES = {"CTranslate2": "ctranslate2", "llama.cpp": "xllamacpp"}
+"""The number after CTranslate2's dtype is that of its threads; OpenVINO GenAI has a cache in pages
+(PA) or one as long as the text. llama.cpp and OpenVINO have two threads."""
+PACKAGES = {"CTranslate2": "ctranslate2", "llama.cpp": "xllamacpp", "OpenVINO": "openvino_genai"}
 """What an engine needs, to be measured."""
 Draw = Callable[[int, int, int], None]
 """Continues a prompt: (batch, its tokens, new tokens); back when all of them are there."""
@@ -84,6 +86,8 @@ def measure(
             draw = draw_of_transformers(path)
         case "CTranslate2":
             draw = draw_of_ctranslate2(path, *how)
+        case "OpenVINO":
+            draw = draw_of_openvino(path, *how)
         case _:
             draw = draw_of_llamacpp(path, how[0], max(batches), shape.block_size)
     figures: Figures = {}
@@ -170,6 +174,23 @@ def draw_of_ctranslate2(path: str, dtype: str, threads: str) -> Draw:
     return draw
 
 
+def draw_of_openvino(path: str, dtype: str, way: str) -> Draw:
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    pipeline = openvino_genai.LLMPipeline(f"{path}-openvino-{dtype}", "CPU", ATTENTION_BACKEND=way)
+    how = {"do_sample": True, "temperature": TEMPERATURE, "ignore_eos": True}
+
+    def draw(batch: int, prompt: int, new: int) -> None:
+        tokens = openvino.Tensor(np.ones((batch, prompt), np.int64))
+        given = openvino_genai.TokenizedInputs(tokens, tokens)  # and a mask of ones
+        drawn = pipeline.generate(given, max_new_tokens=new, min_new_tokens=new, **how)
+        assert [len(each) for each in drawn.tokens] == [new] * batch
+
+    return draw
+
+
 def draw_of_llamacpp(path: str, dtype: str, slots: int, block_size: int) -> Draw:
     import xllamacpp
 
@@ -221,6 +242,15 @@ def prepare(folder: str, models: list[str]) -> None:
             converter = ctranslate2.converters.TransformersConverter(path)
             for dtype in ("float32", "int8"):
                 converter.convert(f"{path}-{dtype}", quantization=dtype)
+        if importlib.util.find_spec("openvino_genai"):
+            from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+            for dtype, bits in (("float32", None), ("int8", 8)):
+                quantised = OVWeightQuantizationConfig(bits=bits) if bits else None
+                made = OVModelForCausalLM.from_pretrained(
+                    path, export=True, load_in_8bit=False, quantization_config=quantised
+                )
+                made.save_pretrained(f"{path}-openvino-{dtype}")
         if importlib.util.find_spec("xllamacpp"):
             for dtype in ("F16", "Q8_0"):
                 write_gguf(path, dtype)

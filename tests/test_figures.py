@@ -47,6 +47,7 @@ def test_a_missing_record_leaves_its_rows_out(tmp_path, monkeypatch):
     assert engines["nanoGPT"] == ""
     assert engines["llama.cpp Q8_0"] == "700 (650 to 900)"
     assert "llama.cpp F16" not in engines
+    assert engines["OpenVINO int8"] == "450 (450 to 450)"
     assert tables.processors_table()[1][1:] == ["EPYC", "205 (200 to 210)", "60 (60 to 60)"]
 
 
@@ -58,6 +59,8 @@ SAMPLED = {
     "10.7M CTranslate2 int8 1": {"batch 1": [990]},
     "10.7M CTranslate2 int8 2": {"batch 1": [238]},
     "10.7M llama.cpp Q8_0": {"batch 1": [900, 700, 650]},
+    "10.7M OpenVINO int8 PA": {"batch 1": [440]},
+    "10.7M OpenVINO int8 SDPA": {"batch 1": [450]},
 }
 
 
