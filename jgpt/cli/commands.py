@@ -95,20 +95,20 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     shown = console.ConsoleProgress(screen, "reading the data")
     if options.live:
         shown = live.LiveProgress(screen, "reading the data", browser=options.browser)
-    with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as stop:
+    with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as codes:
         try:
             run = loop.fit(
                 config,
                 resume=options.resume,
                 overwrite=options.overwrite,
                 progress=progress,
-                should_stop=stop,
+                should_stop=lambda: bool(codes),
                 profile_steps=options.profile,
             )
         except loop.TrainingStopped as stopped:
             resume = _command("train", "--out", stopped.directory, "--resume", *_own(config))
             progress.say(str(stopped), f"resume with: {resume}")
-            sys.exit(max(processes.gather(stop.exit_code or 0)))
+            sys.exit(max(processes.gather(max(codes, default=0))))
     if hardware.process_index() != 0:
         return []
     model = _own(config)[:2] if config.model.make is not None else []

@@ -41,7 +41,7 @@ from jgpt.runs.profiling import compilations_watched
 from jgpt.runs.progress import Progress, default_progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
-from jgpt.runs.trackers import Tracker, require_tracker
+from jgpt.runs.trackers import require_tracker
 from jgpt.sharding import abstract_mesh, current_mesh, shard_by_name, use_mesh
 from jgpt.training.plan import (
     Plan,
@@ -154,13 +154,11 @@ def fit(
             run = RunDirectory.open(out)
             checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(config) if checkpoints.steps() else init_state(config)
-        step, trackers = int(state.step), list[Tracker]()
+        step, trackers = int(state.step), []
         with together():
             if process_index() == 0:
                 run.truncate_metrics(step)
-                for name in saved.trackers:
-                    tracker = require_tracker(name)(run.path, step)
-                    trackers.append(stack.enter_context(contextlib.closing(tracker)))
+                trackers = [require_tracker(it)(run.path, step, stack) for it in saved.trackers]
                 run.append_provenance({"step": step} | start)
         progress.started(config, dataset, state, out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)

@@ -13,7 +13,7 @@ from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.models import flops_per_token
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.processes import together
-from jgpt.runs.trackers import Tracker
+from jgpt.runs.trackers import Log
 from jgpt.training.step import Metrics
 
 EACH_STEP = ("loss", "gradient_norm", "learning_rate")
@@ -26,7 +26,7 @@ class MetricsLogger:
         self,
         config: TrainConfig,
         run: RunDirectory,
-        trackers: Sequence[Tracker],
+        trackers: Sequence[Log],
         training_tokens: int,
         devices: int = 1,
         report: Callable[[int, float, float | None], None] = lambda *_: None,
@@ -114,8 +114,8 @@ class MetricsLogger:
             self.failure = self.failure or error
         for line in lines:
             values = {name: value for name, value in line.items() if name != "step"}
-            for tracker in self._trackers:
-                tracker.log(values, line["step"])
+            for log in self._trackers:
+                log(values, line["step"])
 
     def _not_finite_message(self, line: dict[str, Any]) -> str:
         config, step = self._config, line["step"]
