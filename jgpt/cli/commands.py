@@ -439,9 +439,9 @@ def plot(
     path = _out(out, ".png", ".svg")
     with importing():
         from jgpt.runs.directory import RunDirectory
-        from jgpt.runs.plots import plot_runs
+        from jgpt.runs.plots import runs_image
 
-    plot_runs([RunDirectory.open(run) for run in runs], path)
+    write_file(path, runs_image([RunDirectory.open(run) for run in runs], path.suffix[1:]))
     return [f"wrote {out}"]
 
 
@@ -459,9 +459,9 @@ def attention(
     """
     path = _out(out, ".png", ".svg")
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
-        from jgpt.runs.plots import plot_attention
+        from jgpt.runs.plots import attention_image
 
-        plot_attention(loaded, tokenizer, prompt, path)
+        write_file(path, attention_image(loaded, tokenizer, prompt, path.suffix[1:]))
     return [f"wrote {out}"]
 
 

@@ -11,7 +11,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.batches import window_starts
 from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.models import flops_per_token
-from jgpt.runs.directory import RunDirectory
+from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.runs.processes import together
 from jgpt.runs.trackers import Log
 from jgpt.training.step import Metrics
@@ -109,7 +109,7 @@ class MetricsLogger:
         self._held = []
         try:
             if process_index() == 0:
-                self._run.append_metrics(lines, durable=durable)
+                self._run.append(METRICS, lines, durable=durable)
         except (OSError, ValueError) as error:  # ValueError for a link or a directory
             self.failure = self.failure or error
         for line in lines:
