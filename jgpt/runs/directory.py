@@ -137,15 +137,13 @@ class RunDirectory:
             for entry in path.iterdir()
         )
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the run, at most as long as this process lives.
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """The lock of the run, held at most as long as this process lives.
 
         Raises BlockingIOError if another process holds it.
         """
         make_directory(self.path)
-        with locked(self.path / LOCK, self.path):
-            yield
+        return locked(self.path / LOCK, self.path)
 
     def config(self) -> TrainConfig:
         """The config, with the tokenizer's vocabulary size."""
