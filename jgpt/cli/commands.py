@@ -95,20 +95,20 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     shown = console.ConsoleProgress(screen, "reading the data")
     if options.live:
         shown = live.LiveProgress(screen, "reading the data", browser=options.browser)
-    with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as stop:
+    with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as codes:
         try:
             run = loop.fit(
                 config,
                 resume=options.resume,
                 overwrite=options.overwrite,
                 progress=progress,
-                should_stop=stop,
+                should_stop=lambda: bool(codes),
                 profile_steps=options.profile,
             )
         except loop.TrainingStopped as stopped:
             resume = _command("train", "--out", stopped.directory, "--resume", *_own(config))
             progress.say(str(stopped), f"resume with: {resume}")
-            sys.exit(max(processes.gather(stop.exit_code or 0)))
+            sys.exit(max(processes.gather(max(codes, default=0))))
     if hardware.process_index() != 0:
         return []
     model = _own(config)[:2] if config.model.make is not None else []
@@ -195,14 +195,12 @@ def sample(
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1")
     _require_seed(seed)
-    with _loaded(run, checkpoint, mesh, model) as (loaded, tokenizer, config):
+    with _loaded(run, checkpoint, mesh, model, weights) as (loaded, tokenizer, config):
         import jax
         import numpy as np
 
         from jgpt.generation.text import stream_text
-        from jgpt.nn.int8 import with_int8_weights
 
-        loaded = with_int8_weights(loaded) if weights == "int8" else loaded
         given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
         prompts = (text for text in given for _ in range(num_samples))
         key = jax.random.key(np.uint32(seed))
@@ -248,15 +246,13 @@ def chat(
         weights: int8 quantises them, and the inputs of each product: faster on a CPU.
     """
     _require_seed(seed)
-    with _loaded(run, checkpoint) as (loaded, tokenizer, _):
+    with _loaded(run, checkpoint, weights=weights) as (loaded, tokenizer, _):
         import jax
         import numpy as np
         from flax import nnx
 
         from jgpt.generation.chat import Chat
-        from jgpt.nn.int8 import with_int8_weights
 
-        loaded = with_int8_weights(loaded) if weights == "int8" else loaded
         rngs = nnx.Rngs(jax.random.key(np.uint32(seed)))
         rules = {"rngs": rngs, "temperature": temperature, "top_p": top_p}
         chat = Chat(loaded, tokenizer, system, max_new_tokens, **rules)
@@ -439,9 +435,9 @@ def plot(
     path = _out(out, ".png", ".svg")
     with importing():
         from jgpt.runs.directory import RunDirectory
-        from jgpt.runs.plots import plot_runs
+        from jgpt.runs.plots import runs_image
 
-    plot_runs([RunDirectory.open(run) for run in runs], path)
+    write_file(path, runs_image([RunDirectory.open(run) for run in runs], path.suffix[1:]))
     return [f"wrote {out}"]
 
 
@@ -459,9 +455,9 @@ def attention(
     """
     path = _out(out, ".png", ".svg")
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
-        from jgpt.runs.plots import plot_attention
+        from jgpt.runs.plots import attention_image
 
-        plot_attention(loaded, tokenizer, prompt, path)
+        write_file(path, attention_image(loaded, tokenizer, prompt, path.suffix[1:]))
     return [f"wrote {out}"]
 
 
@@ -677,17 +673,18 @@ def presets() -> Lines:
 
 @contextlib.contextmanager
 def _loaded(
-    run: str, which: Any, mesh: str | None = None, model: str | None = None
+    run: str, which: Any, mesh: str | None = None, model: str | None = None, weights: str = "saved"
 ) -> Iterator[tuple[Any, Any, Any]]:
     with importing() as status:
+        from jgpt.nn.int8 import with_int8_weights
         from jgpt.runs.checkpoints import load
         from jgpt.sharding import use_mesh
 
         status.update("loading the model")
         with use_mesh(mesh):
-            loaded = load(run, which=which, model=model)
+            loaded, tokenizer, config = load(run, which=which, model=model)
     with use_mesh(mesh):
-        yield loaded
+        yield with_int8_weights(loaded) if weights == "int8" else loaded, tokenizer, config
 
 
 def _out(path: str, *suffixes: str) -> Path:

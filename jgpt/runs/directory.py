@@ -137,15 +137,13 @@ class RunDirectory:
             for entry in path.iterdir()
         )
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the run, at most as long as this process lives.
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """The lock of the run, held at most as long as this process lives.
 
         Raises BlockingIOError if another process holds it.
         """
         make_directory(self.path)
-        with locked(self.path / LOCK, self.path):
-            yield
+        return locked(self.path / LOCK, self.path)
 
     def config(self) -> TrainConfig:
         """The config, with the tokenizer's vocabulary size."""
@@ -177,22 +175,14 @@ class RunDirectory:
         for entry in (*folder.glob("deleting-[0-9]*"), *folder.glob("saving-[0-9]*")):
             _delete(entry)
 
-    def append_metrics(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
-        """Append lines to the metrics: all of them or none."""
-        self._append(METRICS, lines, durable=durable)
-
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics so far, without truncated or damaged lines."""
         return [line for line, _ in self._lines(METRICS) if all(map(_is_plain, line.values()))]
 
-    def truncate_metrics(self, step: int) -> None:
-        """Truncate the metrics after a step that training is resumed from."""
-        self._truncate(METRICS, step)
-
     def append_provenance(self, line: dict[str, Any]) -> None:
         """Append the provenance of a start or resumption."""
-        self._truncate(PROVENANCE, math.inf)
-        self._append(PROVENANCE, [line], durable=True)
+        self.truncate(PROVENANCE, math.inf)
+        self.append(PROVENANCE, [line], durable=True)
 
     def provenance(self) -> list[dict[str, Any]]:
         """The provenance of the start and of each resumption."""
@@ -212,7 +202,8 @@ class RunDirectory:
             with contextlib.suppress(OSError):  # it has other files, or doesn't exist
                 (self.path / name).rmdir()
 
-    def _append(self, name: str, lines: list[dict[str, Any]], *, durable: bool) -> None:
+    def append(self, name: str, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
+        """Append lines to a file of them: all or none."""
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         try:
             append(self.path / name, text.encode(), durable=durable)
@@ -221,7 +212,7 @@ class RunDirectory:
                 f"{error}; the checkpoints are intact: free some space and use resume=True"
             ) from error
 
-    def _truncate(self, name: str, step: float) -> None:
+    def truncate(self, name: str, step: float) -> None:
         """Truncate a file after its last complete line up to `step`."""
         ends = (end for line, end in self._lines(name) if line["step"] <= step)
         end, path = max(ends, default=0), self.path / name

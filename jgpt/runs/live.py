@@ -74,15 +74,12 @@ class RunPage:
     def look(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The numbers for a prompt and changes; with `other`, also those of that checkpoint."""
         with self._computing:
-            found = [
-                answer(look, asked) | {"checkpoint": step}
-                for (step, _), look in (
-                    self._open(asked.get(name))
-                    for name in ("checkpoint", "other")
-                    if name == "checkpoint" or asked.get(name) is not None
-                )
-            ]
-        return found[0] | {"other": found[1] if len(found) > 1 else None}
+            (step, _), look = self._open(asked.get("checkpoint"))
+            found = answer(look, asked) | {"checkpoint": step, "other": None}
+            if (other := asked.get("other")) is not None:
+                (step, _), look = self._open(other)
+                found["other"] = answer(look, asked) | {"checkpoint": step}
+        return found
 
     def training(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The loss curve so far, and the checkpoints; nothing is read unless files have changed."""
@@ -231,7 +228,6 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
             """Print nothing."""
 
     class Server(ThreadingHTTPServer):
-        daemon_threads = True
         request_queue_size = 128
 
         def process_request(self, request: Any, client_address: Any) -> None:
@@ -255,13 +251,14 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
 
 def answer(look: Look, asked: Any) -> dict[str, Any]:
     """The numbers that a page asks for. Raises ValueError for what is no request."""
-    if not isinstance(asked, Mapping) or not isinstance(asked.get("prompt"), str):
-        raise ValueError("a request is a JSON object with a prompt")
-    tokens = encode_text(look.tokenizer, asked["prompt"])
+    match asked:
+        case {"prompt": str(prompt)}:
+            tokens = encode_text(look.tokenizer, prompt)
+        case _:
+            raise ValueError("a request is a JSON object with a prompt")
     changes = _changes(look, asked, len(tokens))
     data = look(tokens.tolist(), len(tokens), changes)
-    code = changes.as_code(look.anatomy, asked["prompt"])
-    return data | {"live": True, "text": asked["prompt"], "code": code}
+    return data | {"live": True, "text": prompt, "code": changes.as_code(look.anatomy, prompt)}
 
 
 def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
@@ -283,18 +280,15 @@ def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
     heads = factors("heads", {f"{layer}.{head}": (layer, head) for layer, head in pairs})
     scaled = [layer for layer, paths in enumerate(anatomy.branches) if paths]
     blocks = factors("blocks", {f"{layer}": layer for layer in scaled})
-    patch, given = None, asked.get("patch")
-    if given is not None:
-        kinds = {"block": int, "position": int, "prompt": str}
-        if not isinstance(given, Mapping) or any(
-            type(given.get(name)) is not kind for name, kind in kinds.items()
-        ):
+    match asked.get("patch"):
+        case None:
+            return Changes(heads, blocks)
+        case {"block": int(layer), "position": int(position), "prompt": str(other)}:
+            if not (0 <= layer < len(anatomy.blocks) and 0 <= position < time):
+                raise ValueError(f"a patch can't be at block {layer} and position {position}")
+            return Changes(heads, blocks, (layer, position, other))
+        case _:
             raise ValueError("a patch has a block, a position in the prompt and another prompt")
-        layer, position, other = (given[name] for name in kinds)
-        if not (0 <= layer < len(anatomy.blocks) and 0 <= position < time):
-            raise ValueError(f"a patch can't be at block {layer} and position {position}")
-        patch = layer, position, other
-    return Changes(heads, blocks, patch)
 
 
 def main() -> None:

@@ -268,13 +268,9 @@ class Look:
             weights = np.stack(found["attention"])[..., *np.tril_indices(time)].astype(np.float32)
             data["attention"] = packed(weights, fine=weights.size <= MOST_FINE_WEIGHTS)
         if before is not None:
-            data["before"] = {
-                "candidates": np.asarray(before["candidates"])[-1, :time].tolist(),
-                "log_probabilities": _rounded(before["log_probabilities"][-1, :time]),
-                "next_log_probabilities": _rounded(
-                    before["next_log_probabilities"][-1, : time - 1]
-                ),
-            }
+            lengths = ("log_probabilities", time), ("next_log_probabilities", time - 1)
+            data["before"] = {name: _rounded(before[name][-1, :end]) for name, end in lengths}
+            data["before"]["candidates"] = np.asarray(before["candidates"])[-1, :time].tolist()
         arrays = self._arrays(found, time)
         products = [np.stack(each) for each in zip(*found["products"], strict=True)]
         entries = sum(array.size for _, array in arrays) + sum(each.size for each in products)

@@ -34,14 +34,14 @@ from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, Weights, weights_of
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
-from jgpt.runs.directory import LOSS_PICTURE, PROFILE, SAMPLES, RunDirectory
+from jgpt.runs.directory import LOSS_PICTURE, METRICS, PROFILE, SAMPLES, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import compilations_watched
 from jgpt.runs.progress import Progress, default_progress
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
-from jgpt.runs.trackers import Tracker, require_tracker
+from jgpt.runs.trackers import require_tracker
 from jgpt.sharding import abstract_mesh, current_mesh, shard_by_name, use_mesh
 from jgpt.training.plan import (
     Plan,
@@ -154,13 +154,11 @@ def fit(
             run = RunDirectory.open(out)
             checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(config) if checkpoints.steps() else init_state(config)
-        step, trackers = int(state.step), list[Tracker]()
+        step, trackers = int(state.step), []
         with together():
             if process_index() == 0:
-                run.truncate_metrics(step)
-                for name in saved.trackers:
-                    tracker = require_tracker(name)(run.path, step)
-                    trackers.append(stack.enter_context(contextlib.closing(tracker)))
+                run.truncate(METRICS, step)
+                trackers = [require_tracker(it)(run.path, step, stack) for it in saved.trackers]
                 run.append_provenance({"step": step} | start)
         progress.started(config, dataset, state, out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
@@ -175,9 +173,10 @@ def fit(
         release_memory()
         with together():
             if process_index() == 0:
-                from jgpt.runs.plots import plot_losses  # 40 MiB that training doesn't need
+                from jgpt.runs.plots import losses_image  # 40 MiB that training doesn't need
 
-                plot_losses(run.metrics(), run.path / LOSS_PICTURE)
+                picture = losses_image(run.metrics(), run.path.absolute().name, "png")
+                write_file(run.path / LOSS_PICTURE, picture)
                 write_file(run.path / SAMPLES, sample)
     assert best.validation_loss is not None  # the last step is always evaluated
     seconds = time.perf_counter() - started
@@ -427,10 +426,9 @@ def evaluate(
     split: Literal["validation", "test"] = "validation",
     window: int | None = None,
     progress: Progress | None = None,
-    platform: Platform | None = None,
 ) -> Evaluation:
     """The exact loss of a run's model on a split, in windows of its block or a shorter one."""
-    platform, warn = platform or current_platform(), (progress or Progress()).warned
+    platform, warn = current_platform(), (progress or Progress()).warned
     loaded, tokenizer, config = load(run_directory, model=model, which=which, platform=platform)
     size = config.model.block_size if window is None else window
     if not 0 < size <= config.model.block_size:

@@ -11,9 +11,9 @@ from jgpt.config import TrainConfig
 from jgpt.data.batches import window_starts
 from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.models import flops_per_token
-from jgpt.runs.directory import RunDirectory
+from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.runs.processes import together
-from jgpt.runs.trackers import Tracker
+from jgpt.runs.trackers import Log
 from jgpt.training.step import Metrics
 
 EACH_STEP = ("loss", "gradient_norm", "learning_rate")
@@ -26,7 +26,7 @@ class MetricsLogger:
         self,
         config: TrainConfig,
         run: RunDirectory,
-        trackers: Sequence[Tracker],
+        trackers: Sequence[Log],
         training_tokens: int,
         devices: int = 1,
         report: Callable[[int, float, float | None], None] = lambda *_: None,
@@ -109,13 +109,13 @@ class MetricsLogger:
         self._held = []
         try:
             if process_index() == 0:
-                self._run.append_metrics(lines, durable=durable)
+                self._run.append(METRICS, lines, durable=durable)
         except (OSError, ValueError) as error:  # ValueError for a link or a directory
             self.failure = self.failure or error
         for line in lines:
             values = {name: value for name, value in line.items() if name != "step"}
-            for tracker in self._trackers:
-                tracker.log(values, line["step"])
+            for log in self._trackers:
+                log(values, line["step"])
 
     def _not_finite_message(self, line: dict[str, Any]) -> str:
         config, step = self._config, line["step"]

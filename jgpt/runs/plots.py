@@ -3,7 +3,6 @@
 import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from matplotlib.ticker import EngFormatter
 
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
-from jgpt.durable import write_file
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
@@ -32,11 +30,6 @@ VISIBLE = str.maketrans({"\n": "⏎", " ": "␣", "\t": "⇥", "$": r"\$"})
 """Visible white space; dollars escaped for matplotlib."""
 
 
-def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot training and validation loss against steps."""
-    write_file(path, losses_image(metrics, path.absolute().parent.name, path.suffix[1:]))
-
-
 def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> bytes:
     """Training and validation loss against steps, as an image such as svg."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
@@ -49,8 +42,8 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
     return _image(figure, format)
 
 
-def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
-    """Plot the losses of several runs against steps, tokens and seconds.
+def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
+    """The losses of several runs against steps, tokens and seconds, as an image.
 
     Runs that repeat a preset have the band of several seeds behind them.
     """
@@ -79,7 +72,7 @@ def plot_runs(runs: Sequence[RunDirectory], path: Path) -> None:
     title += "dots: validation; circles: validation, estimated on a part"
     panels: dict[str, Axes] = dict(zip(("steps", "tokens", "seconds"), row, strict=True))
     _finish(figure, panels, smoothed, labels, title)
-    _save(figure, path)
+    return _image(figure, format)
 
 
 @typed
@@ -155,18 +148,14 @@ def _finish(
         text.set_parse_math(False)  # a directory may have dollars in its name
 
 
-def _save(figure: Figure, path: Path) -> None:
-    write_file(path, _image(figure, path.suffix.removeprefix(".")))
-
-
 def _image(figure: Figure, format: str) -> bytes:
     image = io.BytesIO()
-    figure.savefig(image, dpi=120, format=format or None)
+    figure.savefig(image, dpi=120, format=format)
     return image.getvalue()
 
 
-def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: Path) -> None:
-    """Plot the attention weights over a text: a row per layer, a column per head."""
+def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, format: str) -> bytes:
+    """The attention weights over a text, as an image: a row per layer, a column per head."""
     if not isinstance(model, GPT):
         kind = "a bigram model" if isinstance(model, BigramLM) else "a model of your own"
         raise ValueError(f"{kind} has no attention weights: choose a GPT run")
@@ -189,4 +178,4 @@ def plot_attention(model: LanguageModel, tokenizer: Tokenizer, text: str, path: 
         axes.set_ylabel("query position" * (head == 0), fontsize=large)
     bar = figure.colorbar(panels[0, 0].get_images()[0], ax=panels, aspect=40)
     bar.set_label("attention weight", fontsize=large)
-    _save(figure, path)
+    return _image(figure, format)

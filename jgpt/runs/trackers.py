@@ -4,24 +4,19 @@ import functools
 import importlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, assert_never
 
 from jgpt.config import TrackerName
 from jgpt.runs.directory import TENSORBOARD, WANDB_ID
 
-
-@dataclass(frozen=True)
-class Tracker:
-    """Logs the metrics of a step."""
-
-    log: Callable[[dict[str, Any], int], None]
-    close: Callable[[], None]
+Log = Callable[[dict[str, Any], int], None]
+"""Logs the metrics of a step."""
 
 
-def require_tracker(name: TrackerName) -> Callable[[Path, int], Tracker]:
-    """How to open a tracker in a run's directory, to continue after a step.
+def require_tracker(name: TrackerName) -> Callable[[Path, int, ExitStack], Log]:
+    """How to open a tracker in a run's directory, to continue after a step; the stack closes it.
 
     Raises ModuleNotFoundError if its extra is not installed.
     """
@@ -40,22 +35,24 @@ def require_tracker(name: TrackerName) -> Callable[[Path, int], Tracker]:
         ) from None
 
 
-def _open_tensorboard(tensorboard: Any, run: Path, first_step: int) -> Tracker:
+def _open_tensorboard(tensorboard: Any, run: Path, first_step: int, stack: ExitStack) -> Log:
     """Scalars for `tensorboard --logdir RUN/tensorboard`; events of later steps are purged."""
     writer = tensorboard.SummaryWriter(str(run / TENSORBOARD), purge_step=first_step + 1)
+    stack.callback(writer.close)
 
     def log(values: dict[str, Any], step: int) -> None:
         for field, value in values.items():
             writer.add_scalar(field, value, step)
 
-    return Tracker(log, writer.close)
+    return log
 
 
-def _open_wandb(wandb: Any, run: Path, first_step: int) -> Tracker:
+def _open_wandb(wandb: Any, run: Path, first_step: int, stack: ExitStack) -> Log:
     """With `WANDB_MODE=offline`, a run of Weights & Biases stays in `RUN/wandb`."""
     file = run / WANDB_ID
     identity = file.read_text() if file.is_file() else secrets.token_hex(4)
     file.write_text(identity)
     how = {"project": "jgpt", "name": run.name, "id": identity, "resume": "allow"}
     started = wandb.init(dir=str(run), **how)
-    return Tracker(lambda values, step: started.log(values, step=step), started.finish)
+    stack.callback(started.finish)
+    return lambda values, step: started.log(values, step=step)

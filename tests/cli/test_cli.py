@@ -1,5 +1,6 @@
 """The command as a user types it: what works, and one clear line for what doesn't."""
 
+import contextlib
 import io
 import json
 import os
@@ -295,7 +296,8 @@ def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
         raise TrainingStopped(5, tmp_path / "a run")
 
     monkeypatch.setattr("jgpt.runs.loop.fit", stopped)
-    monkeypatch.setattr("jgpt.cli.signals.StopRequest.exit_code", 130)
+    asked = contextlib.nullcontext([130])
+    monkeypatch.setattr("jgpt.cli.signals.stop_requested", lambda *_: asked)
     done = jgpt("train", "tiny")
     assert done.code == 130
     resume = f"resume with: jgpt train --out '{tmp_path / 'a run'}' --resume"

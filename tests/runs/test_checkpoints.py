@@ -250,7 +250,7 @@ def test_only_directories_are_checkpoints(saved):
 
 
 def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
-    saved.append_metrics([{"step": 1}])
+    saved.append("metrics.jsonl", [{"step": 1}])
     (saved.path / "samples.txt").write_text("text")
     ours = ["profile/plugins/profile/1/trace", "tensorboard/events.out.tfevents.1"]
     ours += ["checkpoints/saving-5/half", "checkpoints/deleting-1/half"]

@@ -5,22 +5,22 @@ import pytest
 from jgpt import CharTokenizer
 from jgpt.config import TrainConfig
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.plots import plot_losses
+from jgpt.runs.plots import losses_image
 
 
 def test_lines_are_appended_and_cut_off_after_a_step_and_half_a_line_is_none(tmp_path):
     run = RunDirectory(tmp_path)
     lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}, {"step": 3, "loss": 2.0}]
-    run.append_metrics(lines[:2])
-    run.append_metrics(lines[2:], durable=True)
+    run.append("metrics.jsonl", lines[:2])
+    run.append("metrics.jsonl", lines[2:], durable=True)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 1.5}')  # not even the end of the line may be missing
     assert run.metrics() == lines
     for step in (3, 1):
-        run.truncate_metrics(step)
+        run.truncate("metrics.jsonl", step)
         assert run.metrics() == lines[:step]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
-    run.truncate_metrics(0)
+    run.truncate("metrics.jsonl", 0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
@@ -35,8 +35,8 @@ def test_a_number_that_no_run_has_is_damage(tmp_path, damage):
     run, text = RunDirectory(tmp_path), '{"step": 1, "loss": 1e+299}\n'
     (tmp_path / "metrics.jsonl").write_text(f"{text}{{{damage}}}\n")
     assert run.metrics() == [{"step": 1, "loss": 1e299}]
-    plot_losses(run.metrics(), tmp_path / "loss.png")
-    run.truncate_metrics(1)
+    losses_image(run.metrics(), "run", "png")
+    run.truncate("metrics.jsonl", 1)
     assert (tmp_path / "metrics.jsonl").read_text() == text
 
 

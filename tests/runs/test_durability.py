@@ -180,9 +180,9 @@ def test_a_config_that_is_written_again_is_the_old_or_the_new_one(disk):
 def test_metrics_are_fsynced_when_they_shall_be_durable(disk):
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
     before = len(disk.calls)
-    run.append_metrics([{"step": 1, "loss": 2.0}])
+    run.append("metrics.jsonl", [{"step": 1, "loss": 2.0}])
     assert disk.calls[before:] == ["write run/metrics.jsonl"]
-    run.append_metrics([{"step": 2, "loss": 1.5}], durable=True)
+    run.append("metrics.jsonl", [{"step": 2, "loss": 1.5}], durable=True)
     run.append_provenance({"step": 0})
     assert disk.calls[before + 1 :] == [
         "write run/metrics.jsonl",
@@ -260,7 +260,7 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
     """Beside a file that is not the run's: a directory without a config would be nobody's."""
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
     save(run, initial, {1: 3.0})
-    run.append_metrics([{"step": 1, "loss": 3.0}])
+    run.append("metrics.jsonl", [{"step": 1, "loss": 3.0}])
     run.append_provenance({"step": 0})
     (run.path / "samples.txt").write_text("text")
     (run.path / "notes.txt").write_text("mine")

@@ -74,7 +74,7 @@ def run(look, other, tmp_path_factory):
         checkpoints.save(TrainState(weights, optimizer, jnp.int32(7)), 1.5)
     lines = [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 8)]
     lines[6] |= {"validation_loss": 1.5}
-    directory.append_metrics([{"step": 0, "validation_estimate": 2.75}, *lines])
+    directory.append("metrics.jsonl", [{"step": 0, "validation_estimate": 2.75}, *lines])
     return path
 
 

@@ -25,7 +25,6 @@ from jgpt.runs import loop, plots
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.directory import read_config
 from jgpt.runs.loop import Run, _stops_early, evaluate, plan
-from jgpt.runs.trackers import Tracker
 from tests.runs.harness import BIGRAM, Heard, kill_resume, recorded, with_changes
 
 fingerprint = kill_resume.fingerprint
@@ -134,9 +133,10 @@ class Observed(NamedTuple):
 @pytest.fixture(scope="module")
 def observed(small_run, tmp_path_factory) -> Observed:
     events, log, tracked, heard = [], [], [], Heard()
-    tracker = Tracker(
-        lambda values, step: tracked.append({"step": step, **values}), lambda: tracked.append({})
-    )
+
+    def open_tracker(path, step, stack):
+        stack.callback(tracked.append, {})
+        return lambda values, step: tracked.append({"step": step, **values})
 
     def recorded_steps(config):
         return recorded(events, lambda *arguments: ("steps", arguments[3]), make(config))
@@ -150,9 +150,9 @@ def observed(small_run, tmp_path_factory) -> Observed:
         patched.setattr(loop, "make_train_steps", recorded_steps)
         for name in ("release_memory", "generate"):
             patched.setattr(loop, name, recorded(events, name, getattr(loop, name)))
-        drawn = recorded(events, "plot_losses", plots.plot_losses)
-        patched.setattr(plots, "plot_losses", drawn)
-        patched.setattr(loop, "require_tracker", lambda name: lambda *_: tracker)
+        drawn = recorded(events, "losses_image", plots.losses_image)
+        patched.setattr(plots, "losses_image", drawn)
+        patched.setattr(loop, "require_tracker", lambda name: open_tracker)
         logging.getLogger().addHandler(handler)
         run = fit(config, progress=heard)
         logging.getLogger().removeHandler(handler)
@@ -164,7 +164,7 @@ def test_compiling_takes_no_step_and_gives_its_memory_back(observed):
     steps = [event for event in events if event[0] == "steps"]
     assert steps == [("steps", count) for count in (0, 1, 1, 2, 3, 1, 3)]
     assert events[:2] == [("steps", 0), "release_memory"]
-    assert events[-4:] == ["release_memory", "generate", "release_memory", "plot_losses"]
+    assert events[-4:] == ["release_memory", "generate", "release_memory", "losses_image"]
     assert events.count("release_memory") == 4  # the other after the first evaluation
     assert len(events) == len(steps) + 6
 

@@ -14,7 +14,7 @@ from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
 from jgpt.runs.bands import Band
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.plots import plot_attention, plot_losses, plot_runs
+from jgpt.runs.plots import attention_image, losses_image, runs_image
 from tests.models import TRANSFORMERS, config_of, loud, random_gpt, tokens_of
 from tests.quick import only
 
@@ -60,12 +60,12 @@ LOSSES = [4.0, 3.0, 2.0, 1.0]
 def run_with(path, metrics, **changes) -> RunDirectory:
     config = TrainConfig(model=ModelConfig(block_size=7), **changes)
     run = RunDirectory.create(path, config, CharTokenizer("ab"))
-    run.append_metrics(metrics)
+    run.append("metrics.jsonl", metrics)
     return run
 
 
-def test_the_losses_are_drawn_against_steps(figures, tmp_path):
-    plot_losses(METRICS, tmp_path / "loss.png")
+def test_the_losses_are_drawn_against_steps(figures):
+    losses_image(METRICS, "a run", "png")
     (axes,) = figures[0].axes
     training = list(zip([1, 2, 3, 4], LOSSES, strict=True))
     assert lines_of(axes) == [
@@ -74,7 +74,7 @@ def test_the_losses_are_drawn_against_steps(figures, tmp_path):
         ([(2, 3.5), (4, 2.5)], "dots"),
         ([(0, 5.0)], "circles"),
     ]
-    assert axes.get_title() == tmp_path.name
+    assert axes.get_title() == "a run"
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss in nats per token")
     (legend,) = figures[0].legends  # not over the data: of the figure, outside its axes
     assert [text.get_text() for text in legend.get_texts()] == [
@@ -84,10 +84,10 @@ def test_the_losses_are_drawn_against_steps(figures, tmp_path):
     assert not axes.get_legend()
 
 
-def test_training_losses_are_smoothed_over_a_fiftieth_of_the_steps(figures, tmp_path):
+def test_training_losses_are_smoothed_over_a_fiftieth_of_the_steps(figures):
     losses = [float(step % 7) for step in range(1, 251)]
     metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-    plot_losses(metrics, tmp_path / "loss.png")
+    losses_image(metrics, "run", "png")
     (axes,) = figures[0].axes
     (_, (smooth, _), *_) = lines_of(axes)
     assert figures[0].legends[0].get_texts()[1].get_text() == "training, mean of 5 steps"
@@ -107,7 +107,7 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
         run_with(tmp_path / "five", METRICS, batch_size=5),
         run_with(tmp_path / "two", METRICS[:3], batch_size=2),
     ]
-    plot_runs(runs, tmp_path / "runs.png")
+    runs_image(runs, "png")
     panels = figures[0].axes
     assert figures[0].get_size_inches().tolist() == [15, 5.5]
     expected = {
@@ -147,7 +147,7 @@ def test_the_band_of_a_preset_is_behind_its_runs(figures, tmp_path, monkeypatch)
     band = Band("tiny", runs[0].config(), "", (1.5, 2.0), {"loss": area, "validation_loss": bars})
     bands = {runs[0].path: band, runs[1].path: band}
     monkeypatch.setattr("jgpt.runs.plots.band_of", lambda run: bands.get(run.path))
-    plot_runs(runs, tmp_path / "runs.png")
+    runs_image(runs, "png")
     (steps, tokens, seconds), (legend,) = figures[0].axes, figures[0].legends
     for axes, unit in ((steps, 1), (tokens, 35)):
         (drawn,) = [each for each in axes.collections if isinstance(each, PolyCollection)]
@@ -170,14 +170,13 @@ def test_the_band_of_a_preset_is_behind_its_runs(figures, tmp_path, monkeypatch)
 
 def test_a_directory_s_name_is_no_formula(tmp_path):
     run = run_with(tmp_path / r"$\run$", METRICS)
-    plot_runs([run], tmp_path / "runs.png")
-    plot_losses(METRICS, run.path / "loss.png")
-    assert (run.path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    runs_image([run], "png")
+    assert losses_image(METRICS, run.path.name, "png").startswith(b"\x89PNG")
 
 
 def test_large_numbers_on_axes_can_be_read(figures, tmp_path):
     metrics = [{"step": 1, "loss": 4.0}, {"step": 20_000, "loss": 3.0, "seconds": 2500.0}]
-    plot_runs([run_with(tmp_path / "run", metrics, batch_size=5)], tmp_path / "runs.png")
+    runs_image([run_with(tmp_path / "run", metrics, batch_size=5)], "png")
     ticks = []
     for axes in figures[0].axes:
         axes.set_xticks([0, 1500, 1_500_000])
@@ -189,11 +188,11 @@ def test_large_numbers_on_axes_can_be_read(figures, tmp_path):
     ]
 
 
-def test_the_attention_of_a_text_s_end_is_drawn(figures, tmp_path):
+def test_the_attention_of_a_text_s_end_is_drawn(figures):
     """A row per query from the top, a column per key, of the last block of the text."""
     tokenizer = CharTokenizer("\n $abcdefghi")  # 12 characters, and a block of seven
     model = random_gpt("nanogpt", vocab_size=12, block_size=7)
-    plot_attention(model, tokenizer, "a c\neg$i bd", tmp_path / "attention.png")
+    attention_image(model, tokenizer, "a c\neg$i bd", "png")
     maps = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode("eg$i bd"))[None]))
     layers, heads = maps.shape[0], maps.shape[2]
     assert maps.shape == (layers, 1, heads, 7, 7)
@@ -226,12 +225,12 @@ def test_the_attention_of_a_text_s_end_is_drawn(figures, tmp_path):
     ],
 )
 def test_the_size_of_an_attention_picture_is_bounded(
-    figures, tmp_path, layers, heads, time, named, inches, points
+    figures, layers, heads, time, named, inches, points
 ):
     """In inches, and the points of the titles and of the tokens, named where there is room."""
     changes = {"num_layers": layers, "num_heads": heads, "vocab_size": 2, "block_size": time}
     model = random_gpt("nanogpt", **changes)
-    plot_attention(model, CharTokenizer("ab"), "ab" * 150, tmp_path / "attention.png")
+    attention_image(model, CharTokenizer("ab"), "ab" * 150, "png")
     assert figures[0].get_size_inches().tolist() == pytest.approx(inches)
     axes = figures[0].axes[0]
     for labels in (axes.get_xticklabels(), axes.get_yticklabels()):

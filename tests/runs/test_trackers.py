@@ -1,5 +1,6 @@
 """What trackers are told, and where a resumed run goes on in them."""
 
+import contextlib
 import importlib
 import struct
 import sys
@@ -24,10 +25,10 @@ def events_of(folder):
 
 def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path):
     """TensorBoard hides what is at or after the step of a start: here 5, and not 4."""
-    tracker = require_tracker("tensorboard")(tmp_path, 4)
-    tracker.log({"loss": 2.5, "validation_loss": 2.25}, 5)
-    tracker.log({"loss": 1.5}, 6)
-    tracker.close()
+    with contextlib.ExitStack() as stack:
+        log = require_tracker("tensorboard")(tmp_path, 4, stack)
+        log({"loss": 2.5, "validation_loss": 2.25}, 5)
+        log({"loss": 1.5}, 6)
     written = list(events_of(tmp_path / "tensorboard"))
     starts = [each.step for each in written if each.session_log.status == events.SessionLog.START]
     assert starts == [5]
@@ -51,9 +52,9 @@ def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
     for first_step in (0, 4):
-        tracker = require_tracker("wandb")(tmp_path, first_step)
-        tracker.log({"loss": 2.5}, first_step + 1)
-        tracker.close()
+        with contextlib.ExitStack() as stack:
+            log = require_tracker("wandb")(tmp_path, first_step, stack)
+            log({"loss": 2.5}, first_step + 1)
     assert logged == [(1, {"loss": 2.5}), "end", (5, {"loss": 2.5}), "end"]
     assert begun[0] == begun[1]
     assert begun[0] == {
