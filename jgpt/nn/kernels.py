@@ -29,12 +29,20 @@ def uses_fused_kernel(kernel: AttentionKernel) -> bool:
 
 
 @typed
+def query_groups(heads: int, kv_heads: int) -> int:
+    """How many query heads share a key-value head."""
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads must be divisible by {kv_heads} key-value heads")
+    return heads // kv_heads
+
+
+@typed
 @laid_out
 def repeat_heads(
     x: Float[Array, "batch kv_heads key head_dim"], heads: int
 ) -> Float[Array, "batch {heads} key head_dim"]:
     """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
-    groups = heads // x.shape[1]
+    groups = query_groups(heads, x.shape[1])
     return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
 
 
@@ -94,8 +102,9 @@ def fused_attend(
     """`attend` in a fused kernel that never stores the weights (FlashAttention, Dao et al. 2022).
 
     The mask is `causal_mask` or none. Query heads share key-value heads in groups (Ainslie et al.
-    2023). `cudnn_attends` says where cuDNN has it.
+    2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN has it.
     """
+    query_groups(query.shape[1], key.shape[1])
     # jax.nn.dot_product_attention wants time before heads
     query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
     return jax.nn.dot_product_attention(
@@ -122,7 +131,7 @@ def attend_over_cache(
     Where the new positions fill the cache, a block skips the keys after it and before the window.
     """
     heads, time, head_dim = query.shape[1:]
-    groups = heads // cache.num_kv_heads
+    groups = query_groups(heads, cache.num_kv_heads)
     mask = cache.mask(time, window)
     block, in_order = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS)), time == cache.capacity
     query = query.reshape(-1, groups, time, head_dim).astype(cache.keys.dtype)
