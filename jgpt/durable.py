@@ -88,6 +88,15 @@ def read_file(path: Path) -> str:
     return path.read_text(encoding="utf-8-sig")  # an editor may have added a mark
 
 
+@contextlib.contextmanager
+def prefix_errors(path: Path) -> Iterator[None]:
+    """Prefix ValueErrors with the file that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def append(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Append to a file all of the data or none."""
     with own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:

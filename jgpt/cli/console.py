@@ -195,8 +195,9 @@ def describe(plan: Plan) -> list[str]:
         f"{plan.flops:.3g} FLOPs",
         f"an evaluation and a checkpoint every {config.eval_interval} steps",
     ]
-    if plan.mesh is not None:
-        lines += [f"mesh: {plan.mesh}", *plan.replicated]
+    if config.mesh is not None:
+        replicated = replicated_dimensions(config.model, abstract_mesh(config.mesh))
+        lines += [f"mesh: {config.mesh}", *replicated]
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
     return [*lines, "nothing was written: leave out --dry-run to train"]

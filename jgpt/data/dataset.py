@@ -28,6 +28,18 @@ SECONDS_BETWEEN_SAVES = 2.0
 DECODED_AT_ONCE = 1 << 20
 
 
+@dataclass(frozen=True)
+class KnownText:
+    """What tells a text from another, to train on the same one again."""
+
+    tokens_digest: str
+    """SHA-256 of all tokens."""
+    digest: str | None
+    """SHA-256 of the text; None for prepared data, which has only tokens, and in old runs."""
+    versions: dict[str, str]
+    """The versions of the corpora it is made of."""
+
+
 @host_record
 @dataclass(frozen=True)
 class Dataset:
@@ -38,24 +50,7 @@ class Dataset:
     test: Integer[np.ndarray, " unseen"]
     """Empty by default."""
     tokenizer: Tokenizer
-    digest: str
-    """SHA-256 of all tokens."""
-    corpora: dict[str, str]
-    """The versions of the corpora it is made of."""
-    text_digest: str | None = None
-    """SHA-256 of the text; None for prepared data, which has only tokens."""
-
-
-@dataclass(frozen=True)
-class KnownText:
-    """The text that a run was trained on."""
-
-    tokens_digest: str
-    """SHA-256 of the tokens."""
-    digest: str | None
-    """SHA-256 of the text, which old runs did not record."""
-    versions: dict[str, str]
-    """The versions of corpora."""
+    text: KnownText
 
 
 def load_dataset(
@@ -112,8 +107,8 @@ def load_dataset(
                 f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
                 "and its targets: use more text or a smaller block_size"
             )
-    corpora = corpus_versions(config.data)
-    return Dataset(train, validation, test, tokenizer, digest, corpora, text_digest)
+    read = KnownText(digest, text_digest, corpus_versions(config.data))
+    return Dataset(train, validation, test, tokenizer, read)
 
 
 def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:

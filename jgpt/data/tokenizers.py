@@ -21,7 +21,7 @@ from jaxtyping import Int32, Integer
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from jgpt.contracts import typed
-from jgpt.durable import read_file
+from jgpt.durable import prefix_errors, read_file
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_GROWTH = 16
@@ -275,10 +275,8 @@ def encode_each(
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a file. Raises ValueError that names the file if there is none."""
-    try:
+    with prefix_errors(path):
         return tokenizer_from_json(read_file(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import did_you_mean
+from jgpt.durable import prefix_errors
 from jgpt.interop.huggingface import HF_CONFIG, HF_INDEX, HF_WEIGHTS
-from jgpt.interop.names import prefix_errors, read_json
+from jgpt.interop.names import read_json
 
 HUB = {
     "gpt2": "openai-community/gpt2",

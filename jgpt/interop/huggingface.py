@@ -14,13 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
-from jgpt.durable import new_directory
+from jgpt.durable import new_directory, prefix_errors
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
     Tensors,
     plain_names,
-    prefix_errors,
     read_json,
     read_tensors,
     require_names,

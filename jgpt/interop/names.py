@@ -1,11 +1,10 @@
 """Weights under the names and in the layouts of other projects."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,15 +106,6 @@ def require_names(found: set[str], wanted: set[str]) -> None:
         if names:
             shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
             raise ValueError(f"{problem} tensors ({len(names)}): {shown}")
-
-
-@contextlib.contextmanager
-def prefix_errors(path: Path) -> Iterator[None]:
-    """Prefix ValueErrors with the file that they are about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

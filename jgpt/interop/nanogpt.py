@@ -5,8 +5,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from jgpt.durable import prefix_errors
 from jgpt.interop.formats import NANOGPT, read_config
-from jgpt.interop.names import Entry, plain_names, prefix_errors, read_tensors
+from jgpt.interop.names import Entry, plain_names, read_tensors
 from jgpt.nn.transformer import GPT
 
 

@@ -18,6 +18,8 @@ from jgpt.training.stacking import STACKED
 from jgpt.user_code import require_code
 
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
+LikeWeights = PyTree[Float[Array, "?*shape"], "Weights"]
+"""Weights, gradients, updates: alike in structure and in the shape of each leaf."""
 
 
 def learning_rate_schedule(
@@ -69,10 +71,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """
 
     @typed
-    def clip(
-        gradients: PyTree[Float[Array, "?*shape"], "Weights"],
-        weights: PyTree[Float[Array, "?*shape"], "Weights"] | None = None,
-    ) -> PyTree[Float[Array, "?*shape"], "Weights"]:
+    def clip(gradients: LikeWeights, weights: LikeWeights | None = None) -> LikeWeights:
         scale = jnp.minimum(limit / (optax.tree.norm(gradients) + 1e-6), 1.0)
         return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
 
@@ -193,10 +192,8 @@ def average_weights(
 
     @typed
     def update(
-        updates: PyTree[Float[Array, "?*shape"], "Weights"],
-        state: Any,
-        params: PyTree[Float[Array, "?*shape"], "Weights"] | None = None,
-    ) -> tuple[PyTree[Float[Array, "?*shape"], "Weights"], Any]:
+        updates: LikeWeights, state: Any, params: LikeWeights | None = None
+    ) -> tuple[LikeWeights, Any]:
         updates, inner = optimizer.update(updates, state.optimizer, state.trained)
         trained, step = optax.apply_updates(state.trained, updates), state.step + 1
         rate = (1 - decay) / (1 - decay**step)
@@ -207,8 +204,6 @@ def average_weights(
 
 
 @typed
-def trained_weights(
-    weights: PyTree[Float[Array, "?*shape"], "Weights"], state: Any
-) -> PyTree[Float[Array, "?*shape"], "Weights"]:
+def trained_weights(weights: LikeWeights, state: Any) -> LikeWeights:
     """The weights to differentiate at: `weights`, or the trained ones if these are an average."""
     return state.trained if isinstance(state, AverageState) else weights

@@ -47,10 +47,6 @@ class Plan:
     validation_tokens: int
     parameters: int
     memory: TrainingMemory | None
-    mesh: str | None
-    """None on one device."""
-    replicated: tuple[str, ...]
-    """Dimensions that the mesh doesn't divide, and the memory it costs."""
     flops: int
     """For all steps."""
 
@@ -120,8 +116,6 @@ def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
         validation_tokens=len(dataset.validation),
         parameters=sum(part.parameters for part in parts_of(config.model)),
         memory=training_memory(config),
-        mesh=config.mesh,
-        replicated=replicated_dimensions(config.model, sharding.abstract_mesh(config.mesh)),
         flops=3 * flops_per_token(config.model) * tokens,
     )
 

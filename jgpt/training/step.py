@@ -19,7 +19,12 @@ from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model,
 from jgpt.nn.precision import portable
 from jgpt.nn.transformer import GPT
 from jgpt.training import stacking
-from jgpt.training.optimizer import learning_rate_schedule, make_optimizer, trained_weights
+from jgpt.training.optimizer import (
+    LikeWeights,
+    learning_rate_schedule,
+    make_optimizer,
+    trained_weights,
+)
 
 _INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
 
@@ -95,9 +100,7 @@ def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
     """The state of train steps, from a state with each block's own arrays."""
     if not stacking.uses_stacked_blocks(config.model):
         return state
-    specs = None
-    if not sharding.current_mesh().empty:
-        specs = stacking.stack_specs(jax.tree.map(lambda array: array.sharding.spec, state))
+    specs = None if sharding.current_mesh().empty else state_specs(config)
     return jax.jit(stacking.stack_blocks, out_shardings=specs)(state)
 
 
@@ -135,10 +138,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
 
     @typed
     def gradients_of(
-        weights: PyTree[Float[Array, "?*shape"], "Weights"],
-        window: Int[Array, "batch window"],
-        key: Key[Array, ""],
-    ) -> tuple[Float[Array, ""], PyTree[Float[Array, "?*shape"], "Weights"]]:
+        weights: LikeWeights, window: Int[Array, "batch window"], key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], LikeWeights]:
         if micro_batches == 1:
             return jax.value_and_grad(loss_of)(weights, window, key)
         parts = sharding.split_batch(window, micro_batches)

@@ -30,8 +30,6 @@ PLAN = Plan(
     training_tokens=1_000_000,
     validation_tokens=111_111,
     parameters=812_345,
-    mesh=None,
-    replicated=(),
     memory=TrainingMemory(state=5 * MIB, working=7 * MIB),
     flops=123_456_789_000,
 )
@@ -57,13 +55,7 @@ DESCRIBED = {
     "info nanogpt-cpu on a mesh": lambda: info("nanogpt-cpu", mesh="fsdp=4,tensor=3"),
     "a plan": lambda: describe(PLAN),
     "a plan on a mesh, in micro-batches": lambda: describe(
-        replace(
-            PLAN,
-            config=TrainConfig(micro_batches=3),
-            mesh="fsdp=8",
-            replicated=("so much",),
-            memory=None,
-        )
+        replace(PLAN, config=TrainConfig(micro_batches=3, mesh="tensor=3"), memory=None)
     ),
     "a compiled step": lambda: describe_ahead(STEP),
     "one without collectives that does not fit": lambda: describe_ahead(replace(STEP, **NOTHING)),

@@ -203,7 +203,7 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     for name in ("train", "validation"):
         assert np.array_equal(getattr(mapped, name), getattr(direct, name))
     assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
-    assert mapped.digest == direct.digest
+    assert mapped.text.tokens_digest == direct.text.tokens_digest
     assert len(read) > 9
     assert "".join(read).endswith(text)
     assert total == len(direct.train) + len(direct.validation)
@@ -219,7 +219,7 @@ def test_prepared_text_has_the_newlines_that_were_asked_for(tmp_path, universal)
     direct = load_dataset(config, 2, warn=said.append)
     prepare(config, tmp_path / "out", warn=said.append)
     mapped = load_dataset(DataConfig(data=(str(tmp_path / "out"),)), 2)
-    assert mapped.digest == direct.digest
+    assert mapped.text.tokens_digest == direct.text.tokens_digest
     characters = direct.tokenizer.decode(range(direct.tokenizer.vocab_size))
     # the first mark is the file's, the others are characters
     assert characters == ("\nenotw\ufeff" if universal else "\n\renotw\ufeff")

@@ -12,7 +12,7 @@ import tokenizers
 from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import corpus
 from jgpt.data.corpus import read_text, text_chunks
-from jgpt.data.dataset import KnownText, load_dataset, prepare
+from jgpt.data.dataset import load_dataset, prepare
 from tests.data.files import write
 
 RECORDS = [
@@ -172,7 +172,7 @@ def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_d
     assert dataset.tokenizer.decode(tokens) == "To be<|endoftext|>or not<|endoftext|>"
     assert prepare(config, tmp_path / "prepared") == 54
     mapped = load_dataset(DataConfig((str(tmp_path / "prepared"),)), 1)
-    assert mapped.digest == dataset.digest
+    assert mapped.text.tokens_digest == dataset.text.tokens_digest
     plain = load_dataset(dataclasses.replace(config, tokenizer="char"), 1)
     assert plain.tokenizer.decode(plain.train[:13]) == "To be\nor not\n"
 
@@ -195,14 +195,12 @@ def test_a_run_of_an_earlier_version_finds_its_text_again(tmp_path):
     (tmp_path / "notes").mkdir()
     write(tmp_path / "notes", "a.txt", "abc" * 9)
     old = load_dataset(DataConfig((str(tmp_path / "notes"),)), 1)
-    known = KnownText(old.digest, old.text_digest, {})
     write(tmp_path / "notes", "b.md", "d" * 9)
     config = DataConfig((str(tmp_path / "notes"),))
-    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=known).digest == old.digest
+    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=old.text).text == old.text
     new = load_dataset(config, 1)
     assert new.tokenizer.decode([3]) == "d"
-    again = KnownText(new.digest, new.text_digest, {})
-    assert load_dataset(config, 1, tokenizer=new.tokenizer, known=again).digest == new.digest
+    assert load_dataset(config, 1, tokenizer=new.tokenizer, known=new.text).text == new.text
 
 
 # --- nanoGPT's tokens ----------------------------------------------------------------------------
@@ -229,19 +227,17 @@ def test_nanogpt_s_tokens_are_its_own_splits(tokens):
     whole.tofile(tokens / "whole.bin")
     single = load_dataset(DataConfig((str(tokens / "whole.bin"),), test_fraction=0.1), 2)
     assert [*map(len, (single.train, single.validation, single.test))] == [48, 6, 6]
-    assert single.digest == dataset.digest
-    known = KnownText(dataset.digest, None, {})
+    assert single.text.tokens_digest == dataset.text.tokens_digest
     given = CharTokenizer("".join(map(chr, range(61))))
-    again = load_dataset(DataConfig((str(tokens),)), 8, tokenizer=given, known=known)
+    again = load_dataset(DataConfig((str(tokens),)), 8, tokenizer=given, known=dataset.text)
     assert again.tokenizer.vocab_size == 61
 
 
 def test_a_run_of_the_text_beside_them_stays_one(tokens):
     write(tokens, "input.txt", "abc" * 9)
     old = load_dataset(DataConfig((str(tokens / "input.txt"),)), 1)
-    known = KnownText(old.digest, old.text_digest, {})
     config = DataConfig((str(tokens),))
-    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=known).digest == old.digest
+    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=old.text).text == old.text
 
 
 def test_nanogpt_s_tokens_are_gpt_2_s_where_the_config_says_so(tokens, data_directory):

@@ -53,8 +53,6 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
         characters - int(characters * 0.9),  # held out
         # the tied embedding, positions, the block with two norms, and the last norm
         parameters=21 * 12 + 7 * 12 + BLOCK + 2 * 12 + 12,
-        mesh=None,
-        replicated=(),
         memory=memory,
         # eleven steps of 5 x 7 tokens; a backward pass costs two forward passes
         flops=3 * FORWARD * 11 * 5 * 7,
