@@ -1,13 +1,19 @@
-"""The command as a user types it, run in this process, where JAX is imported already."""
+"""The command as a user types it, run in this process, where JAX is imported already, or in one
+that no test has set up.
+
+`python -m tests.commands` runs a command for each line of its input.
+"""
 
 import contextlib
 import io
+import json
 import os
 import re
 import struct
+import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 from unittest import mock
@@ -90,6 +96,30 @@ def worked(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> s
 
 
 @contextlib.contextmanager
+def typist(cwd: Path, **environment: str) -> Iterator[Callable[..., Finished]]:
+    """Types commands, one after the other, in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.commands"],
+        cwd=cwd,
+        env=os.environ | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines, answers = process.stdin, process.stdout
+    assert lines is not None
+    assert answers is not None
+
+    def type_in(*arguments: object, stdin: str = "") -> Finished:
+        print(json.dumps([stdin, *map(str, arguments)]), file=lines, flush=True)
+        return Finished(*json.loads(answers.readline()))
+
+    with process:
+        yield type_in
+        lines.close()
+
+
+@contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """A limit, as a quota sets it, that what writes more runs into."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -120,3 +150,9 @@ def _exit_code(
         except SystemExit as stop:
             return int(stop.code or 0)
     return 0
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        said, *words = json.loads(line)
+        print(json.dumps(jgpt(*words, stdin=said.encode())), flush=True)

@@ -24,6 +24,11 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("NPROC", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# processes that tests start import this checkout, wherever they run
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+)
+
 import hypothesis
 import jax
 import pytest

@@ -159,3 +159,15 @@ def to_torch(weights: Any) -> dict[str, np.ndarray]:
         leaf = np.ascontiguousarray(leaf.T if name.endswith("kernel") else leaf)
         tensors[re.sub(r"(kernel|scale|embedding)$", "weight", name)] = leaf
     return tensors
+
+
+def nanogpt_rate(
+    step: int, warmup: int = 10, steps: int = 110, peak: float = 0.6, least: float = 0.06
+) -> float:
+    """`get_lr` of nanoGPT's train.py."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if step > steps:
+        return least
+    ratio = (step - warmup) / (steps - warmup)
+    return least + 0.5 * (1 + math.cos(math.pi * ratio)) * (peak - least)

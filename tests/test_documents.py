@@ -27,7 +27,7 @@ from markdown_it import MarkdownIt
 import jgpt
 from jgpt.cli.commands import COMMANDS
 from tests.commands import jgpt as command
-from tests.commands import worked
+from tests.commands import typist, worked
 from tests.generation.test_chat import with_chat_tokens
 from tests.models import random_gpt
 
@@ -277,15 +277,6 @@ def test_commands_give_what_the_page_shows(page, place, trained):
             assert block.language == "sh" or SAME(shown, said), f"{line}\n{said}"
 
 
-TYPIST = """
-import json, sys
-from tests.commands import jgpt
-for line in sys.stdin:
-    done = jgpt(*json.loads(line))
-    print(json.dumps(done.stdout + done.stderr), flush=True)
-"""
-
-
 @pytest.fixture
 def shell(tmp_path, monkeypatch) -> Iterator[Callable[[str], str]]:
     """Types a line, and gives what is printed.
@@ -297,27 +288,20 @@ def shell(tmp_path, monkeypatch) -> Iterator[Callable[[str], str]]:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m jgpt.cli "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
     (devices,) = re.findall("export XLA_FLAGS=(.*)", SESSION.read_text())
     monkeypatch.setenv("XLA_FLAGS", f"{devices} {os.environ['XLA_FLAGS']}")
-    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    typist = subprocess.Popen([sys.executable, "-c", TYPIST], cwd=tmp_path, **ends)
+    with typist(tmp_path) as type_in:
 
-    def type_in(line: str) -> str:
-        words = jgpt_words(line)
-        if words is None or " & " in line:
+        def run(line: str) -> str:
+            words = jgpt_words(line)
+            if words is not None and " & " not in line:
+                _, said, complained = type_in(*words)
+                return said + complained
             return subprocess.run(
                 ["bash", "-c", line], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120
             ).stdout
-        assert typist.stdin is not None
-        assert typist.stdout is not None
-        print(json.dumps(words), file=typist.stdin, flush=True)
-        return json.loads(typist.stdout.readline())
 
-    with typist:
-        yield type_in
-        assert typist.stdin is not None
-        typist.stdin.close()
+        yield run
 
 
 @pytest.mark.slow

@@ -71,22 +71,15 @@ def test_committed_pages_are_whole(path):
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
-def test_pictures_have_alternative_text(path):
+def test_pictures_are_small_transparent_svg_with_text_of_10_points_and_an_alternative(path):
     for cell in code_cells(nbformat.read(path, as_version=4)):
-        text = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
-        for output in cell.outputs:
-            for kind in pictures_of(output):
-                assert len(text) > 30, cell.source
-                assert output.metadata[kind]["alt"] == text
-
-
-@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
-def test_pictures_are_small_transparent_svg_with_text_of_10_points(path):
-    for cell in code_cells(nbformat.read(path, as_version=4)):
+        alternative = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
         for output in cell.outputs:
             if not (kinds := pictures_of(output)):
                 continue
             assert kinds == ["image/svg+xml"], cell.source
+            assert len(alternative) > 30, cell.source
+            assert output.metadata["image/svg+xml"]["alt"] == alternative
             picture = output.data["image/svg+xml"]
             assert len(picture) < 150_000, cell.source
             texts = re.findall("<text.*?</text>", picture, re.DOTALL)

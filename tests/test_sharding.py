@@ -10,42 +10,31 @@ from jgpt.nn.layers import Linear
 from jgpt.sharding import abstract_mesh, dimensions_of, make_mesh, shard_by_name, spec_of, stacked
 from tests.models import tokens_of
 
-MESH = abstract_mesh("data=2,fsdp=3,tensor=5")
+MESH = "data=2,fsdp=3,tensor=5"
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "shape", "spec"),
+    ("dimensions", "shape", "mesh", "exclude", "spec"),
     [
-        (("embed_dim", "hidden_dim"), (9, 10), P(("fsdp",), ("tensor",))),
-        (("batch", "time", None), (12, 7, 9), P(("data", "fsdp"), None, None)),
-        (("vocab_size", "embed_dim"), (65, 8), P(("tensor",), None)),  # 3 doesn't divide 8
-        ((("num_heads", 5), "embed_dim"), (20, 6), P(("tensor",), ("fsdp",))),
-        ((("num_heads", 4), "embed_dim"), (20, 6), P(None, ("fsdp",))),  # heads stay whole
-        (("embed_dim",), (9,), P(None)),  # a vector is too small to gather
-        (("hidden_dim",), (10,), P(("tensor",))),
+        (("embed_dim", "hidden_dim"), (9, 10), MESH, "", P(("fsdp",), ("tensor",))),
+        (("batch", "time", None), (12, 7, 9), MESH, "", P(("data", "fsdp"), None, None)),
+        (("vocab_size", "embed_dim"), (65, 8), MESH, "", P(("tensor",), None)),  # 8 isn't divided
+        ((("num_heads", 5), "embed_dim"), (20, 6), MESH, "", P(("tensor",), ("fsdp",))),
+        ((("num_heads", 4), "embed_dim"), (20, 6), MESH, "", P(None, ("fsdp",))),  # heads whole
+        (("embed_dim",), (9,), MESH, "", P(None)),  # a vector is too small to gather
+        (("hidden_dim",), (10,), MESH, "", P(("tensor",))),
+        (("embed_dim", "hidden_dim"), (9, 10), MESH, "fsdp", P(None, ("tensor",))),
+        (("batch", "embed_dim"), (7, 9), "fsdp=3", "", P(None, ("fsdp",))),  # data has size one
+        (("batch", "embed_dim"), (7, 9), None, "", P(None, None)),
     ],
 )
-def test_dimensions_are_split_where_the_axes_divide_them(dimensions, shape, spec):
-    assert spec_of(dimensions, shape, MESH) == spec
+def test_dimensions_are_split_where_the_axes_divide_them(dimensions, shape, mesh, exclude, spec):
+    assert spec_of(dimensions, shape, abstract_mesh(mesh), exclude=exclude) == spec
 
 
-def test_an_axis_can_be_left_out():
-    assert spec_of(("embed_dim", "hidden_dim"), (9, 10), MESH, exclude="fsdp") == P(
-        None, ("tensor",)
-    )
-
-
-def test_axes_of_size_one_split_nothing():
-    assert spec_of(("batch", "embed_dim"), (7, 9), abstract_mesh("fsdp=3")) == P(None, ("fsdp",))
-    assert spec_of(("batch", "embed_dim"), (7, 9), abstract_mesh(None)) == P(None, None)
-
-
-def test_without_a_mesh_nothing_moves():
+def test_with_a_mesh_an_array_is_split_and_without_one_it_stays():
     tokens = tokens_of(1)
     assert shard_by_name(tokens, "batch", "time") is tokens
-
-
-def test_with_a_mesh_an_array_is_split():
     with jax.set_mesh(make_mesh("data=4,tensor=2")):
         tokens = shard_by_name(tokens_of(1, batch=12), "batch", "time")
     assert tokens.sharding.shard_shape(tokens.shape) == (3, tokens.shape[1])

@@ -68,9 +68,15 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> dict[Path, Page]:
-    out = tmp_path_factory.mktemp("site")
-    built = build(ROOT, out)
-    assert (built.returncode, built.stderr) == (0, "")
+    """What `make docs` has built, if nothing was written since; else built anew."""
+    out, sources = ROOT / "site", [ROOT / "README.md"]
+    for folder in ("docs", "notebooks", "jgpt"):
+        sources += [path for path in (ROOT / folder).rglob("*.*") if path.suffix != ".pyc"]
+    written = max(path.stat().st_mtime for path in sources)
+    if not (built := out / "index.html").exists() or built.stat().st_mtime < written:
+        out = tmp_path_factory.mktemp("site")
+        done = build(ROOT, out)
+        assert (done.returncode, done.stderr) == (0, "")
     return {path.relative_to(out): Page(path) for path in out.rglob("*.html")}
 
 

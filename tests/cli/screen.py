@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 IN_FRONT = """
@@ -27,7 +26,7 @@ def in_a_terminal(*arguments: object) -> Iterator[tuple[subprocess.Popen[Any], i
         [sys.executable, "-c", IN_FRONT, *map(str, arguments)],
         **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
         start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "xterm"},
+        env=os.environ | {"TERM": "xterm"},
     )
     os.close(tty)
     try:

@@ -24,7 +24,7 @@ from jgpt.data.tokenizers import tokenizer_from_json
 from jgpt.runs.bands import Band
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped
-from tests.commands import files_of_at_most, jgpt, on_terminal, refused, worked
+from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
 from tests.quick import only
@@ -86,24 +86,17 @@ def test_a_refusal_is_one_line_and_changes_nothing(line, expected, run, text_fil
     assert (contents(tmp_path), contents(run)) == before
 
 
-def test_a_text_is_prepared_without_jax(data_directory, tmp_path):
+def test_commands_import_jax_when_they_need_it_and_show_that_they_do(data_directory, tmp_path):
+    """A text is prepared without it, and no help needs it."""
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be\n" * 4000)  # long enough for tiktoken
     files = ["--tokenizer", "gpt2", "--tokenizer-files", str(data_directory / "gpt2-bpe")]
     command = ["prepare", str(text), "--out", str(tmp_path / "out"), *files]
     code = (
         "import sys, jgpt.cli\n"
-        f"jgpt.cli.main({command!r})\n"
-        "assert not {'jax', 'flax', 'matplotlib'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_help_needs_no_jax_and_commands_show_that_they_import_it_before_they_do():
-    code = (
-        "import sys, jgpt.cli\n"
         "jgpt.cli.main(['--help'])\n"
-        "assert not {'jax', 'flax'} & set(sys.modules)\n"
+        f"jgpt.cli.main({command!r})\n"
+        "assert not {'jax', 'flax', 'matplotlib'} & set(sys.modules)\n"
         "import jgpt.cli.commands as commands\n"
         "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
         "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
@@ -142,34 +135,30 @@ IN_A_PROCESS = {
     "look": ["trained", "--prompt", "So long", "--max-new-tokens", 3],
     "prepare": ["fox.txt", "--out", "prepared"],
     "import": ["gpt2", "--tokenizer", "fox.txt", "--out", "imported"],
-    "export": ["imported", "--out", "exported"],
+    "export": ["exportable", "--out", "exported"],
     "presets": [],
 }
 
 
-@pytest.mark.parametrize("command", only(["sample"], COMMANDS))
-def test_every_command_works_in_a_process_of_its_own(command, run, text_file, tmp_path):
+@pytest.mark.parametrize(
+    "commands",
+    only(lambda its: its == ["sample"], [["sample"], [*IN_A_PROCESS], [*IN_A_PROCESS][::-1]]),
+)
+def test_every_command_works_in_a_process_that_tests_have_not_set_up(
+    commands, run, text_file, tmp_path
+):
     """All else that tests type runs in theirs, which has imported and set up a lot already."""
+    assert {*IN_A_PROCESS} == {*COMMANDS}
     shutil.copytree(run, tmp_path / "trained")
     shutil.copy(text_file, tmp_path)
-    if command == "chat":
-        chat_run(tmp_path / "chatty", block_size=64)
-    if command in ("import", "export"):
-        save_gpt2(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
-    if command == "export":
-        worked("import", *IN_A_PROCESS["import"], cwd=tmp_path)
-    options = map(str, IN_A_PROCESS[command])
-    done = subprocess.run(
-        [sys.executable, "-m", "jgpt.cli", command, *options],
-        input=b"So long",
-        capture_output=True,
-        cwd=tmp_path,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == b""
-    assert done.stdout
+    chat_run(tmp_path / "chatty", block_size=64)
+    save_gpt2(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
+    worked("import", *IN_A_PROCESS["import"][:-1], "exportable", cwd=tmp_path)
+    with typist(tmp_path) as type_in:
+        for command in commands:
+            done = type_in(command, *IN_A_PROCESS[command], stdin="So long")
+            assert (done.code, done.stderr) == (0, ""), command
+            assert done.stdout, command
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

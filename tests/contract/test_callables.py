@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, TypeCheckError
+from jaxtyping import Array, Bool, Float, Int, Integer, TypeCheckError
 
 import jgpt
 from jgpt.contracts import check, typed
@@ -47,7 +47,6 @@ LOOSE = {
 }
 """Where sizes of the result depend on what is in the arguments: its ranks and dtypes are left."""
 STEPS = Float[Array, "steps"]
-JOINED = Float[Array, "3 2 time 12"]
 SAMPLE: dict[str, dict[str, Any]] = {
     "nn.attention.attend": {
         "query": Float[Array, "*batch query head_dim"],
@@ -55,29 +54,14 @@ SAMPLE: dict[str, dict[str, Any]] = {
         "value": Float[Array, "*batch key value_dim"],
         "mask": Bool[Array, "query key"],
     },
-    "nn.attention.merge_heads": {"x": Float[Array, "batch heads time value_dim"]},
     "nn.loss.token_losses": {
         "logits": Float[Array, "*rows vocab"],
         "targets": Int[Array, "*rows"],
     },
-    "nn.heads.MultiHeadAttention.__call__": {
-        "x": Float[Array, "batch time 22"],
-        "context": Float[Array, "batch key 22"],
-    },
-    "nn.bigram.BigramLM.logits": {"x": Float[Array, "batch time 17"]},
-    "nn.cache.LayerCache.append": {"key": JOINED, "value": JOINED},
     "training.step.Metrics.__init__": {
         "loss": STEPS,
         "gradient_norm": STEPS,
         "learning_rate": STEPS,
-    },
-    "training.step.make_train_steps.<locals>.loss_of": {
-        "window": Int[Array, "batch window"],
-        "key": Key[Array, ""],
-    },
-    "generation.sampling.next_token": {
-        "logits": Float[Array, "batch vocab"],
-        "key": Key[Array, ""],
     },
     "data.tokenizers.CharTokenizer.decode": {"tokens": Integer[Any, "tokens"]},
 }

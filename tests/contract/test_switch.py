@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,38 +13,20 @@ from jaxtyping import TypeCheckError, config
 import jgpt
 from jgpt.training.step import abstract_state, dropout_stream, make_eval_step, make_train_steps
 
-ROOT = Path(jgpt.__file__).parents[1]
 PROGRAM = """
-import jax, jax.numpy as jnp, numpy as np, jgpt
+import jax.numpy as jnp, numpy as np, jgpt
 from flax import nnx
 from jaxtyping import Array, Float
 head = jgpt.Head(4, 2, rngs=nnx.Rngs(0))
-print(float(head(jnp.ones((1, 3, 4))).sum()))
-try:
-    head(np.ones((1, 3, 4)))
-    jgpt.check(1, Float[Array, "batch {missing}"])
-    jgpt.CharTokenizer("ab").encode("ab")
-    print("unchecked")
-except TypeError as error:
-    print(type(error).__name__)
+head(np.ones((1, 3, 4)))
+jgpt.check(1, Float[Array, "batch {missing}"])
+jgpt.CharTokenizer("ab").encode("ab")
 """
 
 
-def printed(**environment: str) -> list[str]:
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return run.stdout.split()
-
-
-def test_the_environment_switches_the_checks_and_no_value():
-    value, checked = printed(JAXTYPING_DISABLE="0")
-    assert checked == "TypeCheckError"
-    assert printed(JAXTYPING_DISABLE="1") == [value, "unchecked"]
+def test_the_environment_switches_the_checks_off():
+    environment = os.environ | {"JAXTYPING_DISABLE": "1"}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
 
 
 @pytest.fixture

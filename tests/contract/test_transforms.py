@@ -26,17 +26,6 @@ def loss(x: Array) -> Array:
     return BLOCK(x).sum()
 
 
-def weights_loss(weights: Any, x: Array) -> Array:
-    return nnx.merge(GRAPH, weights)(x).sum()
-
-
-def scan_over_steps(x: Array) -> Array:
-    def body(carry, _):
-        return BLOCK(carry), None
-
-    return jax.lax.scan(body, x, length=4)[0]
-
-
 def scan_over_layers(x: Array) -> Array:
     """One block's code, the layers' weights stacked: the contract sees one layer at a time."""
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), WEIGHTS)
@@ -63,10 +52,6 @@ def under_nnx_jit(x: Any) -> Array:
     return nnx.jit(jgpt.Block.__call__)(block, jnp.ones(x.shape, x.dtype))
 
 
-def exported(x: Any) -> Any:
-    return jax.export.export(jax.jit(BLOCK))(x)
-
-
 def exported_for_any_batch(x: Any) -> Any:
     (batch,) = jax.export.symbolic_shape("batch")
     any_batch = jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
@@ -80,17 +65,12 @@ def traced(function: Callable[[Array], Any]) -> Callable[[Any], Any]:
 
 
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
-    "eval_shape": traced(BLOCK),
     "jit": lambda x: jax.jit(BLOCK).trace(x),
     "nnx.jit": under_nnx_jit,
-    "grad": traced(jax.grad(loss)),
-    "value_and_grad": lambda x: jax.eval_shape(jax.value_and_grad(weights_loss), WEIGHTS, x),
+    "grad, rematerialised": traced(jax.grad(jax.checkpoint(loss))),  # type: ignore[arg-type]
     "vmap": traced(over_examples),
-    "scan over steps": traced(scan_over_steps),
     "scan over layers": traced(scan_over_layers),
-    "remat": traced(jax.grad(jax.checkpoint(loss))),  # type: ignore[arg-type]
     "shard_map": traced(sharded),
-    "export": exported,
     "export for any batch": exported_for_any_batch,
 }
 

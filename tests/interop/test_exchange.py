@@ -160,10 +160,3 @@ def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_p
     assert losses[-1] < 0.8 * losses[0]
     said = refused("train", "--resume", "--out", run, "--batch-size", 4)  # a step was taken
     assert "--batch-size is 8 in the run, 4 in the config" in said
-
-
-def test_what_the_state_was_made_with_stays(qwen3, text_file, tmp_path):
-    worked("import", qwen3, "--out", tmp_path / "run", "--data", text_file)
-    for option in (("--optimizer", "muon"), ("--dtype", "bfloat16"), ("--gradient-clip", 0)):
-        said = refused("train", "--resume", "--out", tmp_path / "run", "--steps", 1, *option)
-        assert "doesn't match the run to resume" in said

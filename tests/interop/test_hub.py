@@ -3,10 +3,7 @@
 import errno
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,27 +12,11 @@ import pytest
 
 import jgpt
 from jgpt.interop.hub import HUB, find_model
+from tests.commands import typist
 from tests.models import random_gpt
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 CODE = b"raise SystemExit('this is never read')"
-TYPED = """
-import json, os, sys, urllib.request
-import jgpt.cli
-for line in json.loads(sys.argv[1]):
-    if line == "offline":
-        while True:
-            try:
-                urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/offline").read()
-            except OSError:
-                break
-        continue
-    try:
-        code = jgpt.cli.main(line.split()) or 0
-    except SystemExit as stop:
-        code = stop.code
-    print(f"[{code}]", flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +42,13 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
 
 @pytest.fixture
 def hub(repositories):
-    """The server's address, and the paths of what was asked of it."""
+    """The server's address, the paths of what was asked of it, and what ends it."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             asked.append(path)
-            if path == "/offline":
-                threading.Thread(target=end).start()
-                return self.answer(b"")
             parts = path.removeprefix("/api/models").strip("/").split("/")
             name, rest = "/".join(parts[:2]), parts[2:]
             if (files := repositories.get(name)) is None:
@@ -108,7 +86,7 @@ def hub(repositories):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked, end
     end()
     thread.join()
 
@@ -117,53 +95,49 @@ def digest(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
 
 
+REFUSED = {
+    "hub:me/pickles": "me/pickles has no model.safetensors: other formats can run code when they "
+    "are read, and are never fetched",
+    "hub:me/code": "me/code needs code of its own, by auto_map in config.json: code is never "
+    "fetched or run",
+    "hub:me/tokens": "me/tokens needs code of its own, by auto_map in tokenizer_config.json: code "
+    "is never fetched or run",
+    "hub:me/broken": "me/broken/config.json: Expecting property name enclosed in double quotes: "
+    "line 1 column 2 (char 1)",
+    "hub:me/list": "me/list/tokenizer_config.json: not an object, but list",
+    "hub:me/nobody": "the hub has no public model me/nobody",
+    "hub:me/gated": "me/gated is gated: accept its terms at https://huggingface.co/me/gated, then "
+    "run: hf auth login",
+    "hub:tiny": "hub:tiny must be hub:OWNER/NAME",
+    "gpt2": "gpt2/config.json is missing",
+}
+OFFLINE = (
+    "Qwen/Qwen3-0.6B can't be fetched (LocalEntryNotFoundError). Without a network, copy "
+    "config.json, model.safetensors and tokenizer.json from another machine into a folder, and "
+    "give the folder"
+)
+
+
 def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_path):
-    address, asked = hub
+    address, asked, end = hub
     (tmp_path / "gpt2").mkdir()
-    lines = {
-        "import hub:me/tiny --out tiny": "0",
-        "import smollm2 --out smollm2": "0",
-        "import hub:me/pickles --out x": "me/pickles has no model.safetensors: other formats can "
-        "run code when they are read, and are never fetched",
-        "import hub:me/code --out x": "me/code needs code of its own, by auto_map in config.json: "
-        "code is never fetched or run",
-        "import hub:me/tokens --out x": "me/tokens needs code of its own, by auto_map in "
-        "tokenizer_config.json: code is never fetched or run",
-        "import hub:me/broken --out x": "me/broken/config.json: Expecting property name enclosed "
-        "in double quotes: line 1 column 2 (char 1)",
-        "import hub:me/list --out x": "me/list/tokenizer_config.json: not an object, but list",
-        "import hub:me/nobody --out x": "the hub has no public model me/nobody",
-        "import hub:me/gated --out x": "me/gated is gated: accept its terms at "
-        "https://huggingface.co/me/gated, then run: hf auth login",
-        "import hub:tiny --out x": "hub:tiny must be hub:OWNER/NAME",
-        "import gpt2 --out x": "gpt2/config.json is missing",
-        "offline": "",
-        "import hub:me/tiny --out again": "0",
-        "import qwen3 --out x": "Qwen/Qwen3-0.6B can't be fetched (LocalEntryNotFoundError). "
-        "Without a network, copy config.json, model.safetensors and tokenizer.json from another "
-        "machine into a folder, and give the folder",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", TYPED, json.dumps([*lines])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=tmp_path,
-        timeout=300,
-        env=os.environ
-        | {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HOME": str(tmp_path / "cache")}
-        | {"HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"},
-    )
-    said = done.stdout.splitlines()
-    expected = []
-    for line, outcome in lines.items():
-        if outcome == "0":
-            out = line.split()[-1]
-            ready = f"2 layers, 21 features, vocabulary 263; next: jgpt sample {out}"
-            expected += [ready, "[0]"]
-        elif outcome:
-            expected += [f"jgpt: {outcome}", "[2]"]
-    assert said == expected
+    where = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
+    with typist(tmp_path, **where) as type_in:
+
+        def fetch(model: str, out: str) -> None:
+            ready = f"2 layers, 21 features, vocabulary 263; next: jgpt sample {out}\n"
+            assert type_in("import", model, "--out", out) == (0, ready, "")
+
+        def refuse(model: str, why: str) -> None:
+            assert type_in("import", model, "--out", "x") == (2, "", f"jgpt: {why}\n")
+
+        fetch("hub:me/tiny", "tiny")
+        fetch("smollm2", "smollm2")
+        for model, why in REFUSED.items():
+            refuse(model, why)
+        end()
+        fetch("hub:me/tiny", "again")
+        refuse("qwen3", OFFLINE)
     assert not (tmp_path / "x").exists()
     files = [path for path in asked if "/resolve/" in path]
     assert [path for path in files if path.endswith((".py", ".bin", ".pkl"))] == []

@@ -53,11 +53,9 @@ MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
 @pytest.mark.parametrize(
     "options",
     [
-        {"use_bias": False},
         {"qkv_bias": True, "use_bias": True, "causal": False},
         {**MODERN, "qkv_bias": True, "num_kv_heads": 1, "rotary_base": 50.0},
         {**MODERN, "num_heads": 6, "num_kv_heads": 3, "window": 2},
-        {"num_heads": 1},
     ],
     ids=str,
 )

@@ -60,9 +60,7 @@ def test_nothing_is_dropped_half():
 
 
 MODULES = [
-    jgpt.Head(6, 5, dropout=RATE, rngs=nnx.Rngs(0)),
     jgpt.Head(6, 5, dropout=RATE, window=3, rngs=nnx.Rngs(0)),
-    jgpt.MultiHeadAttention(CONFIG, rngs=nnx.Rngs(0)),
     jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0)),
     jgpt.Block(CONFIG, rngs=nnx.Rngs(0)),
 ]

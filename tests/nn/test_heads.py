@@ -22,11 +22,6 @@ def make_heads(num_kv_heads: int | None = KV_HEADS, **options):
     return attention(EMBED_DIM, HEADS, num_kv_heads=num_kv_heads, **options)
 
 
-@pytest.fixture(scope="module")
-def modern():
-    return make_heads(**MODERN)
-
-
 def empty_cache(module, batch=BATCH, capacity=PLACES, dtype="float32"):
     return LayerCache(batch, capacity, module.num_kv_heads, HEAD_DIM, dtype=dtype)
 
@@ -38,25 +33,6 @@ def close(found, expected):
 def test_rotary_heads_have_an_even_size():
     with pytest.raises(ValueError, match="head_dim=5 must be even"):
         nnx.eval_shape(lambda: Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))(X))
-
-
-def read_in_parts(module, x, parts):
-    """What is read when so many positions at a time are appended to the cache."""
-    read = nnx.jit(lambda module, cache, x: module(x, cache=cache))
-    cache, found, length = empty_cache(module), [], 0
-    for part in parts:
-        found.append(read(module, cache, x[:, length : length + part]))
-        length += part
-        assert cache.length[...].tolist() == [length] * BATCH
-    return np.concatenate(found, axis=1)
-
-
-def test_a_full_cache_forgets_the_oldest(modern):
-    """Each new position takes the place of the one that is `PLACES` before it."""
-    x = np.asarray(normal(1, BATCH, 2 * PLACES + 3, EMBED_DIM))
-    read = read_in_parts(modern, x, [5] + [1] * (2 * PLACES - 2))
-    close(read, compiled(make_heads(**MODERN, window=PLACES), x))
-    assert np.abs(compiled(modern, x)[:, -1] - read[:, -1]).max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loss by hand."""
+"""The loss by hand, and tokens and targets outside the vocabulary."""
 
 import math
 
@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jgpt import cross_entropy
+from jgpt.nn.layers import Embedding
 from jgpt.nn.loss import (
     LOGITS_BYTES,
     bits_per_character,
@@ -16,8 +18,9 @@ from jgpt.nn.loss import (
     token_losses,
     token_losses_from,
 )
+from jgpt.nn.module import require_in_vocabulary
 from jgpt.sharding import make_mesh
-from tests.models import compiled, normal
+from tests.models import SIZES, compiled, normal, random_model
 
 
 def test_a_shift_of_all_logits_changes_nothing_and_large_ones_are_finite():
@@ -114,3 +117,52 @@ def test_few_logits_are_held_at_once():
     with jax.set_mesh(make_mesh("data=2,fsdp=2,tensor=2")):  # each device has a quarter of the rows
         shards, whole = rows_at_once(50257), LOGITS_BYTES // (4 * 50257)
     assert shards == 4 * whole
+
+
+# --- tokens and targets outside the vocabulary ---------------------------------------------------
+
+TOKENS = SIZES["vocab_size"]
+OUTSIDE = [TOKENS, TOKENS + 1, 1000, -1, -TOKENS, -1000]
+
+
+@pytest.mark.parametrize("token", OUTSIDE)
+@pytest.mark.parametrize("family", ["nanogpt", "bigram"])
+def test_a_token_outside_the_vocabulary_is_refused_with_its_place(family, token):
+    model = random_model(family)
+    tokens = jnp.array([[0] * 5, [0, 0, 0, token, -7]])
+    where = f"{token} at batch index 1, position 3 is outside the vocabulary of 17: 0 to 16"
+    for call in (model, model.hidden):
+        with pytest.raises(ValueError, match=f"^token {where}$"):
+            call(tokens)
+    with pytest.raises(ValueError, match=f"^target {where}$"):
+        cross_entropy(jnp.zeros((2, 5, TOKENS)), tokens)
+    require_in_vocabulary(jnp.array([[0, TOKENS - 1]]), TOKENS)
+
+
+def test_the_place_of_a_target_follows_its_axes_and_no_targets_have_no_mean():
+    for targets, message in (
+        (jnp.array(9), "target 9 at position 0 is outside"),
+        (jnp.array([2, 9]), "target 9 at position 1 is outside"),
+        (
+            jnp.zeros((2, 3, 4), int).at[1, 2, 3].set(9),
+            "target 9 at batch index 1, batch index 2, position 3 is outside",
+        ),
+        (jnp.zeros(0, int), "there are no targets"),
+        (jnp.zeros((2, 0), int), "there are no targets"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cross_entropy(jnp.zeros((*targets.shape, 9)), targets)
+
+
+def test_compiled_embedding_and_loss_treat_it_alike():
+    """As documented: NaN outside, and from the end for what counts from there."""
+    tokens = jnp.array(OUTSIDE)
+    table = jnp.arange(1.0, TOKENS + 1)[:, None]
+    embedding = Embedding(TOKENS, 1, rngs=nnx.Rngs(0))
+    embedding.embedding[...] = table
+    looked_up = jax.jit(lambda tokens: embedding(tokens)[:, 0])(tokens)
+    losses = jax.vmap(lambda token: cross_entropy(-table[:, 0], token))(tokens)
+    chosen = losses - jax.nn.logsumexp(-table)
+    expected = [np.nan, np.nan, np.nan, TOKENS, 1, np.nan]
+    np.testing.assert_allclose(looked_up, expected)
+    np.testing.assert_allclose(chosen, expected, rtol=1e-5)

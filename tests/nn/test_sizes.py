@@ -24,7 +24,6 @@ ARGUMENTS = {
     LayerCache: {"batch": 2, "capacity": 7, "num_kv_heads": 3, "head_dim": 5},
     KVCache: {"layers": (), "batch": 2},
 }
-RATES = (-0.1, 1.0, 1.5, float("nan"))
 
 
 def make(kind: type[Module], **changes: object) -> Any:
@@ -57,33 +56,30 @@ def test_every_module_is_tried():
     assert all(set(sizes_of(kind)) <= set(given) for kind, given in ARGUMENTS.items())
 
 
-@pytest.mark.parametrize("size", [0, -3])
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in ARGUMENTS for name in sizes_of(kind)]
-)
-def test_a_size_is_at_least_1(kind, name, size):
-    with pytest.raises(ValueError, match=f"^{name}={size} must be positive"):
-        make(kind, **{name: size})
-    make(kind)
+REFUSED = {
+    "must be positive": (0, -3),
+    "must be at least 0 and below 1": (-0.1, 1.0, 1.5, float("nan")),
+    "must not be negative": (-1e-5, float("nan")),
+}
+FINE = {"dropout": (0, 0.0, 0.99), "epsilon": (0.0,)}
+BOUNDS = {"dropout": "must be at least 0 and below 1", "epsilon": "must not be negative"}
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in ARGUMENTS if "dropout" in inspect.signature(kind).parameters]
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in ARGUMENTS
+        for name in [*sizes_of(kind), *(BOUNDS.keys() & inspect.signature(kind).parameters.keys())]
+    ],
 )
-def test_a_rate_is_below_1(kind):
-    for rate in RATES:
-        with pytest.raises(ValueError, match=f"^dropout={rate} must be at least 0 and below 1"):
-            make(kind, dropout=rate)
-    for rate in (0, 0.0, 0.99):
-        make(kind, dropout=rate)
-
-
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_an_epsilon_is_not_negative(kind):
-    for epsilon in (-1e-5, float("nan")):
-        with pytest.raises(ValueError, match=f"^epsilon={epsilon} must not be negative"):
-            make(kind, epsilon=epsilon)
-    assert make(kind, epsilon=0.0).epsilon == 0
+def test_a_number_is_within_its_bounds(kind, name):
+    bound = BOUNDS.get(name, "must be positive")
+    for value in REFUSED[bound]:
+        with pytest.raises(ValueError, match=f"^{name}={value} {bound}"):
+            make(kind, **{name: value})
+    for value in FINE.get(name, ()):
+        assert getattr(make(kind, **{name: value}), name) == value
 
 
 @pytest.mark.parametrize("dtype", ["int32", "auto", int, "float23"])

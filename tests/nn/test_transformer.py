@@ -15,14 +15,11 @@ from tests.quick import only
 
 VOCAB, BLOCK_SIZE, EMBED_DIM = (SIZES[name] for name in ("vocab_size", "block_size", "embed_dim"))
 
-every_family = pytest.mark.parametrize("family", TRANSFORMERS)
 
-
-@every_family
-@pytest.mark.parametrize("num_layers", only([2], [1, 2, 3]))
-def test_another_future_changes_nothing_before_it(family, num_layers):
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_another_future_changes_nothing_before_it(family):
     """In one batch: a text, and the same with another token at each time."""
-    model = random_gpt(family, num_layers=num_layers)
+    model = random_gpt(family)
     tokens = np.repeat(np.asarray(tokens_of(1, batch=1)), BLOCK_SIZE + 1, axis=0)
     at = np.arange(BLOCK_SIZE)
     tokens[at + 1, at] = (tokens[at + 1, at] + 1) % VOCAB
@@ -80,22 +77,6 @@ def test_longer_inputs_than_the_block_are_refused(family):
         random_gpt(family)(tokens_of(0, time=BLOCK_SIZE + 1))
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("rematerialise", [False, True])
-def test_blocks_are_rematerialised_only_if_the_config_says_so(rematerialise, scan):
-    config = config_of("gpt2", rematerialise=rematerialise, scan_layers=scan)
-    graph, weights = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
-    equations = jax.make_jaxpr(lambda weights: nnx.merge(graph, weights)(tokens_of(0)))(
-        weights
-    ).eqns
-    scans = [each for each in equations if each.primitive.name == "scan"]
-    assert len(scans) == scan
-    equations = scans[0].params["jaxpr"].eqns if scan else equations
-    names = [each.primitive.name for each in equations]
-    times = (1 if scan else 2) * rematerialise
-    assert sum(name in ("remat2", "checkpoint") for name in names) == times
-
-
 @pytest.mark.parametrize("rematerialise", [False, True])
 def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
     class Nothing(Block):
@@ -135,7 +116,7 @@ def test_models_hold_parameters_only():
 
 
 @pytest.mark.parametrize("between", only(["bfloat16"], ["float32", "bfloat16"]))
-@pytest.mark.parametrize("family", only(["lecture", "modern"], TRANSFORMERS))
+@pytest.mark.parametrize("family", ["lecture", "modern"])
 def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family, between):
     # logits that begin at zero would be the same in any precision
     narrow = config_of(family, zero_init=False, dtype="bfloat16", activation_dtype=between)

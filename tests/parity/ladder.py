@@ -8,7 +8,6 @@ and the weights after those.
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from jgpt.nn.models import abstract_model
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, dropout_stream, make_train_steps
 from tests import models
-from tests.models import GROUPS, SIZES, randomised, to_torch, weights_of
+from tests.models import GROUPS, SIZES, nanogpt_rate, randomised, to_torch, weights_of
 from tests.parity import torch_gpt
 
 Arrays = dict[str, np.ndarray]
@@ -170,13 +169,13 @@ def _random_tensors(family: str, dtype: str, seed: int) -> dict[str, torch.Tenso
     return {name: torch.tensor(array) for name, array in arrays.items()}
 
 
-def learning_rate(step: int) -> float:
-    """nanoGPT's schedule, from its description: a warmup that starts above zero, half a cosine."""
-    if step < OPTIMIZER.warmup_steps:
-        return OPTIMIZER.learning_rate * (step + 1) / (OPTIMIZER.warmup_steps + 1)
-    progress = (step - OPTIMIZER.warmup_steps) / (STEPS - OPTIMIZER.warmup_steps)
-    span = OPTIMIZER.learning_rate - OPTIMIZER.min_learning_rate
-    return OPTIMIZER.min_learning_rate + span * (1 + math.cos(math.pi * progress)) / 2
+learning_rate = functools.partial(
+    nanogpt_rate,
+    warmup=OPTIMIZER.warmup_steps,
+    steps=STEPS,
+    peak=OPTIMIZER.learning_rate,
+    least=OPTIMIZER.min_learning_rate,
+)
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:

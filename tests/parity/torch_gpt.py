@@ -36,8 +36,8 @@ class Attention(nn.Module):
         self.rotary, self.base = config.positions == "rotary", config.rotary_base
         self.scale = config.attention_scale or 1 / math.sqrt(self.head_dim)
         self.qk_norm = config.qk_norm
-        self.query_norm = RMSNorm(self.head_dim, use_scale=config.qk_norm_scale)
-        self.key_norm = RMSNorm(self.head_dim, use_scale=config.qk_norm_scale)
+        self.query_norm = nn.RMSNorm(self.head_dim, elementwise_affine=config.qk_norm_scale)
+        self.key_norm = nn.RMSNorm(self.head_dim, elementwise_affine=config.qk_norm_scale)
         self.query = self.linear(config, self.num_heads)
         self.key = self.linear(config, self.num_kv_heads)
         self.value = self.linear(config, self.num_kv_heads)
@@ -116,36 +116,11 @@ class FeedForward(nn.Module):
         return self.projection(self.expansion(x) * activate(self.gate(x)))
 
 
-class LayerNorm(nn.Module):
-    def __init__(self, embed_dim, *, epsilon, use_scale, use_bias):
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.ones(embed_dim)) if use_scale else None
-        self.bias = nn.Parameter(torch.zeros(embed_dim)) if use_bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-        y = (x - mean) / torch.sqrt(variance + self.epsilon)
-        y = y if self.weight is None else y * self.weight
-        return y if self.bias is None else y + self.bias
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, embed_dim, *, epsilon=1e-5, use_scale=True):
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.ones(embed_dim)) if use_scale else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = over_its_root_mean_square(x, self.epsilon)
-        return y if self.weight is None else y * self.weight
-
-
 def norm_of(config):
-    options = {"epsilon": config.norm_epsilon, "use_scale": config.norm_scale}
+    options = {"eps": config.norm_epsilon, "elementwise_affine": config.norm_scale}
     if config.norm == "rms":
-        return RMSNorm(config.embed_dim, **options)
-    return LayerNorm(config.embed_dim, **options, use_bias=config.use_bias)
+        return nn.RMSNorm(config.embed_dim, **options)
+    return nn.LayerNorm(config.embed_dim, **options, bias=config.use_bias)
 
 
 class Block(nn.Module):

@@ -29,7 +29,6 @@ def python(code: str, **limits: object) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         timeout=300,
         **limits,  # type: ignore[arg-type]
     )
@@ -172,8 +171,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(copy, run):
         f"with RunDirectory(Path({str(run)!r})).locked(): print('locked', flush=True); input()"
     )
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as holder:
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == b"locked\n"
         assert (run / "lock").read_text() == f"{holder.pid}\n"

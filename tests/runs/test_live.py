@@ -5,6 +5,7 @@ import http.client
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -356,12 +357,11 @@ def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
 
 
 # idle priority is told and not taken, for on a machine that is busy with tests it would be endless;
-# a shell in the background ignores SIGINT, nohup SIGHUP, and their programs would too
+# a shell in the background ignores SIGINT, and its programs would too
 MAIN = """
 import os, signal
 os.sched_setscheduler = lambda _, policy, __: print(policy, os.SCHED_IDLE)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from jgpt.cli import main
 main()
 """
@@ -397,9 +397,9 @@ def training(poem, tmp_path):
 
 
 def gone(address: str) -> bool:
-    """Whether the server of an address ends within seconds."""
+    """Whether the server of an address ends within a minute."""
     port = int(address.split(":")[2].split("/")[0])
-    for _ in range(100):
+    for _ in range(600):
         with socket.socket() as other:
             if other.connect_ex(("127.0.0.1", port)) != 0:
                 return True
@@ -442,7 +442,7 @@ def test_training_waits_for_no_reader_and_ends_with_its_page(training, tmp_path)
     for each in stuck:  # asks for much, and never reads
         each.sendall(line.encode() * 1000)
     run = RunDirectory.open(tmp_path / "run")
-    before, end = len(run.metrics()), time.monotonic() + 60
+    before, end = len(run.metrics()), time.monotonic() + 240
     while len(run.metrics()) < before + 1000:
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -457,33 +457,16 @@ def test_training_waits_for_no_reader_and_ends_with_its_page(training, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_the_page_ends_however_training_does(training, number):
+def test_the_page_ends_however_training_does(training):
     process, address = training
     assert ask(address)[0] == 200
-    process.send_signal(number)
+    process.kill()
     process.communicate(timeout=60)
     assert gone(address)
 
 
-@needs_chromium
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_the_page_of_a_run_in_training_grows(training, page, poem):
-    _, address = training
-    page.open("about:blank")
-    page.errors.clear()
-    page.open(address)
-    until(page, "snapshots.size && data?.checkpoint >= 312")
-    step, shown = page.run("[training.step, data.checkpoint]")
-    until(page, f"training.step > {step} && data.checkpoint > {shown}")
-    assert page.run("data.text") in poem.read_text()
-    assert page.run("[...snapshots.values()].every(each => each.sample.length > 9)")
-    assert page.run("tokens.length") == 16
-    assert page.errors == []
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGHUP")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_ended(trained, number):
     with started("look", trained.directory) as (process, (said,)):
         assert said.endswith(" (Ctrl-C ends it)\n")
@@ -579,6 +562,9 @@ def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, 
     opened_at(page, served, width, scheme)
     assert page.run("$('twins').hidden")
     assert page.run("document.documentElement.scrollWidth") <= width
+    paper = page.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 384) == (scheme == "dark")
+    assert len(page.screenshot()) > 30_000  # a blank page has 4 to 7 kB
     if width == 390:  # a finger hits each token
         boxes = "textSpans.map(e => e.getBoundingClientRect()).map(b => [b.width, b.height])"
         assert np.min(page.run(boxes)) >= 24

@@ -19,7 +19,7 @@ from jgpt.training.optimizer import (
     partition,
     trained_weights,
 )
-from tests.models import randomised, weights_of
+from tests.models import nanogpt_rate, randomised, weights_of
 
 CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps=10)
 
@@ -27,16 +27,6 @@ CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps
 def optimizer_of(config, steps):
     made = make_optimizer(config, steps)
     return optax.GradientTransformation(jax.jit(made.init), jax.jit(made.update))
-
-
-def nanogpt(step, warmup=10, steps=110, peak=0.6, least=0.06):
-    """`get_lr` of nanoGPT's train.py."""
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    if step > steps:
-        return least
-    ratio = (step - warmup) / (steps - warmup)
-    return least + 0.5 * (1 + math.cos(math.pi * ratio)) * (peak - least)
 
 
 def rates(config, steps, at, peak=None):
@@ -61,9 +51,13 @@ LATE = dataclasses.replace(WSD, warmup_steps=8, min_learning_rate=0.1)
 @pytest.mark.parametrize(
     ("config", "steps", "expected"),
     [
-        (CONFIG, 110, {step: nanogpt(step) for step in range(130)}),
+        (CONFIG, 110, {step: nanogpt_rate(step) for step in range(130)}),
         (CONFIG, 110, {0: 0.6 / 11, 10: 0.6, 60: 0.33, 110: 0.06}),
-        (CONFIG, 5, {step: nanogpt(step) for step in range(5)}),  # a warmup longer than the run
+        (
+            CONFIG,
+            5,
+            {step: nanogpt_rate(step) for step in range(5)},
+        ),  # a warmup longer than the run
         (FLAT, 9, {0: 0.6, 5: 0.6, 99: 0.6}),
         (dataclasses.replace(FLAT, schedule="cosine"), 4, {0: 0.6, 2: 0.33, 4: 0.06}),
         (WSD, 10, {**dict(enumerate(UP_AND_DOWN)), 99: 0.0}),

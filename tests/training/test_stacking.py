@@ -28,7 +28,7 @@ from jgpt.training.step import (
 )
 from tests.training.test_mesh import ALL, RUNS, TOKENS, config_of
 
-STEPS, LAYERS = 5, 3
+STEPS, LAYERS = 5, 2
 MODERN = config_of("modern", "muon", model={"num_kv_heads": 4})
 
 
@@ -121,15 +121,15 @@ def test_the_stack_s_own_axis_is_whole():
     kernel = state.weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
     moments = state.optimizer[1][0].mu["blocks"]["stacked"]["feed_forward"]["expansion"]
     for each in kernel, moments["kernel"]:
-        assert {shard.data.shape for shard in each.addressable_shards} == {(3, 24, 14)}
+        assert {shard.data.shape for shard in each.addressable_shards} == {(LAYERS, 24, 14)}
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"scan_layers": True}, True),
+        ({"scan_layers": True, "num_layers": 2}, True),
         ({"scan_layers": True, "num_layers": 1}, False),
-        ({"scan_layers": False}, False),
+        ({"scan_layers": False, "num_layers": 2}, False),
         ({"scan_layers": True, "architecture": "bigram"}, False),
     ],
 )

@@ -12,7 +12,6 @@ from flax import nnx
 
 from jgpt import GPT, ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
 from jgpt.data.batches import batches, evaluation_windows
-from jgpt.nn import loss as loss_module
 from jgpt.nn.models import abstract_model, create_model
 from jgpt.training.plan import bytes_of
 from jgpt.training.step import (
@@ -22,7 +21,6 @@ from jgpt.training.step import (
     make_eval_step,
     make_train_steps,
 )
-from tests.quick import only
 
 TOKENS = np.arange(211, dtype=np.int32) * 7 % 11
 CONFIG = TrainConfig(
@@ -187,25 +185,6 @@ def test_a_batch_of_which_nothing_counts_is_not_computed(monkeypatch):
         computed.clear()
     assert totals[0] + totals[1] == pytest.approx(totals[2], rel=1e-5)
     assert totals[0] > 60  # of 72 targets, each about ln 11
-
-
-@pytest.mark.parametrize("architecture", only(["bigram"], ["gpt", "bigram"]))
-def test_in_chunks_training_and_evaluation_are_the_same(architecture, monkeypatch):
-    """A batch of 30 rows of 11 logits, of which at most 8 are held at once."""
-    model_config = dataclasses.replace(CONFIG.model, architecture=architecture, dropout=0.0)
-    config = dataclasses.replace(CONFIG, model=model_config)
-
-    def measured():
-        state, metrics = run(make_train_steps(config), init_state(config), [2], config, slots=2)
-        windows, counts = evaluation_windows(TOKENS, 6, 4)
-        evaluate = make_eval_step(model_config)
-        return metrics, float(evaluate(state.weights, jnp.asarray(windows), jnp.asarray(counts)))
-
-    whole, whole_total = measured()
-    monkeypatch.setattr(loss_module, "LOGITS_BYTES", 8 * 11 * 4)
-    chunked, chunked_total = measured()
-    np.testing.assert_allclose(chunked, whole, rtol=1e-5)
-    assert chunked_total == pytest.approx(whole_total, rel=1e-5)
 
 
 @pytest.mark.parametrize(("scale", "loss_is_finite"), [(math.nan, False), (1e25, True)])
