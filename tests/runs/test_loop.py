@@ -334,7 +334,7 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
     with Checkpoints(RunDirectory(run.directory), read_only=True) as checkpoints:
         assert checkpoints.step("best") == checkpoints.step("last") == 2
     (line,) = RunDirectory(run.directory).provenance()
-    assert line["corpus_sha256"] == load_dataset(config.dataset, 7).digest
+    assert line["corpus_sha256"] == load_dataset(config.dataset, 7).text.tokens_digest
     fit(dataclasses.replace(config, steps=3), resume=True)
     assert [line["step"] for line in RunDirectory(run.directory).provenance()] == [0, 2]
 
