@@ -53,6 +53,7 @@ student: $(VENV)/installed-notebooks
 	$(BIN)/python notebooks/student.py
 
 docs: $(VENV)/installed-extras
+	rm -rf site  # the pages of source are not written again where the module is older
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all --fail-on-warning --keep-going -c docs . site
 	@echo site/index.html
 
