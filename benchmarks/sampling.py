@@ -179,7 +179,11 @@ def draw_of_openvino(path: str, dtype: str, way: str) -> Draw:
     import openvino
     import openvino_genai
 
-    pipeline = openvino_genai.LLMPipeline(f"{path}-openvino-{dtype}", "CPU", ATTENTION_BACKEND=way)
+    options: dict[str, Any] = {"ATTENTION_BACKEND": way}
+    if way == "PA":  # or it would read a prompt once, and not again for the next draw
+        options["scheduler_config"] = openvino_genai.SchedulerConfig()
+        options["scheduler_config"].enable_prefix_caching = False
+    pipeline = openvino_genai.LLMPipeline(f"{path}-openvino-{dtype}", "CPU", **options)
     how = {"do_sample": True, "temperature": TEMPERATURE, "ignore_eos": True}
 
     def draw(batch: int, prompt: int, new: int) -> None:
