@@ -17,7 +17,7 @@ train: $(VENV)/installed-train
 	@echo "here jgpt is $(BIN)/jgpt, or after: source $(BIN)/activate"
 
 test: $(VENV)/installed-extras
-	@echo "About six minutes on two cores, most of it compiling; a dot is a test."
+	@echo "Six to twelve minutes on two cores, most of it compiling; a dot is a test."
 	@$(PYTEST) -q -m "not slow"
 
 # where the time of `make test` goes when nothing is compiled yet: the table in CONTRIBUTING.md
@@ -52,9 +52,10 @@ notebooks: $(VENV)/installed-notebooks
 student: $(VENV)/installed-notebooks
 	$(BIN)/python notebooks/student.py
 
+# from nothing, and nothing stays of a site with a warning: the tests of the site read it
 docs: $(VENV)/installed-extras
-	rm -rf site  # the pages of source are not written again where the module is older
-	$(BIN)/sphinx-build --quiet --fresh-env --write-all --fail-on-warning --keep-going -c docs . site
+	rm -rf site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . site || (rm -rf site; exit 1)
 	@echo site/index.html
 
 # trains for a minute

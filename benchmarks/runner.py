@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
 PACKAGES += ("torch", "transformers", "ctranslate2", "tiktoken", "tokenizers")
+PACKAGES += ("openvino-genai", "optimum-intel", "xllamacpp")
 PROCESSOR = "the processor"
 Figures = dict[str, float]
 Measured = dict[str, dict[str, list[float]]]

@@ -65,7 +65,12 @@ class LayerCache(Module):
 
     @typed
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` positions, before the buffer wraps around."""
+        """Make room for `capacity` positions, before the buffer wraps around.
+
+        Raises ValueError for less than there is.
+        """
+        if capacity < self.capacity:
+            raise ValueError(f"a KV cache of {self.capacity} positions can't shrink to {capacity}")
         for kept in (self.keys, self.values):
             kept.set_value(jnp.pad(kept[...], ((0, 0), (0, capacity - self.capacity), (0, 0))))
         self.capacity = capacity

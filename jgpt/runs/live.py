@@ -283,7 +283,9 @@ def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
     match asked.get("patch"):
         case None:
             return Changes(heads, blocks)
-        case {"block": int(layer), "position": int(position), "prompt": str(other)}:
+        case {"block": int(layer), "position": int(position), "prompt": str(other)} if not (
+            isinstance(layer, bool) or isinstance(position, bool)
+        ):
             if not (0 <= layer < len(anatomy.blocks) and 0 <= position < time):
                 raise ValueError(f"a patch can't be at block {layer} and position {position}")
             return Changes(heads, blocks, (layer, position, other))

@@ -428,8 +428,8 @@ def evaluate(
     progress: Progress | None = None,
 ) -> Evaluation:
     """The exact loss of a run's model on a split, in windows of its block or a shorter one."""
-    platform, warn = current_platform(), (progress or Progress()).warned
-    loaded, tokenizer, config = load(run_directory, model=model, which=which, platform=platform)
+    warn = (progress or Progress()).warned
+    loaded, tokenizer, config = load(run_directory, model=model, which=which)
     size = config.model.block_size if window is None else window
     if not 0 < size <= config.model.block_size:
         raise ValueError(f"window={size} must be from 1 to block_size={config.model.block_size}")
@@ -443,7 +443,7 @@ def evaluate(
     dataset = load_dataset(config.dataset, size, tokenizer=tokenizer, known=known, warn=warn)
     tokens = dataset.test if split == "test" else dataset.validation[: config.eval_tokens]
     config = replace(config, model=replace(config.model, block_size=size))
-    exact, _ = _evaluators(run_for_platform(config, platform), tokens)
+    exact, _ = _evaluators(run_for_platform(config, current_platform()), tokens)
     loss = exact(weights_of(loaded))
     targets = tokens[1:]
     bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
