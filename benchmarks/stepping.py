@@ -196,6 +196,8 @@ def checks(preset: str, traced_presets: Sequence[str]) -> Figures:
         config = jgpt.preset(name)
         vocabulary = max(config.model.vocab_size, 65)  # data decides it in a run
         config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+        if config.micro_batches == "auto":  # the memory of a device decides it in a run
+            config = replace(config, micro_batches=1)
         jax.clear_caches()
         timed(f"trace {name}", time.process_time, traced, config)
     return times
