@@ -25,10 +25,11 @@ README_ROWS = (
     "train step, nanoGPT's CPU setting, float32",
     "whole command to nanoGPT's loss",
     "loss when nanoGPT's command ends",
+    "whole command, nanoGPT's CPU setting in both",
     "tokens/s sampled in float32, 10.7M, batch 16, beside CTranslate2",
     "tokens/s sampled in float32, 124M, batch 16, beside CTranslate2",
 )
-"""What jgpt is ahead in, by how the rows begin."""
+"""How the rows of the README begin."""
 NUMBERS = "no", "one", "two", "three", "four", "five"
 PROMPT = "a prompt of 1,000 tokens"
 FIGURES = {"batch 1": "batch 1", "batch 16": "batch 16", "prompt_seconds": PROMPT}
@@ -37,6 +38,8 @@ BETTER_OF_TWO = [
     f"{name} {dtype}" for name in ("CTranslate2", "OpenVINO") for dtype in ("float32", "int8")
 ]
 """Engines that are measured in two ways."""
+PLACES = "_slowest_epyc", "", "_faster_epyc"
+"""How the records of each processor's comparisons end."""
 TEST_LOSS = "test_loss_in_windows_of_"
 Row = Sequence[str]
 Table = Sequence[Row]
@@ -85,8 +88,8 @@ def seeds_of(losses: list[float]) -> str:
     return f"{number} seed{'s' * (count != 1)}"
 
 
-def step_rows() -> Iterator[Row]:
-    if its := measured("step_time"):
+def step_rows(where: str = "") -> Iterator[Row]:
+    if its := measured(f"step_time{where}"):
         times = {name: figures["milliseconds"] for name, figures in its.items()}
         nanogpt = [name for name in times if name.startswith("nanoGPT")]
         best = min(nanogpt, key=lambda name: statistics.median(times[name]))
@@ -96,8 +99,8 @@ def step_rows() -> Iterator[Row]:
             yield what, f"{theirs} ms, {how}", f"{ours} ms", *ratio
 
 
-def command_rows() -> Iterator[Row]:
-    runs = measured("time_to_loss")
+def command_rows(where: str = "") -> Iterator[Row]:
+    runs = measured(f"time_to_loss{where}")
     if not runs:
         return
     seconds = {name: its["seconds"] for name, its in runs.items()}
@@ -123,7 +126,7 @@ def command_rows() -> Iterator[Row]:
     yield *cells, ""
 
 
-def decoding() -> Iterator[tuple[str, dict[str, list[float]]]]:
+def decoding(where: str = "") -> Iterator[tuple[str, dict[str, list[float]]]]:
     """For each model and batch size, or prompt: the label, and the values by engine.
 
     CTranslate2 counts with one thread or two, and OpenVINO with either cache, whichever is faster.
@@ -132,7 +135,7 @@ def decoding() -> Iterator[tuple[str, dict[str, list[float]]]]:
         for figure, label in FIGURES.items():
             found = {
                 name.removeprefix(f"{model} "): its[figure]
-                for name, its in measured("sampling").items()
+                for name, its in measured(f"sampling{where}").items()
                 if name.startswith(f"{model} ") and figure in its
             }
             for name in BETTER_OF_TWO:
@@ -144,8 +147,8 @@ def decoding() -> Iterator[tuple[str, dict[str, list[float]]]]:
                 yield f"{model}, {label}", found
 
 
-def sampling_rows() -> Iterator[Row]:
-    for label, found in decoding():
+def sampling_rows(where: str = "") -> Iterator[Row]:
+    for label, found in decoding(where):
         if not label.endswith(PROMPT):
             both = found["CTranslate2 float32"], found["jgpt float32"]
             what = f"tokens/s sampled in float32, {label}, beside CTranslate2"
@@ -196,7 +199,8 @@ def own_rows() -> Iterator[Row]:
     if narrow := record("narrow_loss"):
         apart = f"{narrow['mean_difference']:.4f}, at most {narrow['largest_difference']:.4f} apart"
         apart += f" (seeds: sd {narrow['deviation_over_seeds']:.4f})"
-        what = "bfloat16 minus float32, loss after 1,000 steps, five seeds"
+        seeds = seeds_of(measured("narrow_loss")["float32"]["validation_loss"])
+        what = f"bfloat16 minus float32, loss after 1,000 steps, {seeds}"
         yield what, "", apart, "", "within noise"
     if checks := record("contract_overhead"):
         added = {name: milliseconds / 1e3 for name, milliseconds in checks["added"].items()}
@@ -213,12 +217,39 @@ def rows() -> list[Row]:
     return [*step_rows(), *command_rows(), *best_rows(), *sampling_rows(), *own_rows()]
 
 
+def ratios(where: str) -> dict[str, str]:
+    """The ratio of each row, as measured on one of the processors."""
+    found = [*step_rows(where), *command_rows(where), *sampling_rows(where)]
+    return {without_seeds(what): ratio for what, *_, ratio, _ in found if ratio}
+
+
+def without_seeds(what: str) -> str:
+    return re.sub(r", \w+ seeds?$", "", what)
+
+
+def places_table() -> Table:
+    """The ratios on each processor, by the speed of its products."""
+    columns = {}
+    for where in PLACES:
+        if speed := record(f"step_time{where}").get("figures", {}).get(PROCESSOR):
+            columns[f"{statistics.median(speed['gflops']):.0f} GFLOP/s"] = ratios(where)
+    names = dict.fromkeys(what for its in columns.values() for what in its)
+    table = [[what, *(its.get(what, "") for its in columns.values())] for what in names]
+    return [["ratio, on a processor of", *columns], *table]
+
+
 def summary() -> Table:
     return [HEADER, *rows()]
 
 
 def readme() -> Table:
-    return [row[:-1] for row in summary() if row is HEADER or row[0].startswith(README_ROWS)]
+    elsewhere = [ratios(where) for where in PLACES if where]
+    table: list[Row] = [[*HEADER[:-1], "on a slower, a faster processor"]]
+    for row in rows():
+        if row[0].startswith(README_ROWS):
+            others = [its.get(without_seeds(row[0]), "") for its in elsewhere]
+            table.append([*row[:-1], ", ".join(filter(None, others))])
+    return table
 
 
 def decoding_table() -> Table:
@@ -356,6 +387,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "ablation": ablation_table,
     "breakdown": breakdown_table,
     "prepare": prepare_table,
+    "places": places_table,
     "processors": processors_table,
     "proofs": proofs_table,
     "judges": judges_table,

@@ -64,6 +64,28 @@ SAMPLED = {
 }
 
 
+def test_ratios_on_other_processors_stand_beside(tmp_path, monkeypatch):
+    slower = {"nanoGPT eager": {"milliseconds": [60]}, "the processor": {"gflops": [150]}}
+    slower |= {"jgpt float32": {"milliseconds": [48]}, "jgpt bfloat16": {"milliseconds": [30]}}
+    faster = slower | {
+        "nanoGPT eager": {"milliseconds": [64]},
+        "the processor": {"gflops": [249, 251]},
+    }
+    for where, figures in (("", slower), ("_faster_epyc", faster)):
+        for name, its in (("step_time", figures), ("sampling", SAMPLED)):
+            (tmp_path / f"{name}{where}.json").write_text(json.dumps({"figures": its}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    steps, batch = "train step, nanoGPT's CPU setting", "10.7M, batch 1, beside CTranslate2"
+    assert tables.places_table() == [
+        ["ratio, on a processor of", "150 GFLOP/s", "250 GFLOP/s"],
+        [f"{steps}, float32", "0.80", "0.75"],
+        [f"{steps}, bfloat16", "0.50", "0.47"],
+        [f"tokens/s sampled in float32, {batch}", "1.05", "1.05"],
+    ]
+    _, step = tables.readme()
+    assert step[:1] + step[3:] == [f"{steps}, float32", "0.80", "0.75"]
+
+
 def test_mutants_are_counted_by_what_killed_them(tmp_path, monkeypatch):
     wrong = "a wrong result"
     said = [("a right call", wrong), (wrong, wrong), (wrong, ""), ("", wrong), ("", "")]
@@ -180,12 +202,17 @@ KILLS_ON_CHANGING_MESHES = (
 
 
 def scanning(found: dict[str, Any]) -> str:
-    scan, loop = (found["figures"][f"{name}, 36 layers"] for name in ("scan", "loop"))
-    compiled = [statistics.median(its["first_step_cpu_seconds"]) for its in (scan, loop)]
-    ratios = [a / b for a, b in zip(scan["milliseconds"], loop["milliseconds"], strict=True)]
+    def figures(layers: int, name: str) -> list[list[float]]:
+        return [found["figures"][f"{how}, {layers} layers"][name] for how in ("scan", "loop")]
+
+    def times(layers: int) -> str:
+        pairs = zip(*figures(layers, "milliseconds"), strict=True)
+        return runner.spread([scan / loop for scan, loop in pairs], ".2f")
+
+    scan, loop = (statistics.median(its) for its in figures(36, "first_step_cpu_seconds"))
     return (
-        f"36 layers compile in [{compiled[0]:.1f} s instead of {compiled[1]:.1f}, and a step "
-        f"takes {statistics.median(ratios):.2f} times as long]"
+        f"36 layers compile in [{scan:.1f} s instead of {loop:.1f}, and a step takes {times(36)} "
+        f"times as long; of 4 layers {times(4)}]"
     )
 
 
