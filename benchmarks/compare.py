@@ -188,15 +188,22 @@ def prepare(how: Rounds, megabytes: int = 200) -> None:
 
 
 def startup(how: Rounds) -> None:
-    """`jgpt --help`, and `jgpt train` to its first step, with and without a compilation cache."""
+    """`jgpt --help`, `jgpt train` to its first step, with and without a compilation cache, and
+    `jgpt sample` to its first tokens, with one."""
     train = call("watching", "first_step", out="{out}")
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # jgpt's own is below XDG_CACHE_HOME
     with TemporaryDirectory() as folder:
         first, later = {"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"XDG_CACHE_HOME": folder}
+        run, its = f"{folder}/run", ("--data", "shakespeare", "--steps", 1, "--sample-tokens", 0)
+        subprocess.run(
+            jgpt("train", "nanogpt-cpu", *its, "--out", run), check=True, stdout=subprocess.DEVNULL
+        )
+        sample = call("watching", "first_text", run=run)
         variants = [
             Variant("jgpt --help", jgpt("--help"), nothing, warm=True),
             Variant("jgpt train, the first run", train, environment=first),
             Variant("jgpt train, a later run", train, environment=later, warm=True),
+            Variant("jgpt sample, a later run", sample, environment=later, warm=True),
         ]
         compare("startup", variants, how)
 

@@ -185,6 +185,10 @@ def own_rows() -> Iterator[Row]:
         took = median(started, later, "seconds")
         both = f"{took:.1f} s (the first run {median(started, first, 'seconds'):.1f})"
         yield "`jgpt train` to its first step, a later run", "", both, "", goal(took, 4, " s")
+    if (sampled := "jgpt sample, a later run") in started:
+        took = median(started, sampled, "seconds")
+        what = "`jgpt sample` of a small run to its first tokens, later"
+        yield what, "", f"{took:.1f} s", "", goal(took, 2, " s")
     if memory := measured("memory"):
         peaks = {name: statistics.median(its["peak_mib"]) for name, its in memory.items()}
         ratio = peaks["jgpt"] / peaks["nanoGPT"]

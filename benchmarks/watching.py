@@ -1,4 +1,4 @@
-"""Train while someone watches: until the first step is reported, or with its page open."""
+"""Watch commands: to the first step, to the first sampled text, or training with its page open."""
 
 import json
 import os
@@ -33,6 +33,21 @@ def first_step(out: str) -> Figures:
     finally:
         process.terminate()  # saving takes a while
         process.wait()
+
+
+def first_text(run: str) -> Figures:
+    """The seconds until `jgpt sample` writes the first tokens."""
+    command, began = jgpt("sample", run, "--prompt", "ROMEO:"), time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        written = b""
+        while len(written) <= len("ROMEO:"):
+            if not (more := os.read(process.stdout.fileno(), 1024)):
+                sys.exit(f"{command} wrote {written!r}")
+            written += more
+        seconds = time.perf_counter() - began
+        process.terminate()
+    return {"seconds": seconds}
 
 
 def page(steps: int, out: str, live: bool = False) -> Figures:

@@ -86,6 +86,19 @@ def test_ratios_on_other_processors_stand_beside(tmp_path, monkeypatch):
     assert step[:1] + step[3:] == [f"{steps}, float32", "0.80", "0.75"]
 
 
+def test_a_first_text_is_a_row_where_it_was_measured(tmp_path, monkeypatch):
+    figures = {f"jgpt {it}": {"seconds": [1]} for it in ("--help", "train, the first run")}
+    figures["jgpt train, a later run"] = {"seconds": [5]}
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for sampled, rows in (({}, 2), ({"jgpt sample, a later run": {"seconds": [3, 1, 2.5]}}, 3)):
+        record = json.dumps({"figures": figures | sampled})
+        (tmp_path / "startup.json").write_text(record)
+        found = list(tables.own_rows())
+        assert len(found) == rows
+    what = "`jgpt sample` of a small run to its first tokens, later"
+    assert found[-1] == (what, "", "2.5 s", "", "2 s (missed)")
+
+
 def test_mutants_are_counted_by_what_killed_them(tmp_path, monkeypatch):
     wrong = "a wrong result"
     said = [("a right call", wrong), (wrong, wrong), (wrong, ""), ("", wrong), ("", "")]
