@@ -88,11 +88,10 @@ def stream(
     context = int(length.max()) - 1  # without the last token, which the decode loop starts with
     # padded to a power of two, so that few programs serve prompts of all lengths
     width = min(size, 1 << (context - 1).bit_length()) if context else 0
-    tokens = np.pad(window, ((0, 0), (1, 0)))[:, size - width : size]
     # every token reads the whole cache: no larger than this text needs, by powers of two again
     longest = max(context + max_new_tokens, width, TOKENS_PER_CALL)
-    capacity = min(size, 1 << (longest - 1).bit_length())
-    cache = _prefill(weights, tokens, length - 1, graph=graph, capacity=capacity)
+    sizes = {"width": width, "capacity": min(size, 1 << (longest - 1).bit_length())}
+    window, length, cache = _prefill(weights, window, length, graph=graph, **sizes)
     recomputes = not isinstance(model, CachedLanguageModel) or (
         not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
     )
@@ -119,28 +118,35 @@ def stream(
     return pieces(calls(window, length, cache))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "capacity"))
+# With all weights kept, the results are committed to devices if these are, as those of the decode
+# loop will be: it would be compiled for both.
+@functools.partial(jax.jit, static_argnames=("graph", "width", "capacity"), keep_unused=True)
 @typed
 def _prefill(
     weights: PyTree[Float[Array, "..."] | Int8[Array, "..."]],
-    tokens: Int[Array, "batch time"],
+    window: Int[Array, "batch time"],
     length: Int[Array, " batch"],
     *,
     graph: nnx.GraphDef,
+    width: int,
     capacity: int,
-) -> KVCache:
-    """The KV cache of left-padded prompts of these lengths."""
+) -> tuple[Int[Array, "batch time"], Int[Array, " batch"], KVCache]:
+    """The left-padded prompts, their lengths, and the KV cache of all but the last token.
+
+    The cache is of the last `width` tokens before that one.
+    """
     model = nnx.merge(graph, weights)
-    batch, time = tokens.shape
+    batch, size = window.shape
     if not isinstance(model, CachedLanguageModel):
-        return KVCache((), batch=batch)
-    cache = model.empty_cache(batch, time or capacity)
-    cache.set_lengths(length - time)
-    if time:
+        return window, length, KVCache((), batch=batch)
+    cache = model.empty_cache(batch, width or capacity)
+    cache.set_lengths(length - 1 - width)
+    if width:
+        tokens = jnp.pad(window, ((0, 0), (1, 0)))[:, size - width : size]
         model.hidden(tokens, cache=cache)
         for layer in cache.layers:
             layer.grow(capacity)
-    return cache
+    return window, length, cache
 
 
 @typed

@@ -15,7 +15,9 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jgpt.config import Make, ModelConfig, OptimizerConfig, TrainConfig, as_dict
 from jgpt.contracts import typed
@@ -29,7 +31,7 @@ from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
 from jgpt.runs.manifest import Manifest, files_below, parse_file, sha256_of, verify
 from jgpt.runs.processes import together
-from jgpt.sharding import abstract_arrays
+from jgpt.sharding import abstract_arrays, shardings
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, abstract_state, stack_state, state_specs, unstack_state
 from jgpt.user_code import changed_code, with_code
@@ -142,7 +144,9 @@ class Checkpoints:
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
         step, arrays = self._restore(config, which, ("weights", "optimizer"))
-        return stack_state(config, TrainState(**arrays, step=jnp.int32(step)))
+        # committed to devices like the other arrays, or steps would be compiled for both
+        arrays["step"] = jax.device_put(np.int32(step), shardings(PartitionSpec()))
+        return stack_state(config, TrainState(**arrays))
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:

@@ -196,8 +196,9 @@ def prefills(monkeypatch):
     """The calls of `_prefill`, which computes nothing."""
     calls = []
 
-    def prefill(weights, tokens, length, *, graph, capacity):
-        calls.append({"width": tokens.shape[1], "capacity": capacity})
+    def prefill(weights, window, length, *, graph, width, capacity):
+        calls.append({"width": width, "capacity": capacity})
+        return window, length, None
 
     monkeypatch.setattr(decoding, "_prefill", prefill)
     return calls
@@ -245,6 +246,16 @@ def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
     for program in ("jit(_prefill)", "jit(_draw)"):  # besides small ones that others may have left
         assert sum(program in line for line in first) == 1
     assert others == [[], []]
+
+
+@pytest.mark.parametrize("time", [1, 3])
+def test_weights_that_are_committed_to_a_device_compile_one_decode_loop(time, caplog):
+    """As those of a checkpoint are; what the loop returns is committed then."""
+    model = small_model("nanogpt", vocab_size=VOCAB + 10 + time, num_layers=1)
+    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        generate(model, PROMPT[:, :time], TOKENS_PER_CALL + 1, key=KEY)
+    assert sum("XLA compilation of jit(_draw)" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import logging
 import math
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jgpt import DataConfig, OptimizerConfig, TrainConfig, fit, load
@@ -80,7 +82,7 @@ RUNS: dict[str, dict[str, Any]] = {
     ),
 )
 def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
-    run, killed_at, last, kept, trained, small_run, tmp_path
+    run, killed_at, last, kept, trained, small_run, tmp_path, caplog
 ):
     """Its last checkpoint is of step `last`; a run that is never killed keeps those of `kept`."""
     config = with_changes(small_run, **RUNS[run])
@@ -106,7 +108,9 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
         with (out / name).open("a") as file:
             file.write('{"step": 9, "lo')  # damage, which is cut off
     # in calls of another size, too
-    resumed = fit(dataclasses.replace(config, steps_per_call=5), resume=True)
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        resumed = fit(dataclasses.replace(config, steps_per_call=5), resume=True)
+    assert sum("XLA compilation of jit(steps)" in line for line in caplog.messages) == 1
     assert kill_resume.fingerprint(out) == kill_resume.fingerprint(whole.directory)
     assert (resumed.sample, resumed.validation_loss) == (whole.sample, whole.validation_loss)
     assert [line["step"] for line in RunDirectory(out).provenance()] == [0, last]  # no step twice
