@@ -273,6 +273,14 @@ def specs_like(tree: Any, weights: Any) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
+def without_trailing_none(spec: PartitionSpec) -> PartitionSpec:
+    """The shortest spec of the same sharding: P("fsdp") for P("fsdp", None)."""
+    axes = list(spec)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return PartitionSpec(*axes)
+
+
 def shardings(specs: Any) -> Any:
     """Specs as shardings over the devices of the mesh that is set, or on the default device."""
     mesh = jax.sharding.get_mesh()
