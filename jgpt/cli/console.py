@@ -20,7 +20,7 @@ from jgpt.cli.terminal import say, spinner
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
-from jgpt.hardware import device_kinds, process_count
+from jgpt.hardware import device_kinds
 from jgpt.nn.models import Weights
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.progress import Progress as TrainingProgress
@@ -62,7 +62,7 @@ class ConsoleProgress(TrainingProgress):
         self.spinner = spinner(console, doing)
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
         self.steps = self.out = None
-        self.most_steps = 1 if console.is_terminal and process_count() == 1 else None
+        self.most_steps = 1 if console.is_terminal else None
         self.tokens_per_step = 1
         self.validation = self.details = ""
         self.last_line = console.get_time()

@@ -27,6 +27,7 @@ from jgpt.hardware import (
     accelerators,
     current_platform,
     memory_limit,
+    process_count,
     process_index,
     release_memory,
 )
@@ -366,8 +367,10 @@ class _Training:
         pauses = {next_evaluation, config.steps, *self.early}
         if traced:
             pauses |= {traced.start, traced.stop}
-        most = self.progress.most_steps or config.steps_per_call
-        count = min(config.steps_per_call, most, min(at for at in pauses if at > first) - first)
+        # the other processes have no such progress, and all take as many steps
+        asked = self.progress.most_steps if process_count() == 1 else None
+        most = min(config.steps_per_call, asked or config.steps_per_call)
+        count = min(most, min(at for at in pauses if at > first) - first)
         if traced and first == traced.start and process_index() == 0:
             self.trace.enter_context(jax.profiler.trace(self.checkpoints.run.path / PROFILE))
         sizes = config.steps_per_call, config.batch_size, config.model.block_size

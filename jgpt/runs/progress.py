@@ -13,7 +13,7 @@ class Progress:
     """Training callbacks; the default does nothing."""
 
     most_steps: int | None = None
-    """The most steps between calls of `stepped`; None: `steps_per_call`."""
+    """The most steps between calls of `stepped`, in a single process; None: `steps_per_call`."""
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Training starts, or is resumed, at the state's step."""

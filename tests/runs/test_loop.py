@@ -119,6 +119,19 @@ def test_the_saved_config_repeats_the_run_and_progress_that_hears_sooner_changes
     assert heard.steps[5:] in ([6, 8, 10, 11], [7, 8, 10, 11])  # evaluated at 8
 
 
+def test_in_many_processes_a_call_has_as_many_steps_as_in_those_without_progress(
+    small_run, tmp_path, monkeypatch
+):
+    class Sooner(Heard):
+        most_steps = 1
+
+    monkeypatch.setattr("jgpt.runs.loop.process_count", lambda: 2)
+    heard = Sooner()
+    fit(dataclasses.replace(small_run, out=str(tmp_path / "run")), progress=heard)
+    # steps_per_call is 3, early estimates at 1 and 2, evaluations at 4 and 8
+    assert heard.steps == [1, 2, 4, 7, 8, 11]
+
+
 class Observed(NamedTuple):
     """A run, and what was seen of it."""
 
