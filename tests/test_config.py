@@ -360,7 +360,7 @@ def forward_pass(config):
     [
         (ModelConfig, "architecture", "nn/models.py", abstract_model),
         (ModelConfig, "norm", "nn/layers.py", abstract_model),
-        (ModelConfig, "positions", "nn/heads.py", abstract_model),
+        (ModelConfig, "positions", "nn/transformer.py", abstract_model),
         (ModelConfig, "activation", "nn/transformer.py", forward_pass),
         (ModelConfig, "attention_kernel", "nn/kernels.py", abstract_model),
         (OptimizerConfig, "optimizer", "training/optimizer.py", lambda its: make_optimizer(its, 9)),

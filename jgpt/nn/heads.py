@@ -1,7 +1,7 @@
 """Head and MultiHeadAttention: self-attention, cross-attention, and attention over a KV cache."""
 
 import functools
-from typing import Any, assert_never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,14 +129,7 @@ class MultiHeadAttention(_Attention):
         self.causal, self.dropout = causal, config.dropout
         self.window, self.scale = config.attention_window, config.attention_scale
         self.fused = kernels.uses_fused_kernel(config.attention_kernel)
-        match config.positions:
-            case "rotary":
-                self.rotary = True
-            case "learned":  # the model adds them to the embeddings
-                self.rotary = False
-            case _:
-                assert_never(config.positions)
-        self.rotary_base = config.rotary_base
+        self.rotary, self.rotary_base = config.positions == "rotary", config.rotary_base
         options = {"use_scale": config.qk_norm_scale, "param_dtype": config.param_dtype}
         norm = functools.partial(RMSNorm, self.head_dim, epsilon=1e-6, **options)
         self.query_norm = norm() if config.qk_norm else None

@@ -127,11 +127,13 @@ class GPT(Module):
         self.token_embedding = Embedding(
             config.vocab_size, config.embed_dim, dimension="vocab_size", **new
         )
-        self.position_embedding = (
-            Embedding(config.block_size, config.embed_dim, **new)
-            if config.positions == "learned"
-            else None
-        )
+        match config.positions:
+            case "learned":
+                self.position_embedding = Embedding(config.block_size, config.embed_dim, **new)
+            case "rotary":  # attention rotates queries and keys
+                self.position_embedding = None
+            case _:
+                assert_never(config.positions)
         self.supports_rolling_cache = config.positions == "rotary"
         self.ngram_embedding = NGramEmbedding(config, rngs=rngs) if config.ngram_sizes else None
         scales = jnp.zeros(config.num_layers, config.param_dtype)
