@@ -81,16 +81,23 @@ def test_one_program_takes_any_count_and_the_donated_state(train_steps, initial)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
 
 
-@pytest.mark.parametrize("parts", [1, 5])
-def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts):
-    """The same window at each step, at a learning rate that moves nothing."""
+@pytest.mark.parametrize(("parts", "ema_decay"), [(1, 0.0), (5, 0.0), (5, 0.5)])
+def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts, ema_decay):
+    """The same window at each step, at a learning rate that moves nothing.
+
+    Of averaged weights the gradient is that at the trained ones.
+    """
+    still = {"learning_rate": 1e-30, "min_learning_rate": 1e-30, "weight_decay": 0.0}
     config = dataclasses.replace(
         CONFIG,
         micro_batches=parts,
         model=dataclasses.replace(CONFIG.model, dropout=0.5),
-        optimizer=OptimizerConfig(learning_rate=1e-30, min_learning_rate=1e-30, weight_decay=0.0),
+        optimizer=OptimizerConfig(**still, ema_decay=ema_decay),
     )
     state, key = init_state(config), dropout_stream(config.seed)
+    trained = jax.tree.map(lambda leaf: 1.5 * leaf, state.weights) if ema_decay else state.weights
+    if ema_decay:
+        state = dataclasses.replace(state, optimizer=state.optimizer._replace(trained=trained))
     graph = nnx.graphdef(abstract_model(config.model))
     window = batches(TOKENS, config.seed, 0, 1, 5, 6)[0]
 
@@ -105,13 +112,13 @@ def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts):
         of_step = jax.random.fold_in(key, step)
         keys = jax.random.split(of_step, parts) if parts > 1 else [of_step]
         pieces = zip(jnp.split(window, parts), keys, strict=True)
-        losses, gradients = zip(*(loss_of(state.weights, *given) for given in pieces), strict=True)
+        losses, gradients = zip(*(loss_of(trained, *given) for given in pieces), strict=True)
         expected.append(np.mean(losses))
         means = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *gradients)
         norms.append(np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(means))))
     assert len(set(expected)) == 3
     windows = jnp.stack([window] * 3)
-    _, metrics = make_train_steps(config)(init_state(config), windows, key, 3, 0)
+    _, metrics = make_train_steps(config)(state, windows, key, 3, 0)
     np.testing.assert_allclose(metrics.loss, expected, rtol=1e-5)
     np.testing.assert_allclose(metrics.gradient_norm, norms, rtol=1e-4)
 
