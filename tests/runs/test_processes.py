@@ -308,6 +308,15 @@ def test_a_process_alone_agrees_with_itself():
     assert raised.value is failure
 
 
+def test_what_any_process_was_given_must_be_that_of_process_0(monkeypatch):
+    given = [{"seed": 1, "out": "a"}] * 2 + [{"seed": 2, "out": "a"}]
+    monkeypatch.setattr(module, "gather", lambda facts: [facts, *given[1:]])
+    with pytest.raises(ValueError, match=r"^process 2 differs: seed is 2, in process 0 1; they m"):
+        require_same(given[0])
+    monkeypatch.setattr(module, "gather", lambda facts: [facts] * 3)
+    require_same(given[0])
+
+
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_go_on_as_one_and_back(options, tmp_path):
     train_alone(*options[:-1], tmp_path / "one", "--steps", 18, devices=1)
