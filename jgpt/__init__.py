@@ -1,6 +1,5 @@
 """A GPT in JAX and Flax NNX with checked array shapes."""
 
-from importlib import metadata
 from typing import Any
 
 import lazy_loader
@@ -13,7 +12,9 @@ _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return metadata.version("jgpt")
+        from importlib.metadata import version  # takes as long as all else here
+
+        return version("jgpt")
     if name not in __all__:
         raise AttributeError(f"jgpt has no attribute {name!r}{_did_you_mean(name, __all__)}")
     return _load(name)

@@ -5,6 +5,7 @@ Attribute docstrings are the command line's help. Nothing here imports jax.
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import inspect
 import json
@@ -79,16 +80,22 @@ Fraction = Annotated[float, FRACTION]
 DecayRate = Annotated[float, DECAY_RATE]
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, tuple[Any, Any]]:
+    """The type of each field, without and with rules."""
+    annotated = typing.get_type_hints(kind, include_extras=True)
+    return {name: (hint, annotated[name]) for name, hint in typing.get_type_hints(kind).items()}
+
+
 def _validate(config: Any) -> None:
     """Raise ValueError for a field of another type, as from edited JSON, or out of bounds."""
-    annotated = typing.get_type_hints(type(config), include_extras=True)
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, (hint, annotated) in _hints(type(config)).items():
         value = getattr(config, name)
         if not _has_type(value, hint):
             advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
             raise ValueError(f"{name} must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}")
         rules = [FINITE] if isinstance(value, (int, float)) else []
-        for kind in (annotated[name], *get_args(annotated[name])):  # in `Count | None`, also Count
+        for kind in (annotated, *get_args(annotated)):  # in `Count | None`, also Count
             if hasattr(kind, "__metadata__") and _has_type(value, kind.__origin__):
                 rules += kind.__metadata__
         for rule in rules:

@@ -95,6 +95,7 @@ def test_commands_import_jax_when_they_need_it_and_show_that_they_do(data_direct
     code = (
         "import sys, jgpt.cli\n"
         "jgpt.cli.main(['--help'])\n"
+        "assert 'importlib.metadata' not in sys.modules\n"  # half of what `import jgpt` took
         f"jgpt.cli.main({command!r})\n"
         "assert not {'jax', 'flax', 'matplotlib'} & set(sys.modules)\n"
         "import jgpt.cli.commands as commands\n"
