@@ -54,7 +54,7 @@ MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
     "options",
     [
         {"qkv_bias": True, "use_bias": True, "causal": False},
-        {**MODERN, "qkv_bias": True, "num_kv_heads": 1, "rotary_base": 50.0},
+        {**MODERN, "qk_norm_scale": True, "qkv_bias": True, "num_kv_heads": 1, "rotary_base": 50.0},
         {**MODERN, "num_heads": 6, "num_kv_heads": 3, "window": 2},
     ],
     ids=str,
