@@ -115,12 +115,12 @@ def compare(
                     measured.setdefault(variant.name, {}).setdefault(figure, []).append(value)
                 told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                 print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
-            if index >= 0 and not options.only:
+            if measured.keys() - {PROCESSOR} and not options.only:
                 write(name, {"figures": measured, **facts(measured)}, machine, options.results)
     print("median (least to most)")
     for variant, its in measured.items():
         print(f"{variant}: " + ", ".join(f"{figure} {spread(its[figure])}" for figure in its))
-    if not options.only:
+    if measured.keys() - {PROCESSOR} and not options.only:
         print(options.results / f"{name}.json")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -143,6 +143,9 @@ def test_a_variant_that_fails_is_said_and_the_rest_is_kept(tmp_path, monkeypatch
     assert record["figures"]["good"]["found"] == [2.5, 2.5]
     said = capsys.readouterr().err
     assert said.count("bad ended with 1:") == said.count("ValueError: no such thing") == 1
+    with pytest.raises(SystemExit, match="failed: bad"):
+        runner.compare("none", variants[:1], runner.Rounds(rounds=1, results=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["some.json"]
 
 
 @pytest.mark.parametrize("name", ["step_time", "time_to_loss", "memory"])
