@@ -48,7 +48,8 @@ WITHOUT = {
     "tests/test_site.py",
 }
 CONTRACT = ("dtype", "weaken", "rename", "swap", "any shape", "drop check", "drop @")
-SECONDS_PER_MUTANT = 600
+SECONDS_PER_TEST = 600
+"""A mutant that hangs is noticed; one that survives runs all tests, however long they take."""
 SURVIVED, KILLED, EQUIVALENT, NOT_TRIED = "survived", "killed", "equivalent", "not tried"
 NEEDED = (
     "flax.nnx",
@@ -83,6 +84,9 @@ class MostLikelyFirst:
         self.function = mutant.where if mutant else ""
         path = self.function.removeprefix(module_name(mutant.file)).split(".") if mutant else [""]
         self.names = path[-1], path[:2][-1]
+
+    def pytest_runtest_setup(self) -> None:
+        signal.alarm(SECONDS_PER_TEST)
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         if self.alone:
@@ -132,7 +136,7 @@ def start(mutant: Edit | None, tree: Path, noticed: set[str]) -> int:
         return pid
     code = 70
     try:
-        signal.alarm(SECONDS_PER_MUTANT)
+        signal.alarm(SECONDS_PER_TEST)
         sys.dont_write_bytecode = True
         os.chdir(tree)
         if mutant:
@@ -216,7 +220,7 @@ def verdict(tree: Path, code: int) -> str:
     if failed and code in (1, 2):  # a test failed, or could not even be imported
         return f"{KILLED} by {failed[0].split(' ', 1)[1].split(' - ')[0]}"
     if code == -signal.SIGALRM:
-        return f"{KILLED}: it ran for more than {SECONDS_PER_MUTANT} seconds"
+        return f"{KILLED}: a test ran for more than {SECONDS_PER_TEST} seconds"
     # pytest itself never ends without a summary; `jgpt train` leaves so when a process is lost
     if code == 2 and set("".join(lines)) <= set("."):
         return f"{KILLED}: it ended the process in the middle of a test"
