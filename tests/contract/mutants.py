@@ -124,7 +124,9 @@ def stages(mutant: Edit | None) -> Iterator[tuple[list[str], bool]]:
         def distance(name: str) -> int:
             if files[name].stem == f"test_{mutant.stem}" or module in files[name].read_text():
                 return 0
-            return 1 if files[name].parent.name == Path(mutant.file).parent.name else 2
+            if files[name].parent.name == "parity" and mutant.file.startswith(("nn/", "training/")):
+                return 1
+            return 2 if files[name].parent.name == Path(mutant.file).parent.name else 3
 
         for _, group in itertools.groupby(sorted(files, key=distance), distance):
             yield list(group), False
