@@ -54,6 +54,12 @@ class KillAt(Progress):
             raise Killed
 
 
+class KillBeforeTheFirstCheckpoint(Progress):
+    def estimated(self, step, validation_loss):
+        if step > 0:  # the estimate of step 0 is written down
+            raise Killed
+
+
 MODERN = config_of("modern", num_kv_heads=1, attention_scale=0.5)
 MUON = {"optimizer": "muon", "schedule": "wsd", "embedding_learning_rate": 0.02, "ema_decay": 0.7}
 SIZES = ("vocab_size", "block_size", "num_layers", "num_heads", "embed_dim", "dropout")
@@ -73,6 +79,7 @@ RUNS: dict[str, dict[str, Any]] = {
         lambda case: case[0] in ("small", "bigram"),
         [
             ("small", None, 4, [8, 11]),
+            ("small", 1, 0, [8, 11]),
             ("small", 2, 1, [8, 11]),
             ("small", 8, 4, [8, 11]),
             ("bigram", 8, 2, [32, 64]),
@@ -84,7 +91,10 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
     run, killed_at, last, kept, trained, small_run, tmp_path, caplog
 ):
-    """Its last checkpoint is of step `last`; a run that is never killed keeps those of `kept`."""
+    """Its last checkpoint is of step `last`; a run that is never killed keeps those of `kept`.
+
+    Killed at step 1, it has none yet.
+    """
     config = with_changes(small_run, **RUNS[run])
     whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole"))) if RUNS[run] else trained
     assert RunDirectory(whole.directory).checkpoint_steps() == kept
@@ -94,16 +104,19 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
     (out / "lock").touch()
     (out / "config.json.partial").write_text("{")
     if killed_at:
+        kill = KillAt(killed_at) if last else KillBeforeTheFirstCheckpoint()
         with pytest.raises(Killed):
-            fit(config, resume=True, progress=KillAt(killed_at))
+            fit(config, resume=True, progress=kill)
     else:
         calls = iter([False, False, False, True])
         with pytest.raises(TrainingStopped) as stopped:
             fit(config, resume=True, should_stop=lambda: next(calls))
         assert str(stopped.value) == f"stopped after step {last}; its checkpoint is in {out}"
         assert stopped.value.step == last
-    assert RunDirectory(out).checkpoint_steps()[-1] == last
-    load(out)
+    assert RunDirectory(out).checkpoint_steps()[-1:] == [last] * bool(last)
+    assert RunDirectory(out).metrics()[0]["step"] == 0
+    if last:
+        load(out)
     for name in ("metrics.jsonl", "provenance.jsonl"):
         with (out / name).open("a") as file:
             file.write('{"step": 9, "lo')  # damage, which is cut off
