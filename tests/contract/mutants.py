@@ -122,11 +122,12 @@ def stages(mutant: Edit | None) -> Iterator[tuple[list[str], bool]]:
         module = module_name(mutant.file)
 
         def distance(name: str) -> int:
-            if files[name].stem == f"test_{mutant.stem}" or module in files[name].read_text():
+            if files[name].stem == f"test_{mutant.stem}":
                 return 0
             if files[name].parent.name == "parity" and mutant.file.startswith(("nn/", "training/")):
                 return 1
-            return 2 if files[name].parent.name == Path(mutant.file).parent.name else 3
+            near = files[name].parent.name == Path(mutant.file).parent.name
+            return 2 if near or module in files[name].read_text() else 3
 
         for _, group in itertools.groupby(sorted(files, key=distance), distance):
             yield list(group), False
