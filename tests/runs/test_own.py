@@ -144,6 +144,18 @@ def test_what_a_model_lacks_is_said_by_name():
     assert "a Mine holds RngCount, RngKey: a model holds nnx.Param alone" in refusal(dropping)
 
 
+def test_an_optimizer_is_made_from_the_config_and_the_steps_of_the_run():
+    given = []
+
+    def make(*arguments):
+        given.append(arguments)
+        return optax.sgd(0.1)
+
+    config = jgpt.OptimizerConfig(make=make, schedule_steps=4)
+    make_optimizer(config, 10)
+    assert given == [(config, 10)]
+
+
 def test_what_is_no_optimizer_is_refused():
     config = jgpt.OptimizerConfig(make=lambda config, steps: 3)
     with pytest.raises(ValueError, match=r"must make an optax\.Gradient.*, not int"):
