@@ -37,6 +37,8 @@ def test_each_line_is_a_message(run):
     assert refusal.startswith("the message is too long: ")
     assert "--block-size" not in refusal
     assert (lost, last) == (lines[-2], "!!!!!")
+    done = command("chat", run, *GREEDY, 5, "--system", "z" * 70, stdin=b"it\n")
+    assert done.stdout.startswith("the message is too long: ")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")

@@ -354,10 +354,16 @@ def test_only_weights_in_int8_are_quantised(run, monkeypatch):
     monkeypatch.setattr(
         "jgpt.generation.text.stream_text", lambda model, *_, **__: sampled.append(model) or ()
     )
+
+    def chat(model, *_, **__):
+        sampled.append(model)
+        raise ValueError("go")
+
+    monkeypatch.setattr("jgpt.generation.chat.Chat", chat)
     for weights in ("saved", "int8"):
         worked("sample", run, "--weights", weights)
-    assert type(sampled[0]) is GPT
-    assert sampled[1] == "quantised"
+        assert refused("chat", run, "--weights", weights) == "jgpt: go"
+    assert [type(model) for model in sampled] == [GPT, GPT, str, str]
 
 
 def test_carriage_returns_are_newlines_and_that_is_said_once(two, text_file, tmp_path):
@@ -406,21 +412,23 @@ def test_control_characters_are_shown_as_pictures(tmp_path):
         ("chat",),
         ("attention", "--prompt", "the", "--out", "a.png"),
         ("look", "--prompt", "the"),
+        ("look", "--live", "--no-browser"),
         ("export", "--out", "exported", "--zero-biases"),
         ("eval",),
     ],
-    ids=lambda command: command[0],
+    ids=lambda command: " ".join(command[:2]),
 )
 def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
     command, run, monkeypatch, tmp_path
 ):
     asked = []
 
-    def read(run, which="best", **_):
+    def read(run, *_, which="best", **__):
         asked.append(which)
         raise ValueError("read")
 
     monkeypatch.setattr("jgpt.runs.checkpoints.load", read)
+    monkeypatch.setattr("jgpt.runs.live.RunPage", read)
     monkeypatch.setattr("jgpt.runs.loop.evaluate", read)
     name, *options = command
     for given in ("best", "last", "30"):

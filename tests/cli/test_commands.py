@@ -15,8 +15,11 @@ from jgpt import TrainConfig
 from jgpt.cli import main
 from jgpt.cli.commands import info
 from jgpt.cli.console import describe, describe_ahead
+from jgpt.generation.text import stream_text
 from jgpt.hardware import CHIPS
+from jgpt.runs.checkpoints import load
 from jgpt.runs.loop import evaluate
+from jgpt.sharding import current_mesh
 from jgpt.training.ahead import Collective, CompiledStep
 from jgpt.training.plan import Plan, TrainingMemory
 from tests.commands import worked
@@ -123,12 +126,24 @@ def test_a_plan_as_json(capsys, monkeypatch, poem):
 
 
 @pytest.mark.slow
-def test_a_mesh_samples_and_evaluates_alike(trained):
-    said = []
+def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
+    said, meshes = [], []
+
+    def heard(call):
+        def wrapper(*arguments, **options):
+            meshes.append(dict(current_mesh().shape))
+            return call(*arguments, **options)
+
+        return wrapper
+
+    monkeypatch.setattr("jgpt.runs.checkpoints.load", heard(load))
+    monkeypatch.setattr("jgpt.generation.text.stream_text", heard(stream_text))
+    monkeypatch.setattr("jgpt.runs.loop.evaluate", heard(evaluate))
     for mesh in ((), ("--mesh", "data=2,fsdp=2,tensor=2")):
         ask = (trained.directory, *mesh)
         text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)
         said.append((text, json.loads(worked("eval", *ask, "--json"))))
+    assert meshes == [{}] * 3 + [{"data": 2, "fsdp": 2, "tensor": 2}] * 3
     (text, alone), (same, together) = said
     assert text == same
     assert alone["tokens"] == together["tokens"]

@@ -79,7 +79,10 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
     """Both loaders and both writers have tests of what they compute."""
     write_nanogpt(tmp_path / "ckpt.pt", bias=bias)
     run, out = tmp_path / "run", tmp_path / "gpt2"
-    nanogpt = ("--from", "nanogpt", "--out", run, "--tokenizer", text_file)
+    text = tmp_path / "text.txt"
+    text.write_bytes(text_file.read_bytes().replace(b"\n", b"\r\n"))
+    nanogpt = ("--from", "nanogpt", "--out", run, "--tokenizer", text)
+    assert "18" in refused("import", tmp_path / "ckpt.pt", *nanogpt, "--no-universal-newlines")
     worked("import", tmp_path / "ckpt.pt", *nanogpt)
     model, tokenizer, _ = load(run)
     assert tokenizer.decode(range(17)) == "\nabcdefghijklmnop"
@@ -96,7 +99,9 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
 
 
 def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
-    worked("import", gpt2, "--out", tmp_path / "run", "--tokenizer", imported / "tokenizer.json")
+    own = ("--tokenizer", imported / "tokenizer.json", "--no-universal-newlines")
+    worked("import", gpt2, "--out", tmp_path / "run", *own)
+    assert not load(tmp_path / "run")[2].dataset.universal_newlines
     assert (tmp_path / "run" / "tokenizer.json").read_text() == (
         imported / "tokenizer.json"
     ).read_text()

@@ -363,6 +363,7 @@ def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp
         line = refused(*words, cwd=folder)
         assert line.endswith("which a run never loads by itself: give --model my.py:GPT"), line
     assert "validation loss" in worked("eval", "r", "--model", "my.py:GPT", cwd=folder)
+    assert "training memory" in worked("info", "r", *own, cwd=folder)
     with (folder / "my.py").open("a") as file:
         file.write("# changed\n")
     done = command("eval", "r", "--model", "my.py:GPT", cwd=folder)
