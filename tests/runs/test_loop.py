@@ -20,6 +20,7 @@ from flax import nnx
 from jgpt import BigramLM, ByteTokenizer, DataConfig, ModelConfig, fit, generate, load
 from jgpt.config import to_json
 from jgpt.data.dataset import load_dataset, prepare
+from jgpt.hardware import Platform
 from jgpt.nn.loss import token_losses
 from jgpt.runs import loop, plots
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
@@ -387,3 +388,26 @@ def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, monkeyp
             with pytest.raises(OSError, match=rf"{said} free, the checkpoints need 16\.0 MiB"):
                 start(config)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_model_of_a_run_is_of_the_platform_it_was_trained_for(small_run, tmp_path):
+    config = with_changes(small_run, model={"dtype": "auto"}, out=str(tmp_path / "run"), steps=1)
+    run = fit(config, platform=Platform("tpu"))
+    assert (run.config.model.dtype, run.config.model.activation_dtype) == ("bfloat16", "auto")
+    model: Any = run.model
+    assert (model.config.dtype, model.config.activation_dtype) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [(None, 1), ("data=2,fsdp=4", 8)])
+def test_the_utilisation_is_that_of_all_devices(small_run, tmp_path, monkeypatch, mesh, devices):
+    class Made(Exception):
+        pass
+
+    def logger(config, run, trackers, tokens, devices, report):
+        raise Made(devices)
+
+    monkeypatch.setattr(loop, "MetricsLogger", logger)
+    out = str(tmp_path / "run")
+    with pytest.raises(Made) as made:
+        fit(dataclasses.replace(small_run, batch_size=8, mesh=mesh, out=out))
+    assert made.value.args == (devices,)

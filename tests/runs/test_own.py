@@ -26,6 +26,7 @@ from jgpt.training.step import state_specs
 from jgpt.user_code import load_code, with_code
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
+from tests.runs.harness import Heard
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Sums(nnx.Module):
 
     def __call__(self, tokens, *, rngs=None):
         return self.logits(self.hidden(tokens, rngs=rngs))
+
+
+class OtherSums(Sums):
+    """The same, as other code."""
 
 
 def lion(config: jgpt.OptimizerConfig, steps: int) -> optax.GradientTransformation:
@@ -102,6 +107,11 @@ def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(
     assert f"step 4: validation loss {resumed.validation_loss:.4f}" in shown
     jgpt.fit(stopped, resume=True, progress=None, **own)
     assert capsys.readouterr().err == ""
+    heard = Heard()
+    jgpt.fit(stopped, model=OtherSums, optimizer=lion, resume=True, progress=heard)
+    (said,) = heard.messages
+    assert said.startswith("the model ")
+    assert said.endswith("test_own.py:OtherSums has changed since the run began")
     assert jgpt.load(run.directory, **own)[2] == run.config
     model, tokenizer, found = jgpt.load(run.directory, model=Sums)
     for other in (resumed.model, model):
