@@ -175,6 +175,18 @@ def test_a_wrong_result_is_blamed_on_the_return(name: str):
             assert str(caught.value).startswith(f"{name}() returned a wrong result."), answer
 
 
+@pytest.mark.parametrize("axis", [0, 2], ids=["chunks", "chunk"])
+@pytest.mark.parametrize("index", range(3))
+def test_the_chunks_of_a_batch_are_as_many_and_as_long_in_each_result(index: int, axis: int):
+    call = calls_of("jgpt.nn.loss._chunked")[0]
+    answer = list(call.again(call.good))
+    shape, dtype = list(answer[index].shape), answer[index].dtype.name
+    shape[axis] += 1
+    answer[index] = Value(tuple(shape), dtype).like(answer[index])
+    with pytest.raises(TypeCheckError, match="returned a wrong result"):
+        call.again(call.good, lying(call, tuple(answer)))
+
+
 def test_what_is_written_is_on_the_host():
     call = calls_of("jgpt.interop.names.write_tensors")[0]
     with pytest.raises(TypeCheckError, match="returned a wrong result"):
