@@ -2,16 +2,18 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import jgpt
+from jgpt import GPT, BigramLM
 from jgpt.contracts import LEGEND
-from jgpt.nn.models import LanguageModel
+from jgpt.nn.models import CachedLanguageModel, LanguageModel
 from tests.contract.inspection import (
     annotations,
     callables,
@@ -188,3 +190,21 @@ def test_lint_bans_what_switches_checks_off(tmp_path: Path):
         text=True,
     )
     assert (run.returncode, run.stdout.count("TID251")) == (1, 2)
+
+
+@pytest.mark.parametrize("protocol", [LanguageModel, CachedLanguageModel])
+@pytest.mark.parametrize("model", [GPT, BigramLM])
+@pytest.mark.parametrize("method", ["hidden", "logits", "__call__"])
+def test_a_protocol_says_of_arrays_what_its_models_say(protocol, model, method):
+    """Where a model has sizes of its own, a protocol has names."""
+
+    def written(kind):
+        hints = get_type_hints(getattr(kind, method))
+        arrays = {name: str(hint) for name, hint in hints.items() if "Array" in str(hint)}
+        for own, name in (("embed_dim", "features"), ("vocab_size", "vocab")):
+            size = re.compile(rf"{{self\.(\w+\.)?{own}}}")
+            arrays = {each: size.sub(name, hint) for each, hint in arrays.items()}
+        return arrays
+
+    assert written(protocol) == written(model)
+    assert len(written(protocol)) == 2

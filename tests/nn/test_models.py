@@ -1,15 +1,14 @@
 """How big a model is: counted by hand, and counted in the model itself."""
 
-import re
-from typing import Any, get_type_hints
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jgpt import GPT, BigramLM, LanguageModel, ModelConfig, create_model
-from jgpt.nn.models import CachedLanguageModel, abstract_model, flops_per_token, parts_of
+from jgpt import ModelConfig, create_model
+from jgpt.nn.models import abstract_model, flops_per_token, parts_of
 from tests.models import FAMILIES, config_of
 
 MODERN = config_of("modern")
@@ -115,21 +114,3 @@ def test_a_bigram_looks_up_alone():
     config = ModelConfig(architecture="bigram", vocab_size=17)
     assert flops_per_token(config) == 0
     assert [(part.name, part.parameters) for part in parts_of(config)] == [("table", 289)]
-
-
-@pytest.mark.parametrize("protocol", [LanguageModel, CachedLanguageModel])
-@pytest.mark.parametrize("model", [GPT, BigramLM])
-@pytest.mark.parametrize("method", ["hidden", "logits", "__call__"])
-def test_a_protocol_says_of_arrays_what_its_models_say(protocol, model, method):
-    """Where a model has sizes of its own, a protocol has names."""
-
-    def written(kind):
-        hints = get_type_hints(getattr(kind, method))
-        arrays = {name: str(hint) for name, hint in hints.items() if "Array" in str(hint)}
-        for own, name in (("embed_dim", "features"), ("vocab_size", "vocab")):
-            size = re.compile(rf"{{self\.(\w+\.)?{own}}}")
-            arrays = {each: size.sub(name, hint) for each, hint in arrays.items()}
-        return arrays
-
-    assert written(protocol) == written(model)
-    assert len(written(protocol)) == 2
