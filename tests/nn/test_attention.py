@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import Head, attend, attention_weights, causal_mask
+from jgpt import Head, ModelConfig, attend, attention_weights, causal_mask
 from jgpt.nn import kernels
 from jgpt.nn.attention import apply_rotary
 from jgpt.nn.kernels import attend_windowed, fused_attend, repeat_heads
@@ -175,6 +175,8 @@ def test_turning_is_as_narrow_as_what_it_turns():
     x, position = normal(0, TIME, 6, dtype=jnp.bfloat16), jnp.arange(1000, 1000 + TIME)
     turned = compiled(apply_rotary, x, position)
     assert turned.dtype == jnp.bfloat16
+    base = compiled(functools.partial(apply_rotary, base=ModelConfig.rotary_base), x, position)
+    assert np.array_equal(turned, base)  # the default, of features that turn far
     # the angles are not narrow: 1001 and 1002 are one number in bfloat16
     wide = compiled(apply_rotary, x.astype(jnp.float32), position)
     np.testing.assert_allclose(np.float32(turned), wide, atol=0.05)
