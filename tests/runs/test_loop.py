@@ -390,6 +390,16 @@ def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_plan_is_of_one_device_of_the_mesh(small_run, tmp_path):
+    config = dataclasses.replace(small_run, batch_size=8, out=str(tmp_path / "run"))
+    replicated, sharded = (
+        plan(dataclasses.replace(config, mesh=mesh)).memory for mesh in ("data=8", "data=2,fsdp=4")
+    )
+    assert replicated is not None
+    assert sharded is not None
+    assert 0 < sharded.state < replicated.state / 2
+
+
 def test_the_model_of_a_run_is_of_the_platform_it_was_trained_for(small_run, tmp_path):
     config = with_changes(small_run, model={"dtype": "auto"}, out=str(tmp_path / "run"), steps=1)
     run = fit(config, platform=Platform("tpu"))
