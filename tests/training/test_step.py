@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +88,12 @@ def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts, ema_de
 
     Of averaged weights the gradient is that at the trained ones.
     """
-    still = {"learning_rate": 1e-30, "min_learning_rate": 1e-30, "weight_decay": 0.0}
+    still: dict[str, Any] = dict.fromkeys(("learning_rate", "min_learning_rate"), 1e-30)
     config = dataclasses.replace(
         CONFIG,
         micro_batches=parts,
         model=dataclasses.replace(CONFIG.model, dropout=0.5),
-        optimizer=OptimizerConfig(**still, ema_decay=ema_decay),
+        optimizer=OptimizerConfig(**still, weight_decay=0.0, ema_decay=ema_decay),
     )
     state, key = init_state(config), dropout_stream(config.seed)
     trained = jax.tree.map(lambda leaf: 1.5 * leaf, state.weights) if ema_decay else state.weights
