@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jgpt
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import OptionError, help_of, in_flags, parse
 from jgpt.cli.terminal import open_console, say, terminal
@@ -70,7 +69,9 @@ def _run(args: list[str]) -> Iterable[str]:
         ending = "jgpt help COMMAND shows a command's options; start with: jgpt train"
         return ["usage: jgpt COMMAND ...", "", *lines, "", ending]
     if name in ("-V", "--version"):
-        return [f"jgpt {jgpt.__version__}"]
+        from importlib.metadata import version  # which takes a while
+
+        return [f"jgpt {version('jgpt')}"]
     if name not in COMMANDS:
         raise ValueError(
             f"unknown command {name!r}{did_you_mean(name, COMMANDS)}; "
