@@ -517,7 +517,7 @@ def from_json(kind: type[Config], text: str) -> Config:
 def _from_dict(kind: type[Config], values: Any) -> Config:
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
-    hints = typing.get_type_hints(kind)
+    hints = {name: hint for name, (hint, _) in _hints(kind).items()}
     # what a file from before a field says by not having it
     fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
     if isinstance(recorded := values.get("make"), dict):
