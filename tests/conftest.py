@@ -7,17 +7,15 @@ import os
 import sys
 from pathlib import Path
 
+from tests.flags import FASTER_TO_COMPILE, known_flags
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# programs of tests are small and run once: compiling them is what takes time, and with the emitters
-# and the threads that make long runs fast it takes four times as long
+# programs of tests are small and run once: compiling them is what takes time
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",
-        os.environ.get("XLA_FLAGS", ""),
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what their parent has set
+    os.environ["XLA_FLAGS"] = " ".join(
+        (*known_flags(FASTER_TO_COMPILE), os.environ.get("XLA_FLAGS", ""))
     )
-)
 
 # the workers have all cores between them: on arrays this small a second thread takes a tenth longer
 # with XLA, and twenty times as long with PyTorch, all of it waiting

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="the extra `parity` is not installed")
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="the extra `parity` is not installed")
 import torch
 from flax import nnx
 

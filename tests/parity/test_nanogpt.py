@@ -5,6 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="the extra `parity` is not installed")
+pytest.importorskip("transformers", reason="the extra `parity` is not installed")
 import torch
 import transformers
 

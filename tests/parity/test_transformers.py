@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="the extra `parity` is not installed")
+pytest.importorskip("transformers", reason="the extra `parity` is not installed")
 import torch
 from flax import nnx
 from safetensors.torch import load_file, save_file
