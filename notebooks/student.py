@@ -1,15 +1,17 @@
 """Write two editions of each lesson: for students, and solved for teachers.
 
-`make student` runs this. The solution of an exercise is split at its first
-check, an `assert` or a call of `np.testing`: what comes before it becomes a
-starter for students, the rest stays as it is.
+`make student` runs this. A notebook that was changed since then is kept, and a
+new edition is written beside it. The solution of an exercise is split at its
+first check, an `assert` or a call of `np.testing`: what comes before it becomes
+a starter for students, the rest stays as it is.
 """
 
 import ast
 import copy
+import json
 import re
-import shutil
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import nbformat
@@ -22,6 +24,7 @@ FOLDED = re.compile(
     r"<details>\n<summary>Solution</summary>\n(.*?)\n</details>\n?", re.DOTALL
 )
 CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
+STAMP = "# SHA-256 of what follows, as it was written: "
 PICTURES = f"{REPOSITORY}/main/notebooks/pictures.py"
 INSTALL = f"""\
 import importlib.util
@@ -166,16 +169,92 @@ def edition(lesson: Path, name: str) -> nbformat.NotebookNode:
     return notebook
 
 
-def main() -> None:
-    """Write both editions of all lessons."""
+def stamped(notebook: nbformat.NotebookNode) -> tuple[str, str]:
+    """The notebook's text, with its digest in its metadata, and the digest."""
+    digest = cells_digest(notebook)
+    notebook.metadata["jgpt"] = {"edition": digest}
+    return nbformat.writes(notebook), digest
+
+
+def stamped_code(code: str) -> tuple[str, str]:
+    """The code below a comment with its digest, and the digest."""
+    digest = sha256(code.encode()).hexdigest()
+    return f"{STAMP}{digest}\n{code}", digest
+
+
+def cells_digest(notebook: nbformat.NotebookNode) -> str:
+    """The SHA-256 of the cells and their outputs.
+
+    Jupyter changes the rest of a notebook when it opens and saves one.
+    """
+    cells = [
+        (cell.cell_type, cell.source, cell.get("outputs"))
+        for cell in notebook.cells
+    ]
+    return sha256(json.dumps(cells, sort_keys=True).encode()).hexdigest()
+
+
+def digests_in(path: Path) -> tuple[str, str | None]:
+    """The digests of what is in a file now, and of what was written there.
+
+    The second is None for a file from before digests were written.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    as_it_is = sha256(text.encode()).hexdigest()
+    if path.suffix == ".ipynb":
+        try:
+            notebook = nbformat.reads(text, as_version=4)
+            written = notebook.metadata.get("jgpt", {}).get("edition")
+            return cells_digest(notebook), written
+        except Exception:  # nbformat raises many kinds: it is no notebook
+            return as_it_is, None
+    first, _, code = text.partition("\n")
+    if not first.startswith(STAMP):
+        return as_it_is, None
+    return sha256(code.encode()).hexdigest(), first.removeprefix(STAMP)
+
+
+def write(path: Path, text: str, digest: str) -> None:
+    """Write a file, unless someone has changed it since it was written.
+
+    Then the new text goes to a file beside it, if it is new at all.
+    """
+    place = path
+    if _is_changed(path, digest):
+        _, written = digests_in(path)
+        if written == digest:
+            print(f"{path} was changed and is kept")
+            return
+        place = path.with_name(f"{path.stem}.new{path.suffix}")
+        if _is_changed(place, digest):
+            print(
+                f"{path} and {place.name} were changed and are kept: "
+                f"rename {place.name} to get the new edition"
+            )
+            return
+        print(f"{path} was changed and is kept: {place.name} is new")
+    place.write_text(text, encoding="utf-8")
+
+
+def _is_changed(path: Path, digest: str) -> bool:
+    """Whether a file is neither as it was written nor as it would be now."""
+    if not path.exists():
+        return False
+    found, written = digests_in(path)
+    return found not in (written, digest)
+
+
+def write_editions(lessons: Path, target: Path) -> None:
+    """Write both editions of all lessons, and keep what was changed there."""
+    pictures = (lessons / "pictures.py").read_text(encoding="utf-8")
     for name in EDITIONS:
-        folder = FOLDER.parent / name
+        folder = target / name
         folder.mkdir(exist_ok=True)
-        shutil.copy(FOLDER / "pictures.py", folder)
-        for lesson in sorted(FOLDER.glob("*.ipynb")):
-            nbformat.write(edition(lesson, name), folder / lesson.name)
+        write(folder / "pictures.py", *stamped_code(pictures))
+        for lesson in sorted(lessons.glob("*.ipynb")):
+            write(folder / lesson.name, *stamped(edition(lesson, name)))
         print(folder)
 
 
 if __name__ == "__main__":
-    main()
+    write_editions(FOLDER, FOLDER.parent)

@@ -10,7 +10,7 @@ FASTER_TO_COMPILE = (
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-"""With the emitters and the threads that make long runs fast, compiling takes four times as long."""
+"""The emitters and threads that make long runs fast make compiling take four times as long."""
 
 PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 

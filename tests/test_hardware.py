@@ -18,6 +18,7 @@ from jgpt.hardware import (
     release_memory,
 )
 from jgpt.runs.profiling import compilations_watched
+from tests.flags import known_flags
 
 
 @pytest.mark.parametrize(
@@ -115,3 +116,14 @@ def test_a_jax_without_these_caches_gives_memory_back_too(monkeypatch):
     monkeypatch.delattr(pjit, "_pjit_lower")
     monkeypatch.delattr(pxla, "_cached_lowering_to_hlo")
     release_memory()
+
+
+def test_a_flag_that_xla_lacks_is_left_out():
+    lacking, known = "--xla_no_such_flag=7", "--xla_cpu_parallel_codegen_split_count=1"
+    assert known_flags([lacking, known, "--xla_nor_this"]) == [known]
+    assert known_flags([known]) == [known]
+
+
+def test_another_failure_of_xla_is_no_answer_about_its_flags():
+    with pytest.raises(RuntimeError, match="can't ask XLA which flags it knows:\n.*many"):
+        known_flags(["--xla_cpu_parallel_codegen_split_count=many"])

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ sys.path.append(str(ROOT / "notebooks"))
 execute = runpy.run_path(str(ROOT / "notebooks" / "refresh.py"))["execute"]
 student = runpy.run_path(str(ROOT / "notebooks" / "student.py"))
 Exercise, exercise_of, edition = student["Exercise"], student["exercise_of"], student["edition"]
+write_editions = student["write_editions"]
 
 
 def code_cells(notebook):
@@ -171,6 +173,102 @@ def test_editions_have_every_exercise(path):
             assert (exercise.starter in sources) == (name == "student")
         outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
         assert bool(outputs) == (name == "teacher")
+
+
+@pytest.fixture
+def lessons(tmp_path) -> Path:
+    """A folder with one lesson and what it imports."""
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    shutil.copy(LESSONS[2], folder / "lesson.ipynb")
+    (folder / "pictures.py").write_text("first = 1\n")
+    return folder
+
+
+def solve(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[2].source = "my solution"
+    nbformat.write(notebook, path)
+
+
+def revise(lessons: Path) -> None:
+    """What a new edition brings."""
+    notebook = nbformat.read(lessons / "lesson.ipynb", as_version=4)
+    notebook.cells[0].source = "# A new title"
+    nbformat.write(notebook, lessons / "lesson.ipynb")
+    (lessons / "pictures.py").write_text("second = 2\n")
+
+
+def test_a_solution_is_kept_and_a_new_edition_is_written_beside_it(lessons, capsys):
+    target = lessons.parent
+    mine = target / "student" / "lesson.ipynb"
+    write_editions(lessons, target)
+    solve(mine)
+    solved = mine.read_text()
+
+    capsys.readouterr()
+    write_editions(lessons, target)  # of the same lesson
+    assert mine.read_text() == solved
+    assert f"{mine} was changed and is kept\n" in capsys.readouterr().out
+    assert sorted(path.name for path in mine.parent.iterdir()) == ["lesson.ipynb", "pictures.py"]
+
+    revise(lessons)
+    write_editions(lessons, target)
+    beside = mine.with_name("lesson.new.ipynb")
+    assert mine.read_text() == solved
+    assert f"{mine} was changed and is kept: lesson.new.ipynb is new\n" in capsys.readouterr().out
+    assert "A new title" in beside.read_text()
+
+    solve(beside)  # in the wrong one of the two
+    also_solved = beside.read_text()
+    revise(lessons)
+    write_editions(lessons, target)
+    assert mine.read_text() == solved
+    assert beside.read_text() == also_solved
+
+    beside.replace(mine)  # which is of the newest edition
+    beside.unlink(missing_ok=True)
+    write_editions(lessons, target)
+    assert mine.read_text() == also_solved
+    assert not beside.exists()
+
+
+def test_both_changed_notebooks_are_named_and_kept(lessons, capsys):
+    mine = lessons.parent / "student" / "lesson.ipynb"
+    beside = mine.with_name("lesson.new.ipynb")
+    write_editions(lessons, lessons.parent)
+    solve(mine)
+    shutil.copy(mine, beside)
+    revise(lessons)
+    write_editions(lessons, lessons.parent)
+    assert "my solution" in beside.read_text()
+    assert f"{mine} and lesson.new.ipynb were changed and are kept" in capsys.readouterr().out
+
+
+def test_an_unchanged_notebook_is_replaced_by_the_new_edition(lessons):
+    student = lessons.parent / "student"
+    write_editions(lessons, lessons.parent)
+    notebook = nbformat.read(student / "lesson.ipynb", as_version=4)
+    notebook.metadata["language_info"] = {"name": "python"}  # as Jupyter adds when it opens one
+    nbformat.write(notebook, student / "lesson.ipynb")
+    revise(lessons)
+    write_editions(lessons, lessons.parent)
+    assert "A new title" in (student / "lesson.ipynb").read_text()
+    assert (student / "pictures.py").read_text().endswith("\nsecond = 2\n")
+    assert sorted(path.name for path in student.iterdir()) == ["lesson.ipynb", "pictures.py"]
+
+
+@pytest.mark.parametrize("text", ["{}", "not a notebook", '{"cells": []}'])
+def test_a_file_that_is_no_written_notebook_is_kept(lessons, text):
+    mine = lessons.parent / "student" / "lesson.ipynb"
+    mine.parent.mkdir()
+    mine.write_text(text)
+    (mine.parent / "pictures.py").write_text("mine = 3\n")
+    write_editions(lessons, lessons.parent)
+    assert mine.read_text() == text
+    assert (mine.parent / "pictures.py").read_text() == "mine = 3\n"
+    assert "first = 1" in (mine.parent / "pictures.new.py").read_text()
+    assert nbformat.read(mine.with_name("lesson.new.ipynb"), as_version=4).cells
 
 
 @pytest.mark.slow
