@@ -40,7 +40,8 @@ def next_token(
 
     After temperature, `top_k` keeps the k most likely tokens, `top_p` the nucleus (Holtzman et al.
     2020, section 3.1), and `min_p` tokens with at least that fraction of the highest probability
-    (Nguyen et al. 2024, section 3). Temperature 0 is greedy.
+    (Nguyen et al. 2024, section 3). Temperature 0 is greedy. Of equally likely tokens, `top_k`,
+    `top_p` and temperature 0 prefer those of the lowest index.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     # below the smallest normal number, division overflows
@@ -56,15 +57,17 @@ def _sample(
     # shifted to a maximum of 0, logits can't overflow at any temperature
     logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        smallest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1]
+        count = jnp.full(logits.shape[0], sampling.top_k)
+        logits = _keep_largest(logits, smallest, count)
     if sampling.top_p is not None:
         descending = jnp.sort(logits, axis=-1)[:, ::-1]
-        probability = jax.nn.softmax(descending, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        kept = (before < sampling.top_p).at[:, 0].set(True)
-        smallest = jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True)
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        cumulative = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1)
+        # A token is in the nucleus while those before it fall short of `top_p`. Their sum is read
+        # off the cumulative one: `cumulative - probability` rounds, and 0.9 - 0.1 is below 0.8.
+        count = 1 + (cumulative[:, :-1] < sampling.top_p).sum(axis=-1)
+        smallest = jnp.take_along_axis(descending, count[:, None] - 1, axis=-1)[:, 0]
+        logits = _keep_largest(logits, smallest, count)
     if sampling.min_p is not None:
         logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)  # the maximum is 0
     # by inverse transform, first a block of tokens and then a token in it: two random numbers a
@@ -78,6 +81,24 @@ def _sample(
     block = _inverse_transform(blocks.sum(axis=-1), uniform[:, 0])
     within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return block * size + _inverse_transform(within, uniform[:, 1])
+
+
+@typed
+def _keep_largest(
+    logits: Float[Array, "batch vocab"],
+    smallest: Float[Array, " batch"],
+    count: Int[Array, " batch"],
+) -> Float[Array, "batch vocab"]:
+    """The `count` largest logits of each row, down to `smallest`; the others become -inf.
+
+    A threshold alone would keep every tie, and bfloat16 makes many. Of ties the first are kept:
+    counting them takes a tenth of the time of a sort that also moves indices.
+    """
+    larger = logits > smallest[:, None]
+    ties = logits == smallest[:, None]
+    room = count - larger.sum(axis=-1)
+    first_ties = ties & (jnp.cumsum(ties, axis=-1) <= room[:, None])
+    return jnp.where(larger | first_ties, logits, -jnp.inf)
 
 
 @typed

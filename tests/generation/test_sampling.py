@@ -65,10 +65,35 @@ def test_the_smallest_temperature_still_draws_and_zero_does_not():
 
 def test_a_nucleus_that_holds_just_enough_takes_no_more():
     logits = jnp.log(jnp.array([0.7, 0.3]))
-    likely, less_likely = jax.nn.softmax(logits)
-    just_enough = float(likely + less_likely - less_likely)
+    just_enough = float(jax.nn.softmax(logits)[0])
     assert probabilities(logits, top_p=just_enough).tolist() == [1, 0]
     assert (probabilities(logits, top_p=just_enough + 1e-6) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "kept"),
+    [
+        ([1, 1, 1, 1, 1], {"top_k": 1}, [0]),
+        ([1, 1, 1, 1, 1], {"top_k": 3}, [0, 1, 2]),
+        ([1, 2, 1, 2, 1], {"top_k": 3}, [0, 1, 3]),
+        ([1, 2, 1, 2, 1], {"top_k": 1}, [1]),
+        ([1, 1, 1, 1, 1], {"top_p": 0.3}, [0, 1]),
+        ([1, 1, 1, 1, 1], {"top_p": 1e-6}, [0]),
+        ([1, 1, 1, 1, 1], {"top_p": 1.0}, [0, 1, 2, 3, 4]),
+        ([0.3, 0.1, 0.1, 0.5, 0], {"top_p": 0.8}, [0, 3]),
+        ([0.1, 0.3, 0, 0.1, 0.5], {"top_p": 0.85}, [0, 1, 4]),
+        ([0, 1, 1, 1, 1], {"top_k": 3, "top_p": 0.5}, [1, 2]),
+        # a fraction of the highest probability is no number of tokens: ties stay
+        ([1, 4, 1, 4, 1], {"min_p": 1.0}, [1, 3]),
+        ([1, 4, 1, 4, 1], {"temperature": 0}, [1]),
+    ],
+)
+def test_of_equally_likely_tokens_the_first_are_kept(weights, options, kept):
+    """`top_k` and `top_p` keep a number of tokens, however many have the last one's logit."""
+    with np.errstate(divide="ignore"):
+        logits = jnp.asarray(np.log(weights), jnp.float32)
+    drawn = next_token(jnp.tile(logits, (500, 1)), KEY, Sampling(**options))
+    assert np.unique(drawn).tolist() == kept
 
 
 def test_each_of_many_tokens_is_drawn_as_often_as_it_should():
