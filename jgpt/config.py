@@ -36,8 +36,9 @@ OTHER_NAMES = {
     **dict.fromkeys(("n_embd", "n_embed", "d_model", "hidden_size", "width"), "embed_dim"),
     **dict.fromkeys(("context_length", "seq_len", "max_seq_len", "context"), "block_size"),
     **{"grad_clip": "gradient_clip", "bs": "batch_size", "eval_iters": "eval_tokens"},
-    **{"dataset": "data", "output": "out", "out_dir": "out", "bias": "use_bias"},
+    **{"dataset": "data", "output": "out", "out_dir": "out", "o": "out", "bias": "use_bias"},
     **{"max_tokens": "max_new_tokens", "temp": "temperature", "n": "num_samples"},
+    **{"start": "prompt", "precision": "dtype", "file": "prompt_file"},
 }
 """What other programs call a field or an option."""
 MAX_NGRAM = 63  # each size up to it is traced

@@ -18,6 +18,7 @@ LAYERS = (
     ("training", "generation", "interop"),
     ("runs",),
     ("cli",),
+    ("__main__",),
 )
 """From the bottom up. Inside a folder and inside the second layer, only cycles are forbidden."""
 MAY_IMPORT_EACH_OTHER = LAYERS[1]

@@ -5,7 +5,9 @@ import inspect
 import io
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -62,10 +64,7 @@ def _run(args: list[str]) -> Iterable[str]:
     if name == "help" and words:
         name, *words = [*words, "--help"]
     if name in ("help", "-h", "--help"):
-        lines = [
-            f"  {each:<10} {str(command.__doc__).splitlines()[0]}"
-            for each, command in COMMANDS.items()
-        ]
+        lines = _describe_commands()
         ending = "jgpt help COMMAND shows a command's options; start with: jgpt train"
         return ["usage: jgpt COMMAND ...", "", *lines, "", ending]
     if name in ("-V", "--version"):
@@ -80,6 +79,18 @@ def _run(args: list[str]) -> Iterable[str]:
     if {"-h", "--help", "--help-all"} & {*words}:
         return help_of(COMMANDS[name], name, words).splitlines()
     return COMMANDS[name](**parse(COMMANDS[name], name, words)) or ()
+
+
+def _describe_commands() -> list[str]:
+    """A line for each command; on a narrow terminal, a summary continues below where it began."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    column = 2 + max(map(len, COMMANDS)) + 2
+    lines = []
+    for name, command in COMMANDS.items():
+        summary = str(command.__doc__).splitlines()[0]
+        line = f"{'  ' + name:<{column}}{summary}"
+        lines.append(textwrap.fill(line, max(width, column + 8), subsequent_indent=" " * column))
+    return lines
 
 
 @contextlib.contextmanager

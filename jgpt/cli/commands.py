@@ -688,8 +688,12 @@ def _loaded(
 
 
 def _out(path: str, *suffixes: str) -> Path:
+    """The path of a file to write, checked before anything is computed."""
     if Path(path).suffix.lower() not in suffixes:
         raise ValueError(f"{path} must end in {' or '.join(suffixes)}")
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: create it, or choose another for {path}")
     return Path(path)
 
 

@@ -37,6 +37,13 @@ INSTEAD = {
     "--device": "is no option: JAX_PLATFORMS=cpu, cuda or tpu chooses the device",
     "--preset": "is no option: write the preset alone, as in jgpt train tiny",
     "--epochs": "is no option: --steps says how long to train, jgpt plan how many epochs that is",
+    "--gradient-accumulation-steps": "is no option: --batch-size counts all sequences of a step, "
+    "--micro-batches the parts that it is computed in",
+    "--wandb": "is no option: --trackers wandb logs to Weights & Biases",
+    "--wandb-log": "is no option: --trackers wandb logs to Weights & Biases",
+    "--compile": "is no option: steps are always compiled",
+    "--init-from": "is no option: jgpt import makes a run of weights, and jgpt train --resume "
+    "trains it further",
 }
 """The answer to an option that doesn't exist."""
 
@@ -178,7 +185,11 @@ class _Parser(argparse.ArgumentParser):
         if others:
             name, equals, value = others[0].partition("=")
             meant = f"--{name.replace('_', '-')}"
-            hint = f" (did you mean {meant} {value}?)" if equals and meant in self.flags else ""
+            hint = ""
+            if equals and meant in self.flags:
+                hint = f" (did you mean {meant} {value}?)"
+            elif "--data" in self.flags and Path(others[0]).exists():
+                hint = f" (did you mean --data {shlex.quote(others[0])}?)"
             self.error(f"{others[0]!r} was not expected{hint}")
         lists = {name: tuple(value) for name, value in vars(given).items() if type(value) is list}
         return vars(given) | lists
@@ -248,7 +259,8 @@ def _parser(
     presets = "\n".join(describe_presets(shutil.get_terminal_size().columns - 2))
     parser = _Parser(
         name,
-        "Train a GPT: a preset, with the options that you override:\n"
+        f"{_documentation(command).short_description}\n"
+        "Give a preset, and the options that you override:\n"
         f"{textwrap.indent(presets, '  ')}\n\n"
         f"jgpt {name} --help-all shows the options for all fields of the config.",
     )
@@ -309,7 +321,24 @@ def _base_config(given: dict[str, Any], run: RunOptions) -> TrainConfig:
     for word in given.get("data", ()):
         if name is None and word in PRESETS and not Path(word).exists():
             raise ValueError(f"{word} is a preset: put it before --data")
+    if name is not None and name not in PRESETS:
+        _raise_if_it_is_a_path(name)
     return preset(name or DEFAULT_PRESET)
+
+
+def _raise_if_it_is_a_path(word: str) -> None:
+    """Say with which option to give a run or a text that stands where a preset is expected."""
+    path = Path(word)
+    if (path / "config.json").is_file() and (path / "checkpoints").is_dir():
+        command = shlex.join(["jgpt", "train", "--resume", "--out", word])
+        raise OptionError(f"{word} is a run, not a preset; to train it further: {command}")
+    if path.suffix == ".py" or ".py:" in word:
+        model = word if ".py:" in word else f"{word}:GPT"
+        command = shlex.join(["jgpt", "train", "--model", model])
+        raise OptionError(f"{word} is Python code, not a preset; to train its model: {command}")
+    if path.exists():
+        command = shlex.join(["jgpt", "train", "--data", word])
+        raise OptionError(f"{word} is a text, not a preset; to train on it: {command}")
 
 
 def _made(config: Any, given: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 import base64
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -375,8 +376,9 @@ def page_of(data: dict[str, Any], *, live: bool = False) -> str:
         for path in (folder / "page.html", folder / "page.css", *sorted(folder.glob("*.js")))
     )
     page = page.replace("connect-src 'none'", f"connect-src '{'self' if live else 'none'}'")
-    page = page.replace("{{style}}", style).replace("{{script}}", "\n".join(scripts))
-    return page.replace("{{data}}", script)
+    parts = {"style": style, "script": "\n".join(scripts), "data": script}
+    # in one pass: a prompt may contain the name of a part, and is not a template
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
 
 
 @dataclass(frozen=True)

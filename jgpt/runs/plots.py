@@ -1,5 +1,6 @@
 """Plots: loss curves and attention weights."""
 
+import functools
 import io
 import math
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Real
+from matplotlib import font_manager
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -34,7 +36,8 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
     """Training and validation loss against steps, as an image such as svg."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title, parse_math=False)
+    (title,), families = drawable([title], "sans-serif")
+    axes.set_title(title, parse_math=False, fontfamily=families)
     lines = _draw_run(axes, np.array([line["step"] for line in metrics]), metrics, "C0", "C1")
     labels = ["training, each step", f"training, mean of {_window(metrics)} steps"]
     labels += ["validation", "validation, estimated on a part"]
@@ -143,9 +146,44 @@ def _finish(
         axes.grid(alpha=0.3)
     next(iter(panels.values())).set(ylabel="loss in nats per token")
     columns = max(2, len(labels) // 2)
+    labels, families = drawable(labels, "sans-serif")
     legend = figure.legend(lines, labels, loc="outside lower center", ncols=columns, title=title)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a directory may have dollars in its name
+        text.set_fontfamily(families)
+
+
+def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
+    """Texts that can be drawn, and the font families to draw them with.
+
+    matplotlib's own font has no Chinese: other installed fonts are added for the characters that
+    `family` lacks. A character that no font has is written as its code point, U+4F60, where
+    matplotlib would draw an empty box and warn.
+    """
+    families = [family]
+    missing = set("".join(texts)) - _characters_of(
+        font_manager.findfont(font_manager.FontProperties(family=[family]))
+    )
+    for font in font_manager.fontManager.ttflist:
+        if not missing:
+            break
+        if font.name.startswith("Last Resort"):  # matplotlib's own: a box for every character
+            continue
+        found = missing & _characters_of(font.fname)
+        if found:
+            families.append(font.name)
+            missing -= found
+    codes = {ord(character): f"U+{ord(character):04X}" for character in missing}
+    return [text.translate(codes) for text in texts], families
+
+
+@functools.cache
+def _characters_of(font_file: str) -> frozenset[str]:
+    """The characters that a font has; none if matplotlib can't read it, as fonts of bitmaps."""
+    try:
+        return frozenset(map(chr, font_manager.get_font(font_file).get_charmap()))
+    except (RuntimeError, OSError):
+        return frozenset()
 
 
 def _image(figure: Figure, format: str) -> bytes:
@@ -168,11 +206,12 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     figure = Figure(figsize=(heads * side + 1, layers * side + 0.5), layout="constrained")
     panels = figure.subplots(layers, heads, squeeze=False)
     names = [tokenizer.decode(tokens[i : i + 1]).translate(VISIBLE) for i in named]
+    names, families = drawable(names, "monospace")
     for (layer, head), axes in np.ndenumerate(panels):
         axes.imshow(maps[layer, head], vmin=0, vmax=1, cmap="viridis")
         axes.set_title(f"layer {layer}, head {head}", fontsize=large)
-        axes.set_xticks(named, names, fontsize=small, fontfamily="monospace")
-        axes.set_yticks(named, names, fontsize=small, fontfamily="monospace")
+        axes.set_xticks(named, names, fontsize=small, fontfamily=families)
+        axes.set_yticks(named, names, fontsize=small, fontfamily=families)
         axes.tick_params(length=0, pad=2)
         axes.set_xlabel("key position" * (layer == layers - 1), fontsize=large)
         axes.set_ylabel("query position" * (head == 0), fontsize=large)

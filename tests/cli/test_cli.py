@@ -464,3 +464,37 @@ def test_a_file_that_cannot_be_written_is_named_and_the_earlier_one_stays(comman
         said = refused(name, run, *options, cwd=tmp_path)
     assert said == f"jgpt: {command[-1]} can't be written: File too large"
     assert contents(tmp_path) == {command[-1]: b"of yesterday"}
+
+
+@pytest.mark.parametrize("command", ["attention", "look", "plot"])
+def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
+    command, run, tmp_path, monkeypatch
+):
+    def never(*arguments, **options):
+        raise AssertionError("computed before the folder was checked")
+
+    monkeypatch.setattr("jgpt.cli.commands._loaded", never)
+    monkeypatch.setattr("jgpt.runs.plots.runs_image", never)
+    picture = "nodir/a.html" if command == "look" else "nodir/a.png"
+    options = [] if command == "plot" else ["--prompt", "the"]
+    said = refused(command, run, *options, "--out", picture, cwd=tmp_path)
+    assert said == f"jgpt: nodir is no folder: create it, or choose another for {picture}"
+
+
+def test_the_package_is_the_command():
+    said = subprocess.run(
+        [sys.executable, "-m", "jgpt", "nothing"], capture_output=True, text=True, check=False
+    )
+    assert said.returncode == 2
+    assert said.stderr.startswith("jgpt: unknown command 'nothing'")
+
+
+def test_the_list_of_commands_is_wrapped_below_where_a_summary_began():
+    code, shown = on_terminal(50, "help")
+    assert code == 0
+    first, *_ = [line for line in shown.splitlines() if line.startswith("  plan")]
+    below = shown.splitlines()[shown.splitlines().index(first) + 1]
+    column = first.index("Show")
+    assert below[:column].isspace()
+    assert below[column] != " "
+    assert len(first) <= 50

@@ -115,13 +115,70 @@ def test_the_help_of_train_begins_with_what_people_change():
     lines = said.splitlines()
     assert len(lines) < 66  # and --help-all has three times as many
     assert max(map(len, lines)) <= 80
-    listed = [line.split()[0] for line in lines[3:22] if line.startswith("  ") and line[2] != " "]
+    listed = [line.split()[0] for line in lines[4:23] if line.startswith("  ") and line[2] != " "]
     assert listed == [*PRESETS]
     common = [name.replace("_", "-") for name in EVERYDAY]
     assert flags(said)[: len(common)] == common
     assert "Sequences per step." in said
     assert "(default: 200)" in said  # the steps of the preset
     assert "--help-all" in said
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_help_of_train_and_plan_begins_with_what_each_does(command):
+    description = worked(command, "--help").splitlines()[2]
+    assert description == str(COMMANDS[command].__doc__).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("notes", "notes is a text, not a preset; to train on it: jgpt train --data notes"),
+        ("a.txt", "a.txt is a text, not a preset; to train on it: jgpt train --data a.txt"),
+        (
+            "tiny b.txt",
+            "'b.txt' was not expected (did you mean --data b.txt?); see jgpt help train",
+        ),
+        (
+            "--resume runs/tiny",
+            "runs/tiny is a run, not a preset; to train it further: "
+            "jgpt train --resume --out runs/tiny",
+        ),
+        (
+            "gpt.py",
+            "gpt.py is Python code, not a preset; to train its model: "
+            "jgpt train --model gpt.py:GPT",
+        ),
+        (
+            "gpt.py:Net",
+            "gpt.py:Net is Python code, not a preset; to train its model: "
+            "jgpt train --model gpt.py:Net",
+        ),
+    ],
+)
+def test_a_path_where_a_preset_stands_is_answered_with_the_right_command(words, answer, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "gpt.py", "runs/tiny/config.json"):
+        (tmp_path / name).touch()
+    assert refused("train", *words.split(), cwd=tmp_path, columns=200) == f"jgpt: {answer}"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "meant"),
+    [
+        ("train", "--gradient_accumulation_steps", "--micro-batches"),
+        ("train", "-o", "--out"),
+        ("train", "--precision", "--dtype"),
+        ("train", "--wandb", "--trackers wandb"),
+        ("train", "--wandb_log", "--trackers wandb"),
+        ("train", "--init_from", "jgpt import"),
+        ("train", "--compile", "always compiled"),
+        ("sample", "--start", "--prompt"),
+    ],
+)
+def test_an_option_of_other_programs_is_answered_with_ours(command, flag, meant):
+    assert meant in refused(command, flag, "x", columns=200)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

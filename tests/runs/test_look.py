@@ -158,7 +158,7 @@ def test_the_largest_page_has_six_megabytes(tmp_path):
 
 
 def test_no_text_ends_the_script_that_holds_it(tmp_path):
-    text = "</script><script>alert(1)</script><!--<script>{{data}}\u2028\ud800é"
+    text = "</script><script>alert(1)</script><!--<script>{{data}}{{style}}{{script}}\u2028\ud800é"
     tokenizer, path = CharTokenizer.from_text(text), tmp_path / "look.html"
     model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text))
     page = look_page(model, tokenizer, text, 0, text)

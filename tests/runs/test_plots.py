@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,10 @@ from matplotlib.figure import Figure
 from jgpt import CharTokenizer, ModelConfig, MultiHeadAttention, TrainConfig, preset
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
+from jgpt.runs import plots
 from jgpt.runs.bands import Band
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.plots import attention_image, losses_image, runs_image
+from jgpt.runs.plots import attention_image, drawable, losses_image, runs_image
 from tests.models import TRANSFORMERS, config_of, loud, random_gpt, tokens_of
 
 CONFIGS = {
@@ -265,3 +267,27 @@ def test_the_drawn_weights_are_those_of_the_forward_pass(name, monkeypatch):
         value = jnp.repeat(value, attention.num_heads // attention.num_kv_heads, axis=1)
         found = attention.projection(merge_heads(weights @ value))
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * abs(expected).max())
+
+
+def test_characters_that_no_font_has_are_written_as_code_points():
+    """matplotlib would draw a box, and warn, which is an error in tests."""
+    text = "你好\U0001f642a\n"
+    tokenizer = CharTokenizer.from_text(text)
+    model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text))
+    assert attention_image(model, tokenizer, text, "svg").startswith(b"<?xml")
+    assert losses_image(METRICS, "runs/你好", "svg").startswith(b"<?xml")
+    texts, families = drawable(["a\U000f1234b", "你"], "monospace")
+    assert texts[0] == "aU+F1234b"  # of private use: in no font
+    assert families[0] == "monospace"
+
+
+def test_a_character_is_drawn_with_an_installed_font_that_has_it(monkeypatch):
+    fonts = [mock.Mock(fname="latin.ttf"), mock.Mock(fname="cjk.ttf"), mock.Mock(fname="rest.ttf")]
+    for font in fonts:
+        font.name = font.fname.removesuffix(".ttf")
+    has = {"latin.ttf": "ab", "cjk.ttf": "你好", "rest.ttf": "ab你é"}
+    monkeypatch.setattr(plots, "_characters_of", lambda file: set(has.get(file, "ab")))
+    monkeypatch.setattr(plots.font_manager.fontManager, "ttflist", fonts)
+    assert drawable(["a好", "b"], "monospace") == (["a好", "b"], ["monospace", "cjk"])
+    assert drawable(["aé您"], "monospace") == (["aéU+60A8"], ["monospace", "rest"])
+    assert drawable(["ab"], "monospace") == (["ab"], ["monospace"])
