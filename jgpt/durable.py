@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 if sys.platform == "win32":
@@ -17,6 +19,8 @@ else:
 
 _LARGEST_TEXT = 1 << 28
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_PRIVATE = 0o700
+_WRITABLE_BY_OTHERS = 0o022
 
 
 @contextlib.contextmanager
@@ -25,28 +29,45 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
 
     After an error nothing is left of it. With `content`, a word for what is written, the directory
     is the one that a killed or interrupted process with the same word has left, if there is one.
-    Raises FileExistsError if `path` exists and is not an empty directory, and BlockingIOError if
-    another process fills it.
+    What killed processes have left of other content is deleted.
+    Raises FileExistsError if `path` exists and is not an empty directory, BlockingIOError if
+    another process fills it, and OSError for a directory to continue that is not this user's.
     """
     taken = FileExistsError(f"{path} already exists: choose another directory")
     empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     if os.path.lexists(path) and not empty:
         raise taken
     make_directory(path.parent)
+    _delete_abandoned(path, content)
     partial = path.with_name(f"{path.name}.{content}.partial") if content else _partial(path)
-    lock, keep = partial.with_suffix(".lock"), False
-    with locked(lock, path) if content else contextlib.nullcontext():
+    lock = partial.with_suffix(".lock")
+    interrupted = foreign = False
+    with contextlib.ExitStack() as stack:
         try:
-            partial.mkdir(exist_ok=content is not None)
-            for unfinished in partial.glob("*.partial"):  # that the killed process was writing
-                unfinished.unlink()
+            stack.enter_context(locked(lock, path))
+        except LocksUnsupported:
+            lock.unlink(missing_ok=True)
+            if content is not None:
+                raise
+            # nobody else knows a random name: its lock only tells later that this process has ended
+        try:
+            _make_private(partial)
+            if content is not None:
+                sync_directory(path.parent)  # what is kept of it survives a power cut, too
+            made = os.lstat(partial)
             yield partial
             sync_below(partial)
+            if not os.path.samestat(made, os.lstat(partial)):
+                raise OSError(f"{partial} was replaced while it was written")
+            _open_to_others(partial)
             sync_directory(partial)
             os.replace(partial, path)
             sync_directory(path.parent)
         except KeyboardInterrupt:
-            keep = content is not None
+            interrupted = content is not None
+            raise
+        except ForeignDirectory:
+            foreign = True
             raise
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
@@ -55,10 +76,88 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
                 raise _unwritten(path, error) from error
             raise
         finally:
-            if not keep:
+            if not interrupted and not foreign:
                 shutil.rmtree(partial, ignore_errors=True)
-            with contextlib.suppress(OSError):  # Windows keeps what is open
-                lock.unlink(missing_ok=True)
+            if not interrupted:  # the lock of what is kept tells later that it is ours
+                with contextlib.suppress(OSError):  # Windows keeps what is open
+                    lock.unlink(missing_ok=True)
+
+
+class ForeignDirectory(OSError):
+    """A directory that another user made, or a link."""
+
+
+class LocksUnsupported(OSError):
+    """The file system has no locks."""
+
+
+def _make_private(partial: Path) -> None:
+    """Make a directory that only this user may write to, or take the one that is there.
+
+    In a folder such as /tmp others can put a link or a directory of theirs in its place, since its
+    name can be computed: what is written would go through their links.
+    """
+    try:
+        partial.mkdir(mode=_PRIVATE)
+        return
+    except FileExistsError:
+        pass
+    if not _is_own_directory(partial):
+        raise ForeignDirectory(
+            f"{partial} is a link, or another user's: move it away, or choose another directory"
+        )
+    others_may_write = os.lstat(partial).st_mode & _WRITABLE_BY_OTHERS
+    if others_may_write and not _mode_of_new(partial, _PRIVATE) & _WRITABLE_BY_OTHERS:
+        # anybody may have put links or tokens there: start again. On file systems without modes
+        # every directory looks like that, and there it is continued.
+        shutil.rmtree(partial)
+        partial.mkdir(mode=_PRIVATE)
+    for unfinished in partial.glob("*.partial"):  # that a killed process was writing
+        unfinished.unlink()
+
+
+def _open_to_others(directory: Path) -> None:
+    """Give a private directory the mode that the user's new directories have."""
+    usual = _mode_of_new(directory, 0o777)
+    if stat.S_IMODE(os.lstat(directory).st_mode) != usual:
+        os.chmod(directory, usual)
+
+
+def _mode_of_new(path: Path, mode: int) -> int:
+    """The mode that a directory beside `path` gets, which depends on umask and folder."""
+    probe = _partial(path)
+    probe.mkdir(mode=mode)
+    try:
+        return stat.S_IMODE(os.lstat(probe).st_mode)
+    finally:
+        probe.rmdir()
+
+
+def _delete_abandoned(path: Path, content: str | None) -> None:
+    """Delete what killed processes left beside `path`, other than a directory for `content`.
+
+    A directory is ours if its lock lies beside it, and abandoned if nobody holds that lock.
+    """
+    pattern = re.compile(re.escape(path.name) + r"\.([0-9a-f]{8})\.lock")
+    for lock in list(path.parent.iterdir()):
+        found = pattern.fullmatch(lock.name)
+        if found is None or found[1] == content or not _is_own(lock):
+            continue
+        # held by a living process, or of a file system without locks: it stays
+        with contextlib.suppress(OSError, ValueError), locked(lock, path):
+            partial = lock.with_suffix(".partial")
+            if _is_own_directory(partial):
+                shutil.rmtree(partial, ignore_errors=True)
+            lock.unlink()
+
+
+def _is_own_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and _is_own(path)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether this user owns a file, directory or link. On Windows nobody is asked."""
+    return not hasattr(os, "geteuid") or os.lstat(path).st_uid == os.geteuid()
 
 
 def write_file(path: Path, data: str | bytes) -> None:
@@ -131,27 +230,77 @@ def own_file(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
+@dataclass(frozen=True)
+class Lock:
+    """The lock of a directory, which this process holds in an open file."""
+
+    file: Path
+    path: Path
+    """What is locked."""
+    descriptor: int
+
+    def require_in_place(self) -> None:
+        """Raise OSError if the locked directory was moved or replaced.
+
+        A lock belongs to the open file, not to its name: another process can hold that of the
+        directory which has the name now.
+        """
+        if not self.is_in_place():
+            raise MovedDirectory(
+                f"{self.path} was moved or replaced while this process wrote to it, and nothing "
+                "more is written there: what was saved is in the directory that was moved"
+            )
+
+    def is_in_place(self) -> bool:
+        """Whether the file with the lock still has its name."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.lstat(self.file))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+class MovedDirectory(OSError):
+    """A locked directory was moved or replaced."""
+
+
 @contextlib.contextmanager
-def locked(lock: Path, path: Path) -> Iterator[None]:
+def locked(lock: Path, path: Path) -> Iterator[Lock]:
     """Hold the lock of a path in a file, at most as long as this process lives.
 
-    Raises BlockingIOError if another process holds it.
+    Raises BlockingIOError if another process holds it, and LocksUnsupported if the file system has
+    no locks.
     """
-    with own_file(lock, os.O_RDWR | os.O_CREAT) as descriptor:
-        try:
-            if sys.platform == "win32":
-                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-            else:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
-            raise BlockingIOError(
-                f"{path} is in use by process {holder}: wait for it, or choose another directory"
+    while True:
+        with own_file(lock, os.O_RDWR | os.O_CREAT) as descriptor:
+            _take_lock(descriptor, path)
+            held = Lock(lock, path, descriptor)
+            if not held.is_in_place():
+                continue  # the process that held it has just deleted it
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a number
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
+            yield held
+            return
+
+
+def _take_lock(descriptor: int, path: Path) -> None:
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):  # EDEADLK: Windows
+            raise LocksUnsupported(
+                f"{path} can't be locked against other processes ({error.strerror}): choose a "
+                "directory on another file system"
             ) from None
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a number
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
-        yield
+        holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
+        # the holder may not have written its number yet
+        by = f"process {holder}" if holder else "another process"
+        raise BlockingIOError(
+            f"{path} is in use by {by}: wait for it, or choose another directory"
+        ) from None
 
 
 def make_directory(path: Path) -> None:
@@ -174,12 +323,17 @@ def sync_below(directory: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     """fsync a directory, so that the names of its entries are durable."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some network and FUSE file systems sync files alone: there is nothing better to do
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _partial(path: Path) -> Path:

@@ -18,7 +18,7 @@ from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
 from jgpt.data.tokenizers import END_OF_TEXT, Tokenizer, encode_each, read_tokenizer
-from jgpt.durable import new_directory, read_file, write_file
+from jgpt.durable import new_directory, own_file, read_file, write_file
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
 NANOGPT = "train.bin", "val.bin"
@@ -205,11 +205,15 @@ def prepare(
         else:
             tokenizer = _make_tokenizer(config, read)
             write_file(kept, tokenizer.to_json())
-        done, count = json.loads(done_file.read_text()) if done_file.is_file() else (0, 0)
+        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        done, count = _done_before(partial, dtype)
         if done:
             warn(f"continuing after the {count:,} tokens of a process that was stopped")
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        with (partial / TOKENS_FILE).open("ab") as file:
+        tokens_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with (
+            own_file(partial / TOKENS_FILE, tokens_flags) as descriptor,
+            open(descriptor, "ab", closefd=False) as file,
+        ):
             file.truncate(count * dtype.itemsize)
             saved = time.monotonic()
             chunks = _without(read(tokenizer, warn=warn), done)
@@ -225,6 +229,21 @@ def prepare(
         index = {"dtype": dtype.name, "tokens": count}
         (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
     return count
+
+
+def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
+    """The characters and tokens that a killed process has prepared.
+
+    None if the file of tokens doesn't reach that far, since it would be filled up with zeros.
+    """
+    try:
+        done, count = json.loads(read_file(partial / DONE_FILE))
+        size = (partial / TOKENS_FILE).stat().st_size
+        if type(done) is int and type(count) is int and 0 <= count * dtype.itemsize <= size:
+            return done, count
+    except (FileNotFoundError, ValueError, TypeError, RecursionError):
+        pass
+    return 0, 0
 
 
 def _without(chunks: Iterable[str], done: int) -> Iterator[str]:

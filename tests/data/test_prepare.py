@@ -1,16 +1,26 @@
 """Preparing goes on after a kill, in parallel, and writes what one encoding of the text gives."""
 
+import builtins
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jgpt import DataConfig
+from jgpt import DataConfig, durable
 from jgpt.data import dataset as dataset_module
 from jgpt.data.dataset import load_dataset, prepare
+from tests.commands import files_of_at_most, refused
+from tests.disk import Disk
 
 CODE = """
 import sys, time
@@ -126,13 +136,15 @@ def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path
         monkeypatch.setattr(dataset_module, "text_chunks", ends_with(error))
         with pytest.raises(error):
             prepare(config, tmp_path / "out")
-        assert len(list(tmp_path.glob("out*"))) == left
+        assert len(list(tmp_path.glob("out*.partial"))) == left
     monkeypatch.setattr(dataset_module, "text_chunks", chunks)
     other = DataConfig((str(text),), False, "byte")
     assert prepare(other, tmp_path / "other", warn=said.append) == text.stat().st_size
     text.write_text(text.read_text() + "more\n")  # another text starts anew
     assert prepare(config, tmp_path / "out", warn=said.append) == text.stat().st_size
     assert said == []
+    # what there was of the text before the change is gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "text.txt"]
 
 
 def test_a_text_of_one_line_is_prepared_in_parts(tmp_path, encoded):
@@ -144,3 +156,219 @@ def test_a_text_of_one_line_is_prepared_in_parts(tmp_path, encoded):
     assert max(encoded) < 1_100_000
     mapped = load_dataset(DataConfig((str(tmp_path / "out"),)), 8)
     assert mapped.text.tokens_digest == load_dataset(config, 8).text.tokens_digest
+
+
+WORDS = "one fish two fish red fish blue fish "
+"""A text of 37 bytes, none of which is 0."""
+
+
+@pytest.fixture
+def words(tmp_path) -> DataConfig:
+    """The config of a short text that is prepared in chunks of at most 9 bytes."""
+    (tmp_path / "words.txt").write_text(WORDS)
+    return DataConfig((str(tmp_path / "words.txt"),), True, "byte")
+
+
+@pytest.fixture
+def in_small_chunks(monkeypatch):
+    chunks = dataset_module.text_chunks
+    small = lambda sources, **how: chunks(sources, 9, **how)  # noqa: E731
+    monkeypatch.setattr(dataset_module, "text_chunks", small)
+    monkeypatch.setattr(dataset_module, "SECONDS_BETWEEN_SAVES", -1.0)
+
+
+def tokens_in(folder: Path) -> bytes:
+    """The bytes that a folder's tokens stand for."""
+    index = json.loads((folder / "dataset.json").read_text())
+    return bytes(np.fromfile(folder / "tokens.bin", index["dtype"]).astype(np.uint8))
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["a shorter file", "zeros"])
+def test_whenever_it_crashes_preparing_goes_on_with_the_tokens_that_are_on_disk(
+    tmp_path, words, in_small_chunks, monkeypatch, zeros
+):
+    """A power cut leaves a file's old length, or its new one with zeros."""
+    (tmp_path / "disk").mkdir()
+    disk = Disk(tmp_path / "disk", tmp_path / "views", zeros=zeros)
+    with monkeypatch.context() as patch:
+        for module in (dataset_module, durable):
+            patch.setattr(module, "os", disk)
+        patch.setattr(durable, "shutil", disk)
+        prepare(words, disk.root / "out")
+    assert len(disk.views) > 20
+    continued = []
+    for view in disk.views:
+        if (view / "out").exists():
+            assert tokens_in(view / "out") == WORDS.encode()
+            continue
+        # the file of tokens has a name that is on disk from the first save on
+        files = view.glob("out.*.partial/tokens.bin")
+        records = [path.with_name("done.json") for path in files]
+        done = [json.loads(path.read_text()) for path in records if path.exists()]
+        said: list[str] = []
+        assert prepare(words, view / "out", warn=said.append) == 37
+        assert tokens_in(view / "out") == WORDS.encode()
+        assert [path.name for path in view.iterdir()] == ["out"]
+        # what was done is not done again
+        counts = [int(re.findall(r"\d+", line)[0]) for line in said]
+        assert counts == [count for _, count in done]
+        continued += counts
+    assert {*continued} >= {8, 17, 26}
+
+
+def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(
+    tmp_path, words, in_small_chunks, monkeypatch
+):
+    calls = 0
+    fails_at = 0
+
+    def counted(function):
+        def call(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == fails_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return function(*arguments, **options)
+
+        return call
+
+    out = tmp_path / "folder" / "out"
+    failures = 0
+    for fails_at in itertools.count(1):
+        calls = 0
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "replace", "write", "chmod"):
+                patch.setattr(durable.os, name, counted(getattr(os, name)))
+            patch.setattr(durable.Path, "mkdir", counted(Path.mkdir))
+            patch.setattr(durable.Path, "open", counted(Path.open))
+            patch.setattr(builtins, "open", counted(open))
+            try:
+                prepare(words, out)
+            except OSError:
+                failures += 1
+                if not out.exists():  # it is there if only its name may not be on disk
+                    assert not out.parent.exists() or not list(out.parent.iterdir())
+                    continue
+        if calls < fails_at:
+            break
+        # or only the process's number in the lock was not written
+        assert tokens_in(out) == WORDS.encode()
+        for path in (*out.iterdir(), out):
+            path.rmdir() if path.is_dir() else path.unlink()
+    assert failures > 15
+    assert tokens_in(out) == WORDS.encode()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a limit of sizes")
+def test_a_full_disk_is_one_line(tmp_path):
+    (tmp_path / "text.txt").write_text("word " * 100_000)
+    out = tmp_path / "out"
+    with files_of_at_most(100_000):
+        line = refused("prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", out)
+    assert line == f"jgpt: {out} can't be written: File too large"
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def interrupted(config: DataConfig, out: Path, monkeypatch) -> Path:
+    """What an interrupted process has left, with 17 of the 37 tokens."""
+    chunks = dataset_module.text_chunks
+
+    def some(sources, **how):
+        yield from itertools.islice(chunks(sources, **how), 2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_module, "text_chunks", some)
+        # chunks are encoded ahead, by threads
+        patch.setattr(dataset_module, "encode_each", lambda tokenizer, texts, dtype: (
+            (len(text), tokenizer.encode(text).astype(dtype).tobytes()) for text in texts
+        ))  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, out)
+    (partial,) = out.parent.glob(f"{out.name}.*.partial")
+    assert json.loads((partial / "done.json").read_text()) == [17, 17]
+    return partial
+
+
+@pytest.mark.parametrize("done", ["[9, 1000000000000]", "[-1, -1]", "[9, 9.5]", "[9]", "{", "null"])
+def test_a_record_that_can_t_be_true_is_not_believed(
+    tmp_path, words, in_small_chunks, monkeypatch, done
+):
+    """The file of tokens would be filled up with zeros: two terabytes of them."""
+    partial = interrupted(words, tmp_path / "out", monkeypatch)
+    (partial / "done.json").write_text(done)
+    said: list[str] = []
+    assert prepare(words, tmp_path / "out", warn=said.append) == 37
+    assert tokens_in(tmp_path / "out") == WORDS.encode()
+    assert said == []
+
+
+@pytest.mark.parametrize("planted", ["a link", "a dangling link", "a link in it", "a hard link"])
+def test_nothing_is_written_through_what_another_may_have_put_in_its_place(
+    tmp_path, words, in_small_chunks, monkeypatch, planted
+):
+    """In /tmp others can make a folder's partial name, which can be computed."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "tokens.bin").write_bytes(b"mine")
+    out = tmp_path / "out"
+    partial = interrupted(words, out, monkeypatch)
+    if planted.endswith("a link in it") or planted == "a hard link":
+        partial.chmod(0o777)  # others could write there
+        (partial / "tokens.bin").unlink()
+        if planted == "a hard link":
+            (partial / "tokens.bin").hardlink_to(precious / "tokens.bin")
+        else:
+            (partial / "tokens.bin").symlink_to(precious / "tokens.bin")
+        assert prepare(words, out) == 37  # it began again
+        assert tokens_in(out) == WORDS.encode()
+    else:
+        for path in partial.iterdir():
+            path.unlink()
+        partial.rmdir()
+        target = precious if planted == "a link" else tmp_path / "nowhere"
+        partial.symlink_to(target)
+        with pytest.raises(OSError, match=r"partial is a link, or another user's: move it away"):
+            prepare(words, out)
+        assert partial.is_symlink()
+        assert not (tmp_path / "nowhere").exists()
+        assert not out.exists()
+    assert [path.name for path in precious.iterdir()] == ["tokens.bin"]
+    assert (precious / "tokens.bin").read_bytes() == b"mine"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="users")
+def test_another_user_s_directory_is_not_continued(tmp_path, words, in_small_chunks, monkeypatch):
+    partial = interrupted(words, tmp_path / "out", monkeypatch)
+    monkeypatch.setattr(durable.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(OSError, match=r"partial is a link, or another user's"):
+        prepare(words, tmp_path / "out")
+    assert partial.is_dir()
+
+
+def test_where_others_may_write_everywhere_preparing_goes_on(
+    tmp_path, words, in_small_chunks, monkeypatch
+):
+    """A file system without modes, as of a memory stick: every directory has the same one."""
+    partial = interrupted(words, tmp_path / "out", monkeypatch)
+    partial.chmod(0o777)
+    monkeypatch.setattr(durable, "_mode_of_new", lambda path, mode: 0o777)
+    said: list[str] = []
+    assert prepare(words, tmp_path / "out", warn=said.append) == 37
+    assert said == ["continuing after the 17 tokens of a process that was stopped"]
+    assert tokens_in(tmp_path / "out") == WORDS.encode()
+
+
+def test_of_another_text_what_a_killed_process_left_goes_and_what_one_writes_stays(
+    tmp_path, words, in_small_chunks, monkeypatch
+):
+    out = tmp_path / "out"
+    partial = interrupted(words, out, monkeypatch)
+    other = dataclasses.replace(words, universal_newlines=False)
+    with durable.locked(partial.with_suffix(".lock"), out):
+        assert prepare(other, out) == 37
+        assert partial.is_dir()
+    for path in (*out.iterdir(), out):
+        path.rmdir() if path.is_dir() else path.unlink()
+    prepare(other, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "words.txt"]
