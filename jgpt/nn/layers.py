@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
 from jgpt.nn.module import Module, require_in_vocabulary
-from jgpt.nn.precision import portable, supported_dtype
+from jgpt.nn.precision import at_least_float32, portable, supported_dtype
 from jgpt.nn.products import project, project_to_vocabulary
 from jgpt.sharding import Dimension, Dimensions, laid_out, parameter, read
 
@@ -93,7 +93,7 @@ class Embedding(Module):
 
     @typed
     def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
-        """Look up each index. Raises ValueError for one outside the table."""
+        """Look up each index, in at least float32. Raises ValueError for one outside the table."""
         require_in_vocabulary(index, self.num_embeddings)
         return look_up(read(self.embedding), index)
 
@@ -103,8 +103,10 @@ class Embedding(Module):
 def look_up(
     table: Float[Array, "in_features embed_dim"], index: Int[Array, "*rows"]
 ) -> Float[Array, "*rows embed_dim"]:
-    """The rows of an embedding table."""
-    return jnp.take(table, index, axis=0)
+    """The rows of an embedding table, in at least float32."""
+    # Widened before the look-up, not after it: the backward pass then sums the gradients of a row
+    # in float32. In bfloat16 a token that occurs a thousand times counts 256 times.
+    return jnp.take(at_least_float32(table), index, axis=0)
 
 
 @typed

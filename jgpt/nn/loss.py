@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.contracts import typed
 from jgpt.nn.module import require_in_vocabulary
+from jgpt.nn.precision import at_least_float32
 from jgpt.sharding import current_mesh, laid_out, shards_of
 
 LOGITS_BYTES = 1 << 30
@@ -106,12 +107,15 @@ def cross_entropy_from(
             )
             return jax.tree.map(jnp.add, total, of_weights), (value, of_x)
 
-        zeros = jax.tree.map(jnp.zeros_like, weights)
+        # in float32 also for 16-bit weights: small gradients would be lost in a large sum
+        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(at_least_float32(leaf)), weights)
         of_weights, (values, of_xs) = jax.lax.scan(add, zeros, (xs, parts, counts))
         return values.sum(), (of_xs, of_weights)
 
     def gradients(saved, cotangent):
-        scaled = jax.tree.map(lambda leaf: (leaf * cotangent).astype(leaf.dtype), saved)
+        scaled = jax.tree.map(
+            lambda leaf, primal: (leaf * cotangent).astype(primal.dtype), saved, (xs, weights)
+        )
         return *scaled, None, None
 
     differentiable = jax.custom_vjp(lambda *arrays: loss_and_gradients(*arrays)[0])

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import typed
@@ -60,6 +61,12 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
         and head_dim % 8 == 0
         and head_dim <= (256 if capability >= 9.0 else 128)
     )
+
+
+@typed
+def at_least_float32(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The array in float32, or as it is if it is wider: the dtype of sums and averages."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def supported_dtype(dtype: DTypeLike) -> DTypeLike:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jgpt.config import OptimizerConfig
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
+from jgpt.nn.precision import at_least_float32
 from jgpt.sharding import replicate
 from jgpt.training.stacking import STACKED
 from jgpt.user_code import require_code
@@ -100,15 +101,56 @@ def partition(
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a config for a run of `steps` steps.
 
-    AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024). With `ema_decay`
-    it updates the average, from gradients at the `trained_weights`.
+    AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024), or a custom one.
+    Each is given clipped gradients and keeps its state in at least float32. With `ema_decay` it
+    updates the average, from gradients at the `trained_weights`.
     """
-    if config.make is not None:
-        made = require_code(config.make, "optimizer")(config, steps)
-        if not isinstance(made, optax.GradientTransformation):
-            kind = type(made).__name__
-            raise ValueError(f"optimizer= must make an optax.GradientTransformation, not {kind}")
+    optimizer = _built_in(config, steps) if config.make is None else _custom(config, steps)
+    optimizer = _in_float32(optimizer)
+    return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
+
+
+def _custom(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The user's optimizer, given clipped gradients."""
+    made = require_code(config.make, "optimizer")(config, steps)
+    if not isinstance(made, optax.GradientTransformation):
+        kind = type(made).__name__
+        raise ValueError(f"optimizer= must make an optax.GradientTransformation, not {kind}")
+    if config.gradient_clip == 0:
         return made
+    clip = clip_by_global_norm(config.gradient_clip)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        # not optax.chain, whose state is a pair: runs from before have the optimizer's own state
+        clipped, _ = clip.update(updates, clip.init(params), params)
+        return made.update(clipped, state, params)
+
+    return optax.GradientTransformation(made.init, update)
+
+
+def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer that sees parameters and gradients in at least float32.
+
+    Its moments are then in float32: the nearest bfloat16 to a decay rate of 0.999 is 1.
+    """
+
+    @typed
+    def init(params: Weights) -> Any:
+        return optimizer.init(jax.tree.map(at_least_float32, params))
+
+    @typed
+    def update(
+        updates: LikeWeights, state: Any, params: LikeWeights | None = None
+    ) -> tuple[LikeWeights, Any]:
+        wide_updates = jax.tree.map(at_least_float32, updates)
+        wide_params = jax.tree.map(at_least_float32, params)  # None stays None
+        return optimizer.update(wide_updates, state, wide_params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _built_in(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW or Muon, given clipped gradients."""
 
     def adamw(peak: float) -> optax.GradientTransformation:
         return optax.adamw(
@@ -134,7 +176,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             assert_never(config.optimizer)
     if config.gradient_clip > 0:
         optimizer = optax.chain(clip_by_global_norm(config.gradient_clip), optimizer)
-    return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
+    return optimizer
 
 
 def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
-from jgpt.nn.models import LanguageModel, Weights, abstract_model
+from jgpt.nn.models import LanguageModel, Weights, abstract_model, weights_of
 from jgpt.nn.transformer import GPT
 
 STACKED = jax.tree_util.DictKey("stacked")
@@ -58,19 +58,34 @@ def stack_specs(specs: Any) -> Any:
 
 
 def merge_with(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
-    """A function from weights, with stacked blocks or not, to a model."""
+    """A function from weights, with stacked blocks or not, to a model.
+
+    The parameters get the dtypes of the config's model: averages of 16-bit weights are wider.
+    """
     model = abstract_model(config)
-    graph = nnx.graphdef(model)
+    merge_all = _merge_like(model)
     if not (isinstance(model, GPT) and uses_stacked_blocks(config)):
-        return lambda weights: nnx.merge(graph, weights)
+        return merge_all
     model.blocks = nnx.List(model.blocks[:1])
-    graph_of_one = nnx.graphdef(model)
+    merge_one = _merge_like(model)
 
     def merge(weights: Weights) -> LanguageModel:
         stacked = weights["blocks"].get(STACKED.key)
         if stacked is None:
-            return nnx.merge(graph, weights)
-        return nnx.merge(graph_of_one, {**weights, "blocks": {0: stacked}})
+            return merge_all(weights)
+        return merge_one({**weights, "blocks": {0: stacked}})
+
+    return merge
+
+
+def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
+    """A function from weights to a model with the structure and dtypes of an abstract one."""
+    graph = nnx.graphdef(model)
+    wanted = weights_of(model)
+
+    def merge(weights: Weights) -> LanguageModel:
+        narrowed = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), weights, wanted)
+        return nnx.merge(graph, narrowed)
 
     return merge
 

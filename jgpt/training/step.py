@@ -16,7 +16,7 @@ from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model, weights_of
-from jgpt.nn.precision import portable
+from jgpt.nn.precision import at_least_float32, portable
 from jgpt.nn.transformer import GPT
 from jgpt.training import stacking
 from jgpt.training.optimizer import (
@@ -69,7 +69,11 @@ def init_state(config: TrainConfig) -> TrainState:
 @typed
 def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = TrainState(weights, jax.jit(optimizer.init)(weights), jnp.zeros((), jnp.int32))
+    optimizer_state = jax.jit(optimizer.init)(weights)
+    if config.optimizer.ema_decay > 0:
+        # the average: in 16 bits, what it moves by in a step would be rounded to nothing
+        weights = jax.tree.map(at_least_float32, weights)
+    state = TrainState(weights, optimizer_state, jnp.zeros((), jnp.int32))
     return stacking.stack_blocks(state) if stacking.uses_stacked_blocks(config.model) else state
 
 
@@ -145,15 +149,18 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         weights: LikeWeights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], LikeWeights]:
         if micro_batches == 1:
-            return jax.value_and_grad(loss_of)(weights, window, key)
+            loss, gradients = jax.value_and_grad(loss_of)(weights, window, key)
+            return loss, jax.tree.map(at_least_float32, gradients)
         parts = sharding.split_batch(window, micro_batches)
         keys = jax.random.split(key, micro_batches)
 
         def add(total, part):
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(weights, *part)), None
 
-        zeros = jnp.zeros((), _loss_dtype(config.model)), jax.tree.map(jnp.zeros_like, weights)
-        total, _ = jax.lax.scan(add, zeros, (parts, keys))
+        loss = jnp.zeros((), _loss_dtype(config.model))
+        # a sum of 16-bit gradients in 16 bits was 6% off with 128 micro-batches
+        sums = jax.tree.map(lambda leaf: jnp.zeros_like(at_least_float32(leaf)), weights)
+        total, _ = jax.lax.scan(add, (loss, sums), (parts, keys))
         return jax.tree.map(lambda leaf: leaf / micro_batches, total)
 
     @typed

@@ -1,0 +1,230 @@
+"""Sixteen-bit parameters: sums, averages and statistics of them are in float32."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgpt import GPT, CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.data.batches import batches
+from jgpt.nn.layers import look_up
+from jgpt.nn.loss import cross_entropy_from
+from jgpt.nn.models import abstract_model
+from jgpt.nn.ngrams import NGramEmbedding
+from jgpt.runs.checkpoints import Checkpoints
+from jgpt.runs.directory import RunDirectory
+from jgpt.training.optimizer import make_optimizer, trained_weights
+from jgpt.training.step import (
+    TrainState,
+    abstract_state,
+    dropout_stream,
+    init_state,
+    make_eval_step,
+    make_train_steps,
+)
+
+TOKENS = np.arange(2111, dtype=np.int32) * 7 % 11
+CONFIG = TrainConfig(
+    model=ModelConfig(
+        vocab_size=11,
+        block_size=6,
+        num_layers=1,
+        num_heads=2,
+        embed_dim=8,
+        param_dtype="bfloat16",
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup_steps=0),
+    steps=12,
+    batch_size=5,
+)
+
+
+def each_step(config, count):
+    """The state after each of `count` steps, on the host, and the metrics of the last."""
+    steps = make_train_steps(config)
+    state = init_state(config)
+    states = [jax.tree.map(jnp.array, state)]  # copies: a step is given the state itself
+    metrics: Any = None
+    for step in range(count):
+        windows = batches(TOKENS, 0, step, 1, config.batch_size, config.model.block_size)
+        state, metrics = steps(state, windows, dropout_stream(0), 1, step)
+        states.append(jax.tree.map(jnp.array, state))
+    return states, metrics
+
+
+def float64(tree):
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+
+
+def test_an_average_of_weights_moves_with_them():
+    decay = 0.9
+    config = dataclasses.replace(
+        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=decay)
+    )
+    states, _ = each_step(config, 12)
+    average = float64(states[0].weights)
+    first = [leaf.copy() for leaf in average]
+    for step, state in enumerate(states[1:], start=1):
+        rate = (1 - decay) / (1 - decay**step)
+        trained = float64(trained_weights(state.weights, state.optimizer))
+        average = [old + rate * (new - old) for old, new in zip(average, trained, strict=True)]
+    for found, expected, start in zip(float64(states[-1].weights), average, first, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+        assert np.abs(expected - start).max() > 1e-3
+    # what is trained, evaluated and loaded keeps the dtype of the parameters
+    trained = trained_weights(states[-1].weights, states[-1].optimizer)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("bfloat16")}
+
+
+def test_an_evaluation_of_the_average_is_that_of_the_weights_that_are_loaded():
+    average = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) * 1.001, init_state(CONFIG).weights
+    )
+    loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), average)
+    windows = batches(TOKENS, 0, 0, 2, 5, 6)
+    counts = jnp.ones((2, 5, 6), bool)
+    evaluate = make_eval_step(CONFIG.model)
+    assert evaluate(average, windows, counts) == evaluate(loaded, windows, counts)
+
+
+def keep_gradients(config, steps):
+    """An optimizer whose state is the gradient, and which moves nothing."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+def gradients_after_a_step(micro_batches, batch_size):
+    optimizer = dataclasses.replace(CONFIG.optimizer, make=keep_gradients, gradient_clip=0.0)
+    config = dataclasses.replace(
+        CONFIG, optimizer=optimizer, micro_batches=micro_batches, batch_size=batch_size
+    )
+    states, metrics = each_step(config, 1)
+    return float64(states[-1].optimizer), float(metrics.gradient_norm[0])
+
+
+def test_micro_batches_are_summed_in_float32():
+    many, norm = gradients_after_a_step(64, 128)
+    whole, expected = gradients_after_a_step(1, 128)
+    for found, wanted in zip(many, whole, strict=True):
+        assert np.abs(found - wanted).max() < 4e-3 * np.abs(wanted).max()
+    by_hand = np.sqrt(sum((leaf**2).sum() for leaf in many))
+    assert norm == pytest.approx(by_hand, rel=1e-6)
+    assert norm == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_second_moment_decays_by_what_was_asked():
+    """The nearest bfloat16 to 0.999 is 1."""
+    made = make_optimizer(OptimizerConfig(beta2=0.999, gradient_clip=0.0), 9)
+    weights = {"head": jnp.ones((2, 3), jnp.bfloat16)}
+    state = made.init(weights)
+    gradients = {"head": jnp.full((2, 3), 0.5, jnp.bfloat16)}
+    update = jax.jit(made.update)
+    for _ in range(9):
+        _, state = update(gradients, state, weights)
+    second = optax.tree.get(state, "nu")["head"]
+    np.testing.assert_allclose(second, 0.25 * (1 - 0.999**9), rtol=1e-5)
+
+
+def test_a_momentum_is_float32():
+    made = make_optimizer(OptimizerConfig(optimizer="muon"), 9)
+    weights = {"blocks": {0: {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}}
+    updates, state = jax.eval_shape(made.update, weights, made.init(weights), weights)
+    arrays = [leaf for leaf in jax.tree.leaves((updates, state)) if len(leaf.shape) == 2]
+    assert len(arrays) == 2
+    assert {leaf.dtype for leaf in arrays} == {jnp.dtype("float32")}
+
+
+def test_embeddings_are_widened_before_they_are_added():
+    """In an eager call too, where no compiler leaves a rounding out."""
+    model = GPT(CONFIG.model, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[3, 1, 4]])
+    table = np.asarray(model.token_embedding.embedding[...], np.float32)
+    positions = np.asarray(model.position_embedding.embedding[...], np.float32)  # type: ignore[union-attr]
+    expected = table[np.asarray(tokens)] + positions[:3]
+    rounded = np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float32)
+    assert np.abs(expected - rounded).max() > 0
+    np.testing.assert_array_equal(model.embed(tokens), expected)
+    compiled = jax.jit(lambda tokens: model.embed(tokens))(tokens)
+    np.testing.assert_array_equal(compiled, expected)
+
+
+def test_n_grams_are_summed_in_float32():
+    config = dataclasses.replace(CONFIG.model, ngram_sizes=(2, 3, 4), ngram_rows=64)
+    ngrams = NGramEmbedding(config, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[3, 1, 4, 1, 5]])
+    table = np.asarray(ngrams.table.embedding[...], np.float32)
+    expected = table[np.asarray(ngrams.rows(tokens))].sum(axis=-2)
+    np.testing.assert_allclose(ngrams(tokens), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_row_s_gradients_are_summed_in_float32():
+    """Of a token that occurs a thousand times: in bfloat16 256 + 1 is 256."""
+    table = jnp.ones((2, 3), jnp.bfloat16)
+    gradient = jax.grad(lambda table: look_up(table, jnp.zeros(1000, jnp.int32)).sum())(table)
+    np.testing.assert_array_equal(gradient, [[1000] * 3, [0] * 3])
+
+
+def test_the_head_s_gradients_over_chunks_are_summed_in_float32():
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((1, 600, 4)), jnp.float32)
+    head = jnp.asarray(random.standard_normal((4, 7)), jnp.bfloat16)
+    targets = jnp.asarray(random.integers(7, size=(1, 600)))
+
+    def loss(head, at_once):
+        return cross_entropy_from(x, targets, lambda x: x @ head.astype(x.dtype), at_once)
+
+    whole = np.asarray(jax.grad(loss)(head, 600), np.float64)
+    chunked = jax.grad(loss)(head, 2)
+    assert chunked.dtype == head.dtype
+    np.testing.assert_allclose(
+        np.asarray(chunked, np.float64), whole, rtol=0, atol=2e-3 * np.abs(whole).max()
+    )
+
+
+def test_a_checkpoint_with_moments_of_sixteen_bits_goes_on(tmp_path):
+    """As checkpoints of such runs were: all but the counts in the dtype of the parameters."""
+    optimizer = dataclasses.replace(CONFIG.optimizer, ema_decay=0.5)
+    config = dataclasses.replace(CONFIG, optimizer=optimizer)
+    random = np.random.default_rng(0)
+
+    def narrow(leaf):
+        if leaf.dtype == jnp.int32:
+            return jnp.full(leaf.shape, 3, jnp.int32)
+        return jnp.asarray(random.standard_normal(leaf.shape), jnp.bfloat16)
+
+    state = jax.tree.map(narrow, abstract_state(config))
+    run = RunDirectory.create(tmp_path / "run", config, CharTokenizer("\n abcdefghi"))
+    with Checkpoints(run) as checkpoints:
+        checkpoints.save(state, 1.0)
+        checkpoints.wait()
+        restored = checkpoints.restore(config)
+        weights = checkpoints.restore_weights(config, "last")
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, restored)
+    assert dtypes == jax.tree.map(lambda leaf: leaf.dtype, abstract_state(config))
+    for found, expected in zip(float64(restored), float64(state), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_state_is_of_one_type_throughout(scan, ema_decay):
+    model: Any = dataclasses.replace(CONFIG.model, num_layers=2, scan_layers=scan)
+    optimizer = dataclasses.replace(CONFIG.optimizer, optimizer="muon", ema_decay=ema_decay)
+    config = dataclasses.replace(CONFIG, model=model, optimizer=optimizer)
+    state: TrainState = abstract_state(config)
+    windows = jax.ShapeDtypeStruct((2, 5, 7), jnp.int32)
+    steps = make_train_steps(config)
+    after, metrics = jax.eval_shape(steps, state, windows, dropout_stream(0), 2)
+    assert after == state
+    assert metrics.loss.dtype == metrics.gradient_norm.dtype == jnp.float32
+    kept = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(abstract_model(model), nnx.Param))}
+    assert kept == {jnp.dtype("bfloat16")}
