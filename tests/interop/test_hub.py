@@ -8,20 +8,42 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 import jgpt
 from jgpt.interop.hub import HUB, find_model
+from jgpt.nn.models import weights_of
 from tests.commands import typist
 from tests.models import random_gpt
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
+LATER = "89abcdef0123456789abcdef0123456789abcdef"
+"""The commit of `me/moving` after its config has been read once."""
 CODE = b"raise SystemExit('this is never read')"
+
+
+def changed(weights: bytes) -> bytes:
+    """Weights of the same shapes."""
+    return save({name: np.zeros_like(array) for name, array in load(weights).items()})
+
+
+def in_two_shards(weights: bytes) -> dict[str, bytes]:
+    """The files of a model that is too large for one."""
+    arrays = load(weights)
+    names = sorted(arrays)
+    shards = {"model-00001-of-00002.safetensors": names[:9]}
+    shards["model-00002-of-00002.safetensors"] = names[9:]
+    place = {name: shard for shard, names in shards.items() for name in names}
+    files = {shard: save({name: arrays[name] for name in names}) for shard, names in shards.items()}
+    return files | {"model.safetensors.index.json": json.dumps({"weight_map": place}).encode()}
 
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
-    """Files by repository and name."""
+    """Files by repository and name; of a commit other than SHA with its name."""
     folder = tmp_path_factory.mktemp("hub") / "tiny"
     tokenizer = jgpt.BPETokenizer.train(["abcdefghijklmnop\n" * 40], 263)
     jgpt.save_gpt2(random_gpt("gpt2", vocab_size=263), folder, tokenizer=tokenizer)
@@ -29,7 +51,11 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
     dangerous = {"modeling.py": CODE, "pytorch_model.bin": CODE, "model-extra.pkl": CODE}
     names_code = json.loads(files["config.json"]) | {"auto_map": {"AutoModel": "modeling.GPT"}}
     weightless = {name: data for name, data in files.items() if name != "model.safetensors"}
-    return {
+    moved = files | {"model.safetensors": changed(files["model.safetensors"])}
+    return dict.fromkeys(HOSTILE, files) | {
+        "me/moving": files,
+        f"me/moving@{LATER}": moved,
+        "me/sharded": weightless | in_two_shards(files["model.safetensors"]),
         "me/tiny": files | dangerous,
         HUB["smollm2"]: files,
         "me/pickles": weightless | dangerous,
@@ -51,26 +77,53 @@ def hub(repositories):
             asked.append(path)
             parts = path.removeprefix("/api/models").strip("/").split("/")
             name, rest = "/".join(parts[:2]), parts[2:]
-            if (files := repositories.get(name)) is None:
-                return self.answer(b"", 401 if name != "me/gated" else 403, name)
+            self.repository = name
+            if name not in repositories:
+                return self.answer(b"", 401 if name != "me/gated" else 403)
+            revision = rest[1] if len(rest) > 1 else "main"
+            if revision == "main":
+                moved = name == "me/moving" and any("/moving/resolve/" in path for path in asked)
+                revision = LATER if moved else SHA
+            self.commit = revision
+            files = repositories[name if revision == SHA else f"{name}@{revision}"]
             if rest[:1] == ["tree"]:
                 listed = [
                     {"type": "file", "path": file, "size": len(data), "oid": digest(data)}
                     for file, data in files.items()
                 ]
+                if name == "evil/path":
+                    listed[0]["path"] = "model-/../../../../stolen-of-1.safetensors"
+                if name == "evil/object":
+                    listed[0] |= {"lfs": {"oid": OUTSIDE, "size": 1, "pointerSize": 1}}
                 return self.answer(json.dumps(listed).encode())
             if rest[:1] == ["resolve"]:
+                if name == "evil/absent":
+                    return self.answer(b"", 404)
                 return self.answer(files[rest[-1]])
             siblings = [{"rfilename": file} for file in files]
-            self.answer(json.dumps({"id": name, "sha": SHA, "siblings": siblings}).encode())
+            sha = OUTSIDE if name == "evil/info" else revision
+            self.answer(json.dumps({"id": name, "sha": sha, "siblings": siblings}).encode())
 
         do_HEAD = do_GET
+        commit = SHA
+        repository = ""
 
-        def answer(self, data: bytes, status: int = 200, name: str = "") -> None:
+        def answer(self, data: bytes, status: int = 200) -> None:
             self.send_response(status)
-            self.send_header("X-Repo-Commit", SHA)
-            self.send_header("ETag", f'"{digest(data)}"')
+            is_file = "/resolve/" in self.path
+            outside = self.repository in ("evil/commit", "evil/absent") and is_file
+            self.send_header("X-Repo-Commit", OUTSIDE if outside else self.commit)
+            if self.repository == "evil/linked":
+                self.send_header("X-Linked-Etag", f'"{OUTSIDE}"')
+            outside = self.repository == "evil/weak" and is_file
+            weak = f'W/"{OUTSIDE}"'
+            outside_tag = f'"{OUTSIDE}"' if self.repository == "evil/tag" and is_file else None
+            self.send_header("ETag", weak if outside else outside_tag or f'"{digest(data)}"')
             self.send_header("Content-Length", str(len(data)))
+            if status == 404:
+                self.send_header("X-Error-Code", "EntryNotFound")
+                self.end_headers()
+                return
             if status != 200:
                 self.send_header("X-Error-Code", "GatedRepo" if status == 403 else "RepoNotFound")
             self.end_headers()
@@ -89,6 +142,21 @@ def hub(repositories):
     yield f"http://127.0.0.1:{server.server_address[1]}", asked, end
     end()
     thread.join()
+
+
+OUTSIDE = "../../../../stolen.pth"
+"""A name that leads from the hub's cache to the folder of a test."""
+HOSTILE = {
+    "evil/commit": f"X-Repo-Commit='{OUTSIDE}', which is not hexadecimal",
+    "evil/absent": f"X-Repo-Commit='{OUTSIDE}', which is not hexadecimal",
+    "evil/tag": f"ETag='{OUTSIDE}', which is not hexadecimal",
+    "evil/weak": f"ETag='{OUTSIDE}', which is not hexadecimal",
+    "evil/linked": f"X-Linked-ETag='{OUTSIDE}', which is not hexadecimal",
+    "evil/info": f"sha='{OUTSIDE}', which is not hexadecimal",
+    "evil/object": f"oid='{OUTSIDE}', which is not hexadecimal",
+    "evil/path": "path='model-/../../../../stolen-of-1.safetensors', which leads elsewhere",
+}
+"""Repositories of a server that means harm, and what of theirs is rejected."""
 
 
 def digest(data: bytes) -> str:
@@ -167,3 +235,41 @@ def test_a_folder_goes_before_a_short_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3").mkdir()
     assert find_model("qwen3") == Path("qwen3")
+
+
+def test_a_hostile_server_names_no_file_outside_the_cache(hub, tmp_path):
+    address, _, _ = hub
+    cache = tmp_path / "deep" / "cache"
+    where = {"HF_HOME": str(cache), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
+    with typist(tmp_path, **where) as type_in:
+        for repository, what in HOSTILE.items():
+            code, out, err = type_in("import", f"hub:{repository}", "--out", "x")
+            found = [path for path in tmp_path.rglob("*") if "stolen" in path.name]
+            assert found == [], repository
+            assert (code, out) == (2, ""), repository
+            said = f"jgpt: {repository} is not fetched: the server sent {what}"
+            assert err.startswith(said), repository
+            assert err.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"deep"}
+
+
+def test_weights_are_of_the_config_s_commit_and_shards_come_with_their_index(
+    hub, repositories, tmp_path
+):
+    """One repository changes after its config was read: its new weights fit the old config."""
+    address, _, _ = hub
+    where = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
+    with typist(tmp_path, **where) as type_in:
+        for name in ("moving", "sharded"):
+            assert type_in("import", f"hub:me/{name}", "--out", name).code == 0
+    (tmp_path / "whole").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "whole" / name).write_bytes(repositories["me/moving"][name])
+    expected = jgpt.load_hf(tmp_path / "whole")
+    for name in ("moving", "sharded"):
+        model, _, _ = jgpt.load(tmp_path / name)
+        assert isinstance(model, jgpt.GPT)
+        imported = jax.tree.leaves(weights_of(model))
+        wanted = jax.tree.leaves(weights_of(expected))
+        for array, other in zip(imported, wanted, strict=True):
+            np.testing.assert_array_equal(array, other)
