@@ -1,0 +1,506 @@
+"""Every option of every command reaches the library, each at a value that isn't its default.
+
+The library's functions are replaced by ones that note what they are called with. A command that
+drops an option, or gives it to the wrong parameter, fails here.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+from importlib import import_module
+from types import SimpleNamespace
+
+import jax
+import pytest
+from flax import nnx
+
+from jgpt import ModelConfig
+from jgpt.cli import options
+from jgpt.cli.commands import COMMANDS
+from jgpt.config import to_json
+from jgpt.presets import PRESETS
+from tests.commands import jgpt
+
+STOP = "the library was reached"
+MODEL_FILE = """
+import optax
+from jgpt import GPT
+
+def lion(config, steps):
+    return optax.lion(1e-3)
+"""
+
+
+class Calls:
+    """What functions of the library were called with, by name and parameter."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.received: dict[str, dict] = {}
+
+    def note(self, target: str, result=None, *, stop: bool = False, during=lambda call: None):
+        """Replace a function by one that notes its arguments and returns `result`.
+
+        With `stop`, the command ends there, with an error. `during` may do what the function does.
+        """
+        module, _, name = target.rpartition(".")
+        signature = inspect.signature(getattr(import_module(module), name))
+
+        def noted(*arguments, **keywords):
+            received = dict(signature.bind(*arguments, **keywords).arguments)
+            for parameter in signature.parameters.values():
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    received |= received.pop(parameter.name, {})
+            self.received[name] = received
+            during(received)
+            if stop:
+                raise ValueError(STOP)
+            return result
+
+        self.monkeypatch.setattr(target, noted)
+
+    def __getitem__(self, name: str) -> dict:
+        return self.received[name]
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+TOKENIZER = SimpleNamespace(name="the tokenizer", vocab_size=65)
+RUN_CONFIG = SimpleNamespace(dataset=SimpleNamespace(universal_newlines=True))
+
+
+@pytest.fixture
+def loaded(calls):
+    """A run that is loaded without a file."""
+    calls.note("jgpt.runs.checkpoints.load", ("the model", TOKENIZER, RUN_CONFIG))
+    calls.note("jgpt.nn.int8.with_int8_weights", "the model in int8")
+    calls.note("jgpt.sharding.use_mesh", contextlib.nullcontext())
+    calls.note("jgpt.cli.commands.write_file")
+    return calls
+
+
+TYPED: dict[str, set[str]] = {}
+"""The options that a test of this file has typed, by command."""
+
+
+def type_in(command: str, *words: object, cwd=None) -> str:
+    """Run a command; return what it printed. Its error, if any, is that the library was reached."""
+    flags = {str(word).partition("=")[0] for word in words if str(word).startswith("--")}
+    TYPED.setdefault(command, set()).update(flags)
+    done = jgpt(command, *words, cwd=cwd)
+    assert done.code == 0 or STOP in done.stderr, done.stderr
+    return done.stdout
+
+
+TRAIN_CONFIG = {
+    "name": "my_run",
+    "out": "my_out",
+    "seed": 7,
+    "steps": 12,
+    "batch_size": 6,
+    "micro_batches": 3,
+    "eval_interval": 4,
+    "eval_tokens": 123,
+    "steps_per_call": 2,
+    "patience": 5,
+    "keep_best": 8,
+    "keep_last": 9,
+    "keep_every": 10,
+    "trackers": ("wandb", "tensorboard"),
+    "sample_tokens": 11,
+    "mesh": "data=1",
+}
+MODEL_CONFIG = {
+    "architecture": "bigram",
+    "block_size": 24,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 1,
+    "head_dim": 10,
+    "embed_dim": 44,
+    "hidden_dim": 50,
+    "activation": "silu",
+    "gated": True,
+    "qkv_bias": True,
+    "use_bias": True,
+    "head_bias": True,
+    "tie_embeddings": False,
+    "positions": "rotary",
+    "rotary_base": 500.5,
+    "norm": "rms",
+    "norm_scale": False,
+    "norm_epsilon": 1e-4,
+    "qk_norm": True,
+    "qk_norm_scale": True,
+    "attention_scale": 0.3,
+    "attention_window": 13,
+    "ngram_sizes": (2, 5),
+    "ngram_rows": 99,
+    "ngram_dropout": 0.15,
+    "zero_init": True,
+    "embedding_shortcut": True,
+    "logit_softcap": 17.5,
+    "dropout": 0.25,
+    "dtype": "float64",
+    "activation_dtype": "bfloat16",
+    "attention_kernel": "xla",
+    "param_dtype": "bfloat16",
+    "rematerialise": True,
+    "scan_layers": True,
+}
+OPTIMIZER_CONFIG = {
+    "optimizer": "muon",
+    "learning_rate": 0.5,
+    "min_learning_rate": 0.4,
+    "schedule": "wsd",
+    "decay_fraction": 0.35,
+    "schedule_steps": 14,
+    "warmup_steps": 15,
+    "weight_decay": 0.45,
+    "beta1": 0.55,
+    "beta2": 0.65,
+    "gradient_clip": 0.75,
+    "muon_learning_rate": 0.85,
+    "muon_weight_decay": 0.95,
+    "muon_momentum": 0.51,
+    "embedding_learning_rate": 0.61,
+    "ema_decay": 0.71,
+}
+DATA_CONFIG = {
+    "data": ("a.txt", "b_c.txt"),
+    "universal_newlines": False,
+    "tokenizer": "bpe",
+    "bpe_vocab_size": 300,
+    "tokenizer_files": "vocabulary",
+    "validation_fraction": 0.2,
+    "test_fraction": 0.3,
+    "data_field": "body",
+}
+PARTS = {
+    None: TRAIN_CONFIG,
+    "model": MODEL_CONFIG,
+    "optimizer": OPTIMIZER_CONFIG,
+    "dataset": DATA_CONFIG,
+}
+
+
+def words_of(fields: dict) -> list[str]:
+    """The options that give fields their values."""
+    words = []
+    for name, value in fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append(flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [flag, *map(str, value)]
+        else:
+            words.append(f"{flag}={value}")
+    return words
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_every_field_of_the_config_reaches_the_run(command, calls):
+    calls.note("jgpt.runs.loop.fit", stop=True)
+    calls.note("jgpt.runs.loop.plan", stop=True)
+    everything = [word for fields in PARTS.values() for word in words_of(fields)]
+    type_in(command, "tiny", *everything)
+    config = calls["fit" if command == "train" else "plan"]["config"]
+    default = PRESETS["tiny"][1]
+    for part, fields in PARTS.items():
+        received = config if part is None else getattr(config, part)
+        unchanged = default if part is None else getattr(default, part)
+        names = {field.name for field in dataclasses.fields(received)}
+        assert set(fields) == names - {"make", "vocab_size", "model", "optimizer", "dataset"} or (
+            part == "optimizer" and set(fields) == names - {"make"}
+        )
+        for name, value in fields.items():
+            assert getattr(received, name) == value, name
+            assert getattr(unchanged, name) != value, f"{name} is typed at its default"
+
+
+def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
+    """Those beside the config: what to do with the directory, custom code, the live page."""
+    calls.note("jgpt.runs.loop.fit", stop=True)
+    calls.note("jgpt.runs.loop.plan", stop=True)
+    calls.note("jgpt.training.ahead.compile_ahead", stop=True)
+    (tmp_path / "own.py").write_text(MODEL_FILE)
+    code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion")
+
+    type_in("train", "tiny", "--resume", "--profile", 3, *code, cwd=tmp_path)
+    received = calls.received.pop("fit")
+    assert received["resume"] is True
+    assert received["overwrite"] is False
+    assert received["profile_steps"] == 3
+    assert received["config"].model.make.__name__ == "GPT"
+    assert received["config"].optimizer.make.__name__ == "lion"
+    type_in("train", "tiny", "--overwrite", cwd=tmp_path)
+    received = calls.received.pop("fit")
+    assert received["resume"] is False
+    assert received["overwrite"] is True
+    assert received["profile_steps"] == 0
+
+
+@pytest.mark.parametrize("command", [["train", "tiny", "--dry-run"], ["plan", "tiny"]])
+def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
+    (tmp_path / "own.py").write_text(MODEL_FILE)
+    calls.note("jgpt.runs.loop.plan", stop=True)
+    calls.note("jgpt.training.ahead.compile_ahead", stop=True)
+
+    type_in(
+        *command, "--resume", "--model", "own.py:GPT", "--optimizer", "own.py:lion", cwd=tmp_path
+    )
+    assert calls["plan"]["resume"] is True
+    assert calls["plan"]["overwrite"] is False
+    assert calls["plan"]["config"].model.make.__name__ == "GPT"
+    assert calls["plan"]["config"].optimizer.make.__name__ == "lion"
+    type_in(*command, "--overwrite", cwd=tmp_path)
+    assert calls["plan"]["resume"] is False
+    assert calls["plan"]["overwrite"] is True
+    type_in(*command, "--on", "v5e:2x4", cwd=tmp_path)
+    assert calls["compile_ahead"]["on"] == "v5e:2x4"
+
+
+def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
+    @dataclasses.dataclass
+    class Planned:
+        parameters: int = 3
+
+    def warn(call):
+        call["progress"].warned("a warning")
+
+    calls.note("jgpt.runs.loop.plan", Planned(), during=warn)
+    calls.note("jgpt.cli.console.describe", [])
+    done = jgpt("plan", "tiny", "--json")
+    assert json.loads(done.stdout) == {"parameters": 3}
+    assert "a warning" in done.stderr
+    TYPED.setdefault("plan", set()).add("--json")
+    TYPED.setdefault("train", set()).add("--json")
+
+
+def test_a_live_page_s_options_reach_the_page(calls, monkeypatch):
+    calls.note("jgpt.cli.live.LiveProgress", stop=True)
+    for words, browser in (((), True), (("--no-browser",), False)):
+        type_in("train", "tiny", "--live", *words)
+        assert calls["LiveProgress"]["browser"] is browser
+
+
+def test_the_processes_of_a_run_reach_jax(calls):
+    calls.note("jgpt.runs.processes.joined", stop=True)
+    type_in("train", "tiny", "--coordinator", "host:1", "--processes", 3, "--process", 2)
+    received = [calls["joined"][name] for name in ("coordinator", "processes", "process")]
+    assert received == ["host:1", 3, 2]
+    type_in("train", "tiny", "--distributed")
+    received = [calls["joined"][name] for name in ("coordinator", "processes", "process")]
+    assert received == [None, None, None]
+
+
+@pytest.mark.parametrize(("command", "function"), [("train", "fit"), ("plan", "plan")])
+def test_a_config_file_is_the_run_s_config(command, function, calls, tmp_path):
+    config = dataclasses.replace(PRESETS["tiny"][1], steps=17, seed=3)
+    (tmp_path / "config.json").write_text(to_json(config))
+    calls.note(f"jgpt.runs.loop.{function}", stop=True)
+    type_in(command, "--config", "config.json", cwd=tmp_path)
+    assert calls[function]["config"] == config
+
+
+def test_sample(loaded, tmp_path):
+    loaded.note("jgpt.generation.text.stream_text", ())
+    rules = {"max_new_tokens": 5, "temperature": 0.3, "top_k": 4, "top_p": 0.6, "min_p": 0.2}
+    words = ("--prompt", "a b", "--prompt", "c", "--stop", "x", "--stop", "y z")
+    more = ("--seed", 9, "--weights", "int8", "--checkpoint", 30, "--model", "m.py:GPT")
+    type_in(
+        "sample", "run", *words_of(rules), *words, *more, "--mesh", "data=1", "--num-samples", 2
+    )
+    received = loaded["stream_text"]
+    assert {name: received[name] for name in rules} == rules
+    assert received["prompts"] == ("a b", "a b", "c", "c")
+    assert received["stop"] == ("x", "y z")
+    assert received["model"] == "the model in int8"
+    assert received["tokenizer"] is TOKENIZER
+    expected = jax.random.fold_in(jax.random.key(9), 0)
+    assert (jax.random.key_data(received["key"]) == jax.random.key_data(expected)).all()
+    assert loaded["load"] == {"run_directory": "run", "which": 30, "model": "m.py:GPT"}
+    assert loaded["use_mesh"] == {"mesh": "data=1"}
+
+    (tmp_path / "prompt.txt").write_text("of a file")
+    type_in("sample", "run", "--prompt-file", "prompt.txt", cwd=tmp_path)
+    assert loaded["stream_text"]["prompts"] == ("of a file",)
+    assert loaded["stream_text"]["model"] == "the model"
+
+
+def test_chat(loaded):
+    loaded.note("jgpt.generation.chat.Chat", stop=True)
+    rules = {"max_new_tokens": 5, "temperature": 0.3, "top_p": 0.7, "system": "be brief"}
+    words = ("--seed", 9, "--weights", "int8", "--checkpoint", "last")
+    type_in("chat", "run", *words_of(rules), *words)
+    received = loaded["Chat"]
+    assert {name: received[name] for name in rules} == rules
+    assert received["model"] == "the model in int8"
+    drawn = jax.random.key_data(received["rngs"]())
+    expected = jax.random.key_data(nnx.Rngs(jax.random.key(9))())
+    assert (drawn == expected).all()
+    assert loaded["load"]["which"] == "last"
+
+
+def test_eval(calls):
+    calls.note("jgpt.sharding.use_mesh", contextlib.nullcontext())
+    calls.note("jgpt.runs.loop.evaluate", stop=True)
+    words = ("--checkpoint", 30, "--split", "test", "--model", "m.py:GPT", "--mesh", "data=1")
+    type_in("eval", "run", "--json", *words)
+    received = calls["evaluate"]
+    assert received["run_directory"] == "run"
+    assert received["which"] == 30
+    assert received["split"] == "test"
+    assert received["model"] == "m.py:GPT"
+    assert calls["use_mesh"] == {"mesh": "data=1"}
+
+
+def test_info(calls):
+    calls.note("jgpt.cli.console.describe_placements", [])
+    calls.note("jgpt.cli.commands._config_of", PRESETS["tiny"][1])
+    words = ("--model", "m.py:GPT", "--optimizer", "o.py:lion", "--mesh", "tensor=2")
+    type_in("info", "run", *words)
+    assert list(calls["_config_of"].values()) == ["run", "m.py:GPT", "o.py:lion"]
+    assert calls["describe_placements"]["config"].mesh == "tensor=2"
+
+
+@pytest.mark.parametrize(
+    ("switch", "trace"),
+    [((), "forward"), (("--decode",), "decode"), (("--train",), "train")],
+)
+def test_shapes(switch, trace, calls):
+    lines = ["a line"]
+    traced = SimpleNamespace(
+        lines=lambda depth: [f"{lines[0]} of depth {depth}"], as_json=lambda: {"in": "json"}
+    )
+    calls.note("jgpt.cli.commands._config_of", PRESETS["tiny"][1])
+    calls.note(f"jgpt.training.shapes.trace_{trace}", traced)
+    words = ("--batch", 5, "--time", 7, "--model", "m.py:GPT")
+    assert type_in("shapes", "run", *switch, *words, "--depth", 2) == "a line of depth 2\n"
+    received = calls[f"trace_{trace}"]
+    assert (received["batch"], received["time"]) == (5, 7)
+    assert list(calls["_config_of"].values()) == ["run", "m.py:GPT"]
+    assert json.loads(type_in("shapes", "run", *switch, *words, "--json")) == {"in": "json"}
+
+
+def test_pictures(loaded, calls, monkeypatch, tmp_path):
+    calls.note("jgpt.runs.plots.runs_image", b"losses")
+    calls.note("jgpt.runs.plots.attention_image", b"attention")
+    calls.note("jgpt.runs.look.look_page", "a page")
+    monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
+    type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
+    assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}
+    assert str(calls["write_file"]["path"]) == "my_losses.svg"
+
+    words = ("--prompt", "a b", "--checkpoint", 30, "--model", "m.py:GPT")
+    type_in("attention", "run", *words, "--out", "b.svg", cwd=tmp_path)
+    received = calls["attention_image"]
+    assert (received["text"], received["format"]) == ("a b", "svg")
+    assert str(calls["write_file"]["path"]) == "b.svg"
+    assert calls["load"] == {"run_directory": "run", "which": 30, "model": "m.py:GPT"}
+
+    calls.received.clear()
+    type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
+    received = calls["look_page"]
+    assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
+    assert str(calls["write_file"]["path"]) == "c.html"
+    assert calls["load"] == {"run_directory": "run", "which": 30, "model": "m.py:GPT"}
+
+
+@pytest.mark.parametrize(("words", "opened"), [((), ["an address"]), (("--no-browser",), [])])
+def test_a_live_page(words, opened, calls, monkeypatch):
+    browser: list[str] = []
+    server = SimpleNamespace(serve_forever=lambda: None)
+    served = contextlib.nullcontext(("an address", server))
+    calls.note("jgpt.runs.live.RunPage", SimpleNamespace(name="run"))
+    calls.note("jgpt.runs.live.serving", served)
+    monkeypatch.setattr("webbrowser.open", browser.append)
+    options = ("--prompt", "a b", "--checkpoint", 30, "--model", "m.py:GPT")
+    type_in("look", "run", "--live", *options, *words)
+    received = calls["RunPage"]
+    assert received == {"directory": "run", "prompt": "a b", "which": 30, "model": "m.py:GPT"}
+    assert browser == opened
+
+
+def test_new(tmp_path):
+    type_in("new", "my_gpt.py", cwd=tmp_path)
+    assert "class GPT" in (tmp_path / "my_gpt.py").read_text()
+
+
+def test_prepare(calls):
+    calls.note("jgpt.data.dataset.prepare", 3)
+    fields = {
+        "data": ("d.txt", "e_f.txt"),
+        "data_field": "body",
+        "universal_newlines": False,
+        "tokenizer": "bpe",
+        "bpe_vocab_size": 300,
+        "tokenizer_files": "vocabulary",
+    }
+    type_in("prepare", "first.txt", "second.txt", "--out", "my_folder", *words_of(fields))
+    config = calls["prepare"]["config"]
+    expected = fields | {"data": ("first.txt", "second.txt", "d.txt", "e_f.txt")}
+    assert {name: getattr(config, name) for name in fields} == expected
+    assert str(calls["prepare"]["directory"]) == "my_folder"
+
+
+def test_import(calls):
+    model = SimpleNamespace(config=ModelConfig(), vocab_size=65)
+    calls.note("jgpt.interop.hub.find_model", "a folder")
+    calls.note("jgpt.interop.huggingface.load_hf", model)
+    calls.note("jgpt.interop.nanogpt.load_nanogpt", model)
+    calls.note("jgpt.interop.names.crop_vocabulary", model)
+    calls.note("jgpt.cli.commands._tokenizer", TOKENIZER)
+    calls.note("jgpt.runs.checkpoints.save")
+    words = ("--dtype", "bfloat16", "--data", "a.txt", "b.txt", "--no-universal-newlines")
+    more = ("--block-size", 12, "--tokenizer", "t.json", "--out", "my_run")
+    type_in("import", "somewhere", *words, *more)
+    assert calls["find_model"] == {"source": "somewhere"}
+    assert calls["load_hf"]["block_size"] == 12
+    assert "t.json" in calls["_tokenizer"].values()
+    assert False in calls["_tokenizer"].values()
+    config = calls["save"]["config"]
+    assert config.model.dtype == "bfloat16"
+    assert config.dataset.data == ("a.txt", "b.txt")
+    assert config.dataset.universal_newlines is False
+    assert config.out == "my_run"
+    type_in("import", "ckpt.pt", "--from", "nanogpt", "--out", "my_run")
+    assert list(calls["load_nanogpt"].values()) == ["ckpt.pt"]
+
+
+def test_export(loaded, monkeypatch):
+    config = SimpleNamespace(model=ModelConfig())
+    run = SimpleNamespace(config=lambda: config)
+    monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: run)
+    loaded.note("jgpt.interop.formats.hf_config")
+    loaded.note("jgpt.interop.huggingface.save_hf")
+    type_in("export", "run", "--out", "my_folder", "--zero-biases", "--checkpoint", 30)
+    received = loaded["save_hf"]
+    assert received["directory"] == "my_folder"
+    assert received["zero_biases"] is True
+    assert received["tokenizer"] is TOKENIZER
+    assert loaded["load"]["which"] == 30
+    assert loaded["hf_config"]["zero_biases"] is True
+
+
+REJECTED_BY_PLAN = {"--live", "--coordinator", "--processes", "--process", "--distributed"}
+WITHOUT_EFFECT_IN_A_PLAN = {"--browser", "--profile", "--dry-run"}
+
+
+def test_no_option_was_left_out():
+    """The tests above, which run before this one, typed every option of every command."""
+    missing = {}
+    for name, command in COMMANDS.items():
+        flags = set(options._parser(command, name).flags)
+        typed = {flag.replace("--no-", "--").replace("_", "-") for flag in TYPED.get(name, ())}
+        if name == "plan":
+            flags -= REJECTED_BY_PLAN | WITHOUT_EFFECT_IN_A_PLAN
+        if untyped := flags - typed:
+            missing[name] = sorted(untyped)
+    assert missing == {}
