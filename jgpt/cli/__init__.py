@@ -14,6 +14,7 @@ from typing import Any
 
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import OptionError, help_of, in_flags, parse
+from jgpt.cli.signals import interrupt_again
 from jgpt.cli.terminal import open_console, say, terminal
 from jgpt.config import did_you_mean
 
@@ -95,7 +96,10 @@ def _describe_commands() -> list[str]:
 
 @contextlib.contextmanager
 def _without_echoes() -> Iterator[None]:
-    """Silence TensorStore's threads and asyncio after a failed write, which raises an error too."""
+    """Silence TensorStore's threads and asyncio after a failed write, which raises an error too.
+
+    An interruption that Python would report and drop is repeated.
+    """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     warnings.filterwarnings("always", ".* has changed since the run began")
@@ -104,7 +108,9 @@ def _without_echoes() -> Iterator[None]:
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            interrupt_again()
+        elif str(unraisable.exc_value) != "Event loop is closed":
             report(unraisable)
 
     sys.unraisablehook = hook

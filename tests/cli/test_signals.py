@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from jgpt.cli import signals
 from jgpt.cli.signals import SIGNALS, stop_requested
+from tests.cli.interrupts import commands, interrupt_often
 from tests.cli.screen import in_a_terminal
 
 
@@ -125,3 +127,70 @@ def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert int(checkpoint.name) == json.loads(lines[-1])["step"] > 0
+
+
+DROPPED = """
+import gc, sys, time, weakref
+from jgpt.cli import commands, main
+
+class Thing:
+    def __init__(self, where):
+        self.where = where
+    def __del__(self):
+        if self.where == "destructor":
+            interrupted_here()
+
+calls = []
+
+def interrupted_here(*_):
+    if calls:
+        return
+    calls.append(True)
+    print("here", flush=True)
+    until = time.monotonic() + 20
+    while time.monotonic() < until:  # in Python, where a handler can run
+        pass
+
+def nothing() -> None:
+    where = sys.argv[1]
+    thing = Thing(where)
+    if where == "weak reference":
+        kept = weakref.ref(thing, interrupted_here)
+    if where == "collector":
+        gc.callbacks.append(interrupted_here)
+        gc.collect()
+    del thing
+    time.sleep(20)
+    print("went on")
+
+commands.COMMANDS["nothing"] = nothing
+main(["nothing"])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
+@pytest.mark.parametrize("where", ["destructor", "weak reference", "collector"])
+def test_an_interruption_where_python_drops_it_still_ends_the_command(where):
+    command = [sys.executable, "-c", DROPPED, where]
+    set_handler = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=set_handler,  # the tests may run in the background, where it is ignored
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=15) == ("", "")
+    assert process.returncode == 130
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
+@pytest.mark.parametrize("name", ["sample", "attention"])
+def test_an_interruption_at_any_time_ends_a_command(trained, name):
+    found = interrupt_often(commands(trained.directory)[name], count=12)
+    assert [outcome for outcome in found if outcome.kind != "ended"] == []
