@@ -22,7 +22,13 @@ from jax.sharding import PartitionSpec
 from jgpt.config import Make, ModelConfig, OptimizerConfig, TrainConfig, as_dict
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
-from jgpt.durable import make_directory, new_directory, sync_below, sync_directory
+from jgpt.durable import (
+    MovedDirectory,
+    make_directory,
+    new_directory,
+    sync_below,
+    sync_directory,
+)
 from jgpt.hardware import Platform, current_platform, process_count, process_index
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel, Weights, abstract_model, weights_of
@@ -79,7 +85,7 @@ class Checkpoints:
             self._background.shutdown()
             if self._orbax is not None:
                 self._orbax.close()
-            if self._writes:
+            if self._writes and self.run.is_in_place():
                 self.run.delete_checkpoints(())  # what a save that failed was still writing
             logging.getLogger("absl").removeFilter(self._quiet)
 
@@ -96,6 +102,8 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps():
             return
+        with together():
+            self.run.require_in_place()  # or the checkpoint would be another run's
         state = unstack_state(state)
         partial = self._path / f"saving-{step}"
         ocp = self._open_orbax()
@@ -250,8 +258,11 @@ class Checkpoints:
             found = files_below(partial)
             files = {name: (path.stat().st_size, sha256_of(path)) for name, path in found}
             Manifest(step, validation_loss, model, tokenizer, files).write(partial)
+            self.run.require_in_place()
             os.replace(partial, self._path / str(step))
             sync_directory(self._path)
+        except MovedDirectory:
+            raise
         except Exception as error:
             if process_index() == 0:
                 self.run.delete_checkpoints(())

@@ -8,13 +8,21 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
-from jgpt.durable import append, locked, make_directory, own_file, sync_directory, write_file
+from jgpt.durable import (
+    Lock,
+    append,
+    locked,
+    make_directory,
+    own_file,
+    sync_directory,
+    write_file,
+)
 from jgpt.runs.manifest import MANIFEST, parse_file, refuse_foreign
 
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
@@ -33,6 +41,17 @@ class RunDirectory:
     """The files of one run."""
 
     path: Path
+    lock: Lock | None = field(default=None, compare=False, repr=False)
+    """The lock that this process holds; each write looks whether the directory is still here."""
+
+    def require_in_place(self) -> None:
+        """Raise MovedDirectory if another directory has the locked one's name, or none."""
+        if self.lock is not None:
+            self.lock.require_in_place()
+
+    def is_in_place(self) -> bool:
+        """Whether the locked directory still has its name."""
+        return self.lock is None or self.lock.is_in_place()
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
@@ -59,6 +78,7 @@ class RunDirectory:
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the config, which may change when a run is resumed."""
+        self.require_in_place()
         write_file(self.path / CONFIG, to_json(config))
 
     @classmethod
@@ -137,7 +157,7 @@ class RunDirectory:
             for entry in path.iterdir()
         )
 
-    def locked(self) -> contextlib.AbstractContextManager[None]:
+    def locked(self) -> contextlib.AbstractContextManager[Lock]:
         """The lock of the run, held at most as long as this process lives.
 
         Raises BlockingIOError if another process holds it.
@@ -167,6 +187,7 @@ class RunDirectory:
 
         They are renamed first, durably: a directory named by a step is never partial.
         """
+        self.require_in_place()
         folder, steps = self.path / CHECKPOINTS, list(steps)
         for step in steps:
             os.replace(folder / str(step), folder / f"deleting-{step}")
@@ -202,8 +223,14 @@ class RunDirectory:
             with contextlib.suppress(OSError):  # it has other files, or doesn't exist
                 (self.path / name).rmdir()
 
+    def write(self, name: str, data: str | bytes) -> None:
+        """Write a file, or replace it."""
+        self.require_in_place()
+        write_file(self.path / name, data)
+
     def append(self, name: str, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
         """Append lines to a file of them: all or none."""
+        self.require_in_place()
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         try:
             append(self.path / name, text.encode(), durable=durable)
@@ -214,6 +241,7 @@ class RunDirectory:
 
     def truncate(self, name: str, step: float) -> None:
         """Truncate a file after its last complete line up to `step`."""
+        self.require_in_place()
         ends = (end for line, end in self._lines(name) if line["step"] <= step)
         end, path = max(ends, default=0), self.path / name
         if path.is_file():

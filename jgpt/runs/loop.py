@@ -19,7 +19,6 @@ from jgpt.contracts import typed
 from jgpt.data.batches import batches, evaluation_windows, resident
 from jgpt.data.dataset import Dataset, count_characters, load_dataset
 from jgpt.data.tokenizers import Tokenizer
-from jgpt.durable import write_file
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.hardware import (
@@ -145,14 +144,15 @@ def fit(
     asked |= {"checkpoints": RunDirectory(out).checkpoint_steps()}
     texts = {name: start[name] for name in ("text_sha256", "corpus_sha256")}
     require_same(dict(fields_of(config)) | asked | texts | start["versions"])
+    lock = None
     with use_mesh(config.mesh), contextlib.ExitStack() as stack:
         with together():
             if process_index() == 0:
-                run = RunDirectory(out)
-                stack.enter_context(run.locked())
+                lock = stack.enter_context(RunDirectory(out).locked())
+                run = RunDirectory(out, lock)
                 run.begin(saved, dataset.tokenizer, resume=resume, overwrite=overwrite)
         with together():
-            run = RunDirectory.open(out)
+            run = replace(RunDirectory.open(out), lock=lock)
             checkpoints = stack.enter_context(Checkpoints(run))
         state = checkpoints.restore(config) if checkpoints.steps() else init_state(config)
         step, trackers = int(state.step), []
@@ -177,8 +177,8 @@ def fit(
                 from jgpt.runs.plots import losses_image  # 40 MiB that training doesn't need
 
                 picture = losses_image(run.metrics(), run.path.absolute().name, "png")
-                write_file(run.path / LOSS_PICTURE, picture)
-                write_file(run.path / SAMPLES, sample)
+                run.write(LOSS_PICTURE, picture)
+                run.write(SAMPLES, sample)
     assert best.validation_loss is not None  # the last step is always evaluated
     seconds = time.perf_counter() - started
     return Run(

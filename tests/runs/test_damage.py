@@ -1,20 +1,25 @@
 """What can happen to a run's files, and what is said of it."""
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from jgpt import CharTokenizer, fit, load
+from jgpt import CharTokenizer, DataConfig, TrainConfig, fit, load
+from jgpt.durable import MovedDirectory
+from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
-from tests.runs.harness import REPOSITORY, fuzz, runner
+from tests.runs.harness import BIGRAM, REPOSITORY, contents, fuzz, runner, with_changes
 
 forge = fuzz.forge
 
@@ -229,3 +234,57 @@ def test_mutated_files_raise_documented_errors_alone(name, tmp_path):
     inputs = 60 if "checkpoint" in name or name == "config.json" else 200
     figures = runner.measure(fuzz.variant(name, inputs), 1, tmp_path)
     assert figures["refused"] + figures["loaded"] == inputs
+
+
+def test_a_run_whose_folder_is_replaced_stops_and_writes_nothing_into_the_new_one(poem, tmp_path):
+    """A lock is that of a file, not of its name: the new folder can have another trainer."""
+    out, moved = tmp_path / "run", tmp_path / "moved"
+    config = with_changes(TrainConfig(out=str(out)), **BIGRAM)
+    config = dataclasses.replace(config, steps=40, steps_per_call=2, eval_interval=6)
+    config = dataclasses.replace(config, dataset=DataConfig((str(poem),)))
+    before: dict[str, bytes | None] = {}
+
+    def replace_after_an_evaluation() -> bool:
+        checkpoints = out / "checkpoints"
+        if before or not list(checkpoints.glob("*6*")):
+            return False
+        while not (checkpoints / "6" / "manifest.json").exists():  # the save goes on meanwhile
+            time.sleep(0.02)
+        out.rename(moved)
+        shutil.copytree(moved, out)
+        (checkpoints / "6").rename(checkpoints / "2")  # would be deleted as an old one
+        (checkpoints / "saving-8").mkdir()
+        before.update(contents(out))
+        return False
+
+    with pytest.raises(MovedDirectory, match=f"^{out} was moved or replaced while this process"):
+        fit(config, should_stop=replace_after_an_evaluation)
+    assert contents(out) == before
+    assert RunDirectory(moved).checkpoint_steps()[-1] == 6
+    load(moved)
+
+
+def test_nothing_is_saved_appended_or_deleted_in_a_folder_that_took_the_run_s_place(run, tmp_path):
+    config = RunDirectory(run).config()
+    with RunDirectory(run).locked() as lock:
+        locked = RunDirectory(run, lock)
+        with Checkpoints(locked) as checkpoints:
+            state = checkpoints.restore(config)
+            later = dataclasses.replace(state, step=jnp.int32(1000))
+            run.rename(tmp_path / "moved")
+            shutil.copytree(tmp_path / "moved", run)
+            (run / "checkpoints" / "saving-3").mkdir()
+            before = contents(run)
+            writes = {
+                "append": lambda: locked.append("metrics.jsonl", [{"step": 1}]),
+                "truncate": lambda: locked.truncate("metrics.jsonl", 0),
+                "config": lambda: locked.write_config(config),
+                "file": lambda: locked.write("samples.txt", "text"),
+                "delete": lambda: locked.delete_checkpoints([]),
+                "save": lambda: checkpoints.save(later, None),
+            }
+            for name, write in writes.items():
+                with pytest.raises(MovedDirectory, match=f"^{run} was moved or replaced"):
+                    write()
+                assert contents(run) == before, name
+        assert contents(run) == before
