@@ -21,7 +21,11 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def attempts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """An exercise as code: the starter with the check, and the solution."""
+    """An exercise as code, as it is run here.
+
+    The starter, with a check that must fail, the solution as teachers have it,
+    and the check of students.
+    """
     if (exercise := exercise_of(cell)) is None:
         return []
     failing = {"tags": ["exercise", "starter", "raises-exception"]}
@@ -29,6 +33,7 @@ def attempts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [
         new_code_cell(attempt, metadata=failing),
         new_code_cell(exercise.solution, metadata={"tags": ["exercise"]}),
+        new_code_cell(exercise.check, metadata={"tags": ["exercise"]}),
     ]
 
 
@@ -60,12 +65,21 @@ def execute(path: Path) -> nbformat.NotebookNode:
         }
     )
     for cell in notebook.cells:
-        is_starter = "starter" in cell.metadata.get("tags", ())
-        if is_starter and all(
-            output.output_type != "error" for output in cell.outputs
-        ):
+        if "starter" not in cell.metadata.get("tags", ()):
+            continue
+        errors = [
+            output.evalue
+            for output in cell.outputs
+            if output.output_type == "error"
+        ]
+        if not errors:
             passes = "the check passes without a solution"
             raise ValueError(f"{path.name}: {passes}:\n{cell.source}")
+        if not errors[0].startswith("not solved yet"):
+            raise ValueError(
+                f"{path.name}: without a solution the check says "
+                f"{errors[0]!r}, not that it isn't solved yet:\n{cell.source}"
+            )
     notebook.cells = [
         c
         for c in notebook.cells

@@ -1,20 +1,26 @@
 """Write two editions of each lesson: for students, and solved for teachers.
 
 `make student` runs this. A notebook that was changed since then is kept, and a
-new edition is written beside it. The solution of an exercise is split at its
-first check, an `assert` or a call of `np.testing`: what comes before it becomes
-a starter for students, the rest stays as it is.
+new edition is written beside it. The solution of an exercise is split at the
+line `# Check`, or else at its first `assert` or call of `np.testing`. What
+comes before becomes a starter: it has the names that the check reads. The rest
+is the check. For students, the check says "not solved yet" until there is a
+solution, has no comments, and has digests in place of answers that the task
+doesn't mention.
 """
 
 import ast
 import copy
+import io
 import json
 import re
+import tokenize
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import nbformat
+from checks import digest_of
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 FOLDER = Path(__file__).resolve().parent
@@ -25,13 +31,16 @@ FOLDED = re.compile(
 )
 CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
 STAMP = "# SHA-256 of what follows, as it was written: "
-PICTURES = f"{REPOSITORY}/main/notebooks/pictures.py"
+MODULES = ("pictures.py", "checks.py")
+RAW = f"https://raw.githubusercontent.com/{REPOSITORY}/main/notebooks"
 INSTALL = f"""\
 import importlib.util
 
 if importlib.util.find_spec("jgpt") is None:  # as on Colab
     %pip install --quiet "jgpt[notebooks] @ git+https://github.com/{REPOSITORY}"
-    !wget -q https://raw.githubusercontent.com/{PICTURES}"""
+    !wget -q {" ".join(f"{RAW}/{module}" for module in MODULES)}"""
+CHECK = "# Check"
+CHECK_TITLE = "# Check: fails until the exercise is solved"
 
 
 @dataclass(frozen=True)
@@ -44,32 +53,123 @@ class Exercise:
 
     @property
     def statements(self) -> tuple[list[ast.stmt], list[ast.stmt]]:
-        """The statements before the first check, and those from it on."""
+        """The statements before the check, and those of the check."""
         body = ast.parse(self.solution).body
-        checks = [
-            place for place, statement in enumerate(body) if _checks(statement)
-        ]
-        first = min(checks, default=len(body))
+        lines = self.solution.splitlines()
+        if CHECK in lines:
+            marked = lines.index(CHECK) + 1
+            places = [
+                place
+                for place, statement in enumerate(body)
+                if statement.lineno > marked
+            ]
+        else:
+            places = [
+                place
+                for place, statement in enumerate(body)
+                if _checks(statement)
+            ]
+        first = min(places, default=len(body))
         return body[:first], body[first:]
+
+    @property
+    def names(self) -> list[str]:
+        """What a student has to define: what the check or the task names."""
+        solution, checks = self.statements
+        read = {
+            node.id
+            for statement in checks
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        return [
+            name
+            for name in _defined_by(solution)
+            if name in read or f"`{name}`" in self.task
+        ]
+
+    @property
+    def student_task(self) -> str:
+        """The task, which names all that the check reads."""
+        unnamed = [
+            f"`{name}`"
+            for name in self.names
+            if not re.search(rf"`[^`]*\b{name}\b[^`]*`", self.task)
+        ]
+        if not unnamed:
+            return self.task
+        return f"{self.task}\n\nDefine {_list_of(unnamed)}."
 
     @property
     def starter(self) -> str:
         """The solution without what is to be found."""
-        parts = [
-            _starter(statement, self.solution)
-            for statement in self.statements[0]
-        ]
-        code = "\n".join(["# Your code", *filter(None, parts)]).rstrip()
+        solution, _ = self.statements
+        parts: list[str] = []
+        begun: set[str] = set()
+        for statement in solution:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                parts.append(ast.unparse(statement))
+            for name in _defined_by([statement]):
+                if name not in self.names or name in begun:
+                    continue
+                begun.add(name)
+                if isinstance(statement, ast.FunctionDef):
+                    parts.append(self._signature(statement))
+                else:
+                    parts.append(f"{name} = ...")
+        code = "\n".join(["# Your code", *parts]).rstrip()
         return re.sub("\n{4,}", "\n\n\n", code)
 
     @property
     def check(self) -> str:
-        """The lines from the first check on."""
-        _, checks = self.statements
-        lines = (
-            self.solution.splitlines()[checks[0].lineno - 1 :] if checks else []
+        """The check as students get it."""
+        solution, checks = self.statements
+        functions = {
+            statement.name
+            for statement in solution
+            if isinstance(statement, ast.FunctionDef)
+        }
+        values = [name for name in self.names if name not in functions]
+        lines = [self._without_answer(statement) for statement in checks]
+        if values:
+            given = ", ".join(f"{name}={name}" for name in values)
+            lines.insert(0, f"require_solved({given})")
+        code = "\n".join(lines)
+        used = [
+            name for name in ("is_answer", "require_solved") if name in code
+        ]
+        if used:
+            code = f"from checks import {', '.join(used)}\n\n{code}"
+        return code
+
+    def _signature(self, function: ast.FunctionDef) -> str:
+        """A function without its body; without its annotations if they are
+        what is to be found.
+        """
+        body = '    raise NotImplementedError("not solved yet")'
+        if "nnotate" in self.task:
+            names = ", ".join(each.arg for each in function.args.args)
+            return f"\n\ndef {function.name}({names}):\n{body}\n\n"
+        start = min(
+            line.lineno for line in (function, *function.decorator_list)
         )
-        return "\n".join(lines)
+        inside = function.body[ast.get_docstring(function) is not None :]
+        kept = self.solution.splitlines()[start - 1 : inside[0].lineno - 1]
+        return "\n".join(["\n", *kept, f"{body}\n\n"])
+
+    def _without_answer(self, statement: ast.stmt) -> str:
+        """A statement of the check; `== ANSWER` is a digest of the answer."""
+        match statement:
+            case ast.Assert(
+                test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])
+            ):
+                text = ast.unparse(right)
+                if _is_literal(right) and text not in self.task:
+                    digest = digest_of(ast.literal_eval(text))
+                    return f'assert is_answer({ast.unparse(left)}, "{digest}")'
+        source = ast.get_source_segment(self.solution, statement)
+        assert source is not None
+        return _without_comments(source)
 
 
 def exercise_of(cell: nbformat.NotebookNode) -> Exercise | None:
@@ -95,39 +195,60 @@ def _checks(statement: ast.stmt) -> bool:
     )
 
 
-def _starter(statement: ast.stmt, source: str) -> str:
-    """What students get: imports, names, signatures with docstrings."""
-    match statement:
-        case ast.Import() | ast.ImportFrom():
-            return ast.unparse(statement)
-        case (
-            ast.Assign(targets=[ast.Name(id=name)])
-            | ast.AnnAssign(target=ast.Name(id=name))
-        ):
-            return f"{name} = ..."
-        case ast.Assign(targets=[ast.Tuple(elts=targets)]):
-            names = [
-                target for target in targets if isinstance(target, ast.Name)
-            ]
-            return "\n".join(
-                f"{name.id} = ..." for name in names if name.id != "_"
-            )
-        case ast.FunctionDef():
-            start = min(
-                line.lineno for line in (statement, *statement.decorator_list)
-            )
-            inside = statement.body[ast.get_docstring(statement) is not None :]
-            kept = source.splitlines()[start - 1 : inside[0].lineno - 1]
-            return "\n".join(["\n", *kept, "    raise NotImplementedError\n\n"])
-    return ""
+def _defined_by(statements: list[ast.stmt]) -> list[str]:
+    """The names that statements define, in order."""
+    names: dict[str, None] = {}
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            names[statement.name] = None
+            continue
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            continue
+        inside = {  # of comprehensions and lambdas, whose names end with them
+            node
+            for part in ast.walk(statement)
+            if isinstance(part, ast.comprehension | ast.Lambda)
+            for node in ast.walk(part)
+        }
+        for node in ast.walk(statement):
+            if node in inside or not isinstance(node, ast.Name):
+                continue
+            if isinstance(node.ctx, ast.Store) and node.id != "_":
+                names[node.id] = None
+    return list(names)
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except ValueError:
+        return False
+    return True
+
+
+def _without_comments(source: str) -> str:
+    """Code without comments, which may say what the answer is."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    return "\n".join(line for line in lines if line.strip())
+
+
+def _list_of(words: list[str]) -> str:
+    """Words as a sentence lists them."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def student_cells(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """The cell as it is, without outputs; or a task, a starter and a check."""
     if exercise := exercise_of(cell):
-        check = f"# Check: fails until the exercise is solved\n{exercise.check}"
+        check = f"{CHECK_TITLE}\n{exercise.check}"
         return [
-            new_markdown_cell(exercise.task, id=cell.id),
+            new_markdown_cell(exercise.student_task, id=cell.id),
             new_code_cell(exercise.starter, id=f"{cell.id}-starter"),
             new_code_cell(check, id=f"{cell.id}-check"),
         ]
@@ -246,11 +367,12 @@ def _is_changed(path: Path, digest: str) -> bool:
 
 def write_editions(lessons: Path, target: Path) -> None:
     """Write both editions of all lessons, and keep what was changed there."""
-    pictures = (lessons / "pictures.py").read_text(encoding="utf-8")
     for name in EDITIONS:
         folder = target / name
         folder.mkdir(exist_ok=True)
-        write(folder / "pictures.py", *stamped_code(pictures))
+        for module in MODULES:
+            code = (lessons / module).read_text(encoding="utf-8")
+            write(folder / module, *stamped_code(code))
         for lesson in sorted(lessons.glob("*.ipynb")):
             write(folder / lesson.name, *stamped(edition(lesson, name)))
         print(folder)

@@ -1,12 +1,15 @@
 """Each lesson runs from top to bottom in a fresh process, and gives what its pages show."""
 
+import ast
 import re
 import runpy
 import shutil
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import nbformat
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +30,9 @@ execute = runpy.run_path(str(ROOT / "notebooks" / "refresh.py"))["execute"]
 student = runpy.run_path(str(ROOT / "notebooks" / "student.py"))
 Exercise, exercise_of, edition = student["Exercise"], student["exercise_of"], student["edition"]
 write_editions = student["write_editions"]
+checks = runpy.run_path(str(ROOT / "notebooks" / "checks.py"))
+NotSolved, require_solved = checks["NotSolved"], checks["require_solved"]
+is_answer, digest_of = checks["is_answer"], checks["digest_of"]
 
 
 def code_cells(notebook):
@@ -115,8 +121,7 @@ def test_answers_are_folded_and_solutions_checked(path):
         assert "= ..." in exercise.starter or "NotImplementedError" in exercise.starter, exercise
 
 
-def test_a_starter_keeps_names_and_signatures_and_the_check_is_verbatim():
-    solution = """from math import pi
+SOLUTION = """from math import pi
 
 
 def area(radius: float) -> float:
@@ -124,27 +129,119 @@ def area(radius: float) -> float:
     return pi * radius**2  # the answer
 
 
-one, _ = area(1.0), area(2.0)
+half = 0.5
+one, _ = area(2 * half), area(2.0)
 two = area(2.0)
 assert two == 4 * one  # as it should
 three = area(3.0)
-np.testing.assert_allclose(three, 9 * one)
+np.testing.assert_allclose(three, 9 * one)  # as well
+assert round(three) == 28
+assert round(two) == 13
 """
-    exercise = Exercise("", "", solution)
-    assert exercise.starter.splitlines() == [
+TASK = "Write `area(radius)`. The area `two` is about 13."
+
+
+def test_a_starter_has_the_names_that_the_check_reads():
+    assert Exercise(TASK, "", SOLUTION).starter.splitlines() == [
         "# Your code",
         "from math import pi",
         "",
         "",
         "def area(radius: float) -> float:",
         '    """Of a disc."""',
-        "    raise NotImplementedError",
+        '    raise NotImplementedError("not solved yet")',
         "",
         "",
         "one = ...",
         "two = ...",
     ]
-    assert exercise.check == solution[solution.index("assert two") :].rstrip()
+    annotate = Exercise("Annotate `area(radius)`.", "", SOLUTION).starter.splitlines()
+    assert annotate[4:6] == [
+        "def area(radius):",
+        '    raise NotImplementedError("not solved yet")',
+    ]
+
+
+def test_a_student_s_task_names_what_the_check_reads():
+    assert Exercise(TASK, "", SOLUTION).student_task == f"{TASK}\n\nDefine `one`."
+    assert Exercise("Find it.", "", SOLUTION).student_task.endswith(
+        "Define `area`, `one` and `two`."
+    )
+
+
+def test_a_student_s_check_has_no_comment_and_no_answer_that_the_task_lacks():
+    lines = Exercise(TASK, "", SOLUTION).check.splitlines()
+    assert lines == [
+        "from checks import is_answer, require_solved",
+        "",
+        "require_solved(one=one, two=two)",
+        "assert two == 4 * one",
+        "three = area(3.0)",
+        "np.testing.assert_allclose(three, 9 * one)",
+        f'assert is_answer(round(three), "{digest_of(28)}")',
+        "assert round(two) == 13",
+    ]
+
+
+def test_a_check_begins_at_its_mark():
+    solution = "one = 1\nassert one == 1\n\n# Check\ntwo = one + 1\nassert two == 2\n"
+    exercise = Exercise("", "", solution)
+    assert exercise.starter == "# Your code\none = ..."
+    assert "assert one" not in exercise.check
+    assert "two = one + 1" in exercise.check
+
+
+def test_answers_are_compared_by_digest():
+    for answer, same in ((3, np.float32(3)), ("q", "q"), ((1, 2), [1.0, jnp.asarray(2)])):
+        assert is_answer(same, digest_of(answer))
+    for answer, other in ((3, 4), ("q", "r"), ([1, 2], [2, 1]), ("3", 3)):
+        assert not is_answer(other, digest_of(answer))
+    with pytest.raises(NotSolved, match="not solved yet: b, c"):
+        require_solved(a=1, b=..., c=...)
+
+
+def loaded_in(code: str) -> set[str]:
+    nodes = ast.walk(ast.parse(code))
+    return {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_starter_defines_and_the_task_names_what_is_read_later(path):
+    """By its own check, by the checks of later exercises and by later cells."""
+    pending: dict[str, str] = {}  # names of solutions alone, and where they are defined
+    defined: set[str] = set()
+    for cell in nbformat.read(path, as_version=4).cells:
+        exercise = exercise_of(cell)
+        if exercise is None:
+            if cell.cell_type == "code":
+                assert not loaded_in(cell.source) & pending.keys() - defined
+                defined |= set(student["_defined_by"](ast.parse(cell.source).body))
+            continue
+        names = set(student["_defined_by"](exercise.statements[0]))
+        starter = set(student["_defined_by"](ast.parse(exercise.starter).body))
+        assert loaded_in(exercise.check) & names <= starter
+        for name in starter:
+            assert re.search(rf"`[^`]*\b{name}\b", exercise.student_task), name
+        missing = loaded_in(exercise.check) & pending.keys() - starter - defined
+        assert not missing, {name: pending[name] for name in missing}
+        pending |= {name: exercise.task for name in names - starter}
+        defined |= starter
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_no_check_has_a_comment_or_an_answer(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if (exercise := exercise_of(cell)) is None:
+            continue
+        assert "#" not in exercise.check
+        for node in ast.walk(ast.parse(exercise.check)):
+            match node:
+                case ast.Assert(
+                    test=ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value)])
+                ):
+                    assert str(value) in exercise.task, exercise.check
 
 
 @pytest.mark.slow
@@ -154,6 +251,12 @@ def test_a_check_that_passes_without_a_solution_is_refused(tmp_path):
     page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
     nbformat.write(page, tmp_path / "page.ipynb")
     with pytest.raises(ValueError, match=r"page\.ipynb: the check passes without a solution"):
+        execute(tmp_path / "page.ipynb")
+    code = code.replace("one = 1\nassert one", "def f():\n    return 1\n\n\nassert f.one")
+    text = f"<details>\n<summary>Solution</summary>\n\n{code}\n\n</details>"
+    page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
+    nbformat.write(page, tmp_path / "page.ipynb")
+    with pytest.raises(ValueError, match="not that it isn't solved yet"):
         execute(tmp_path / "page.ipynb")
 
 
@@ -171,6 +274,8 @@ def test_editions_have_every_exercise(path):
         for exercise in exercises:
             assert (exercise.solution.rstrip() in sources) == (name == "teacher")
             assert (exercise.starter in sources) == (name == "student")
+            if name == "student":
+                assert exercise.student_task in sources
         outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
         assert bool(outputs) == (name == "teacher")
 
@@ -182,6 +287,7 @@ def lessons(tmp_path) -> Path:
     folder.mkdir()
     shutil.copy(LESSONS[2], folder / "lesson.ipynb")
     (folder / "pictures.py").write_text("first = 1\n")
+    (folder / "checks.py").write_text("")
     return folder
 
 
@@ -210,7 +316,11 @@ def test_a_solution_is_kept_and_a_new_edition_is_written_beside_it(lessons, caps
     write_editions(lessons, target)  # of the same lesson
     assert mine.read_text() == solved
     assert f"{mine} was changed and is kept\n" in capsys.readouterr().out
-    assert sorted(path.name for path in mine.parent.iterdir()) == ["lesson.ipynb", "pictures.py"]
+    assert sorted(path.name for path in mine.parent.iterdir()) == [
+        "checks.py",
+        "lesson.ipynb",
+        "pictures.py",
+    ]
 
     revise(lessons)
     write_editions(lessons, target)
@@ -255,7 +365,11 @@ def test_an_unchanged_notebook_is_replaced_by_the_new_edition(lessons):
     write_editions(lessons, lessons.parent)
     assert "A new title" in (student / "lesson.ipynb").read_text()
     assert (student / "pictures.py").read_text().endswith("\nsecond = 2\n")
-    assert sorted(path.name for path in student.iterdir()) == ["lesson.ipynb", "pictures.py"]
+    assert sorted(path.name for path in student.iterdir()) == [
+        "checks.py",
+        "lesson.ipynb",
+        "pictures.py",
+    ]
 
 
 @pytest.mark.parametrize("text", ["{}", "not a notebook", '{"cells": []}'])

@@ -303,6 +303,22 @@ def test_checkpoints_share_a_program_and_few_stay_open(run, monkeypatch):
     assert second._program is first._program
 
 
+def test_a_run_that_is_overwritten_while_it_is_shown_is_shown_with_its_new_weights(
+    run, look, other, tmp_path
+):
+    """At the same step, as a run that is trained again in the same directory has it."""
+    path = tmp_path / "run"
+    jgpt.save(other.model, path, tokenizer=TOKENIZER, config=look.model.config)
+    page = RunPage(path)
+    before = page.look({"prompt": PROMPT})
+    assert before["log_probabilities"] == answer(other, {"prompt": PROMPT})["log_probabilities"]
+    shutil.rmtree(path)
+    jgpt.save(look.model, path, tokenizer=TOKENIZER, config=look.model.config)
+    after = page.look({"prompt": PROMPT})
+    assert after["log_probabilities"] == answer(look, {"prompt": PROMPT})["log_probabilities"]
+    assert after["log_probabilities"] != before["log_probabilities"]
+
+
 def test_a_run_that_is_deleted_while_it_is_shown(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     page = RunPage(copy, PROMPT)
