@@ -336,6 +336,11 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def printable(text: str) -> str:
+    """A path with the bytes that are not UTF-8 as \\x.., since a terminal can't show them."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
 

@@ -34,7 +34,7 @@ from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel, Weights, abstract_model, weights_of
 from jgpt.nn.precision import run_for_platform
 from jgpt.nn.transformer import GPT
-from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
+from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory, require_storable
 from jgpt.runs.manifest import Manifest, files_below, parse_file, sha256_of, verify
 from jgpt.runs.processes import together
 from jgpt.sharding import abstract_arrays, shardings
@@ -61,6 +61,7 @@ class Checkpoints:
     """
 
     def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
+        require_storable(run.path)
         self._path = (run.path / CHECKPOINTS).resolve()
         self._config, self.run = run.config(), run
         self._orbax: Any = None
@@ -112,7 +113,11 @@ class Checkpoints:
             self._orbax.save(partial, args=ocp.args.Composite(weights=weights, optimizer=optimizer))
         except Exception as error:
             raise self._failed(step, error) from error
-        self._saving = self._background.submit(self._finish, partial, step, validation_loss)
+        arrays = {
+            "weights": len(jax.tree.leaves(state.weights)),
+            "optimizer": len(jax.tree.leaves(state.optimizer)),
+        }
+        self._saving = self._background.submit(self._finish, partial, step, validation_loss, arrays)
 
     def wait(self) -> None:
         """Wait for a pending save. Raises OSError if it failed."""
@@ -246,12 +251,16 @@ class Checkpoints:
             self._orbax = ocp.AsyncCheckpointer(handler)
         return ocp
 
-    def _finish(self, partial: Path, step: int, validation_loss: float | None) -> None:
+    def _finish(
+        self, partial: Path, step: int, validation_loss: float | None, arrays: dict[str, int]
+    ) -> None:
         """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""
         try:
             self._orbax.wait_until_finished()  # for all processes
             if process_index() != 0:
                 return
+            for part, count in arrays.items():
+                _require_arrays(partial / part, count)
             sync_below(partial)  # Orbax syncs arrays, but not its metadata
             model = as_dict(self._config.model)
             tokenizer = sha256_of(self.run.path / TOKENIZER)
@@ -359,6 +368,24 @@ def save(
         with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
     return path
+
+
+def _require_arrays(directory: Path, count: int) -> None:
+    """Raise OSError unless as many arrays are there, each with the files of all its chunks.
+
+    The manifest vouches for the files that it finds. TensorStore can write them elsewhere, without
+    an error, where it reads a path in another way than the system does.
+    """
+    headers = list(directory.glob("*/.zarray"))
+    if len(headers) != count:
+        raise OSError(f"{len(headers)} of {count} arrays are in {directory}")
+    for path in headers:
+        header = json.loads(path.read_text())
+        grid = zip(header["shape"], header["chunks"], strict=True)
+        chunks = math.prod(-(-size // chunk) for size, chunk in grid)
+        found = len(list(path.parent.iterdir())) - 1
+        if found != chunks:
+            raise OSError(f"{path.parent} has {found} of {chunks} files")
 
 
 def _require_plausible(directory: Path, largest: int) -> None:

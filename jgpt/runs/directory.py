@@ -20,6 +20,7 @@ from jgpt.durable import (
     locked,
     make_directory,
     own_file,
+    printable,
     sync_directory,
     write_file,
 )
@@ -115,9 +116,11 @@ class RunDirectory:
         if config.out is None:
             if resume:
                 raise ValueError("resume=True needs the run's out=DIRECTORY")
+            require_storable(Path("runs") / config.name)
             names = (f"{config.name}-{n}" if n > 1 else config.name for n in itertools.count(1))
             return next(out for name in names if not (out := Path("runs") / name).exists())
         out = Path(config.out)
+        require_storable(out)
         if not out.is_dir():
             if out.exists() or out.is_symlink():
                 raise NotADirectoryError(f"{out} is a file: choose another directory")
@@ -263,6 +266,28 @@ class RunDirectory:
                     line = json.loads(text)
                     if isinstance(line, dict) and type(line.get("step")) is int:
                         yield line, end
+
+
+def require_storable(path: Path) -> None:
+    """Raise ValueError for a path that TensorStore, which writes the arrays, reads as another one.
+
+    Of forty odd names tried, with spaces, quotes, controls, wildcards and signs of URLs among them,
+    these alone did harm: a backslash becomes a slash, "gs:/" a bucket's address, and what is not
+    UTF-8 can't be handed over.
+    """
+    text = str(path.resolve())
+    reason = None
+    if os.sep == "/" and "\\" in text:
+        reason = "a backslash in it"
+    elif "gs:/" in text + "/":
+        reason = '"gs:/" in it, which is the address of a bucket'
+    elif any("\ud800" <= character <= "\udfff" for character in text):
+        reason = "bytes in it that are not UTF-8"
+    if reason is not None:
+        raise ValueError(
+            f"{printable(text)} has {reason}: checkpoints can't be stored there; choose another "
+            "directory"
+        )
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, create_model, load
+from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, create_model, fit, load
 from jgpt.nn import models
 from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
@@ -363,3 +364,65 @@ def test_all_that_differs_is_named_and_a_rate_may_not_come_where_none_was():
     rate = dataclasses.replace(OPTIMIZER, embedding_learning_rate=1e-5)
     with pytest.raises(ValueError, match=r"optimizer\.embedding_learning_rate is None in the run"):
         require_same_run(TrainConfig(optimizer=OPTIMIZER), TrainConfig(optimizer=rate))
+
+
+def test_a_run_is_stored_under_an_odd_name(initial, small_run, tmp_path):
+    name = " a%20b?c#d:e\n$HOME ~ *[f]{g}'\"|&; e\u0301 \u00e9 "
+    run = RunDirectory.create(tmp_path / name / "run", small_run, CharTokenizer("abc"))
+    with Checkpoints(run) as checkpoints:
+        checkpoints.save(numbered(initial, 1), 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    verify(run.path / "checkpoints" / "1")
+    with Checkpoints(run, read_only=True) as checkpoints:
+        restored = checkpoints.restore(small_run)
+    assert bits(restored) == bits(numbered(initial, 1))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="paths of POSIX")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("back\\slash", "a backslash in it"),
+        ("gs:", '"gs:/" in it, which is the address of a bucket'),
+        ("not\udcffutf", "bytes in it that are not UTF-8"),
+    ],
+    ids=ascii,
+)
+def test_a_path_that_arrays_would_not_be_stored_under_is_rejected_first(
+    small_run, tmp_path, name, reason
+):
+    """TensorStore reads such a path as another: all steps would be trained for nothing."""
+    out = tmp_path / name / "run"
+    shown = name.replace("\udcff", "\\xff")
+    said = re.escape(f"{tmp_path}/{shown}/run has {reason}: checkpoints can't be stored there")
+    config = dataclasses.replace(small_run, out=str(out))
+    with pytest.raises(ValueError, match=f"^{said}; choose another directory$"):
+        RunDirectory.choose(config, resume=False, overwrite=False)
+    with pytest.raises(ValueError, match=f"^{said}"):
+        fit(config)
+    assert list(tmp_path.iterdir()) == []
+    # also where a run was moved to
+    run = RunDirectory.create(out, small_run, CharTokenizer("abc"))
+    with pytest.raises(ValueError, match=f"^{said}"):
+        load(run.path)
+
+
+def test_a_save_counts_when_each_array_has_its_files(initial, small_run, tmp_path, monkeypatch):
+    run = RunDirectory.create(tmp_path / "run", small_run, CharTokenizer("abc"))
+    require = checkpoints_module._require_arrays
+
+    def losing(pattern):
+        def require_after_a_loss(directory, count):
+            for path in sorted(directory.glob(pattern))[:1]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            require(directory, count)
+
+        return require_after_a_loss
+
+    lost = {"final_norm.scale": "arrays are in", "final_norm.scale/0": "has 0 of 1 files"}
+    for pattern, said in lost.items():
+        monkeypatch.setattr(checkpoints_module, "_require_arrays", losing(pattern))
+        failed = pytest.raises(OSError, match=f"step 1 could not be written.*{said}")
+        with failed, Checkpoints(run) as checkpoints:
+            checkpoints.save(numbered(initial, 1), 1.0)
+        assert list((run.path / "checkpoints").iterdir()) == []
