@@ -17,7 +17,13 @@ from jgpt.config import DataConfig
 from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
-from jgpt.data.tokenizers import END_OF_TEXT, Tokenizer, encode_each, read_tokenizer
+from jgpt.data.tokenizers import (
+    END_OF_TEXT,
+    Tokenizer,
+    encode_each,
+    is_same_vocabulary,
+    read_tokenizer,
+)
 from jgpt.durable import new_directory, own_file, read_file, write_file
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
@@ -82,8 +88,10 @@ def load_dataset(
             parts = [_open_tokens(file, np.dtype(np.uint16), tokenizer) for file in files]
             if len(parts) > 1 and config.test_fraction:
                 raise ValueError(f"{path} is split already: test_fraction must be 0")
-        if given is not None and given.to_json() != tokenizer.to_json():
-            raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
+        if given is not None:
+            if not is_same_vocabulary(given, tokenizer):
+                raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
+            tokenizer = given
     else:
         if tokenizer is None and config.tokenizer == "gpt2":
             tokenizer = _make_tokenizer(config, tuple)
@@ -112,10 +120,18 @@ def load_dataset(
 
 
 def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Options of `read_text`. Documents end with `<|endoftext|>` if the tokenizer has it."""
+    """Options of `read_text`. Documents end with `<|endoftext|>` if the tokenizer has it.
+
+    If it has tokens that begin a text, these are between them, as transformers encodes each.
+    """
+    separator = "\n"
     has_end = isinstance(tokenizer, tokenizers.BPETokenizer) and tokenizer.end_of_text is not None
+    if has_end:
+        separator = END_OF_TEXT
+    if tokenizer is not None and tokenizer.begin:
+        separator = tokenizer.decode(tokenizer.begin)
     how = {"universal_newlines": config.universal_newlines, "field": config.data_field}
-    return how | {"separator": END_OF_TEXT if has_end else "\n"}
+    return how | {"separator": separator}
 
 
 def _read(

@@ -38,6 +38,9 @@ AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[
 class CharTokenizer:
     """Character-level: a token for each character of a text, ordered by code point."""
 
+    begin: tuple[int, ...] = ()
+    """The tokens that `encode` puts before a text."""
+
     def __init__(self, characters: str) -> None:
         """Make a tokenizer of these characters, which must be sorted and unique."""
         if not characters or list(characters) != sorted(set(characters)):
@@ -88,6 +91,8 @@ class ByteTokenizer:
 
     vocab_size = 256
     """The number of bytes."""
+    begin: tuple[int, ...] = ()
+    """The tokens that `encode` puts before a text."""
 
     @typed
     def encode(self, text: str) -> Tokens:
@@ -105,12 +110,23 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding on the tokenizers library; tiktoken encodes long texts."""
+    """Byte-level byte-pair encoding on the tokenizers library; tiktoken encodes long texts.
 
-    def __init__(self, backend: Any) -> None:
+    Where the library's post-processor adds special tokens to a text, such as Llama's beginning of
+    a text, so does `encode`, unless `adds_special_tokens` is False.
+    """
+
+    def __init__(self, backend: Any, *, adds_special_tokens: bool = True) -> None:
         self._backend = backend
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         """The size of the vocabulary, unused tokens included."""
+        has_template = backend.num_special_tokens_to_add(is_pair=False) > 0
+        self.adds_special_tokens = adds_special_tokens and has_template
+        """Whether `encode` adds special tokens to a text."""
+        self.begin: tuple[int, ...] = ()
+        """The tokens that `encode` puts before a text."""
+        if self.adds_special_tokens:
+            self.begin = tuple(_tokens_before_text(json.loads(backend.to_str())["post_processor"]))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
@@ -128,7 +144,7 @@ class BPETokenizer:
         return cls(backend)
 
     @classmethod
-    def from_hf(cls, values: dict[str, Any]) -> Self:
+    def from_hf(cls, values: dict[str, Any], *, adds_special_tokens: bool = True) -> Self:
         """The tokenizer of a Hugging Face `tokenizer.json`.
 
         Raises ValueError if it may make a text much longer, or its regular expressions take too
@@ -146,7 +162,8 @@ class BPETokenizer:
         # repeated letters are the worst case of most expressions
         samples = [" aA0\n", *(letter * 256 + "\0" for letter in letters)]
         with _stderr_ignored(), _failures_raised():
-            tokenizer = cls(tokenizers.Tokenizer.from_str(text))
+            backend = tokenizers.Tokenizer.from_str(text)
+            tokenizer = cls(backend, adds_special_tokens=adds_special_tokens)
             for sample in samples:
                 tokenizer._backend.encode(sample)
         return tokenizer
@@ -190,7 +207,21 @@ class BPETokenizer:
 
     @typed
     def encode(self, text: str) -> Tokens:
-        """Text to byte-pairs."""
+        """Text to byte-pairs, with the special tokens that the tokenizer adds to a text.
+
+        A text that begins with them already, as one that a chat template wrote does, gets no more.
+        """
+        if not self.adds_special_tokens:
+            return self.encode_part(text)
+        tokens = _encode(self._backend, text, add_special_tokens=True)
+        count = len(self.begin)
+        if self.begin and tuple(tokens[count : 2 * count]) == self.begin:
+            tokens = tokens[count:]
+        return np.array(tokens, np.int32)
+
+    @typed
+    def encode_part(self, text: str) -> Tokens:
+        """A part of a text to byte-pairs: as `encode`, without the tokens that begin or end it."""
         if len(text) >= LONG_TEXT and self._fast is not None:
             with contextlib.suppress(ValueError):  # a surrogate, or too long a run of spaces
                 return self._fast.encode_to_numpy(text, allowed_special="all").astype(np.int32)
@@ -198,12 +229,19 @@ class BPETokenizer:
 
     @typed
     def encode_ordinary(self, text: str) -> Tokens:
-        """Text to byte-pairs, where the text of a special token is text like any other."""
+        """What follows a special token to byte-pairs; special tokens in it are text like any other.
+
+        A tokenizer that puts a space before the first word of a text puts none here.
+        """
         return np.array(_encode(self._ordinary, text), np.int32)
 
     @functools.cached_property
     def _ordinary(self) -> Any:
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        # Metaspace's scheme "first" is about the beginning of the whole text, which this is not
+        values = self._backend.to_str().replace(
+            '"prepend_scheme":"first"', '"prepend_scheme":"never"'
+        )
+        backend = tokenizers.Tokenizer.from_str(values)
         backend.encode_special_tokens = True
         return backend
 
@@ -244,12 +282,46 @@ class BPETokenizer:
     def decode(self, tokens: AnyTokens) -> str:
         """Decode; invalid UTF-8 becomes the replacement character."""
         indices = _in_range(tokens, self.vocab_size)
+        pieces = []
+        pending: list[int] = []
+        for token in indices if self._whole_texts else ():
+            if token not in self._whole_texts:
+                pending.append(token)
+                continue
+            pieces.append(self._decode(pending))
+            pieces.append(self._whole_texts[token])
+            pending = []
+        rest = pending if self._whole_texts else indices
+        return "".join([*pieces, self._decode(rest)])
+
+    def _decode(self, tokens: list[int]) -> str:
         with _failures_raised():
-            return self._backend.decode(indices, skip_special_tokens=False)
+            return self._backend.decode(tokens, skip_special_tokens=False)
+
+    @functools.cached_property
+    def _whole_texts(self) -> dict[int, str]:
+        """The added tokens that the byte-level decoder takes for letters of its alphabet, as é is.
+
+        The alphabet's é stands for a byte, but an added token is its text. Where a letter or a
+        merge of letters is an added token as well, it keeps to its bytes, which texts need.
+        """
+        values = json.loads(self._backend.to_str())
+        if "ByteLevel" not in json.dumps(values["decoder"]):
+            return {}
+        of_bytes = set(_bytes_of_letters())
+        of_bytes.update("".join(pair) for pair in values["model"].get("merges", ()))
+        found = {}
+        for token, added in self._backend.get_added_tokens_decoder().items():
+            text = added.content
+            if not text.isascii() and text not in of_bytes and self._decode([token]) != text:
+                found[token] = text
+        return found
 
     def to_json(self) -> str:
         """Serialise, with the library's own JSON inside."""
-        return f'{{"type": "bpe", "tokenizer": {self._backend.to_str()}}}'
+        # Runs from before tokenizers added special tokens lack the field, and go on without them.
+        adds = '"adds_special_tokens": true, ' if self.adds_special_tokens else ""
+        return f'{{"type": "bpe", {adds}"tokenizer": {self._backend.to_str()}}}'
 
 
 Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
@@ -259,10 +331,12 @@ def encode_each(
     tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype
 ) -> Iterator[tuple[int, bytes]]:
     """The length of each text and its tokens as bytes; threads encode a few texts ahead."""
+    threads, texts = min(os.cpu_count() or 1, MAX_THREADS), iter(texts)
+    encode_checked = type(tokenizer).encode
     if isinstance(tokenizer, BPETokenizer):
         tokenizer._fast  # made once, not by each thread  # noqa: B018
-    threads, texts = min(os.cpu_count() or 1, MAX_THREADS), iter(texts)
-    unchecked = inspect.unwrap(type(tokenizer).encode)  # jaxtyping would import JAX: a second
+        encode_checked = BPETokenizer.encode_part  # a text is cut anywhere
+    unchecked = inspect.unwrap(encode_checked)  # jaxtyping would import JAX: a second
     with ThreadPoolExecutor(threads) as pool:
         encode = lambda text: unchecked(tokenizer, text).astype(dtype).tobytes()  # noqa: E731
         submit = lambda text: (len(text), pool.submit(encode, text))  # noqa: E731
@@ -291,7 +365,10 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         if kind == "byte":
             return ByteTokenizer()
         if kind == "bpe":
-            return BPETokenizer.from_hf(values["tokenizer"])
+            adds_special_tokens = values.get("adds_special_tokens") is True
+            return BPETokenizer.from_hf(
+                values["tokenizer"], adds_special_tokens=adds_special_tokens
+            )
     except ValueError as error:
         raise ValueError(f"not a tokenizer: {error}") from None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -299,10 +376,45 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 
 
-def _encode(backend: Any, text: str) -> list[int]:
+@typed
+def text_of_token(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token that follows another, with the space that begins a word.
+
+    Decoders may strip that of the first token, as those of Llama 2 do.
+    """
+    first = tokenizer.decode([token])
+    return tokenizer.decode([token, token])[len(first) :]
+
+
+def is_same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether tokenizers have the same tokens, whether or not they add special ones to a text."""
+    if isinstance(one, BPETokenizer) and isinstance(other, BPETokenizer):
+        return one._backend.to_str() == other._backend.to_str()
+    return one.to_json() == other.to_json()
+
+
+def _tokens_before_text(processor: Any) -> list[int]:
+    """The special tokens that a post-processor of the tokenizers library puts before a text."""
+    match processor:
+        case {"type": "Sequence", "processors": list(processors)}:
+            # the last one is applied to what the others have made, and so is the outermost
+            return [token for part in reversed(processors) for token in _tokens_before_text(part)]
+        case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": special}:
+            found: list[int] = []
+            for piece in pieces:
+                if "SpecialToken" not in piece:
+                    break
+                found.extend(special[piece["SpecialToken"]["id"]]["ids"])
+            return found
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, int(token)]}:
+            return [token]
+    return []
+
+
+def _encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
     try:
         with _failures_raised():
-            return backend.encode(text, add_special_tokens=False).ids
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except TypeError:  # the library's error for a lone surrogate
         raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
 

@@ -14,7 +14,8 @@ from jgpt.generation.text import stream_continuations
 from jgpt.nn.models import LanguageModel
 
 START, END = "<|im_start|>", "<|im_end|>"
-_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_REASONING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
+"""What an answer may begin with. Tags further on are part of what it says, as spaces are."""
 
 
 class Chat:
@@ -39,14 +40,14 @@ class Chat:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be positive")
         if not isinstance(tokenizer, BPETokenizer) or not all(
-            len(tokenizer.encode(word)) == 1 < len(tokenizer.encode_ordinary(word))
+            len(tokenizer.encode_part(word)) == 1 < len(tokenizer.encode_ordinary(word))
             for word in (START, END)
         ):
             raise ValueError(
                 f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
                 "smollm2-chat and qwen3 are models that have them (jgpt import)"
             )
-        self._start, self._end = (tokenizer.encode(word).tolist() for word in (START, END))
+        self._start, self._end = (tokenizer.encode_part(word).tolist() for word in (START, END))
         self._model, self._tokenizer = model, tokenizer
         self._max_new_tokens, self._rngs = max_new_tokens, rngs
         self._system = [] if system is None else self._turn("system", system)
@@ -77,6 +78,7 @@ class Chat:
             self._sampling,
             key=self._rngs,
             stop=(END, END_OF_TEXT),
+            contexts=(tuple(tokens),),
         )
         return dropped, self._answer(turns, pieces)
 
@@ -89,7 +91,7 @@ class Chat:
                 said += text
                 yield text
         finally:
-            self._turns = [*turns, self._turn("assistant", _REASONING.sub("", said))]
+            self._turns = [*turns, self._turn("assistant", said[_length_of_reasoning(said) :])]
 
     def _opening(self, role: str, text: str = "") -> list[int]:
         return [*self._start, *self._tokenizer.encode_ordinary(f"{role}\n{text}").tolist()]
@@ -97,3 +99,9 @@ class Chat:
     def _turn(self, role: str, text: str) -> list[int]:
         newline = self._tokenizer.encode_ordinary("\n").tolist()
         return [*self._opening(role, text), *self._end, *newline]
+
+
+def _length_of_reasoning(answer: str) -> int:
+    """The length of the reasoning that an answer begins with, which the template forgets."""
+    found = _REASONING.match(answer)
+    return found.end() if found else 0

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Integer, Key
 
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
-from jgpt.generation.decoding import stream
+from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling
 from jgpt.nn.models import LanguageModel
 
@@ -53,7 +53,8 @@ def stream_text(
 
     `sampling` are the parameters of `jgpt.generate`. A text ends before its first `stop` string, or
     after `max_new_tokens`; sampling ends with the last text. A stop string may span tokens, but not
-    begin in the prompt. An empty prompt stands for a newline. Without a key, that of seed 0 draws.
+    begin in the prompt. An empty prompt stands for the beginning of a text, where the tokenizer
+    has a token for that, else for a newline. Without a key, that of seed 0 draws.
     Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
     encode, or an invalid sampling parameter.
     """
@@ -67,8 +68,21 @@ def stream_text(
     lengths = np.array([len(row) for row in rows])
     tokens = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows])
     key = jax.random.key(0) if key is None else key
+    contexts = tuple(
+        # what stands for an empty prompt is no part of the text
+        tuple(row[len(tokenizer.begin) :].tolist()) if text else ()
+        for row, text in zip(rows, texts, strict=True)
+    )
     pieces: Any = stream_continuations(
-        model, tokenizer, tokens, lengths, max_new_tokens, Sampling(**sampling), key=key, stop=stop
+        model,
+        tokenizer,
+        tokens,
+        lengths,
+        max_new_tokens,
+        Sampling(**sampling),
+        key=key,
+        stop=stop,
+        contexts=contexts,
     )
     return (text for (text,) in pieces) if isinstance(prompts, str) else pieces
 
@@ -84,9 +98,13 @@ def stream_continuations(
     *,
     key: Key[Array, ""] | nnx.Rngs,
     stop: tuple[str, ...],
+    contexts: tuple[tuple[int, ...], ...],
 ) -> Iterator[tuple[str, ...]]:
-    """`stream_text` for tokens, right-padded to one length."""
-    writers = tuple(_Detokenizer(tokenizer, stop) for _ in lengths)
+    """`stream_text` for tokens, right-padded to one length.
+
+    A text is what its tokens add to the text of its context, the tokens that it continues.
+    """
+    writers = tuple(_Detokenizer(tokenizer, stop, context) for context in contexts)
     pieces = stream(model, prompt, lengths, max_new_tokens, sampling, key=key)
     return _texts(writers, pieces)
 
@@ -105,38 +123,90 @@ def _texts(
 
 @typed
 def default_prompt(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
-    """The prompt of a sample without one: a newline, or the first token if there is none."""
+    """The prompt of a sample without one: the beginning of a text, where it has a token.
+
+    Else a newline, or the first token if there is none.
+    """
+    if tokenizer.begin:
+        return np.array(tokenizer.begin, np.int32)
     try:
         return tokenizer.encode("\n")
     except ValueError:
         return np.zeros(1, np.int32)
 
 
-class _Detokenizer:
-    """Incremental detokenizer of one sequence, which ends before a stop string."""
+MOST_PENDING = 2 * TOKENS_PER_CALL
+"""Tokens that wait for the rest of a character: more of them are bytes that are no text."""
+INCOMPLETE = 3
+"""Bytes, and so tokens, that a character lacks its last one of: UTF-8 has at most four."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._tokens: list[int] = []
-        self._emitted = 0
+
+class _Detokenizer:
+    """Incremental detokenizer of one sequence, which ends before a stop string.
+
+    Tokens are decoded together with those that came just before them: decoders strip the space of
+    a first word, and a character may span tokens. Earlier tokens are not decoded again, so the
+    work is linear in the number of tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        context: tuple[int, ...] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._set_context(list(context))
+        self._pending: list[int] = []
+        self._held = ""
         self.ended = False
+
+    def _set_context(self, tokens: list[int]) -> None:
+        self._context = tokens
+        self._context_length = len(self._tokenizer.decode(tokens))
 
     @typed
     def write(self, tokens: Integer[np.ndarray, " tokens"], *, final: bool = False) -> str:
         """Add tokens; return the text that has become certain."""
         if self.ended:
             return ""
-        self._tokens.extend(tokens.tolist())
-        text = self._tokenizer.decode(self._tokens)
-        if not final:
-            # an incomplete character decodes to the replacement character: wait for its other bytes
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        new = range(self._emitted, len(text))
-        stops = [at for at in new if text.startswith(self._stop, at)]
-        self.ended = bool(stops)
-        if not stops and not final:
-            # what may begin a stop string is held back
-            stops = [at for at in new if any(each.startswith(text[at:]) for each in self._stop)]
-        end = min(stops, default=len(text))
-        start, self._emitted = self._emitted, max(end, self._emitted)
-        return text[start:end]
+        self._held += self._new_text(tokens.tolist(), final)
+        found = [self._held.find(stop) for stop in self._stop if stop in self._held]
+        self.ended = bool(found)
+        end = min(found, default=len(self._held))
+        if not found and not final:
+            end = self._begin_of_stop()
+        text = self._held[:end]
+        self._held = self._held[end:]
+        return text
+
+    def _new_text(self, tokens: list[int], final: bool) -> str:
+        """The text of tokens and of those that waited, but for an incomplete character."""
+        self._pending.extend(tokens)
+        count = len(self._pending) if final else self._count_complete()
+        if count == 0:
+            return ""
+        complete = self._pending[:count]
+        new = self._tokenizer.decode(self._context + complete)[self._context_length :]
+        self._set_context(complete)
+        self._pending = self._pending[count:]
+        return new
+
+    def _count_complete(self) -> int:
+        """How many of the pending tokens end with a whole character."""
+        pending = len(self._pending)
+        for waiting in range(min(INCOMPLETE, pending) + 1):
+            tokens = self._context + self._pending[: pending - waiting]
+            # an incomplete character decodes to the replacement character
+            if not self._tokenizer.decode(tokens).endswith("\N{REPLACEMENT CHARACTER}"):
+                return pending - waiting
+        return pending if pending > MOST_PENDING else 0
+
+    def _begin_of_stop(self) -> int:
+        """Where the text ends that can't begin a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for place in range(max(0, len(self._held) - longest), len(self._held)):
+            if any(stop.startswith(self._held[place:]) for stop in self._stop):
+                return place
+        return len(self._held)

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Int
 
 from jgpt.contracts import TypedCall, typed, watching
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.generation.decoding import generate
 from jgpt.inside import Shape, ShapeTrace, edit
 from jgpt.nn.models import LanguageModel
@@ -252,7 +252,7 @@ class Look:
             "window": anatomy.window,
             "prompt": prompt,
             "tokens": tokens,
-            "texts": {token: self.tokenizer.decode([token]) for token in sorted(ids)},
+            "texts": {token: text_of_token(self.tokenizer, token) for token in sorted(ids)},
             "candidates": candidates.tolist(),
             "log_probabilities": _rounded(found["log_probabilities"][:, :time, :count]),
             "next_ranks": found["next_ranks"][:, : time - 1].tolist(),

@@ -271,7 +271,8 @@ def _require_room(config: TrainConfig, out: Path) -> None:
 def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
     prompt, key = jnp.asarray(default_prompt(tokenizer)), jax.random.key(np.uint32(seed))
     drawn = generate(model, prompt[None], tokens, key=key, temperature=0.8)
-    return tokenizer.decode(np.asarray(drawn[0]))
+    text = drawn[0, len(tokenizer.begin) :]
+    return tokenizer.decode(np.asarray(text))
 
 
 @dataclass

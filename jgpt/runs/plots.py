@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from jgpt.contracts import typed
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
@@ -205,7 +205,7 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     small, large = min(8.0, 72 * 0.85 * side / (len(named) + 4)), min(24.0, 7 + side)
     figure = Figure(figsize=(heads * side + 1, layers * side + 0.5), layout="constrained")
     panels = figure.subplots(layers, heads, squeeze=False)
-    names = [tokenizer.decode(tokens[i : i + 1]).translate(VISIBLE) for i in named]
+    names = [text_of_token(tokenizer, int(tokens[i])).translate(VISIBLE) for i in named]
     names, families = drawable(names, "monospace")
     for (layer, head), axes in np.ndenumerate(panels):
         axes.imshow(maps[layer, head], vmin=0, vmax=1, cmap="viridis")

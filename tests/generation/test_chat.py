@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers as tk
 from flax import nnx
 
 import jgpt
@@ -165,3 +166,43 @@ def test_other_tokenizers_are_refused(tokenizer):
 def test_what_can_t_be_sampled_is_refused_at_once(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Chat(Model(), chat_tokenizer(), rngs=nnx.Rngs(0), **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("answer", "remembered"),
+    [
+        ("<think>hm</think>\n\nhello", "hello"),
+        ("\n<think>\nhm\n</think>\n    if it:", "    if it:"),  # an indentation is no newline
+        ("<think></think>it", "it"),
+        ("what <think>is</think>\n it?", "what <think>is</think>\n it?"),
+        ("<think>hm</think>it <think>is</think> it", "it <think>is</think> it"),
+        ("<think>hm", "<think>hm"),
+        (" hello", " hello"),
+    ],
+)
+def test_reasoning_is_forgotten_and_nothing_else(answer, remembered, monkeypatch):
+    monkeypatch.setattr(
+        "jgpt.generation.chat.stream_continuations", lambda *_, **options: iter([(answer,)])
+    )
+    chat = make()
+    assert said(chat, "it") == (0, answer)
+    assert chat._turns[-1] == chat._turn("assistant", remembered)
+
+
+def test_in_pieces_the_template_has_the_tokens_of_one_text():
+    """Where a space is put before a text, as by Metaspace, a role and a newline get none."""
+    pieces = ["<unk>", "▁", "\n", *"user asitn", "▁u", "▁n"]
+    vocabulary = {piece: token for token, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("▁", "u"), ("▁", "n")]
+    for scheme in ("first", "never", "always"):
+        backend = tk.Tokenizer(tk.models.BPE(vocabulary, merges, unk_token="<unk>"))
+        metaspace = tk.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        backend.pre_tokenizer = tk.pre_tokenizers.Sequence([metaspace])
+        backend.add_special_tokens([START, END])
+        tokenizer = jgpt.BPETokenizer.from_hf(json.loads(backend.to_str()))
+        chat = Chat(Model(), tokenizer, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+        found = [*chat._turn("user", "nut"), *chat._opening("assistant")]
+        whole = f"{START}user\nnut{END}\n{START}assistant\n"
+        assert found == backend.encode(whole).ids, scheme
+        forged = tokenizer.encode_ordinary(END).tolist()
+        assert backend.token_to_id(END) not in forged

@@ -3,13 +3,14 @@
 import jax
 import numpy as np
 import pytest
+import tokenizers as tk
 from flax import nnx
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jgpt import BigramLM, ByteTokenizer, CharTokenizer, generate_text
+from jgpt import BigramLM, BPETokenizer, ByteTokenizer, CharTokenizer, generate_text
 from jgpt.generation.decoding import TOKENS_PER_CALL
-from jgpt.generation.text import _Detokenizer, _texts, default_prompt, stream_text
+from jgpt.generation.text import MOST_PENDING, _Detokenizer, _texts, default_prompt, stream_text
 
 KEY = jax.random.key(3)
 LETTERS = CharTokenizer("\nabcdef")
@@ -136,3 +137,82 @@ def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, messa
     arguments = {"prompts": ("a",), "max_new_tokens": 5, "key": KEY} | options
     with pytest.raises(ValueError, match=message):
         stream_text(model, LETTERS, **arguments)
+
+
+# --- what a decoder makes of tokens depends on those before them ----------------------------------
+
+
+def spaced() -> BPETokenizer:
+    """Llama 2's kind: a space before each word, which the decoder strips of the first."""
+    pieces = [
+        "<unk>",
+        "▁",
+        "▁hello",
+        "▁world",
+        *"helowrd",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    model = tk.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+    backend = tk.Tokenizer(model)
+    replace = tk.decoders.Replace("▁", " ")
+    strip = tk.decoders.Strip(" ", 1, 0)
+    parts = [replace, tk.decoders.ByteFallback(), tk.decoders.Fuse(), strip]
+    backend.decoder = tk.decoders.Sequence(parts)
+    return BPETokenizer(backend)
+
+
+def joined(text: str) -> list[int]:
+    """Words and bytes as the tokens of `spaced`."""
+    words = {"hello": 2, "world": 3, "_": 1}
+    tokens = []
+    for word in text.split():
+        known = [words[word]] if word in words else [11 + byte for byte in word.encode()]
+        tokens.extend(known)
+    return tokens
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("context", "text"),
+    [
+        ("", "hello world world"),
+        ("hello", "world world hello"),
+        ("hello _", "world _ _ world"),
+        ("_", "_ world"),
+        ("hello", "你好 world é 🙂🙂 hello"),
+        ("你好", "好你 hello"),
+        ("", "你好你好你好你好"),
+    ],
+)
+def test_a_stream_says_what_all_tokens_say_together(context, text, size):
+    tokenizer = spaced()
+    before, after = joined(context), joined(text)
+    writer = _Detokenizer(tokenizer, (), tuple(before))
+    said = [writer.write(piece) for piece in cut_tokens(after, size)]
+    said.append(writer.write(np.zeros(0, np.int32), final=True))
+    assert tokenizer.decode(before) + "".join(said) == tokenizer.decode([*before, *after])
+    assert said[-1] == ""  # nothing waits for the end
+
+
+def cut_tokens(tokens: list[int], size: int) -> list[np.ndarray]:
+    starts = range(0, len(tokens), size)
+    return [np.array(tokens[start : start + size], np.int32) for start in starts]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [joined("hello world " * 2000), joined("你好🙂 " * 400), [11 + 0x80] * 4000],
+    ids=["words", "characters of several bytes", "bytes that are no text"],
+)
+def test_a_stream_decodes_no_token_more_than_a_few_times(tokens, monkeypatch):
+    tokenizer = spaced()
+    decoded = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda some: decoded.append(len(some)) or decode(some))
+    writer = _Detokenizer(tokenizer, ("never",))
+    said = "".join(writer.write(piece) for piece in cut_tokens(tokens, TOKENS_PER_CALL))
+    said += writer.write(np.zeros(0, np.int32), final=True)
+    assert said == decode(tokens)
+    assert max(decoded) <= 2 * MOST_PENDING + 3 * TOKENS_PER_CALL
+    assert sum(decoded) < 25 * len(tokens)  # all of 4000 tokens for each 32 are 63 times each
