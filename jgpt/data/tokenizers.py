@@ -376,7 +376,6 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
 
 
-@typed
 def text_of_token(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token that follows another, with the space that begins a word.
 

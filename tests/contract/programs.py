@@ -210,7 +210,8 @@ def sampling() -> None:
         jgpt.generate(model, prompt, **options)
         jgpt.generate(model, prompt, lengths=lengths, **options)
     for count in (0, 31):
-        jgpt.generate_text(gpt, tokenizers.ByteTokenizer(), ("\0" * TIME,) * BATCH, count, key=key)
+        prompts = ("\0" * TIME,) * BATCH
+        jgpt.generate_text(gpt, tokenizers.ByteTokenizer(), prompts, count, key=key, top_p=0.9)
 
 
 def text() -> None:
@@ -220,6 +221,7 @@ def text() -> None:
         tokenizer.encode("ab")
         tokenizer.decode(np.ones(31, np.int32))
     pieces.encode_ordinary("ab")
+    pieces.encode_part("ab")
     default_prompt(tokenizer)
     look.encode_text(tokenizer, "a")
 

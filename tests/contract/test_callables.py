@@ -37,6 +37,7 @@ LOOSE = {
     "data.dataset._open_tokens",
     "data.tokenizers.BPETokenizer.encode",
     "data.tokenizers.BPETokenizer.encode_ordinary",
+    "data.tokenizers.BPETokenizer.encode_part",
     "data.tokenizers.ByteTokenizer.encode",
     "data.tokenizers.CharTokenizer.encode",
     "generation.decoding.stream",
