@@ -3,6 +3,7 @@
 Attribute docstrings are the command line's help. Nothing here imports jax.
 """
 
+import ast
 import dataclasses
 import difflib
 import functools
@@ -11,8 +12,9 @@ import inspect
 import json
 import re
 import reprlib
+import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -165,6 +167,9 @@ class Code(_Fields):
     sha256: str | None = None
     fields: tuple[tuple[str, Any], ...] = ()
     """What the user's own class of configs has and `ModelConfig` has not."""
+    modules: tuple[tuple[str, str], ...] = ()
+    """The files in the same folder that the file imports, and those that they import, each with
+    its SHA-256. Runs from before this record have none."""
 
     @property
     def named(self) -> str:
@@ -182,8 +187,66 @@ class Code(_Fields):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
         except (TypeError, OSError):
             return cls(name)
-        here = Path.cwd()
-        return cls(name, str(path.relative_to(here) if path.is_relative_to(here) else path), digest)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        modules = [
+            (file.relative_to(path.parent).as_posix(), sha256)
+            for file, sha256 in imported_beside(path).items()
+        ]
+        return cls(name, str(shown), digest, modules=tuple(sorted(modules)))
+
+
+def imported_beside(path: Path) -> dict[Path, str]:
+    """The files in a Python file's folder that it imports, and those that they import, each with
+    its SHA-256.
+
+    They are found in the source: what a module has imported can't be asked of it.
+    """
+    found: dict[Path, str] = {}
+    unread = [path]
+    while unread:
+        file = unread.pop()
+        try:
+            source = file.read_bytes()
+            tree = ast.parse(source)
+        except (OSError, SyntaxError, ValueError):
+            continue
+        if file != path:
+            found[file] = hashlib.sha256(source).hexdigest()
+        for imported in _imports(tree, file, path.parent):
+            if imported != path and imported not in found:
+                unread.append(imported)
+    return found
+
+
+def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
+    """The files below a folder that a file's import statements name."""
+    for node in ast.walk(tree):
+        base = folder
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            # what is imported may be a module too
+            names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
+            if node.level:
+                base = file.parents[node.level - 1]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if base == folder and _is_elsewhere(parts[0], folder):
+                continue
+            for count in range(1, len(parts) + 1):
+                place = base.joinpath(*parts[:count])
+                for candidate in (place.with_suffix(".py"), place / "__init__.py"):
+                    if candidate.is_file():
+                        yield candidate
+
+
+def _is_elsewhere(module: str, folder: Path) -> bool:
+    """Whether a name means another module than the one in the folder, as an installed package."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and not Path(file).resolve().is_relative_to(folder)
 
 
 Make = Callable | Code | None
@@ -497,6 +560,9 @@ def as_dict(config: Any) -> dict[str, Any]:
     }
     if (make := getattr(config, "make", None)) is not None:
         record = dataclasses.asdict(Code.of(make))
+        modules = record.pop("modules")
+        if modules:
+            record["modules"] = dict(modules)
         values |= dict(record.pop("fields")) | {"make": record}
     return values
 
@@ -528,7 +594,8 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
             if name not in hints
         )
         values = {name: it for name, it in values.items() if name in hints and name != "make"}
-        fields["make"] = Code(**recorded, fields=others)
+        modules = tuple(dict(recorded.get("modules", {})).items())
+        fields["make"] = Code(**recorded | {"fields": others, "modules": modules})
     for name, value in values.items():
         nested: Any = hints.get(name)
         if isinstance(nested, type) and dataclasses.is_dataclass(nested):

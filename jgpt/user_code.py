@@ -4,19 +4,36 @@ import dataclasses
 import hashlib
 import importlib.util
 import inspect
+import linecache
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jgpt.config import Code, Make, ModelConfig, TrainConfig, did_you_mean, values_without_code
+from jgpt.config import (
+    Code,
+    Make,
+    ModelConfig,
+    TrainConfig,
+    did_you_mean,
+    imported_beside,
+    values_without_code,
+)
+
+
+class CustomCodeError(ValueError):
+    """An error of a user's file, with its place: the file, the line and what it says."""
+
+
+_loaded: list[Path] = []  # the files that `load_code` has run
 
 
 def load_code(named: str) -> Callable[..., Any]:
     """The function or class FILE.py:NAME, from a file that the user names and that is run.
 
-    Raises ValueError if there is no such name or the file raises, and OSError if it can't be read.
+    The file may import others from its folder. Raises CustomCodeError if it raises, ValueError if
+    there is no such name, and OSError if it can't be read.
     """
     file, _, name = named.rpartition(":")
     if not file.endswith(".py"):
@@ -24,23 +41,74 @@ def load_code(named: str) -> Callable[..., Any]:
     path = Path(file).resolve()
     unique = f"{path.stem}_{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     if unique not in sys.modules:
-        spec = importlib.util.spec_from_file_location(unique, path)
-        assert spec is not None and spec.loader is not None  # noqa: PT018  # of a .py there is one
-        sys.modules[unique] = module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[unique]
-            lines = [each.lineno for each in traceback.extract_tb(error.__traceback__)]
-            where = error.lineno if isinstance(error, SyntaxError) else lines[-1]
-            raise ValueError(
-                f"{file} can't be loaded: line {where}: {type(error).__name__}: {error}"
-            ) from error
+        _load(path, unique)
     found = getattr(sys.modules[unique], name, None)
     if not callable(found):
         own = (each for each, it in vars(sys.modules[unique]).items() if callable(it))
         raise ValueError(f"{file} has no function or class {name!r}{did_you_mean(name, own)}")
     return found
+
+
+def _load(path: Path, unique: str) -> None:
+    """Run a file as a module of a unique name."""
+    spec = importlib.util.spec_from_file_location(unique, path)
+    assert spec is not None  # of a .py there is one
+    assert spec.loader is not None
+    sys.modules[unique] = module = importlib.util.module_from_spec(spec)
+    _loaded.append(path)
+    # at the end and for this import alone: a file beside it must not stand in for a package that
+    # this process imports later
+    sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[unique]
+        described = describe_error(error)
+        raise CustomCodeError(described or f"{_shown(path)} can't be loaded: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+
+
+def describe_error(error: BaseException) -> str | None:
+    """One line for an error that was raised in, or through, a file that `load_code` has run.
+
+    It has the file, the number of the line, the line and the error; None for any other error.
+    """
+    if isinstance(error, CustomCodeError):
+        return str(error)
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    files = set(_loaded)
+    for path in _loaded:
+        files.update(imported_beside(path))
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename) in files:
+        line = (error.text or "").strip()
+        return f"{_shown(Path(error.filename))}, line {error.lineno}: {line}: {message}"
+    place = _place_of(error, files)
+    return None if place is None else f"{place}: {message}"
+
+
+def _place_of(error: BaseException, files: set[Path]) -> str | None:
+    """The last line of some files that an error has passed: the file, the line's number, the line.
+
+    For a result that `jgpt.typed` doesn't accept, that is where the function begins.
+    """
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path = Path(frame.f_code.co_filename)
+        if path not in files:
+            # the call has returned, so only the function that was checked has a place in the file
+            code = getattr(frame.f_locals.get("function"), "__code__", None)
+            if code is None or Path(code.co_filename) not in files:
+                continue
+            path, number = Path(code.co_filename), code.co_firstlineno
+            while linecache.getline(str(path), number).lstrip().startswith("@"):
+                number += 1
+        line = linecache.getline(str(path), number).strip()
+        return f"{_shown(path)}, line {number}: {line}"
+    return None
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def require_code(make: Make, what: str) -> Callable[..., Any]:
@@ -104,12 +172,29 @@ def _require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any
 
 
 def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
-    """A line for the model and for the optimizer if the code is not that of the run."""
+    """A line for each file of the model and the optimizer that is not as the run began with."""
     lines = []
     for part in ("model", "optimizer"):
         old, new = (getattr(each, part).make for each in (saved, given))
-        if new is not None:
-            old, new = old and Code.of(old), Code.of(new)
-            if old is None or (old.name, old.sha256) != (new.name, new.sha256):
-                lines.append(f"the {part} {new.named} has changed since the run began")
+        if new is None:
+            continue
+        old, new = old and Code.of(old), Code.of(new)
+        if old is None or (old.name, old.sha256) != (new.name, new.sha256):
+            lines.append(f"the {part} {new.named} has changed since the run began")
+        before, after = dict(old.modules if old else ()), dict(new.modules)
+        if not before:  # not recorded; a file that imported nothing has changed if it does now
+            continue
+        for file in sorted(before | after):
+            if before.get(file) != after.get(file):
+                lines.append(f"{file} of the {part} {new.named} has changed since the run began")
     return lines
+
+
+def code_facts(config: TrainConfig) -> dict[str, Any]:
+    """What processes that train together must agree on: the names and SHA-256 of custom code."""
+    facts = {}
+    for part in ("model", "optimizer"):
+        make = getattr(config, part).make
+        code = None if make is None else Code.of(make)
+        facts[f"{part}_code"] = code and [code.name, code.sha256, dict(code.modules)]
+    return facts

@@ -17,6 +17,9 @@ from jgpt.cli.options import OptionError, help_of, in_flags, parse
 from jgpt.cli.signals import interrupt_again
 from jgpt.cli.terminal import open_console, say, terminal
 from jgpt.config import did_you_mean
+from jgpt.user_code import describe_error
+
+_USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -47,12 +50,15 @@ def _run_or_exit(args: list[str]) -> None:
     except BrokenPipeError:  # the reader left, as `head` does: end as by SIGPIPE
         _discard_output()
         sys.exit(141)
-    except (ValueError, OSError, ModuleNotFoundError, FloatingPointError) as error:
+    except Exception as error:
+        custom = describe_error(error)
         if os.environ.get("JGPT_TRACEBACK") == "1":
             raise
+        if custom is None and not isinstance(error, _USER_ERRORS):
+            raise
         _discard_output()
-        line = _one_line(error)
-        if not isinstance(error, OptionError) and args and args[0] in COMMANDS:
+        line = _one_line(error) if custom is None else custom
+        if custom is None and not isinstance(error, OptionError) and args and args[0] in COMMANDS:
             named = inspect.signature(COMMANDS[args[0]]).parameters
             line = in_flags(line) if "config" in named else in_flags(line, named)
         print(f"jgpt: {line}", file=sys.stderr)

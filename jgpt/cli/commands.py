@@ -6,6 +6,7 @@ Each imports what it needs when it runs: `jgpt --help` must not wait for jax.
 import contextlib
 import dataclasses
 import inspect
+import math
 import os
 import shlex
 import shutil
@@ -319,7 +320,10 @@ def eval_(
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
         result = evaluate(run, which=checkpoint, split=split, model=model, progress=progress)
     if json:
-        return [dumps(dataclasses.asdict(result))]
+        values = dataclasses.asdict(result)
+        if math.isinf(result.perplexity):  # which JSON has no number for
+            values["perplexity"] = None
+        return [dumps(values, allow_nan=False)]
     return [
         f"{split + ' loss':<18}  {result.loss:.4f} nats per token, over {result.tokens:,} targets",
         f"perplexity          {result.perplexity:.3f}",
@@ -332,7 +336,7 @@ def _config_of(what: str, model: str | None = None, optimizer: str | None = None
     from jgpt.runs.directory import RunDirectory
 
     if what in PRESETS:
-        return PRESETS[what][1]
+        return with_code(PRESETS[what][1], model, optimizer)
     if Path(what).exists():
         return with_code(RunDirectory.open(what).config(), model, optimizer)
     raise ValueError(
@@ -372,7 +376,7 @@ def info(
         parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
         lines.append(f"training memory at batch_size={config.batch_size}{parts}: {memory}")
     for name, its in loads(files("jgpt").joinpath("proofs.json").read_text("utf-8")).items():
-        if name.startswith(f"{what}, "):
+        if name.startswith(f"{what}, ") and config.model.make is None:
             cases = f"{its['proven']} proven, {its['refused']} refused"
             lines.append(f"shapes for {name[len(what) + 2 :]}, {its['arrays']}, in cases: {cases}")
     return lines

@@ -32,7 +32,8 @@ class LiveProgress(ConsoleProgress):
     def __enter__(self) -> Self:
         """Start the process, which imports its modules while the data is read."""
         self._page = page = subprocess.Popen(
-            [sys.executable, "-m", "jgpt.runs.live"],
+            # -P: without it, a secrets.py in the working directory would be run
+            [sys.executable, "-P", "-m", "jgpt.runs.live"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

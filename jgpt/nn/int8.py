@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int8
 
 from jgpt.contracts import typed
 from jgpt.nn.layers import Linear
-from jgpt.nn.models import LanguageModel
+from jgpt.nn.models import LanguageModel, named_parameters
 from jgpt.nn.module import Module
 from jgpt.nn.transformer import GPT
 
@@ -62,12 +62,18 @@ def quantise(
 def with_int8_weights(model: LanguageModel) -> GPT:
     """A copy of a GPT for decoding, with its linear layers and head in int8.
 
-    Embeddings and norms stay as they are. Raises ValueError for another model.
+    Embeddings and norms stay as they are. Raises ValueError for another model, and
+    FloatingPointError for weights that are not finite, of which int8 has no sign.
     """
     if not isinstance(model, GPT):
         raise ValueError(
             f"a {type(model).__name__} has no linear layers to quantise: only a GPT can be in int8"
         )
+    for name, parameter in named_parameters(model).items():
+        if not jnp.isfinite(parameter[...]).all():
+            raise FloatingPointError(
+                f"{name} is not finite: the weights have diverged or are damaged"
+            )
     model = nnx.clone(model)
     if model.head is None:
         model.head = nnx.data(Int8Linear(model.token_embedding.embedding[...].T))  # type: ignore[assignment]

@@ -60,10 +60,14 @@ class Checkpoints:
     on disk. So a directory with the name of a step is complete, or was damaged later.
     """
 
-    def __init__(self, run: RunDirectory, *, read_only: bool = False) -> None:
+    def __init__(
+        self, run: RunDirectory, config: TrainConfig | None = None, *, read_only: bool = False
+    ) -> None:
+        """`config` is the saved one by default; to resume, a run is read with the new one."""
         require_storable(run.path)
         self._path = (run.path / CHECKPOINTS).resolve()
-        self._config, self.run = run.config(), run
+        self._config = run.config() if config is None else config
+        self.run = run
         self._orbax: Any = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # drops Orbax's log messages, and no others: what fails raises an error as well
@@ -406,7 +410,10 @@ def _require_plausible(directory: Path, largest: int) -> None:
             if not all(type(size) is int and size > 0 for size in sizes):
                 raise ValueError(f"{field} is {sizes!r}")
             if math.prod(sizes) > largest:
-                raise ValueError(f"{field} {sizes!r} is larger than the model's largest array")
+                raise ValueError(
+                    f"{field} {sizes!r} is larger than the model's largest array, or it is of "
+                    "another model"
+                )
 
     for name, path in files_below(directory):
         if not _LAYOUT.fullmatch(name):

@@ -64,18 +64,60 @@ class RunDirectory:
         return run
 
     def begin(
-        self, config: TrainConfig, tokenizer: Tokenizer, *, resume: bool, overwrite: bool
+        self,
+        config: TrainConfig,
+        tokenizer: Tokenizer,
+        *,
+        resume: bool,
+        overwrite: bool,
+        earlier: Iterable[Path] | None = None,
     ) -> None:
-        """Write a new run, also in place of one to overwrite, or the config of one to resume."""
-        if self.exists(self.path) and not (resume or overwrite):
+        """Write a new run, also in place of one to overwrite, or the config of one to resume.
+
+        `earlier` are the trackers' files of the run to overwrite: those of the new one are open.
+        """
+        exists = self.exists(self.path)
+        if exists and not (resume or overwrite) and self.has_trained():
             raise FileExistsError(
                 f"{self.path} was created by another process: choose another directory"
             )
-        if self.exists(self.path) and resume:
+        if exists and resume:
             self.write_config(config)
-        else:
-            self.clear()
-            self.create(self.path, config, tokenizer)
+            return
+        self.clear(self.tracker_files() if earlier is None else earlier)
+        self.create(self.path, config, tokenizer)
+
+    def has_trained(self) -> bool:
+        """Whether there is a checkpoint or a step, which no other run replaces unless told to.
+
+        A run whose model failed when it was compiled, or at its first step, has neither.
+        """
+        if self.checkpoint_steps():
+            return True
+        return any(line["step"] > 0 for line, _ in self._lines(METRICS))
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[Lock]:
+        """Hold the lock while a run is checked, begun and trained.
+
+        After an error nothing is left of a directory that has not become a run.
+        """
+        lock = self.path / LOCK
+        had_lock = lock.exists()
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        with self.locked() as held:
+            try:
+                yield held
+            except BaseException:
+                if not had_lock:
+                    with contextlib.suppress(OSError):  # Windows keeps what is open
+                        lock.unlink()
+                raise
+            finally:
+                if not self.exists(self.path):
+                    for folder in missing:
+                        with contextlib.suppress(OSError):  # another process has filled it
+                            folder.rmdir()
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the config, which may change when a run is resumed."""
@@ -132,7 +174,7 @@ class RunDirectory:
                 f"{out} is not a run directory: it has files, but no {CONFIG}; choose another, "
                 f"such as {out / config.name}"
             )
-        if not resume and not overwrite:
+        if not resume and not overwrite and cls(out).has_trained():
             raise FileExistsError(
                 f"{out} already exists: resume=True continues it, overwrite=True starts again"
             )
@@ -212,16 +254,23 @@ class RunDirectory:
         """The provenance of the start and of each resumption."""
         return [line for line, _ in self._lines(PROVENANCE)]
 
-    def clear(self) -> None:
+    def tracker_files(self) -> set[Path]:
+        """The files and folders that trackers and the profiler have written."""
+        patterns = [*_BY_TRACKERS]
+        if (self.path / WANDB_ID).is_file():
+            patterns.extend(_BY_WANDB)
+        return {entry for pattern in patterns for entry in self.path.glob(pattern)}
+
+    def clear(self, by_trackers: Iterable[Path]) -> None:
         """Delete the files of a run, except those that `create` replaces. Other files stay.
 
         The config stays: a directory with one can be overwritten if this is interrupted.
         """
         self.delete_checkpoints(self.checkpoint_steps())
-        by_wandb = _BY_WANDB if (self.path / WANDB_ID).is_file() else ()
-        written = *_BY_TRACKERS, *by_wandb, *_REPLACED
-        for entry in itertools.chain(*map(self.path.glob, written)):
+        for entry in by_trackers:
             _delete(entry)
+        for name in _REPLACED:
+            _delete(self.path / name)
         for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
             with contextlib.suppress(OSError):  # it has other files, or doesn't exist
                 (self.path / name).rmdir()

@@ -30,18 +30,19 @@ from jgpt.hardware import (
     process_index,
     release_memory,
 )
+from jgpt.nn.consistency import inconsistencies
 from jgpt.nn.loss import bits_per_character
-from jgpt.nn.models import LanguageModel, Weights, weights_of
+from jgpt.nn.models import LanguageModel, Weights, abstract_model, named_parameters, weights_of
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
-from jgpt.runs.directory import LOSS_PICTURE, METRICS, PROFILE, SAMPLES, RunDirectory
+from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, PROFILE, SAMPLES, RunDirectory
 from jgpt.runs.metrics import MetricsLogger
 from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import compilations_watched
-from jgpt.runs.progress import Progress, default_progress
+from jgpt.runs.progress import Progress, default_progress, draw_losses
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
-from jgpt.runs.trackers import require_tracker
+from jgpt.runs.trackers import Trackers, require_tracker, trackers_removed_on_error
 from jgpt.sharding import abstract_mesh, current_mesh, shard_by_name, use_mesh
 from jgpt.training.plan import (
     Plan,
@@ -58,10 +59,11 @@ from jgpt.training.step import (
     abstract_state,
     dropout_stream,
     init_state,
+    is_finite,
     make_eval_step,
     make_train_steps,
 )
-from jgpt.user_code import changed_code, require_code, with_code
+from jgpt.user_code import changed_code, code_facts, describe_error, require_code, with_code
 
 ESTIMATE_TOKENS = 2048
 """The fewest validation tokens of an estimate."""
@@ -143,42 +145,65 @@ def fit(
     asked = {"resume": resume, "overwrite": overwrite}
     asked |= {"checkpoints": RunDirectory(out).checkpoint_steps()}
     texts = {name: start[name] for name in ("text_sha256", "corpus_sha256")}
-    require_same(dict(fields_of(config)) | asked | texts | start["versions"])
+    facts = dict(fields_of(config)) | code_facts(config) | asked | texts | start["versions"]
+    require_same(facts)
     lock = None
     with use_mesh(config.mesh), contextlib.ExitStack() as stack:
+        run = RunDirectory(out)
         with together():
             if process_index() == 0:
-                lock = stack.enter_context(RunDirectory(out).locked())
-                run = RunDirectory(out, lock)
-                run.begin(saved, dataset.tokenizer, resume=resume, overwrite=overwrite)
+                lock = stack.enter_context(run.reserved())
+                run = replace(run, lock=lock)
+        # up to `begin` a run is read, not written: whatever rejects a start leaves it as it was
+        state = _starting_state(config, saved, run, resume=resume)
+        train_steps = make_train_steps(config)
+        _check_custom_code(config, state, train_steps, progress)
+        step, trackers = int(state.step), Trackers()
+        with together():
+            if process_index() == 0:
+                with trackers_removed_on_error(run.path):
+                    earlier = run.tracker_files()
+                    new = not (resume and RunDirectory.exists(out))
+                    trackers.open(saved.trackers, run.path, step, saved, new=new)
+                    stack.callback(trackers.close, progress.warned)
+                    run.begin(
+                        saved,
+                        dataset.tokenizer,
+                        resume=resume,
+                        overwrite=overwrite,
+                        earlier=earlier,
+                    )
+                run.truncate(METRICS, step)
+                run.append_provenance({"step": step} | start)
         with together():
             run = replace(RunDirectory.open(out), lock=lock)
             checkpoints = stack.enter_context(Checkpoints(run))
-        state = checkpoints.restore(config) if checkpoints.steps() else init_state(config)
-        step, trackers = int(state.step), []
-        with together():
-            if process_index() == 0:
-                run.truncate(METRICS, step)
-                trackers = [require_tracker(it)(run.path, step, stack) for it in saved.trackers]
-                run.append_provenance({"step": step} | start)
         progress.started(config, dataset, state, out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
-        logger = MetricsLogger(config, run, trackers, tokens, chips, progress.stepped)
-        how = checkpoints, logger, progress, profile_steps
-        _Training(config, dataset, state, *how).run(should_stop)
+        logger = MetricsLogger(config, run, [trackers.log], tokens, chips, progress.stepped)
+        training = _Training(
+            config=config,
+            dataset=dataset,
+            state=state,
+            train_steps=train_steps,
+            checkpoints=checkpoints,
+            logger=logger,
+            progress=progress,
+            profile_steps=profile_steps,
+        )
+        training.run(should_stop)
         checkpoints.wait()
         release_memory()
         best = checkpoints.best()
         trained, tokenizer, _ = load(run.path, model=saved.model.make, platform=platform)
-        sample = _sample(trained, tokenizer, saved.sample_tokens, saved.seed)
+        sample = _sample_or_warn(trained, tokenizer, saved, progress)
         release_memory()
         with together():
             if process_index() == 0:
-                from jgpt.runs.plots import losses_image  # 40 MiB that training doesn't need
-
-                picture = losses_image(run.metrics(), run.path.absolute().name, "png")
-                run.write(LOSS_PICTURE, picture)
                 run.write(SAMPLES, sample)
+                picture = draw_losses(run, "png", progress.warned)
+                if picture is not None:
+                    run.write(LOSS_PICTURE, picture)
     assert best.validation_loss is not None  # the last step is always evaluated
     seconds = time.perf_counter() - started
     return Run(
@@ -257,6 +282,42 @@ def _prepare(
     return config, decided, dataset, out
 
 
+def _starting_state(
+    config: TrainConfig, saved: TrainConfig, run: RunDirectory, *, resume: bool
+) -> TrainState:
+    """The state of the last checkpoint of a run to resume, or that of step 0."""
+    if not resume or not run.checkpoint_steps():
+        return init_state(config)
+    with Checkpoints(run, saved, read_only=True) as checkpoints:
+        state = checkpoints.restore(config)
+    if not is_finite(config, state):
+        damaged = run.path / CHECKPOINTS / str(int(state.step))
+        raise ValueError(
+            f"checkpoint {damaged} has values that are not finite: delete it to resume from the "
+            "one before, or use overwrite=True with a lower learning_rate"
+        )
+    return state
+
+
+def _check_custom_code(
+    config: TrainConfig, state: TrainState, train_steps: jax.stages.Wrapped, progress: Progress
+) -> None:
+    """Trace a custom model and optimizer, so that their errors are raised before anything is
+    written, and warn of a model that computes something else elsewhere than in training.
+    """
+    if config.model.make is None and config.optimizer.make is None:
+        return
+    sizes = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
+    windows = jax.ShapeDtypeStruct(sizes, jnp.int32)
+    # traced once: the first call finds it in the cache
+    jax.eval_shape(train_steps, state, windows, dropout_stream(config.seed), 0, int(state.step))
+    if config.model.make is not None:
+        # a mesh shards the batch
+        batch = max(current_mesh().size, 1)
+        for sentence in inconsistencies(abstract_model(config.model), state.weights, batch):
+            progress.warned(sentence)
+
+
 def _require_room(config: TrainConfig, out: Path) -> None:
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -266,6 +327,20 @@ def _require_room(config: TrainConfig, out: Path) -> None:
             f"{existing} has {format_bytes(free)} free, the checkpoints need "
             f"{format_bytes(needed)}: free some space, or lower keep_best and keep_last"
         )
+
+
+def _sample_or_warn(
+    model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, progress: Progress
+) -> str:
+    """The sample; a custom model that trains but can't be sampled costs a warning, not the run."""
+    try:
+        return _sample(model, tokenizer, config.sample_tokens, config.seed)
+    except Exception as error:
+        if config.model.make is None:
+            raise
+        reason = describe_error(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+        progress.warned(f"no sample: {reason}")
+        return ""
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
@@ -282,6 +357,7 @@ class _Training:
     config: TrainConfig
     dataset: Dataset
     state: TrainState
+    train_steps: jax.stages.Wrapped
     checkpoints: Checkpoints
     logger: MetricsLogger
     progress: Progress
@@ -290,7 +366,6 @@ class _Training:
     def __post_init__(self) -> None:
         config, dataset = self.config, self.dataset
         self.tokens, self.key = resident(dataset.train), dropout_stream(config.seed)
-        self.train_steps = make_train_steps(config)
         held_out = dataset.validation[: config.eval_tokens]
         self.exact_loss, self.estimated_loss = _evaluators(config, held_out)
         self.first_step = self.step = int(self.state.step)
@@ -322,6 +397,8 @@ class _Training:
                         release_memory()
                         watch.enter_context(compilations_watched(self.progress.warned))
                         is_warm = True
+        if self.logger.tracker_failure is not None:  # in the last call
+            self.progress.warned(str(self.logger.tracker_failure))
         if self.step < self.config.steps:
             self.progress.warned(
                 f"stopped at step {self.step} of {self.config.steps}: no better validation loss in "
@@ -335,12 +412,33 @@ class _Training:
             yield
         except FloatingPointError as error:
             self.logger.finish()
-            if int(self.state.step) < self.step:  # the step that was not finite was skipped
+            step = int(self.state.step)
+            is_good = self._state_is_good()
+            # a step that was not finite was skipped; what a start began with needs no checkpoint
+            if is_good and self.first_step < step < self.step:
                 self.checkpoints.save(self.state, None)
             self.checkpoints.wait()  # a pending one doesn't count yet
-            good = self.checkpoints.steps()
+            saved = self.checkpoints.steps()
+            good = [each for each in saved if is_good or each < step]
             kept = f"checkpoint {good[-1]} is kept" if good else "nothing was saved yet"
+            if saved and saved[-1] not in good:
+                folder = self.checkpoints.run.path / CHECKPOINTS / str(saved[-1])
+                kept = f"delete {folder}, whose loss is not finite either; otherwise {kept}"
             raise FloatingPointError(f"{error}; {kept}") from None
+
+    def _state_is_good(self) -> bool:
+        """Whether training can go on from the state: it may be finite and its loss not."""
+        if not is_finite(self.config, self.state):
+            return False
+        return math.isfinite(self.estimated_loss(self.state.weights))
+
+    def _save(self, validation_loss: float | None) -> None:
+        """Save the state. Raises FloatingPointError for one that is not finite."""
+        if not is_finite(self.config, self.state):
+            raise FloatingPointError(
+                f"the parameters are not finite after step {self.step}: lower learning_rate"
+            )
+        self.checkpoints.save(self.state, validation_loss)
 
     def _estimate(self) -> None:
         self.logger.wait()
@@ -348,17 +446,21 @@ class _Training:
         if math.isfinite(loss):  # if not, the next step stops the run
             self.logger.add_evaluation(validation_estimate=loss)
             self.progress.estimated(self.step, loss)
-        if self.step == self.first_save:
+        if self.step == self.first_save and math.isfinite(loss):
             self.logger.finish()
-            self.checkpoints.save(self.state, None)
+            self._save(None)
         self.logger.start_clock()
 
     def _stop_if_asked(self, asked: bool) -> None:
-        failed = self.checkpoints.have_failed() or self.logger.failure is not None
+        failures = self.logger.failure, self.logger.tracker_failure
+        failed = self.checkpoints.have_failed() or failures != (None, None)
         if self.vote(asked or failed):
             self.logger.finish()
-            self.checkpoints.save(self.state, None)
+            self._save(None)
             self.checkpoints.wait()
+            with together():
+                if self.logger.tracker_failure is not None:
+                    raise self.logger.tracker_failure
             raise TrainingStopped(self.step, self.checkpoints.run.path)
 
     def _take_steps(self) -> None:
@@ -400,7 +502,7 @@ class _Training:
         self.logger.add_evaluation(validation_loss=loss)
         self.logger.finish()
         self.progress.evaluated(self.step, loss)
-        self.checkpoints.save(self.state, loss)
+        self._save(loss)
         self.logger.start_clock()
 
 
@@ -449,9 +551,29 @@ def evaluate(
     config = replace(config, model=replace(config.model, block_size=size))
     exact, _ = _evaluators(run_for_platform(config, current_platform()), tokens)
     loss = exact(weights_of(loaded))
+    _require_finite_loss(loss, loaded, run_directory)
     targets = tokens[1:]
     bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
-    return Evaluation(loss, math.exp(loss), bits, len(targets))
+    return Evaluation(loss, _perplexity(loss), bits, len(targets))
+
+
+def _require_finite_loss(loss: float, model: LanguageModel, run_directory: str | Path) -> None:
+    if math.isfinite(loss):
+        return
+    for name, parameter in named_parameters(model).items():
+        if not jnp.isfinite(parameter[...]).all():
+            raise FloatingPointError(
+                f"the loss of {run_directory} is {loss}: {name} is not finite, so the weights "
+                "have diverged or are damaged"
+            )
+    raise FloatingPointError(f"the loss of {run_directory} is {loss}, of weights that are finite")
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:  # above 709 nats per token
+        return math.inf
 
 
 @typed

@@ -13,9 +13,10 @@ from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.models import flops_per_token
 from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.runs.processes import together
-from jgpt.runs.trackers import Log
 from jgpt.training.step import Metrics
 
+Log = Callable[[dict[str, Any], int], None]
+"""Logs the metrics of a step."""
 EACH_STEP = ("loss", "gradient_norm", "learning_rate")
 
 
@@ -45,6 +46,8 @@ class MetricsLogger:
         self._tokens = 0
         self.failure: OSError | ValueError | None = None
         """The error of process 0 in writing; `finish` raises it in all processes."""
+        self.tracker_failure: OSError | None = None
+        """The error of a tracker, which doesn't keep a state from being saved."""
 
     def start_clock(self) -> None:
         """Measure throughput from now on: compilation and evaluation don't count."""
@@ -115,7 +118,10 @@ class MetricsLogger:
         for line in lines:
             values = {name: value for name, value in line.items() if name != "step"}
             for log in self._trackers:
-                log(values, line["step"])
+                try:
+                    log(values, line["step"])
+                except OSError as error:
+                    self.tracker_failure = self.tracker_failure or error
 
     def _not_finite_message(self, line: dict[str, Any]) -> str:
         config, step = self._config, line["step"]
@@ -124,8 +130,14 @@ class MetricsLogger:
         starts = window_starts(config.seed, step - 1, steps, *sizes)[0].tolist()
         name = "gradient_norm" if math.isfinite(line["loss"]) else "loss"
         tokens = f"{', '.join(map(str, starts[:8]))}{', …' if starts[8:] else ''}"
+        advice = "lower learning_rate"
+        if step == 1:  # no update has been made, so a lower rate changes nothing
+            advice = (
+                "the model gives it at its first step, before any update: look for the mistake in "
+                "its forward pass or its initial parameters"
+            )
         return (
             f"{name} is {line[name]} at step {step} (learning_rate {line['learning_rate']:.3g}, "
             f"gradient_norm {line['gradient_norm']:.3g}; the batch's windows start at tokens "
-            f"{tokens} of the training text): lower learning_rate"
+            f"{tokens} of the training text): {advice}"
         )

@@ -187,8 +187,16 @@ def _characters_of(font_file: str) -> frozenset[str]:
 
 
 def _image(figure: Figure, format: str) -> bytes:
+    """The figure as an image. Raises ValueError with the reason of matplotlib.
+
+    A `matplotlibrc` may ask for LaTeX or a backend that is not there, in errors of any kind.
+    """
     image = io.BytesIO()
-    figure.savefig(image, dpi=120, format=format)
+    try:
+        figure.savefig(image, dpi=120, format=format)
+    except Exception as error:
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise ValueError(f"the picture can't be drawn by matplotlib: {reason}") from error
     return image.getvalue()
 
 

@@ -21,6 +21,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgpt.hardware import devices_of_processes, process_count, process_index
+from jgpt.user_code import describe_error
 
 HEARTBEAT_SECONDS = 10
 """JAX ends all processes when one has been silent this long."""
@@ -77,9 +78,10 @@ def joined(
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
+        custom = describe_error(error)
+        if custom is None and not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
             traceback.print_exc()
-        message = " ".join(str(error).split())[:1000] or repr(error)
+        message = (custom or " ".join(str(error).split()))[:1000] or repr(error)
         if "Gloo" in message:
             message = (
                 "another process has ended: see its messages; resume=True goes on from the last "

@@ -1,6 +1,7 @@
 """The Progress protocol: callbacks of training."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from jgpt.config import TrainConfig
@@ -67,14 +68,31 @@ class NotebookProgress(LineProgress):
         """Print a line, and draw the curve in the place of the one before."""
         from IPython.display import SVG, display
 
-        from jgpt.runs.plots import losses_image  # 40 MiB that training doesn't need
-
         super().evaluated(step, validation_loss)
-        picture = SVG(losses_image(self._run.metrics(), self._run.path.name, "svg"))
+        drawn = draw_losses(self._run, "svg", self.warned)
+        if drawn is None:
+            return
+        picture = SVG(drawn)
         if self._picture is None:
             self._picture = display(picture, display_id=True)
         else:
             self._picture.update(picture)
+
+
+def draw_losses(run: RunDirectory, format: str, warn: Callable[[str], None]) -> bytes | None:
+    """The picture of a run's losses, or None with a warning.
+
+    A `matplotlibrc` may ask for LaTeX or a backend that is not there, in errors of any kind; that
+    must not cost the end of training.
+    """
+    try:
+        from jgpt.runs.plots import losses_image  # 40 MiB that training doesn't need
+
+        return losses_image(run.metrics(), run.path.absolute().name, format)
+    except Exception as error:
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        warn(f"no picture of the losses: {reason}")
+        return None
 
 
 def default_progress() -> Progress:

@@ -1,58 +1,239 @@
 """Metric trackers: TensorBoard and Weights & Biases, both extras."""
 
+import contextlib
 import functools
 import importlib
+import queue
 import secrets
-from collections.abc import Callable
-from contextlib import ExitStack
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
-from jgpt.config import TrackerName
-from jgpt.runs.directory import TENSORBOARD, WANDB_ID
+from jgpt.config import TrackerName, TrainConfig, as_dict
+from jgpt.durable import append
+from jgpt.runs.directory import TENSORBOARD, WANDB, WANDB_ID
 
-Log = Callable[[dict[str, Any], int], None]
-"""Logs the metrics of a step."""
+LOG_SECONDS = 30
+"""How long training waits for a tracker to take the metrics of a step."""
+CLOSE_SECONDS = 60
+"""How long the end of training waits for a tracker to write, or to upload, what it was given."""
 
 
-def require_tracker(name: TrackerName) -> Callable[[Path, int, ExitStack], Log]:
-    """How to open a tracker in a run's directory, to continue after a step; the stack closes it.
+class Tracker(Protocol):
+    """A destination of metrics."""
 
-    Raises ModuleNotFoundError if its extra is not installed.
-    """
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log the metrics of a step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+Open = Callable[[Path, int, TrainConfig, bool], Tracker]
+"""Opens a tracker in a run's directory, to continue after a step; True for a new run."""
+
+
+def require_tracker(name: TrackerName) -> Open:
+    """How to open a tracker. Raises ModuleNotFoundError if its extra is not installed."""
     match name:
         case "tensorboard":
-            module, opened = "tensorboardX", _open_tensorboard
+            module, tracker = "tensorboardX", _TensorBoard
         case "wandb":
-            module, opened = "wandb", _open_wandb
+            module, tracker = "wandb", _Wandb
         case _:
             assert_never(name)
     try:
-        return functools.partial(opened, importlib.import_module(module))
+        return functools.partial(tracker, importlib.import_module(module))
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"trackers={name} needs {error.name}: pip install 'jgpt[{name}]'"
         ) from None
 
 
-def _open_tensorboard(tensorboard: Any, run: Path, first_step: int, stack: ExitStack) -> Log:
-    """Scalars for `tensorboard --logdir RUN/tensorboard`; events of later steps are purged."""
-    writer = tensorboard.SummaryWriter(str(run / TENSORBOARD), purge_step=first_step + 1)
-    stack.callback(writer.close)
+class Trackers:
+    """The open trackers of a run. Each one has a thread, so that none can stop training for ever.
 
-    def log(values: dict[str, Any], step: int) -> None:
-        for field, value in values.items():
-            writer.add_scalar(field, value, step)
+    A tracker that raises an error, or that takes too long, is not called again.
+    """
 
-    return log
+    def __init__(self) -> None:
+        self._threads: dict[str, _Thread] = {}
+
+    def open(
+        self, names: Sequence[TrackerName], run: Path, step: int, config: TrainConfig, *, new: bool
+    ) -> None:
+        """Open trackers. Raises OSError if one can't be opened."""
+        for name in names:
+            opener = require_tracker(name)
+            try:
+                # in this thread: Weights & Biases may ask for a key, and has a time limit
+                tracker = opener(run, step, config, new)
+            except Exception as error:  # each package has kinds of its own
+                raise _failure(name, error) from error
+            self._threads[name] = _Thread(tracker)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log the metrics of a step. Raises OSError for a tracker that has failed."""
+        for name, thread in list(self._threads.items()):
+            try:
+                thread.call(lambda tracker: tracker.log(values, step), LOG_SECONDS)
+            except Exception as error:
+                del self._threads[name]
+                raise _failure(name, error) from error
+
+    def close(self, warn: Callable[[str], None]) -> None:
+        """Close the trackers: training has ended, so a failure is a warning."""
+        for name, thread in self._threads.items():
+            try:
+                thread.call(lambda tracker: tracker.close(), CLOSE_SECONDS)
+            except Exception as error:
+                warn(str(_failure(name, error)))
+        self._threads.clear()
 
 
-def _open_wandb(wandb: Any, run: Path, first_step: int, stack: ExitStack) -> Log:
-    """With `WANDB_MODE=offline`, a run of Weights & Biases stays in `RUN/wandb`."""
-    file = run / WANDB_ID
-    identity = file.read_text() if file.is_file() else secrets.token_hex(4)
-    file.write_text(identity)
-    how = {"project": "jgpt", "name": run.name, "id": identity, "resume": "allow"}
-    started = wandb.init(dir=str(run), **how)
-    stack.callback(started.finish)
-    return lambda values, step: started.log(values, step=step)
+def _failure(name: str, error: Exception) -> OSError:
+    reason = str(error) or repr(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        reason = error.strerror
+    return OSError(
+        f"trackers={name} has failed ({reason}); the run is intact: use resume=True, with an "
+        "empty list of trackers to go on without"
+    )
+
+
+class _Thread:
+    """Calls a tracker in a daemon thread, so that a call may never return and the process end."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._calls: queue.SimpleQueue[Callable[[Tracker], None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="tracker").start()
+
+    def call(self, function: Callable[[Tracker], None], seconds: float) -> None:
+        """Call a function of the tracker. Raises what it raises, and TimeoutError."""
+        self._calls.put(function)
+        try:
+            error = self._results.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"it has not answered for {seconds} seconds") from None
+        if error is not None:
+            raise error
+
+    def _work(self) -> None:
+        while True:
+            function = self._calls.get()
+            try:
+                function(self._tracker)
+            except Exception as error:
+                self._results.put(error)
+            else:
+                self._results.put(None)
+
+
+class _TensorBoard:
+    """Scalars for `tensorboard --logdir RUN/tensorboard`; events of later steps are purged.
+
+    The package makes the events, and this class appends them to the file. The package's own writer
+    has a thread and a queue: on a full disk the thread dies, and the next call waits for ever for
+    room in the queue.
+    """
+
+    def __init__(
+        self, tensorboard: Any, run: Path, first_step: int, config: TrainConfig, new: bool
+    ) -> None:
+        package = tensorboard.__name__
+        self._event = importlib.import_module(f"{package}.proto.event_pb2")
+        self._scalar = importlib.import_module(f"{package}.summary").scalar
+        self._checksum = importlib.import_module(f"{package}.record_writer").masked_crc32c
+        # the time in whole seconds, in which a run may be stopped and resumed, and what differs
+        name = f"events.out.tfevents.{int(time.time())}.{secrets.token_hex(4)}"
+        (run / TENSORBOARD).mkdir(exist_ok=True)
+        self._path = run / TENSORBOARD / name
+        version = self._record(0, file_version="brain.Event:2")
+        status = self._event.SessionLog(status=self._event.SessionLog.START)
+        append(self._path, version + self._record(first_step + 1, session_log=status))
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Append an event for each value."""
+        records = [
+            self._record(step, summary=self._scalar(field, value))
+            for field, value in values.items()
+        ]
+        append(self._path, b"".join(records))
+
+    def close(self) -> None:
+        """All is written already."""
+
+    def _record(self, step: int, **content: Any) -> bytes:
+        """An event as TensorFlow's record: its length, a checksum, the event, a checksum."""
+        event = self._event.Event(step=step, wall_time=time.time(), **content)
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        return length + checksums[0] + data + checksums[1]
+
+
+class _Wandb:
+    """Weights & Biases: with `WANDB_MODE=offline`, its run stays in `RUN/wandb`."""
+
+    def __init__(
+        self, wandb: Any, run: Path, first_step: int, config: TrainConfig, new: bool
+    ) -> None:
+        self._file = run / WANDB_ID
+        resumes = self._file.is_file() and not new
+        self._identity = self._file.read_text() if resumes else secrets.token_hex(4)
+        self._saved = resumes
+        self._run = wandb.init(
+            dir=str(run),
+            project="jgpt",
+            name=run.name,
+            id=self._identity,
+            resume="allow",
+            config=as_dict(config),
+            # the config of a resumed run may differ, such as in its steps
+            allow_val_change=True,
+        )
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log a step; at the first one, the run has begun and keeps the identity."""
+        if not self._saved:
+            self._file.write_text(self._identity)
+            self._saved = True
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
+
+
+@contextlib.contextmanager
+def trackers_removed_on_error(run: Path) -> Iterator[None]:
+    """After an error in the block, the folders of trackers have only what they had before."""
+    before = {
+        folder: set(folder.iterdir()) if folder.is_dir() else None
+        for folder in (run / TENSORBOARD, run / WANDB)
+    }
+    try:
+        yield
+    except BaseException:
+        for folder, entries in before.items():
+            if entries is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.is_dir():
+                for entry in set(folder.iterdir()) - entries:
+                    _remove(entry)
+        raise
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)

@@ -117,6 +117,22 @@ def unstack_state(state: TrainState) -> TrainState:
     return jax.jit(stacking.unstack_blocks)(state) if _is_stacked(state) else state
 
 
+def is_finite(config: TrainConfig, state: TrainState) -> bool:
+    """Whether all values of a state are finite; in one of a custom optimizer, all parameters.
+
+    Optax has optimizers whose state begins at infinity, such as `reduce_on_plateau`.
+    """
+    tree = state.weights if config.optimizer.make is not None else state
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return bool(_all_finite(leaves))
+
+
+@jax.jit
+@typed
+def _all_finite(leaves: list[Float[Array, "..."]]) -> Bool[Array, ""]:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+
+
 def _is_stacked(state: TrainState) -> bool:
     blocks = state.weights.get("blocks")
     return isinstance(blocks, dict) and stacking.STACKED.key in blocks

@@ -17,15 +17,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jgpt
 from jgpt import BigramLM, ByteTokenizer, DataConfig, ModelConfig, fit, generate, load
 from jgpt.config import to_json
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.hardware import Platform
+from jgpt.nn.int8 import with_int8_weights
 from jgpt.nn.loss import token_losses
-from jgpt.runs import loop, plots
+from jgpt.runs import loop, plots, trackers
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.directory import read_config
 from jgpt.runs.loop import Run, _stops_early, evaluate, plan
+from tests.commands import refused
 from tests.runs.harness import BIGRAM, Heard, kill_resume, recorded, with_changes
 
 fingerprint = kill_resume.fingerprint
@@ -148,9 +151,11 @@ class Observed(NamedTuple):
 def observed(small_run, tmp_path_factory) -> Observed:
     events, log, tracked, heard = [], [], [], Heard()
 
-    def open_tracker(path, step, stack):
-        stack.callback(tracked.append, {})
-        return lambda values, step: tracked.append({"step": step, **values})
+    def open_tracker(path, step, config, new):
+        return types.SimpleNamespace(
+            log=lambda values, step: tracked.append({"step": step, **values}),
+            close=lambda: tracked.append({}),
+        )
 
     def recorded_steps(config):
         return recorded(events, lambda *arguments: ("steps", arguments[3]), make(config))
@@ -166,7 +171,8 @@ def observed(small_run, tmp_path_factory) -> Observed:
             patched.setattr(loop, name, recorded(events, name, getattr(loop, name)))
         drawn = recorded(events, "losses_image", plots.losses_image)
         patched.setattr(plots, "losses_image", drawn)
-        patched.setattr(loop, "require_tracker", lambda name: open_tracker)
+        for module in (loop, trackers):
+            patched.setattr(module, "require_tracker", lambda name: open_tracker)
         logging.getLogger().addHandler(handler)
         run = fit(config, progress=heard)
         logging.getLogger().removeHandler(handler)
@@ -231,15 +237,18 @@ def test_what_explodes_stops_the_run_and_keeps_the_state_before_it(small_run, tm
     found = re.fullmatch(
         r"(loss|gradient_norm) is (nan|inf) at step (\d+) \(learning_rate \S+, gradient_norm \S+; "
         r"the batch's windows start at tokens [\d, ]+ of the training text\): lower learning_rate; "
-        r"checkpoint (\d+) is kept",
+        r"(?:checkpoint (\d+) is kept|nothing was saved yet)",
         str(stopped.value),
     )
     assert found is not None
     step = int(found[3])
-    assert int(found[4]) == step - 1
     run = RunDirectory.open(tmp_path / "wild")
     assert [line["step"] for line in run.metrics()] == list(range(step))
     assert all(math.isfinite(value) for line in run.metrics() for value in line.values())
+    if clip == 0:  # the parameters are finite, of 1e15, but their loss is not: no use to resume
+        assert (found[4], run.checkpoint_steps()) == (None, [])
+        return
+    assert int(found[4]) == step - 1
     with Checkpoints(run, read_only=True) as checkpoints:
         state = checkpoints.restore(run.config())
     assert int(state.step) == step - 1
@@ -252,6 +261,77 @@ def test_a_validation_loss_that_is_not_finite_blames_averages_too(small_run, tmp
     refusal = "nan after step 4: lower ema_decay or learning_rate; checkpoint 1 is kept$"
     with pytest.raises(FloatingPointError, match=refusal):
         fit(dataclasses.replace(config, out=str(tmp_path / "run")))
+
+
+def test_metrics_are_on_disk_before_the_checkpoint_of_their_step(small_run, tmp_path, monkeypatch):
+    """Or a crash between them leaves a checkpoint whose steps have no metrics."""
+    seen = []
+    save_state = Checkpoints.save
+
+    def save_after_looking(checkpoints, state, loss):
+        last = checkpoints.run.metrics()[-1]
+        seen.append((int(state.step), last["step"], last.get("validation_loss")))
+        save_state(checkpoints, state, loss)
+
+    monkeypatch.setattr(Checkpoints, "save", save_after_looking)
+    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
+    run = fit(config, progress=None)
+    assert {saved for saved, _, _ in seen} >= {1, 4, 8, 11}
+    losses = {line["step"]: line.get("validation_loss") for line in lines_of(run.directory)}
+    for saved, written, loss in seen:
+        assert written == saved
+        assert loss == losses[saved]
+
+
+def with_nan(directory):
+    """The run at step 0 of a GPT, one of whose parameters is not finite."""
+    config = ModelConfig(vocab_size=256, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    kernel = model.blocks[0].feed_forward.expansion.kernel
+    kernel[...] = kernel[...].at[2, 3].set(jnp.nan)
+    save(model, directory, tokenizer=ByteTokenizer(), config=config)
+    return model
+
+
+def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem, tmp_path):
+    model = with_nan(tmp_path / "run")
+    where = "blocks.0.feed_forward.expansion.kernel is not finite"
+    for weights in ("saved", "int8"):
+        words = ("sample", tmp_path / "run", "--weights", weights, "--max-new-tokens", 3)
+        assert "not finite" in refused(*words)
+    with pytest.raises(FloatingPointError, match=where):
+        with_int8_weights(model)
+    with pytest.raises(FloatingPointError, match=rf"loss of .*run is nan: {where}"):
+        evaluate(tmp_path / "run", which="last")
+    config = RunDirectory(tmp_path / "run").config()
+    config = with_changes(config, dataset={"data": (str(poem),)}, steps=2)
+    with pytest.raises(ValueError, match=r"checkpoint .*0 has values that are not finite"):
+        fit(config, resume=True, progress=None)
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite():
+    assert loop._perplexity(709.0) == math.exp(709)
+    assert loop._perplexity(710.0) == math.inf
+
+
+@pytest.mark.parametrize("wrong", ["usetex", "font"])
+def test_a_picture_that_can_t_be_drawn_costs_a_warning(small_run, tmp_path, monkeypatch, wrong):
+    def savefig(*_, **__):
+        raise RuntimeError("latex could not be found\nsecond line")
+
+    if wrong == "usetex":
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    else:
+        monkeypatch.setattr(plots, "losses_image", savefig)
+    heard = Heard()
+    run = fit(with_changes(small_run, **BIGRAM, steps=1, out=str(tmp_path / "run")), progress=heard)
+    (message,) = heard.messages
+    assert message.startswith("no picture of the losses: ")
+    assert message.endswith("latex could not be found")
+    assert (run.directory / "samples.txt").is_file()
+    assert not (run.directory / "loss.png").exists()
+    if wrong == "usetex":
+        assert "latex could not be found" in refused("plot", run.directory, cwd=tmp_path)
 
 
 def test_byte_pairs_are_learnt_from_a_text_as_from_what_was_prepared(small_run, tmp_path):

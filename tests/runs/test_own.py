@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.config import Code, TrainConfig
+from jgpt.config import Code, TrainConfig, from_json, to_json
 from jgpt.nn.models import flops_per_token, parts_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped, evaluate
@@ -23,7 +23,7 @@ from jgpt.sharding import abstract_mesh
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.plan import parameters_without_names
 from jgpt.training.step import state_specs
-from jgpt.user_code import load_code, with_code
+from jgpt.user_code import changed_code, code_facts, load_code, with_code
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
 from tests.runs.harness import Heard
@@ -313,6 +313,8 @@ def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
     Path("mine.py").write_text("def lion(config, steps):\n    return 7\n\nlevel = 3\n")
     Path("wrong.py").write_text("x = 1\n1 / 0\n")
     Path("odd.py").write_text("x = (\n")
+    Path("deep.py").write_text("import parts\n")
+    Path("parts.py").write_text("import json\njson.loads('{')\n")
     Path("quits.py").write_text("raise SystemExit(3)\n")
     lion = load_code("mine.py:lion")
     assert lion(None, 3) == 7
@@ -324,9 +326,10 @@ def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
         ("mine:lion", "'mine:lion' must be a file and a name in it, as in my_gpt.py:GPT"),
         ("mine.py:lino", "mine.py has no function or class 'lino' (did you mean 'lion'?)"),
         ("mine.py:level", "mine.py has no function or class 'level'"),
-        ("wrong.py:x", "wrong.py can't be loaded: line 2: ZeroDivisionError: division by zero"),
-        ("odd.py:x", "odd.py can't be loaded: line 1: SyntaxError: '(' was never closed"),
-        ("quits.py:x", "quits.py can't be loaded: line 1: SystemExit: 3"),
+        ("wrong.py:x", "wrong.py, line 2: 1 / 0: ZeroDivisionError: division by zero"),
+        ("odd.py:x", "odd.py, line 1: x = (: SyntaxError: '(' was never closed"),
+        ("quits.py:x", "quits.py, line 1: raise SystemExit(3): SystemExit: 3"),
+        ("deep.py:x", "parts.py, line 2: json.loads('{'): JSONDecodeError: Expecting property"),
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             load_code(named)
@@ -385,3 +388,130 @@ def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp
     worked("look", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder)
     worked("plot", "r", cwd=folder)
     assert "my.py already exists" in refused("new", "my.py", cwd=folder)
+
+
+SMALL = ("--block-size", 8, "--num-layers", 1, "--embed-dim", 8, "--num-heads", 2, "--steps", 2)
+
+MISTAKES = {
+    "a method raises": (
+        "def hidden(self, tokens, *, cache=None, rngs=None):\n        raise ValueError('steps=3')",
+        "raise ValueError('steps=3'): ValueError: steps=3",
+        4,
+    ),
+    "shapes differ": (
+        "def logits(self, x):\n        return x @ x",
+        "return x @ x: TypeError: ",
+        4,
+    ),
+    "a check fails": (
+        "@jgpt.typed\n    def logits(self, x) -> jgpt.GPT:\n        return x",
+        "def logits(self, x) -> jgpt.GPT:: TypeCheckError: ",
+        4,
+    ),
+    "the class is wrong": ("steps = 1 / 0", "steps = 1 / 0: ZeroDivisionError: division", 3),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_custom_code_has_a_place_and_one_line(poem, tmp_path, monkeypatch, name):
+    source, message, line = MISTAKES[name]
+    (tmp_path / "mine.py").write_text(f"import jgpt\nclass GPT(jgpt.GPT):\n    {source}\n")
+    words = ("train", "--model", "mine.py:GPT", *SMALL, "--data", poem, "--out", "r")
+    said = refused(*words, cwd=tmp_path)
+    assert said.startswith(f"jgpt: mine.py, line {line}: {message}"), said
+    assert not (tmp_path / "r").exists()
+    monkeypatch.setenv("JGPT_TRACEBACK", "1")
+    with pytest.raises(Exception, match=r"."):
+        command(*words, cwd=tmp_path)
+
+
+def test_a_mistake_in_an_optimizer_has_a_place(poem, tmp_path):
+    (tmp_path / "opt.py").write_text(
+        "import optax\n\ndef sgd(config, steps):\n    return optax.sgd(config.nothing)\n"
+    )
+    own = ("--optimizer", "opt.py:sgd")
+    said = "jgpt: opt.py, line 4: return optax.sgd(config.nothing): AttributeError: "
+    words = ("train", *own, *SMALL, "--data", poem, "--out", "r")
+    assert refused(*words, cwd=tmp_path).startswith(said)
+    assert refused("info", "tiny", *own, cwd=tmp_path).startswith(said)
+    assert not (tmp_path / "r").exists()
+
+
+def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
+    run, model = trained.directory, ("--model", "nothere.py:GPT")
+    for words in (
+        ("train", *model),
+        ("plan", "tiny", *model),
+        ("train", "--optimizer", "nothere.py:x"),
+        ("plan", "--optimizer", "nothere.py:x"),
+        ("sample", run, *model),
+        ("eval", run, *model),
+        ("attention", run, "--prompt", "a", *model),
+        ("look", run, "--prompt", "a", *model),
+        ("info", "tiny", *model),
+        ("info", run, *model),
+        ("info", "tiny", "--optimizer", "nothere.py:x"),
+        ("info", run, "--optimizer", "nothere.py:x"),
+        ("shapes", "tiny", *model),
+        ("shapes", run, *model),
+    ):
+        assert "nothere.py: No such file" in refused(*words, cwd=tmp_path), words
+
+
+def test_info_is_of_the_custom_model(tmp_path):
+    (tmp_path / "wide.py").write_text(
+        "import dataclasses\nimport jgpt\n\n\nclass GPT(jgpt.GPT):\n"
+        "    def __init__(self, config: jgpt.ModelConfig, *, rngs):\n"
+        "        super().__init__(dataclasses.replace(config, hidden_dim=77), rngs=rngs)\n"
+    )
+    lines = worked("info", "tiny", "--model", "wide.py:GPT", cwd=tmp_path).splitlines()
+    config = dataclasses.replace(jgpt.preset("tiny").model, hidden_dim=77)
+    (counted,) = [line.split()[1] for line in lines if line.startswith("all ")]
+    assert counted == f"{sum(part.parameters for part in parts_of(config)):,}"
+    assert not any(line.startswith("shapes for") for line in lines)
+
+
+def test_files_beside_custom_code_are_recorded_and_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sizes.py").write_text("WIDTH = 3\n")
+    Path("layers").mkdir()
+    Path("layers/__init__.py").write_text("from .norm import scale\n")
+    Path("layers/norm.py").write_text("import sizes\n\nscale = sizes.WIDTH\n")
+    Path("unused.py").write_text("import mine\n")
+    Path("mine.py").write_text(
+        "import json\nfrom layers import scale\n\n\ndef make(config, steps):\n    return scale\n"
+    )
+    begun = with_code(TrainConfig(), optimizer="mine.py:make")
+    record = Code.of(begun.optimizer.make)
+    files = ["layers/__init__.py", "layers/norm.py", "sizes.py"]
+    assert [name for name, _ in record.modules] == files
+    saved = from_json(TrainConfig, to_json(begun))
+    assert saved.optimizer.make == record
+    assert changed_code(saved, begun) == []
+    facts = code_facts(begun)
+    Path("sizes.py").write_text("WIDTH = 4\n")
+    line = "sizes.py of the optimizer mine.py:make has changed since the run began"
+    assert changed_code(saved, begun) == [line]
+    assert code_facts(begun) != facts
+    assert code_facts(begun)["model_code"] is None
+    old = dataclasses.replace(record, modules=())  # of a run from before this record
+    optimizer = dataclasses.replace(saved.optimizer, make=old)
+    before = from_json(TrainConfig, to_json(dataclasses.replace(saved, optimizer=optimizer)))
+    assert before.optimizer.make == old
+    assert changed_code(before, begun) == []
+
+
+def test_processes_with_other_code_are_rejected(config, monkeypatch):
+    seen = []
+    monkeypatch.setattr("jgpt.runs.loop.require_same", lambda facts: seen.append(facts) or stop())
+
+    def stop():
+        raise ValueError("enough")
+
+    for make in (Sums, OtherSums):
+        with pytest.raises(ValueError, match="enough"):
+            jgpt.fit(config, model=make, progress=None)
+    first, second = (facts["model_code"] for facts in seen)
+    assert first[0] == "Sums"
+    assert second[0] == "OtherSums"
+    assert len(first[1]) == 64

@@ -1,14 +1,25 @@
 """What trackers are told, and where a resumed run goes on in them."""
 
-import contextlib
+import dataclasses
+import errno
 import importlib
+import os
 import struct
 import sys
+import threading
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from jgpt import OptimizerConfig, TrainConfig, fit
+from jgpt.config import as_dict
+from jgpt.runs import trackers
+from jgpt.runs.directory import RunDirectory
 from jgpt.runs.trackers import require_tracker
+from tests.commands import files_of_at_most
+from tests.runs.harness import BIGRAM, Heard, with_changes
 
 events = importlib.import_module("tensorboardX.proto.event_pb2")
 
@@ -25,11 +36,12 @@ def events_of(folder):
 
 def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path):
     """TensorBoard hides what is at or after the step of a start: here 5, and not 4."""
-    with contextlib.ExitStack() as stack:
-        log = require_tracker("tensorboard")(tmp_path, 4, stack)
-        log({"loss": 2.5, "validation_loss": 2.25}, 5)
-        log({"loss": 1.5}, 6)
+    tracker = require_tracker("tensorboard")(tmp_path, 4, TrainConfig(), False)
+    tracker.log({"loss": 2.5, "validation_loss": 2.25}, 5)
+    tracker.log({"loss": 1.5}, 6)
+    tracker.close()
     written = list(events_of(tmp_path / "tensorboard"))
+    assert written[0].file_version == "brain.Event:2"
     starts = [each.step for each in written if each.session_log.status == events.SessionLog.START]
     assert starts == [5]
     values = [
@@ -40,30 +52,126 @@ def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path)
     assert values == [(5, "loss", 2.5), (5, "validation_loss", 2.25), (6, "loss", 1.5)]
 
 
-def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path, monkeypatch):
-    begun, logged = [], []
+def test_tensorboard_has_a_file_for_each_start_even_in_one_second(tmp_path):
+    for step in (0, 3):
+        require_tracker("tensorboard")(tmp_path, step, TrainConfig(), False).close()
+    assert len(list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))) == 2
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Stands in for the package: what it was given."""
+    seen = types.SimpleNamespace(begun=[], logged=[])
     run = types.SimpleNamespace(
-        log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end")
+        log=lambda values, step: seen.logged.append((step, values)),
+        finish=lambda: seen.logged.append("end"),
     )
 
     def init(**options):
-        begun.append(options)
+        seen.begun.append(options)
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
+    return seen
+
+
+def test_wandb_goes_on_with_the_run_of_the_directory_and_gets_its_config(tmp_path, wandb):
+    config = TrainConfig(steps=70, optimizer=OptimizerConfig(beta1=0.8))
     for first_step in (0, 4):
-        with contextlib.ExitStack() as stack:
-            log = require_tracker("wandb")(tmp_path, first_step, stack)
-            log({"loss": 2.5}, first_step + 1)
-    assert logged == [(1, {"loss": 2.5}), "end", (5, {"loss": 2.5}), "end"]
-    assert begun[0] == begun[1]
-    assert begun[0] == {
+        tracker = require_tracker("wandb")(tmp_path, first_step, config, first_step == 0)
+        tracker.log({"loss": 2.5}, first_step + 1)
+        tracker.close()
+    assert wandb.logged == [(1, {"loss": 2.5}), "end", (5, {"loss": 2.5}), "end"]
+    assert wandb.begun[0] == wandb.begun[1]
+    assert wandb.begun[0] == {
         "project": "jgpt",
         "name": tmp_path.name,
         "dir": str(tmp_path),
         "id": (tmp_path / "wandb.id").read_text(),
         "resume": "allow",
+        "config": as_dict(config),
+        "allow_val_change": True,
     }
+    assert wandb.begun[0]["config"]["optimizer"]["beta1"] == 0.8
+    require_tracker("wandb")(tmp_path, 0, config, True)  # overwritten
+    assert wandb.begun[2]["id"] != wandb.begun[0]["id"]
+
+
+class Failing:
+    """A tracker that fails, or never answers, from a step on."""
+
+    def __init__(self, step: int, fail: Callable[[], None]) -> None:
+        self.step, self.fail = step, fail
+        self.steps: list[int] = []
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.steps.append(step)
+        if step >= self.step:
+            self.fail()
+
+    def close(self) -> None:
+        self.fail()
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def dead_service() -> None:
+    raise RuntimeError("the service has ended")
+
+
+def never() -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("fail", "reason"),
+    [
+        (full_disk, "No space left on device"),
+        (dead_service, "the service has ended"),
+        (never, r"it has not answered for 0\.2 seconds"),
+    ],
+)
+def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state(
+    small_run, tmp_path, monkeypatch, fail, reason
+):
+    tracker = Failing(3, fail)
+    monkeypatch.setattr(trackers, "LOG_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "require_tracker", lambda name: lambda *_: tracker)
+    monkeypatch.setattr("jgpt.runs.loop.require_tracker", lambda name: None)
+    config = with_changes(small_run, **BIGRAM, steps=200, out=str(tmp_path / "run"))
+    config = dataclasses.replace(config, trackers=("wandb",))
+    with pytest.raises(OSError, match=rf"^trackers=wandb has failed \(.*{reason}\).*resume=True"):
+        fit(config, progress=None)
+    assert tracker.steps[-1] == 3  # and it is not called again
+    run = RunDirectory(tmp_path / "run")
+    assert run.checkpoint_steps()[-1] == run.metrics()[-1]["step"] < 200
+    done = fit(dataclasses.replace(config, trackers=(), steps=20), resume=True, progress=None)
+    assert RunDirectory(done.directory).checkpoint_steps()[-1] == 20
+
+
+def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "require_tracker", lambda name: lambda *_: Failing(99, never))
+    monkeypatch.setattr("jgpt.runs.loop.require_tracker", lambda name: None)
+    config = with_changes(small_run, **BIGRAM, steps=2, out=str(tmp_path / "run"))
+    heard = Heard()
+    fit(dataclasses.replace(config, trackers=("wandb",)), progress=heard)
+    (message,) = heard.messages
+    assert message.startswith("trackers=wandb has failed (it has not answered for 0.2 seconds)")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such limit")
+def test_tensorboard_on_a_full_disk_raises_instead_of_waiting_for_its_thread(tmp_path):
+    tracker = require_tracker("tensorboard")(tmp_path, 0, TrainConfig(), True)
+
+    def log_many() -> None:
+        for step in range(10_000):
+            tracker.log({"loss": 2.5}, step)
+
+    with files_of_at_most(4096), pytest.raises(OSError, match="File too large"):
+        log_many()
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -1,0 +1,190 @@
+"""Whether a custom model computes what training, sampling and export take for granted."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jgpt.contracts import typed
+from jgpt.nn.models import CachedLanguageModel, LanguageModel, Weights, named_parameters
+from jgpt.nn.transformer import GPT
+
+TIME = 8
+"""Positions of the check."""
+TOLERANCE = 0.03
+"""The mean difference of logits, as a fraction of their spread: bfloat16 stays below 0.01."""
+NOISE = 0.05
+"""Added to parameters, since those that begin as zeros would hide every difference."""
+
+
+@typed
+def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> list[str]:
+    """What a model computes in two ways that differ, as sentences.
+
+    An abstract model will do: the parameters are `weights`. An error of the model's call is
+    raised; one that only a KV cache raises is a sentence.
+    """
+    graph = nnx.graphdef(model)
+    time = min(model.block_size, TIME)
+    numbers = np.random.default_rng(0).integers(model.vocab_size, size=(batch, time))
+    tokens = jnp.asarray(numbers, jnp.int32)
+    kind = type(model).__name__
+    if isinstance(model, GPT) and (changed := changed_parts(model)):
+        kind = f"{kind} ({', '.join(changed[:3])})"
+
+    sentences = []
+    later, logits = _run(_logits_and_leak, graph, weights, tokens)
+    if later > TOLERANCE / 10:  # one program, so that rounding is the same
+        sentences.append(
+            f"{kind} is not causal: its logits depend on later tokens, which it is trained to "
+            "predict"
+        )
+    try:
+        difference = _run(_call_difference, graph, weights, tokens, logits)
+    except Exception as error:  # a user's code raises anything
+        sentences.append(f"{kind} can't be called ({_reason(error)}): only hidden and logits can")
+    else:
+        if difference > TOLERANCE:
+            sentences.append(
+                f"{kind}: its call differs from logits(hidden(tokens)), which training and "
+                "sampling use: change hidden or logits instead"
+            )
+    if time < 2 or not isinstance(model, CachedLanguageModel):
+        return sentences
+    advice = "correct that, or set empty_cache = None in the class to sample without a cache"
+    try:
+        difference = _run(_cache_difference, graph, weights, tokens, logits)
+    except Exception as error:
+        sentences.append(f"{kind} can't be sampled with its KV cache ({_reason(error)}): {advice}")
+    else:
+        if difference > TOLERANCE:
+            sentences.append(
+                f"{kind} computes other logits with its KV cache than without, so that samples "
+                f"are not of what is trained: {advice}"
+            )
+    return sentences
+
+
+def _run(function: Callable[..., Any], graph: nnx.GraphDef, *arrays: Any) -> Any:
+    """Compile and call. Compiling takes longer than running, so hardly anything is optimised."""
+    fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function, static_argnums=0, compiler_options=fast)(graph, *arrays)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def changed_parts(model: GPT) -> list[str]:
+    """The parts of a GPT that are not those of its config, such as `blocks.0.feed_forward`.
+
+    A subclass that only makes its parts in another way is no change; one that overrides a method
+    is, and so is a part with other sizes or settings.
+    """
+    config = dataclasses.replace(model.config, make=None)
+    plain = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    expected = dict(nnx.iter_modules(plain))
+    found = dict(nnx.iter_modules(model))
+    changed = []
+    for path, part in found.items():
+        name = ".".join(str(key) for key in path)
+        if path not in expected:
+            changed.append(f"{name} is added")
+        elif overridden := _overridden(type(part), type(expected[path])):
+            changed.append(f"{name or 'the model'} overrides {overridden}")
+        elif _settings(part) != _settings(expected[path]):
+            changed.append(f"{name or 'the model'} has other settings")
+    for path in expected:
+        if path not in found:
+            changed.append(f"{'.'.join(str(key) for key in path)} is left out")
+    shapes = {name: leaf.shape for name, leaf in named_parameters(model).items()}
+    wanted = {name: leaf.shape for name, leaf in named_parameters(plain).items()}
+    for name in sorted(shapes | wanted):
+        if not changed and shapes.get(name) != wanted.get(name):
+            changed.append(f"{name} is {shapes.get(name)} instead of {wanted.get(name)}")
+    return changed
+
+
+def _overridden(kind: type, expected: type) -> str | None:
+    """What a class computes in another way than the one that is expected."""
+    if kind is expected:
+        return None
+    if not issubclass(kind, expected):
+        return f"all: it is a {kind.__name__}"
+    for each in kind.__mro__[: kind.__mro__.index(expected)]:
+        for name in vars(each):
+            if name.startswith("__") and name != "__call__":
+                continue
+            # `empty_cache = None` says that there is no cache, and computes nothing else
+            if vars(each)[name] is not None and callable(getattr(expected, name, None)):
+                return f"{name} in {each.__name__}"
+    return None
+
+
+def _settings(module: nnx.Module) -> dict[str, Any]:
+    plain = (str, int, float, bool, type(None))
+    return {name: value for name, value in vars(module).items() if isinstance(value, plain)}
+
+
+@typed
+def _noisy(weights: Weights) -> Weights:
+    leaves, tree = jax.tree.flatten(weights)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    noisy = [
+        leaf + (NOISE * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, noisy)
+
+
+@typed
+def _logits_and_leak(
+    graph: nnx.GraphDef, weights: Weights, tokens: Int[Array, "batch time"]
+) -> tuple[Float[Array, ""], Float[Array, "batch time vocab"]]:
+    """How much logits depend on later tokens, and the logits."""
+    model: Any = nnx.merge(graph, _noisy(weights))
+    known = (tokens.shape[1] + 1) // 2
+    others = tokens.at[:, known:].set((tokens[:, known:] + 1) % model.vocab_size)
+    logits = model.logits(model.hidden(tokens))
+    changed = model.logits(model.hidden(others))
+    return _difference(changed[:, :known], logits[:, :known]), logits
+
+
+@typed
+def _call_difference(
+    graph: nnx.GraphDef,
+    weights: Weights,
+    tokens: Int[Array, "batch time"],
+    logits: Float[Array, "batch time vocab"],
+) -> Float[Array, ""]:
+    model: Any = nnx.merge(graph, _noisy(weights))
+    return _difference(model(tokens), logits)
+
+
+@typed
+def _cache_difference(
+    graph: nnx.GraphDef,
+    weights: Weights,
+    tokens: Int[Array, "batch time"],
+    logits: Float[Array, "batch time vocab"],
+) -> Float[Array, ""]:
+    """How far logits from a cache are: all but the last token at once, then that one."""
+    model: Any = nnx.merge(graph, _noisy(weights))
+    cache = model.empty_cache(*tokens.shape)
+    first = model.hidden(tokens[:, :-1], cache=cache)
+    last = model.hidden(tokens[:, -1:], cache=cache)
+    cached = model.logits(jnp.concatenate([first, last], axis=1))
+    return _difference(cached[:, -1:], logits[:, -1:])
+
+
+@typed
+def _difference(
+    found: Float[Array, "batch time vocab"], expected: Float[Array, "batch time vocab"]
+) -> Float[Array, ""]:
+    spread = expected.std() + jnp.finfo(jnp.float32).tiny
+    return (jnp.abs(found - expected).mean() / spread).astype(jnp.float32)
