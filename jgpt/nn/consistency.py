@@ -127,8 +127,11 @@ def _overridden(kind: type, expected: type) -> str | None:
 
 
 def _settings(module: nnx.Module) -> dict[str, Any]:
+    """The plain values of a module, without what `train()` and `eval()` switch."""
     plain = (str, int, float, bool, type(None))
-    return {name: value for name, value in vars(module).items() if isinstance(value, plain)}
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, plain)}
+    settings.pop("deterministic", None)
+    return settings
 
 
 @typed

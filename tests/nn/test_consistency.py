@@ -135,13 +135,19 @@ def test_what_is_computed_in_two_ways_is_said(make, sentences):
         (SineGPT, ["blocks.0.feed_forward overrides __call__ in Sine"]),
         (Tanh, ["blocks.0.feed_forward has other settings"]),
         (ForgetsItsCache, ["the model overrides embed in ForgetsItsCache"]),
-        (Wider, ["blocks.0.feed_forward has other settings"]),
+        (Wider, ["blocks.0.feed_forward.expansion has other settings"]),
     ],
 )
 def test_the_parts_of_a_gpt_that_are_not_its_config_s_are_named(make, changed):
     model = nnx.eval_shape(lambda: make(CONFIG, rngs=nnx.Rngs(0)))
     model.config = CONFIG
     assert changed_parts(model)[: len(changed) or None] == changed
+
+
+def test_what_train_and_eval_switch_is_no_change():
+    model = nnx.eval_shape(lambda: jgpt.GPT(CONFIG, rngs=nnx.Rngs(0)))
+    model.train()
+    assert changed_parts(model) == []
 
 
 def test_the_check_leaves_the_weights_as_they_are():
