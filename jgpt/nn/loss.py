@@ -27,8 +27,20 @@ def token_losses(
 ) -> Float[Array, "*rows"]:
     """Each target's negative log likelihood in nats, in at least float32.
 
-    Raises ValueError for a target outside the vocabulary.
+    Raises ValueError for a target outside the vocabulary. Under `jit`, where values aren't known,
+    its loss is NaN, and so is its gradient: PyTorch's -100 ignores nothing.
     """
+    losses = _losses_of_known_targets(logits, targets)
+    # A negative index counts from the end of an array: -100 would be a token of a large vocabulary.
+    outside = (targets < 0) | (targets >= logits.shape[-1])
+    return losses * jnp.where(outside, jnp.nan, jnp.ones_like(losses))
+
+
+@typed
+def _losses_of_known_targets(
+    logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
+) -> Float[Array, "*rows"]:
+    """`token_losses` of targets from a dataset, which are in the vocabulary: nothing is masked."""
     require_in_vocabulary(targets, logits.shape[-1], "target")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = _target_logits(logits, targets)
@@ -49,7 +61,8 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The mean negative log likelihood of the targets in nats, in at least float32.
 
-    Raises ValueError without targets, and for one outside the vocabulary.
+    Raises ValueError without targets, and for one outside the vocabulary; under `jit`, where values
+    aren't known, the loss is then NaN.
     """
     if targets.size == 0:
         raise ValueError("there are no targets, so their mean loss is undefined")
@@ -69,11 +82,16 @@ def token_losses_from(
     head: LanguageModelHead,
     at_once: int,
 ) -> Float[Array, "batch time"]:
-    """`token_losses(head(x), targets)`, materialising at most `at_once` rows of logits."""
+    """`token_losses(head(x), targets)`, materialising at most `at_once` rows of logits.
+
+    For targets of a dataset, which are known to be in the vocabulary.
+    """
     if targets.size <= at_once:
-        return token_losses(head(x), targets)
+        return _losses_of_known_targets(head(x), targets)
     xs, parts, _ = _chunked(x, targets, at_once)
-    losses = jax.lax.map(lambda chunk: token_losses(head(chunk[0]), chunk[1]), (xs, parts))
+    losses = jax.lax.map(
+        lambda chunk: _losses_of_known_targets(head(chunk[0]), chunk[1]), (xs, parts)
+    )
     return jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1)[:, : targets.shape[1]]
 
 
@@ -87,17 +105,20 @@ def cross_entropy_from(
     """`cross_entropy(head(x), targets)`, materialising at most `at_once` rows of logits.
 
     Fused linear cross entropy (Hsu et al. 2024): a chunk's gradient is computed with its loss, so
-    its logits are neither kept nor recomputed for the backward pass.
+    its logits are neither kept nor recomputed for the backward pass. For targets of a dataset,
+    which are known to be in the vocabulary.
     """
+    if targets.size == 0:
+        raise ValueError("there are no targets, so their mean loss is undefined")
     if targets.size <= at_once:
-        return cross_entropy(head(x), targets)
+        return _losses_of_known_targets(head(x), targets).mean()
     rows = targets.size
     xs, parts, counts = _chunked(x, targets, at_once)
     # closed-over weights get a gradient only as arguments
     head, weights = jax.closure_convert(head, xs[0])
 
     def loss_of(x, weights, targets, counts):
-        losses = token_losses(head(x, *weights), targets)
+        losses = _losses_of_known_targets(head(x, *weights), targets)
         return jnp.where(counts, losses, 0).sum() / rows
 
     def loss_and_gradients(xs, weights, parts, counts):

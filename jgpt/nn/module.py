@@ -66,8 +66,8 @@ def require_in_vocabulary(
 ) -> None:
     """Raise ValueError, with the place, for the first token outside the vocabulary.
 
-    Not under a trace, where values aren't known: there an embedding and a loss are NaN for a token
-    outside, and the tokens from -vocab_size to -1 count from the end of the vocabulary.
+    Not under a trace, where values aren't known: there a loss is NaN for a target outside, and so
+    is an embedding, but its tokens from -vocab_size to -1 count from the end of the vocabulary.
     """
     if isinstance(tokens, Tracer):
         return
@@ -79,4 +79,20 @@ def require_in_vocabulary(
         raise ValueError(
             f"{what} {values[tuple(outside[0])]} at {place} is outside the vocabulary of "
             f"{vocab_size}: 0 to {vocab_size - 1}"
+        )
+
+
+@typed
+def require_in_block(position: Int[Array, "*rows"], block_size: int) -> None:
+    """Raise ValueError for learned positions past the block, which their table lacks.
+
+    Not under a trace, where values aren't known: there their embedding is NaN.
+    """
+    if isinstance(position, Tracer):
+        return
+    last = int(np.asarray(position).max(initial=0))
+    if last >= block_size:
+        raise ValueError(
+            f"position {last} is past block_size={block_size}, where the learned positions of this "
+            "model end: begin again with the last tokens and an empty cache"
         )

@@ -28,7 +28,7 @@ from jgpt.nn.layers import (
     residual_std,
     vocabulary_head,
 )
-from jgpt.nn.module import Module
+from jgpt.nn.module import Module, require_in_block
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.nn.precision import portable
 from jgpt.nn.products import project_to_tied_vocabulary
@@ -205,6 +205,7 @@ class GPT(Module):
             position = jnp.arange(time)
             if cache is not None:
                 position = jnp.maximum(cache.layers[0].positions(tokens), 0)
+                require_in_block(position, self.block_size)
             x = x + self.position_embedding(position)
         if self.ngram_embedding is not None:
             whole = jnp.ones((*tokens.shape, 1), x.dtype)

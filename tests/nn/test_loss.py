@@ -155,7 +155,7 @@ def test_the_place_of_a_target_follows_its_axes_and_no_targets_have_no_mean():
 
 
 def test_compiled_embedding_and_loss_treat_it_alike():
-    """As documented: NaN outside, and from the end for what counts from there."""
+    """As documented: NaN outside; in an embedding negative tokens count from the end."""
     tokens = jnp.array(OUTSIDE)
     table = jnp.arange(1.0, TOKENS + 1)[:, None]
     embedding = Embedding(TOKENS, 1, rngs=nnx.Rngs(0))
@@ -163,6 +163,26 @@ def test_compiled_embedding_and_loss_treat_it_alike():
     looked_up = jax.jit(lambda tokens: embedding(tokens)[:, 0])(tokens)
     losses = jax.vmap(lambda token: cross_entropy(-table[:, 0], token))(tokens)
     chosen = losses - jax.nn.logsumexp(-table)
-    expected = [np.nan, np.nan, np.nan, TOKENS, 1, np.nan]
-    np.testing.assert_allclose(looked_up, expected)
-    np.testing.assert_allclose(chosen, expected, rtol=1e-5)
+    np.testing.assert_allclose(looked_up, [np.nan, np.nan, np.nan, TOKENS, 1, np.nan])
+    np.testing.assert_allclose(chosen, [np.nan] * 6)
+
+
+@pytest.mark.parametrize("target", [-100, -1, 101, 1000])
+def test_a_compiled_loss_is_nan_for_a_target_outside_and_so_is_its_gradient(target):
+    """PyTorch's mark of a target to ignore is a token of a vocabulary of 101, counted from the end.
+
+    Nothing may be learned from it in silence.
+    """
+    logits = normal(0, 3, 101)
+    targets = jnp.array([7, target, 100])
+
+    def both(logits, targets):
+        gradient = jax.grad(lambda logits: token_losses(logits, targets)[1])(logits)
+        return token_losses(logits, targets), gradient
+
+    losses, gradient = compiled(both, logits, targets)
+    assert np.isnan(losses).tolist() == [False, True, False]  # and nothing else is
+    assert np.isnan(gradient[1]).all()
+    assert np.isnan(jax.jit(cross_entropy)(logits, targets))
+    with pytest.raises(ValueError, match=f"^target {target} at position 1 is outside"):
+        cross_entropy(logits, targets)

@@ -191,3 +191,17 @@ def test_a_tied_head_is_not_copied_for_one_row(batch, time, table_stands):
     (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
     assert VOCAB in product.invars[table_stands].aval.shape
     assert VOCAB not in product.invars[1 - table_stands].aval.shape
+
+
+def test_learned_positions_past_the_block_are_named():
+    """They are looked up in a table, too, but are no tokens of a vocabulary."""
+    model = random_gpt("nanogpt", block_size=3, num_layers=1)
+    cache = model.empty_cache(1)
+    for _ in range(3):
+        model(jnp.array([[5]]), cache=cache)
+    with pytest.raises(ValueError, match=r"^position 3 is past block_size=3, where the learned"):
+        model(jnp.array([[5]]), cache=cache)
+    with pytest.raises(
+        ValueError, match=r"^token 17 at batch index 0, position 0 is outside the voc"
+    ):
+        model(jnp.array([[17]]), cache=model.empty_cache(1))
