@@ -106,6 +106,8 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 should_stop=lambda: bool(codes),
                 profile_steps=options.profile,
             )
+        except KeyboardInterrupt:  # while the text was tokenized
+            sys.exit(max(codes, default=130))
         except loop.TrainingStopped as stopped:
             resume = _command("train", "--out", stopped.directory, "--resume", *_own(config))
             progress.say(str(stopped), f"resume with: {resume}")

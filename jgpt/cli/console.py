@@ -59,6 +59,8 @@ class ConsoleProgress(TrainingProgress):
 
     def __init__(self, console: Console, doing: str) -> None:
         self.console = console
+        self.doing = doing
+        self.is_tokenizing = False
         self.spinner = spinner(console, doing)
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
         self.steps = self.out = None
@@ -74,6 +76,11 @@ class ConsoleProgress(TrainingProgress):
     def __exit__(self, *_: object) -> None:
         self.spinner.stop()
         self.bar.stop()
+
+    def tokenized(self, fraction: float) -> None:
+        """Show the fraction beside the spinner."""
+        self.is_tokenizing = fraction < 1
+        self.spinner.update(f"tokenizing the text: {fraction:.0%}" if fraction < 1 else self.doing)
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print model and data, and start the bar."""
@@ -119,6 +126,9 @@ class ConsoleProgress(TrainingProgress):
 
     def stopping(self) -> None:
         """After the first signal."""
+        if self.is_tokenizing:
+            self.say("stopping; the same command goes on with what is tokenized")
+            return
         self.say("finishing this call and saving a checkpoint; a second signal exits without it")
 
     def leaving(self) -> None:
@@ -200,7 +210,7 @@ def describe(plan: Plan) -> list[str]:
         lines += [f"mesh: {config.mesh}", *replicated]
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
-    return [*lines, "nothing was written: leave out --dry-run to train"]
+    return [*lines, "no run was written: leave out --dry-run to train"]
 
 
 def describe_ahead(step: CompiledStep) -> list[str]:

@@ -10,23 +10,26 @@ from jaxtyping import Array, Bool, Int, Integer
 from jgpt.contracts import typed
 from jgpt.sharding import current_mesh, shard_by_name, shardings, spec_of
 
+Tokens = Integer[Array, " tokens"] | Integer[np.ndarray, " tokens"]
 RESIDENT_BYTES = 1 << 30
-"""Splits up to this size are kept on the device, as int32; larger ones stay memory-mapped."""
+"""Splits up to this size are kept on the device; larger ones stay where they are."""
 
 
 @typed
-def resident(
-    tokens: Integer[np.ndarray, " tokens"],
-) -> Int[Array, " tokens"] | Integer[np.ndarray, " tokens"]:
-    """Tokens as an int32 array on the device if they are small enough, else as they are."""
-    if 4 * len(tokens) > RESIDENT_BYTES:
+def resident(tokens: Integer[np.ndarray, " tokens"]) -> Tokens:
+    """Tokens as an array on the device if they are small enough, else as they are.
+
+    They keep their type, of one or two bytes for most vocabularies; windows of them are int32.
+    """
+    if tokens.nbytes > RESIDENT_BYTES:
         return tokens
-    return jnp.asarray(np.asarray(tokens, np.int32))
+    # of what begins with a page, as memory-mapped tokens do, a CPU takes no copy
+    return jnp.asarray(np.asarray(tokens))
 
 
 @typed
 def batches(
-    tokens: Int[Array, " tokens"] | Integer[np.ndarray, " tokens"],
+    tokens: Tokens,
     seed: int,
     first_step: int,
     steps: int,
@@ -52,7 +55,7 @@ def batches(
 
 @typed
 def batch(
-    tokens: Int[Array, " tokens"] | Integer[np.ndarray, " tokens"],
+    tokens: Tokens,
     seed: int,
     step: int,
     batch_size: int,
@@ -96,11 +99,10 @@ def _window_starts(
 @functools.partial(jax.jit, static_argnums=2)
 @typed
 def _gather(
-    tokens: Int[Array, " tokens"], starts: Integer[Array, "steps batch"], block_size: int
+    tokens: Integer[Array, " tokens"], starts: Integer[Array, "steps batch"], block_size: int
 ) -> Int[Array, "steps batch {block_size}+1"]:
-    return shard_by_name(
-        tokens[starts[..., None] + jnp.arange(block_size + 1)], None, "batch", None
-    )
+    windows = tokens[starts[..., None] + jnp.arange(block_size + 1)]
+    return shard_by_name(windows.astype(jnp.int32), None, "batch", None)
 
 
 @typed

@@ -9,9 +9,11 @@ import io
 import json
 import os
 import platform
+import shlex
 import urllib.error
 import urllib.request
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,10 +34,61 @@ CORPORA = {
 }
 RECORDS = (".jsonl", ".ndjson", ".parquet")
 TEXTS = (".txt", ".text", ".md", ".rst", ".org", ".tex", *RECORDS)
-"""Suffixes of files that are read in folders, compressed or not."""
+CODE = (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cs", ".m", ".mm")
+CODE += (".java", ".kt", ".scala", ".clj", ".go", ".rs", ".swift", ".zig", ".d", ".f90", ".jl")
+CODE += (".js", ".mjs", ".jsx", ".ts", ".tsx", ".vue", ".html", ".css", ".scss", ".sql", ".r")
+CODE += (".rb", ".php", ".pl", ".pm", ".lua", ".sh", ".bash", ".ps1", ".hs", ".ml", ".ex", ".exs")
+CODE += (".erl", ".el", ".lisp", ".scm", ".lean", ".proto", ".cmake", ".yaml", ".yml", ".toml")
+"""Suffixes of files that are read in folders, compressed or not: text and code."""
 PACKED = (".gz", ".zst")
-NOT_TEXT = (".json", ".csv", ".tsv", ".pdf", ".docx", ".bin", ".npy", ".arrow")
-NOT_TEXT += (".zip", ".tar", ".tgz", ".xz", ".bz2", ".7z")
+_TABLE = "a table, not text: save its column of text as JSON lines (.jsonl) or Parquet (.parquet)"
+_PAGES = "not text but a document with a layout: save its text as .txt"
+_ARRAYS = "not text but a file of arrays: name the text, or the folder that `jgpt prepare` wrote"
+_ARCHIVE = "an archive: unpack it and name the folder"
+_PACKED_OTHERWISE = "packed in a way that is not read: unpack it, or pack it with gzip or zstd"
+_IMAGE = "not text but an image"
+_SOUND = "not text but a sound or a film"
+_PROGRAM = "not text but a compiled program: name its source"
+_KINDS = {
+    (".json",): "one JSON value: write one JSON object in each line, into a .jsonl file",
+    (".ipynb",): "a notebook: save its cells as text (.md or .py), as `jupyter nbconvert` does",
+    (".csv", ".tsv", ".xls", ".xlsx", ".ods", ".arrow", ".feather"): _TABLE,
+    (".sqlite", ".db"): _TABLE,
+    (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx"): _PAGES,
+    (".bin", ".npy", ".npz", ".pkl", ".pt", ".pth", ".ckpt", ".h5", ".gguf"): _ARRAYS,
+    (".safetensors", ".msgpack"): _ARRAYS,
+    (".zip", ".tar", ".tgz", ".7z", ".rar", ".whl"): _ARCHIVE,
+    (".xz", ".bz2", ".lz4", ".br"): _PACKED_OTHERWISE,
+    (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico"): _IMAGE,
+    (".mp3", ".wav", ".flac", ".ogg", ".mp4", ".mov", ".avi", ".mkv", ".webm"): _SOUND,
+    (".exe", ".dll", ".so", ".dylib", ".o", ".a", ".pyc", ".class", ".jar"): _PROGRAM,
+}
+NOT_TEXT = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in suffixes}
+"""What a file with a suffix is instead of text, and what to do."""
+_FIRST_BYTES = {
+    b"\x89PNG": _IMAGE,
+    b"\xff\xd8\xff": _IMAGE,
+    b"GIF8": _IMAGE,
+    b"%PDF": _PAGES,
+    b"PK\3\4": "an archive, or a document of an office program, not text: save its text as .txt",
+    b"PAR1": "Parquet: name it .parquet",
+    b"\x93NUMPY": _ARRAYS,
+    b"\x1f\x8b": "packed by gzip: name it .gz",
+    b"\x28\xb5\x2f\xfd": "packed by zstd: name it .zst",
+    b"BZh": _PACKED_OTHERWISE,
+    b"\xfd7zXZ": _PACKED_OTHERWISE,
+    b"\x7fELF": _PROGRAM,
+}
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16's, which it begins with
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_LOOKED_AT = 4096
+"""The bytes at the beginning of a file that tell its encoding."""
+KINDS_NAMED = 8
+"""Kinds of skipped files that are named, the rest are others."""
 LONGEST_WORD = 1 << 22
 LONGEST_LINE = 1 << 26
 """Bytes; a longer line of JSON is cut, and then refused."""
@@ -61,17 +114,24 @@ def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
     return {name: versions[name] for name in sources if name in versions}
 
 
-def text_chunks(sources: Sequence[str], chunk_size: int = 1 << 20, **how: Any) -> Iterator[str]:
+def text_chunks(
+    sources: Sequence[str],
+    chunk_size: int = 1 << 20,
+    *,
+    longest_word: int | None = None,
+    **how: Any,
+) -> Iterator[str]:
     """The text of `read_text` in chunks of about `chunk_size` characters.
 
     A chunk ends where all tokenizers split a text, or inside a word that is longer than any.
     """
+    longest_word = longest_word or LONGEST_WORD
     pending, enough = "", chunk_size
     for chunk in read_blocks(sources, chunk_size, **how):
         pending += chunk
         while len(pending) >= enough:
             split = _last_split_point(pending)
-            if split or enough >= LONGEST_WORD:
+            if split or enough >= longest_word:
                 yield pending[: split or enough]
                 pending, enough = pending[split or enough :], chunk_size
             else:
@@ -96,9 +156,10 @@ def _last_split_point(text: str) -> int:
     return max(space, 0)
 
 
-def source_files(sources: Sequence[str]) -> list[tuple[str, int, int]]:
-    """The path, size and time of change of each file."""
-    files = [path for source in sources if source != "pydocs" for path in _files(source)]
+def source_files(sources: Sequence[str], *, earlier: bool = False) -> list[tuple[str, int, int]]:
+    """The path, size and time of change of each file; `earlier` is an option of `read_blocks`."""
+    named = [source for source in sources if source != "pydocs"]
+    files = [path for source in named for path in _files(source, earlier=earlier)]
     return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
@@ -110,6 +171,7 @@ def read_blocks(
     field: str = "text",
     separator: str = "\n",
     plain: bool = False,
+    earlier: bool = False,
     warn: Warn = lambda message: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[str]:
@@ -117,8 +179,9 @@ def read_blocks(
 
     With `universal_newlines`, CR LF and CR are read as newlines, and a file's byte-order mark is
     dropped, with one warning. The documents of JSON lines and Parquet are the texts in `field`,
-    each followed by the separator. With `plain`, every file is text, in folders .txt alone.
-    `advance` is called with the number of bytes read.
+    each followed by the separator. Versions before this one read other files of a folder: with
+    `earlier`, hidden files but no code; with `plain`, .txt alone, and every file that is named is
+    text. `advance` is called with the number of bytes read.
     """
     changed = []
     for source in sources:
@@ -127,13 +190,10 @@ def read_blocks(
         if source == "pydocs":
             yield python_reference()
             continue
-        for path in _files(source, plain, warn):
+        for path in _files(source, plain=plain, earlier=earlier, warn=warn):
             suffix, packed = ("", "") if plain else _suffixes(path)
             if suffix in NOT_TEXT:
-                raise ValueError(
-                    f"{path} is not text: give UTF-8 text, JSON lines (.jsonl) or Parquet "
-                    "(.parquet); text and JSON lines may be packed (.gz, .zst)"
-                )
+                raise ValueError(f"{path} is {NOT_TEXT[suffix]}")
             with io.BufferedReader(_CountingFile(path, advance)) as file:
                 opened, errors = _unpacked(file, packed, path)
                 try:
@@ -170,11 +230,16 @@ def python_reference() -> str:
 def shakespeare_file(warn: Warn = lambda message: None) -> Path:
     """Tiny Shakespeare: in `$JGPT_DATA_DIR`, else in the user's cache, else downloaded there."""
     cached = Path(platformdirs.user_cache_dir("jgpt"), SHAKESPEARE_FILE)
-    for path in (Path(os.environ.get("JGPT_DATA_DIR") or cached.parent, SHAKESPEARE_FILE), cached):
+    places = {"the cache": cached}
+    folder = os.environ.get("JGPT_DATA_DIR")
+    if folder:
+        places = {"JGPT_DATA_DIR": Path(folder, SHAKESPEARE_FILE)} | places
+    for name, path in places.items():
         if path.is_file():
             if wrong := _wrong_checksum(path.read_bytes()):
                 raise ValueError(
-                    f"{path} is not tiny Shakespeare ({wrong}): delete it to download it again"
+                    f"{path}, in {name}, is not tiny Shakespeare ({wrong}): delete it to download "
+                    "it again"
                 )
             return path
     warn(f"downloading tiny Shakespeare from {SHAKESPEARE_URL}")
@@ -188,9 +253,10 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection open
+        missing = f", JGPT_DATA_DIR={folder} has no {SHAKESPEARE_FILE}" if folder else ""
         raise ConnectionError(
-            f"tiny Shakespeare could not be downloaded from {SHAKESPEARE_URL} ({error}): name a "
-            f"file with a copy of it, or put it as {SHAKESPEARE_FILE} into a folder that "
+            f"tiny Shakespeare could not be downloaded from {SHAKESPEARE_URL} ({error}){missing}: "
+            f"name a file with a copy of it, or put it as {SHAKESPEARE_FILE} into a folder that "
             "JGPT_DATA_DIR names, or use the corpus pydocs, which needs no network"
         ) from None
     return cached
@@ -201,32 +267,83 @@ def _wrong_checksum(data: bytes) -> str:
     return f"SHA-256 {found[:12]}…, not {SHAKESPEARE_SHA256[:12]}…" * (found != SHAKESPEARE_SHA256)
 
 
-def _files(source: str, plain: bool = False, warn: Warn = lambda message: None) -> list[Path]:
+def _files(
+    source: str,
+    *,
+    plain: bool = False,
+    earlier: bool = False,
+    warn: Warn = lambda message: None,
+) -> list[Path]:
+    """The files of a source; a line names what is skipped in a folder."""
     if source == "shakespeare":
         return [shakespeare_file(warn)]
     path = Path(source)
     if not path.exists():
-        raise FileNotFoundError(
-            f"there is no file {source!r}, and no corpus of that name "
-            f"({' and '.join(CORPORA)} are){did_you_mean(source, CORPORA)}"
-        )
+        raise FileNotFoundError(_why_missing(path, source))
     if not path.is_dir():
         return [path]
-    # files of runs, such as samples.txt, are left out
-    runs = {
-        file.parent
-        for file in path.glob("**/config.json")
-        if file.with_name("tokenizer.json").is_file() and file.with_name("checkpoints").is_dir()
-    }
-    found = path.glob("**/*.txt" if plain else "**/*")
-    texts = (file for file in found if _suffixes(file)[0] in TEXTS and file.is_file())
-    files = sorted(file for file in texts if runs.isdisjoint(file.parents))
+    if plain:
+        wanted = (".txt",)
+    elif earlier:
+        wanted = TEXTS
+    else:
+        wanted = TEXTS + CODE
+    everything = sorted(file for file in path.glob("**/*") if file.is_file())
+    runs = _run_directories(path)
+    files = []
+    skipped: Counter[str] = Counter()
+    for file in everything:
+        suffix = file.suffix if plain else _suffixes(file)[0]
+        if not (plain or earlier) and _is_hidden(file.relative_to(path)):
+            skipped["hidden"] += 1
+        elif not runs.isdisjoint(file.parents):
+            skipped["of runs"] += 1
+        elif suffix not in wanted:
+            skipped[suffix or "without a suffix"] += 1
+        else:
+            files.append(file)
     if not files:
         raise FileNotFoundError(
-            f"{path} is a folder without any text ({' '.join(TEXTS)})"
-            f"{' outside of its runs' * bool(runs)}"
+            f"{path} is a folder without any text or code ({' '.join(TEXTS)} {' '.join(CODE[:4])} "
+            f"and more){_listed(skipped, ': it has {}')}"
         )
+    if skipped:
+        warn(f"{path}: {len(files):,} files are read{_listed(skipped, ', and {} skipped')}")
     return files
+
+
+def _why_missing(path: Path, source: str) -> str:
+    if path.is_symlink():
+        return f"{source} is a link to {os.readlink(path)}, which does not exist"
+    return (
+        f"there is no file {source!r}, and no corpus of that name "
+        f"({' and '.join(CORPORA)} are){did_you_mean(source, CORPORA)}"
+    )
+
+
+def _run_directories(folder: Path) -> set[Path]:
+    """The runs in a folder: what they wrote, such as samples.txt, is no text to train on."""
+    return {
+        config.parent
+        for config in folder.glob("**/config.json")
+        if config.with_name("tokenizer.json").is_file() and config.with_name("checkpoints").is_dir()
+    }
+
+
+def _is_hidden(file: Path) -> bool:
+    """Whether a file or a folder that it is in is hidden, as .git and .ipynb_checkpoints are."""
+    return any(part.startswith(".") for part in file.parts)
+
+
+def _listed(skipped: Counter[str], form: str) -> str:
+    """The kinds of files that were skipped, with their numbers, the most frequent ones first."""
+    if not skipped:
+        return ""
+    kinds = [f"{count:,} {kind}" for kind, count in skipped.most_common(KINDS_NAMED)]
+    others = skipped.total() - sum(count for _, count in skipped.most_common(KINDS_NAMED))
+    if others:
+        kinds.append(f"{others:,} others")
+    return form.format(", ".join(kinds))
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
@@ -292,11 +409,19 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
     arrow, parquet = (_module(name, "parquet", it) for it in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.ParquetFile(file)
-        column = {it.name: it.type for it in table.schema_arrow}.get(field)
-        if column not in (arrow.string(), arrow.large_string()):
+        schema = table.schema_arrow
+        if field not in schema.names:
             raise ValueError(
-                f"{name} has no column {field!r} of text, but {', '.join(table.schema_arrow.names)}"
-                ": name the column with data_field=NAME"
+                f"{name} has no column {field!r}, but {', '.join(schema.names)}: name the column "
+                "of text with data_field=NAME"
+            )
+        column = schema.field(field).type
+        # as pandas writes a category; its values are read one by one
+        value = column.value_type if arrow.types.is_dictionary(column) else column
+        if value not in (arrow.string(), arrow.large_string(), arrow.string_view()):
+            raise ValueError(
+                f"{name}: its column {field!r} has values of type {column}, not text: name another "
+                f"of {', '.join(schema.names)} with data_field=NAME"
             )
         for batch in table.iter_batches(1024, columns=[field], use_threads=False):
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
@@ -307,23 +432,82 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
 def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
     """The text of UTF-8, decoded strictly in blocks; the last block is empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    received, block = 0, None
+    received, block, beginning = 0, None, b""
     while block != b"":
         block = file.read(size)
         received += len(block)
+        if len(beginning) < _LOOKED_AT:
+            beginning += block[:_LOOKED_AT]
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:  # its object is this block, after the last one's rest
             place = received - len(error.object) + error.start
-            raise ValueError(
-                f"{name} is not UTF-8 text: byte {place} can't be read; convert it to UTF-8"
-            ) from None
+            unread = error.object[error.start :] + file.read(_LOOKED_AT)
+            beginning += unread[len(error.object) - error.start :]
+            reason = f"is not UTF-8 text: byte {place} can't be read"
+            # a letter of another encoding at the end may be taken for the first byte of several
+            is_cut = error.reason == "unexpected end of data" and len(unread) > 1
+            encoding = None if is_cut else _other_encoding(beginning, place, unread)
+            raise ValueError(_why_not_text(name, reason, beginning, encoding)) from None
         if (nul := block.find(b"\0")) >= 0:
             place = received - len(block) + nul
-            raise ValueError(
-                f"{name} is binary, or UTF-16: byte {place} is NUL; convert it to UTF-8 text"
-            )
+            beginning += file.read(_LOOKED_AT)
+            encoding = _encoding_with_nuls(beginning)
+            kind = "binary" if encoding is None else encoding
+            reason = f"is {kind}, not UTF-8 text: byte {place} is NUL"
+            raise ValueError(_why_not_text(name, reason, beginning, encoding))
         yield text
+
+
+def _why_not_text(name: str, reason: str, beginning: bytes, encoding: str | None) -> str:
+    """What a file is that can't be read as UTF-8, and how to convert it."""
+    for first_bytes, kind in _FIRST_BYTES.items():
+        if beginning.startswith(first_bytes):
+            return f"{name} is {kind}"
+    if encoding is None:
+        return f"{name} {reason}"
+    path = Path(name)
+    if path.suffix.lower() in PACKED or not path.is_file():
+        return f"{name} {reason}; it looks like {encoding}: convert it to UTF-8"
+    converted = path.with_suffix(f".utf8{path.suffix}")
+    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(name)} > {shlex.quote(str(converted))}"
+    return f"{name} {reason}; it looks like {encoding}: convert it with {command}"
+
+
+def _encoding_with_nuls(beginning: bytes) -> str | None:
+    """The encoding of a text that has bytes of 0, as iconv calls it; None for what is no text."""
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if beginning.startswith(mark):
+            return encoding
+    # without a mark: one of the two bytes of each Latin letter is 0
+    even = beginning[0::2]
+    odd = beginning[1::2]
+    if len(odd) < 2:
+        return None
+    if odd.count(0) > 0.9 * len(odd) and not even.count(0):
+        return "UTF-16LE"
+    if even.count(0) > 0.9 * len(even) and not odd.count(0):
+        return "UTF-16BE"
+    return None
+
+
+def _other_encoding(beginning: bytes, place: int, unread: bytes) -> str | None:
+    """The encoding, as iconv calls it, of a text whose byte at a place is not UTF-8, or None.
+
+    `unread` is what follows from that byte.
+    """
+    if (encoding := _encoding_with_nuls(beginning)) is not None:
+        return encoding
+    if not beginning[:place].isascii():  # UTF-8 until then: damaged, or of several encodings
+        return None
+    try:
+        text = (beginning + unread).decode("cp1252")
+    except UnicodeDecodeError:  # five bytes have no character
+        return None
+    # text has no control characters, but newlines, tabs and page breaks
+    if any(ord(letter) < 32 and letter not in "\t\n\r\f" for letter in text):
+        return None
+    return "WINDOWS-1252"
 
 
 def _with_newlines(

@@ -3,26 +3,33 @@
 import contextlib
 import hashlib
 import json
+import mmap
 import os
+import shlex
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
+import platformdirs
 from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
-from jgpt.data.corpus import Warn, corpus_versions, read_text, source_files, text_chunks
+from jgpt.data.corpus import Warn, corpus_versions, source_files, text_chunks
 from jgpt.data.tokenizers import (
     END_OF_TEXT,
     Tokenizer,
     encode_each,
+    file_dtype,
     is_same_vocabulary,
     read_tokenizer,
+    token_dtype,
 )
 from jgpt.durable import new_directory, own_file, read_file, write_file
 
@@ -30,8 +37,23 @@ TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokeniz
 NANOGPT = "train.bin", "val.bin"
 DONE_FILE = "done.json"
 """The numbers of characters and tokens prepared so far."""
+LLM_C_MAGIC = (20240520, 20240801)
+"""The first number of its files of tokens, of GPT-2's and of Llama 3's."""
+LLM_C_HEADER = 1024
+"""Bytes."""
+SURELY_WIDER = 16
+"""With so many tokens it is no chance that every other one is 0."""
 SECONDS_BETWEEN_SAVES = 2.0
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_UNUSED = 30 * 24 * 3600
+"""After so long the tokens of a text are deleted from the cache."""
+LARGE_TEXT = 1 << 26
+"""Bytes; the tokens of a larger text are kept in the user's cache, those of others in memory."""
+PIECE = 1 << 18
+"""Characters of a text that are encoded at once; threads hold a few of them as tokens, too."""
 DECODED_AT_ONCE = 1 << 20
+HASHED_AT_ONCE = 1 << 20
+"""Tokens; they take four bytes each while they are hashed."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,8 @@ class KnownText:
     """SHA-256 of the text; None for prepared data, which has only tokens, and in old runs."""
     versions: dict[str, str]
     """The versions of the corpora it is made of."""
+    sources: tuple[str, ...] = field(default=(), compare=False)
+    """The data that a run names, if there is one."""
 
 
 @host_record
@@ -66,61 +90,120 @@ def load_dataset(
     tokenizer: Tokenizer | None = None,
     known: KnownText | None = None,
     warn: Warn = lambda message: None,
+    progress: Callable[[float], None] = lambda fraction: None,
 ) -> Dataset:
     """Read, tokenize and split the data of a config, with a given tokenizer or a new one.
 
-    Raises ValueError or OSError for text that can't be read or encoded, is too short, or differs
-    from the known text.
+    A text of more than `LARGE_TEXT` bytes is tokenized once, into a folder of the user's cache that
+    a line names; `progress` is called with the fraction done. Raises ValueError or OSError for text
+    that can't be read or encoded, is too short, or differs from the known text.
     """
-    text_digest = None
     is_text = known is not None and known.digest is not None
     prepared = [source for source in config.data if _has_tokens(Path(source), is_text)]
     if prepared:
-        path, given = Path(prepared[0]), tokenizer
-        if len(config.data) > 1:
-            raise ValueError(f"prepared data {path} can't be mixed with other data")
-        if (path / INDEX_FILE).is_file():
-            tokens, tokenizer = _open_prepared(path)
-            parts = [tokens]
-        else:
-            tokenizer = given or _nanogpt_tokenizer(path, config)
-            files = [path / name for name in NANOGPT] if path.is_dir() else [path]
-            parts = [_open_tokens(file, np.dtype(np.uint16), tokenizer) for file in files]
-            if len(parts) > 1 and config.test_fraction:
-                raise ValueError(f"{path} is split already: test_fraction must be 0")
-        if given is not None:
-            if not is_same_vocabulary(given, tokenizer):
-                raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
-            tokenizer = given
+        tokens = _load_tokens(config, Path(prepared[0]), tokenizer)
     else:
-        if tokenizer is None and config.tokenizer == "gpt2":
-            tokenizer = _make_tokenizer(config, tuple)
-        text, text_digest = _read(config, tokenizer, known, warn)
-        tokenizer = tokenizer or _make_tokenizer(config, lambda: [text])
-        parts = [tokenizer.encode(text)]
-    digest = _digest(*parts).hexdigest()
+        tokens = _load_text(config, tokenizer, known, warn, progress)
+    digest = _digest(*tokens.parts).hexdigest()
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
-    if len(parts) == 2:
-        train, validation = parts
-        test = validation[:0]
-    else:
-        (tokens,) = parts
-        first = int(len(tokens) * (1 - config.held_out_fraction))
-        second = int(len(tokens) * (1 - config.test_fraction))
-        train, validation, test = tokens[:first], tokens[first:second], tokens[second:]
+    train, validation, test = _split(config, tokens.parts)
     for name, split in (("training", train), ("validation", validation), ("test", test)):
         if len(split) <= block_size and (name != "test" or config.test_fraction):
             raise ValueError(
                 f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
                 "and its targets: use more text or a smaller block_size"
             )
-    read = KnownText(digest, text_digest, corpus_versions(config.data))
-    return Dataset(train, validation, test, tokenizer, read)
+    text = KnownText(digest, tokens.text_digest, corpus_versions(config.data))
+    return Dataset(train, validation, test, tokens.tokenizer, text)
 
 
-def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Options of `read_text`. Documents end with `<|endoftext|>` if the tokenizer has it.
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens that are not split yet, or those of training and validation."""
+
+    parts: list[np.ndarray]
+    tokenizer: Tokenizer
+    text_digest: str | None = None
+    """None for prepared data."""
+
+
+def _split(config: DataConfig, parts: list[np.ndarray]) -> list[np.ndarray]:
+    """The tokens of training, validation and test."""
+    if len(parts) == 2:
+        train, validation = parts
+        return [train, validation, validation[:0]]
+    tokens = parts[0]
+    first = int(len(tokens) * (1 - config.held_out_fraction))
+    second = int(len(tokens) * (1 - config.test_fraction))
+    return [tokens[:first], tokens[first:second], tokens[second:]]
+
+
+def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _Tokens:
+    """The tokens that `jgpt prepare` or nanoGPT's prepare.py has written."""
+    if len(config.data) > 1:
+        raise ValueError(f"prepared data {path} can't be mixed with other data")
+    if (path / INDEX_FILE).is_file():
+        tokens, own_tokenizer = _open_prepared(path)
+        parts = [tokens]
+    else:
+        own_tokenizer = tokenizer or _nanogpt_tokenizer(path, config)
+        files = [path / name for name in NANOGPT] if path.is_dir() else [path]
+        parts = [_open_bare_tokens(file, own_tokenizer) for file in files]
+        if len(parts) > 1 and config.test_fraction:
+            raise ValueError(f"{path} is split already: test_fraction must be 0")
+    if tokenizer is None:
+        return _Tokens(parts, own_tokenizer)
+    if not is_same_vocabulary(tokenizer, own_tokenizer):
+        raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
+    return _Tokens(parts, tokenizer)
+
+
+def _load_text(
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    known: KnownText | None,
+    warn: Warn,
+    progress: Callable[[float], None],
+) -> _Tokens:
+    if tokenizer is None and config.tokenizer in ("byte", "gpt2"):  # which need no text
+        tokenizer = _make_tokenizer(config, tuple)
+    text = _read(config, tokenizer, known, warn)
+    if text.pieces is None:
+        tokens, tokenizer = _tokens_in_cache(config, text, tokenizer, warn, progress)
+    else:
+        tokenizer = tokenizer or _make_tokenizer(config, text.parts)
+        try:
+            tokens = _encode(tokenizer, text)
+        except ValueError as error:  # of a text that the run's tokenizer does not know
+            if known is None or not _is_elsewhere(config, known):
+                raise
+            raise _other_text(config, known, str(error)) from None
+    return _Tokens([tokens], tokenizer, text.digest)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text that was read once."""
+
+    digest: str
+    """SHA-256 of its UTF-8."""
+    size: int
+    """Bytes of UTF-8."""
+    options: dict[str, Any]
+    """Those of `read_blocks` with which it is read again."""
+    pieces: deque[bytes] | None
+    """UTF-8, which takes a byte for most characters where a string may take four; None for a text
+    that is too large for memory."""
+
+    def parts(self) -> Iterator[str]:
+        """The pieces as text."""
+        assert self.pieces is not None
+        return (piece.decode() for piece in self.pieces)
+
+
+def _read_options(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Options of `read_blocks`. Documents end with `<|endoftext|>` if the tokenizer has it.
 
     If it has tokens that begin a text, these are between them, as transformers encodes each.
     """
@@ -130,35 +213,210 @@ def _how(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         separator = END_OF_TEXT
     if tokenizer is not None and tokenizer.begin:
         separator = tokenizer.decode(tokenizer.begin)
-    how = {"universal_newlines": config.universal_newlines, "field": config.data_field}
-    return how | {"separator": separator}
+    return {
+        "universal_newlines": config.universal_newlines,
+        "field": config.data_field,
+        "separator": separator,
+    }
 
 
 def _read(
     config: DataConfig, tokenizer: Tokenizer | None, known: KnownText | None, warn: Warn
-) -> tuple[str, str]:
-    """A text and its SHA-256. Raises ValueError if it is not the known one.
+) -> _Text:
+    """Read a text. Raises ValueError if it is not the known one.
 
     It is read as earlier versions did if that gives the known text.
     """
-    how, wanted = _how(config, tokenizer) | {"warn": warn}, known and known.digest
+    options = _read_options(config, tokenizer)
+    wanted = None if known is None else known.digest
     if wanted is not None:
-        with contextlib.suppress(ValueError, FileNotFoundError):
-            text = read_text(config.data, plain=True, **how)
-            if hashlib.sha256(text.encode()).hexdigest() == wanted:
-                return text, wanted
+        for version in ({}, {"earlier": True}, {"plain": True}):
+            said: list[str] = []
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                text = _read_once(config.data, options | version, said.append)
+                if text.digest == wanted:
+                    for line in said:
+                        warn(line)
+                    return text
     try:
-        text = read_text(config.data, **how)
+        text = _read_once(config.data, options, warn)
     except FileNotFoundError as error:
         if known is None:
             raise
         raise FileNotFoundError(
             f"{error}; if the run's text has moved, train it with resume=True data=PLACE"
         ) from None
-    digest = hashlib.sha256(text.encode()).hexdigest()
     if known is not None and wanted is not None:
-        _require_known(config, known, "", digest, wanted)
-    return text, digest
+        _require_known(config, known, "", text.digest, wanted)
+    return text
+
+
+def _read_once(sources: Sequence[str], options: dict[str, Any], warn: Warn) -> _Text:
+    # what comes from a pipe can't be read again: it is kept, however long it is
+    is_kept = any(_is_read_once(Path(source)) for source in sources)
+    digest = hashlib.sha256()
+    size = 0
+    pieces: deque[bytes] | None = deque()
+    # no word is cut: the tokens are those of the whole text
+    whole = {"longest_word": LARGE_TEXT, "warn": warn}
+    for chunk in text_chunks(sources, PIECE, **options, **whole):
+        piece = chunk.encode()
+        digest.update(piece)
+        size += len(piece)
+        if size > LARGE_TEXT and not is_kept:
+            pieces = None
+        if pieces is not None:
+            pieces.append(piece)
+    return _Text(digest.hexdigest(), size, options, pieces)
+
+
+def _is_read_once(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@typed
+def _encode(tokenizer: Tokenizer, text: _Text) -> Integer[np.ndarray, " tokens"]:
+    """The tokens of a text in memory, in the narrowest type. The text's pieces are used up."""
+    dtype = token_dtype(tokenizer)
+    # Pages of zeros take no memory until they are written, so room for a token for each byte costs
+    # nothing; and XLA's CPU client shares memory that begins with a page, and copies other memory.
+    buffer = mmap.mmap(-1, max(text.size, 1) * dtype.itemsize)
+    end = 0
+    for _, tokens in encode_each(tokenizer, _used_up(text.pieces), dtype):
+        start = end
+        end += len(tokens)
+        while end > len(buffer):  # a normaliser may make a text longer
+            buffer = _twice_as_long(buffer)
+        buffer[start:end] = tokens
+    return np.frombuffer(buffer, dtype, end // dtype.itemsize)
+
+
+def _used_up(pieces: deque[bytes] | None) -> Iterator[str]:
+    while pieces:
+        yield pieces.popleft().decode()
+
+
+def _twice_as_long(buffer: mmap.mmap) -> mmap.mmap:
+    longer = mmap.mmap(-1, 2 * len(buffer))
+    longer[: len(buffer)] = buffer[:]
+    return longer
+
+
+# --- a large text: its tokens are kept in the user's cache ---------------------------------------
+
+
+def _tokens_in_cache(
+    config: DataConfig,
+    text: _Text,
+    tokenizer: Tokenizer | None,
+    warn: Warn,
+    progress: Callable[[float], None],
+) -> tuple[np.ndarray, Tokenizer]:
+    """The tokens of a text and its tokenizer, tokenized now or by an earlier or another process."""
+    cache = Path(platformdirs.user_cache_dir("jgpt"), "prepared")
+    folder = cache / _cache_name(cache, config, text, tokenizer)
+    if not (folder / INDEX_FILE).is_file():
+        warn(
+            f"{_sources(config)}: a text of {text.size / 1e6:,.0f} MB is tokenized once, into "
+            f"{folder}"
+        )
+        _remove_unused(cache)
+    has_waited = False
+    while not (folder / INDEX_FILE).is_file():
+        try:
+            with new_directory(folder, text.digest[:8]) as partial:
+                _write_text_in_cache(config, text, tokenizer, partial, warn, progress)
+        except BlockingIOError:
+            if not has_waited:
+                warn("another process is tokenizing this text: waiting for it")
+            has_waited = True
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        except FileExistsError:
+            if not (folder / INDEX_FILE).is_file():
+                raise
+        except FileNotFoundError:  # of the text
+            raise
+        except OSError as error:
+            raise OSError(
+                f"{error}; the tokens of a text above {LARGE_TEXT / 1e6:.0f} MB are kept there: "
+                "make room, or write them elsewhere with `jgpt prepare` and train on that folder"
+            ) from error
+    os.utime(folder)  # it is in use
+    try:
+        return _open_prepared(folder)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{error}; {folder} is a cache: delete it") from None
+
+
+def _write_text_in_cache(
+    config: DataConfig,
+    text: _Text,
+    tokenizer: Tokenizer | None,
+    partial: Path,
+    warn: Warn,
+    progress: Callable[[float], None],
+) -> None:
+    bytes_read = _Fraction(text.size, progress)
+
+    def read() -> Iterator[str]:
+        """The text once more. Raises ValueError if it is not the one whose digest was taken."""
+        digest = hashlib.sha256()
+        for chunk in text_chunks(config.data, **text.options):
+            piece = chunk.encode()
+            digest.update(piece)
+            bytes_read.add(len(piece))
+            yield chunk
+        if digest.hexdigest() != text.digest:
+            raise ValueError(f"{_sources(config)} changed while it was read: start again")
+
+    def make_tokenizer() -> Tokenizer:
+        if tokenizer is not None:
+            return tokenizer
+        bytes_read.add_pass()
+        return _make_tokenizer(config, read)
+
+    _write_tokens(partial, make_tokenizer, lambda _: read(), warn)
+
+
+def _cache_name(cache: Path, config: DataConfig, text: _Text, tokenizer: Tokenizer | None) -> str:
+    """The name of the folder for the tokens of a text: by the text, and by the tokenizer.
+
+    A run that is resumed has its tokenizer. Its first start had none, and named the folder by what
+    tokenizer it asked for.
+    """
+    asked: list[Any] = [config.tokenizer]
+    if config.tokenizer == "bpe":
+        asked.append(config.bpe_vocab_size)
+    name = _short_digest([text.digest, *asked])
+    if tokenizer is None:
+        return name
+    with contextlib.suppress(ValueError, OSError):
+        if read_tokenizer(cache / name / TOKENIZER_FILE).to_json() == tokenizer.to_json():
+            return name
+    return _short_digest([text.digest, tokenizer.to_json()])
+
+
+def _remove_unused(cache: Path) -> None:
+    """Delete what no run has used for a month, and what processes that were stopped have left."""
+    oldest = time.time() - SECONDS_UNUSED
+    for path in cache.glob("*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime >= oldest:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _short_digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def _sources(config: DataConfig) -> str:
+    if len(config.data) == 1:
+        return config.data[0]
+    return f"{config.data[0]} and {len(config.data) - 1} more"
 
 
 @typed
@@ -170,19 +428,41 @@ def count_characters(tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenize
     return sum(len(text.lstrip("\N{REPLACEMENT CHARACTER}")) for text in texts)
 
 
-def _require_known(config: DataConfig, known: KnownText, of: str, found: str, wanted: str) -> None:
+def _require_known(
+    config: DataConfig, known: KnownText, kind: str, found: str, wanted: str
+) -> None:
+    """Raise ValueError if a SHA-256 isn't the wanted one; `kind` tells what it is of."""
     if found == wanted:
         return
-    here, sources = corpus_versions(config.data), " ".join(config.data)
+    differs = f"SHA-256 {kind}{found[:12]}…, not {wanted[:12]}…"
+    if _is_elsewhere(config, known):
+        raise _other_text(config, known, differs)
+    here = corpus_versions(config.data)
     moved = [
         f"{name} was that of {version}, here it is that of {here[name]}"
         for name, version in known.versions.items()
         if here.get(name, version) != version
     ]
-    why = "; ".join(moved) or f"{sources}: SHA-256 {of}{found[:12]}…, not {wanted[:12]}…"
+    why = f"{' '.join(config.data)}: {differs}"
+    what_to_do = "restore the text"
+    if moved:
+        why = "; ".join(moved)
+        what_to_do = "restore the text or use that Python"
     raise ValueError(
-        f"the text has changed since the run was trained on it ({why}): "
-        f"restore the text{' or use that Python' * bool(moved)}, or train a new run"
+        f"the text has changed since the run was trained on it ({why}): {what_to_do}, or train a "
+        "new run"
+    )
+
+
+def _is_elsewhere(config: DataConfig, known: KnownText) -> bool:
+    """Whether a run is resumed with other data than it names."""
+    return known.sources not in ((), config.data)
+
+
+def _other_text(config: DataConfig, known: KnownText, why: str) -> ValueError:
+    return ValueError(
+        f"the run was trained on data={known.sources}, and data={config.data} is another text "
+        f"({why}): give the run's data, or train a new run"
     )
 
 
@@ -200,50 +480,86 @@ def prepare(
     with the fraction read.
     """
     for source in config.data:
-        if Path(source).is_fifo():
+        if _is_read_once(Path(source)):
             raise ValueError(f"{source} can be read only once: save its text to a file first")
-    files, bytes_read = source_files(config.data), 0
-    size = sum(size for _, size, _ in files) * (1 + (config.tokenizer in ("char", "bpe")))
+    files = source_files(config.data)
+    bytes_read = _Fraction(sum(size for _, size, _ in files), progress)
 
-    def advance(count: int) -> None:
-        nonlocal bytes_read
-        bytes_read += count
-        progress(bytes_read / max(size, bytes_read, 1))
+    def read(tokenizer: Tokenizer | None = None, **options: Any) -> Iterable[str]:
+        options |= _read_options(config, tokenizer)
+        return text_chunks(config.data, advance=bytes_read.add, **options)
 
-    def read(tokenizer: Tokenizer | None = None, **how: Any) -> Iterable[str]:
-        return text_chunks(config.data, **_how(config, tokenizer), advance=advance, **how)
+    def make_tokenizer() -> Tokenizer:
+        if config.tokenizer in ("char", "bpe"):
+            bytes_read.add_pass()
+        return _make_tokenizer(config, read)
+
+    def read_for(tokenizer: Tokenizer) -> Iterable[str]:
+        return read(tokenizer, warn=warn)
 
     content = json.dumps([asdict(config), files, corpus_versions(config.data)])
     with new_directory(directory, hashlib.sha256(content.encode()).hexdigest()[:8]) as partial:
-        kept, done_file = partial / TOKENIZER_FILE, partial / DONE_FILE
-        if kept.is_file():
-            tokenizer, bytes_read = read_tokenizer(kept), size - sum(size for _, size, _ in files)
-        else:
-            tokenizer = _make_tokenizer(config, read)
-            write_file(kept, tokenizer.to_json())
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        done, count = _done_before(partial, dtype)
-        if done:
-            warn(f"continuing after the {count:,} tokens of a process that was stopped")
-        tokens_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with (
-            own_file(partial / TOKENS_FILE, tokens_flags) as descriptor,
-            open(descriptor, "ab", closefd=False) as file,
-        ):
-            file.truncate(count * dtype.itemsize)
-            saved = time.monotonic()
-            chunks = _without(read(tokenizer, warn=warn), done)
-            for length, data in encode_each(tokenizer, chunks, dtype):
-                file.write(data)
-                done, count = done + length, count + len(data) // dtype.itemsize
-                if time.monotonic() > saved + SECONDS_BETWEEN_SAVES:
-                    file.flush()
-                    os.fsync(file.fileno())
-                    write_file(done_file, json.dumps([done, count]))
-                    saved = time.monotonic()
-        done_file.unlink(missing_ok=True)
-        index = {"dtype": dtype.name, "tokens": count}
-        (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
+        return _write_tokens(partial, make_tokenizer, read_for, warn)
+
+
+class _Fraction:
+    """The fraction of what is to be read that has been read, reported as it grows."""
+
+    def __init__(self, size: int, report: Callable[[float], None]) -> None:
+        self.size = size
+        self.total = size
+        self.report = report
+        self.done = 0
+
+    def add_pass(self) -> None:
+        """Everything is read once more."""
+        self.total += self.size
+
+    def add(self, count: int) -> None:
+        """So many bytes were read."""
+        self.done += count
+        self.report(self.done / max(self.total, self.done, 1))
+
+
+def _write_tokens(
+    partial: Path,
+    make_tokenizer: Callable[[], Tokenizer],
+    read: Callable[[Tokenizer], Iterable[str]],
+    warn: Warn,
+) -> int:
+    """Write the tokens of a text, the tokenizer and the index; return the number of tokens.
+
+    Continues what a process that was stopped has left in the folder.
+    """
+    kept, done_file = partial / TOKENIZER_FILE, partial / DONE_FILE
+    if kept.is_file():
+        tokenizer = read_tokenizer(kept)
+    else:
+        tokenizer = make_tokenizer()
+        write_file(kept, tokenizer.to_json())
+    dtype = file_dtype(tokenizer)
+    done, count = _done_before(partial, dtype)
+    if done:
+        warn(f"continuing after the {count:,} tokens of a process that was stopped")
+    tokens_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with (
+        own_file(partial / TOKENS_FILE, tokens_flags) as descriptor,
+        open(descriptor, "ab", closefd=False) as file,
+    ):
+        file.truncate(count * dtype.itemsize)
+        saved = time.monotonic()
+        for length, data in encode_each(tokenizer, read(tokenizer), dtype, done):
+            file.write(data)
+            done += length
+            count += len(data) // dtype.itemsize
+            if time.monotonic() > saved + SECONDS_BETWEEN_SAVES:
+                file.flush()
+                os.fsync(file.fileno())
+                write_file(done_file, json.dumps([done, count]))
+                saved = time.monotonic()
+    done_file.unlink(missing_ok=True)
+    index = {"dtype": dtype.name, "tokens": count}
+    (partial / INDEX_FILE).write_text(json.dumps(index) + "\n", encoding="utf-8")
     return count
 
 
@@ -260,14 +576,6 @@ def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
     except (FileNotFoundError, ValueError, TypeError, RecursionError):
         pass
     return 0, 0
-
-
-def _without(chunks: Iterable[str], done: int) -> Iterator[str]:
-    """Chunks without the first `done` characters."""
-    for chunk in chunks:
-        if done < len(chunk):
-            yield chunk[done:]
-        done = max(done - len(chunk), 0)
 
 
 def _has_tokens(path: Path, is_text: bool) -> bool:
@@ -311,18 +619,49 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
 
 
 @typed
+def _open_bare_tokens(path: Path, tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
+    """The tokens of a file that has nothing else, as nanoGPT's prepare.py writes it.
+
+    Nothing in the file tells the width of a token: it is the one that the vocabulary needs. Raises
+    ValueError for files that others write.
+    """
+    dtype = file_dtype(tokenizer)
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    if beginning.startswith(b"\x93NUMPY"):
+        raise ValueError(
+            f"{path} is a file of numpy.save: write the tokens alone, with "
+            f"tokens.astype('{dtype}').tofile({path.name!r})"
+        )
+    if int.from_bytes(beginning[:4], "little") in LLM_C_MAGIC:
+        raise ValueError(
+            f"{path} begins with the header of llm.c: leave out its {LLM_C_HEADER:,} bytes, with "
+            f"tail -c +{LLM_C_HEADER + 1} {shlex.quote(str(path))} > tokens.bin"
+        )
+    vocabulary = f"the {dtype} tokens of a vocabulary of {tokenizer.vocab_size:,}"
+    tokens = _open_tokens(path, dtype, tokenizer, vocabulary)
+    # small numbers of twice the width: the upper half of each is 0
+    if dtype == np.uint16 and len(tokens) >= SURELY_WIDER and not tokens[1::2].any():
+        raise ValueError(
+            f"{path} seems to have uint32 tokens, every other uint16 in it is 0: write {vocabulary}"
+        )
+    return tokens
+
+
+@typed
 def _open_tokens(
-    path: Path, dtype: np.dtype, tokenizer: Tokenizer
+    path: Path, dtype: np.dtype, tokenizer: Tokenizer, described: str = ""
 ) -> Integer[np.ndarray, " tokens"]:
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
-        raise ValueError(f"{path} has {size} bytes, which are no {dtype} tokens")
+        described = described or f"{dtype} tokens"
+        raise ValueError(f"{path} has {size} bytes, which are not {described}")
     tokens = np.memmap(path, dtype, mode="r")
     largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
     if largest >= tokenizer.vocab_size:
         raise ValueError(
             f"{path} contains token {largest}, outside its tokenizer's vocabulary of "
-            f"{tokenizer.vocab_size}: prepare it again"
+            f"{tokenizer.vocab_size}: prepare it again" + (f", as {described}" if described else "")
         )
     return tokens
 
@@ -349,6 +688,6 @@ def _digest(
     """The SHA-256 of all tokens."""
     digest = hashlib.sha256()
     for part in (tokens,) if held_out is None else (tokens, held_out):
-        for start in range(0, len(part), 1 << 24):
-            digest.update(part[start : start + (1 << 24)].astype("<u4").tobytes())
+        for start in range(0, len(part), HASHED_AT_ONCE):
+            digest.update(part[start : start + HASHED_AT_ONCE].astype("<u4").data)
     return digest

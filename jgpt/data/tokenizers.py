@@ -8,11 +8,12 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import tiktoken
@@ -30,6 +31,10 @@ LONG_TEXT = 1 << 16
 LONG_WORD = 1 << 12
 """Bytes; longer words are cut for training, which takes quadratic time."""
 MAX_THREADS = 8
+NO_TOKEN = -1
+CHARACTERS_AT_ONCE = 1 << 18
+CONTEXT = 256
+"""Characters before a part of a text that are encoded with it, where its beginning may matter."""
 UTF_32 = "utf-32-le", "surrogatepass"
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[int]
@@ -46,7 +51,10 @@ class CharTokenizer:
         if not characters or list(characters) != sorted(set(characters)):
             raise ValueError("a character vocabulary must be sorted, unique and not empty")
         self.characters = characters
-        self._code_points = np.frombuffer(characters.encode(*UTF_32), np.uint32)
+        code_points = np.frombuffer(characters.encode(*UTF_32), np.uint32)
+        # the token of each code point; the last entry stands for all code points above the largest
+        self._token_of = np.full(int(code_points[-1]) + 2, NO_TOKEN, np.int32)
+        self._token_of[code_points] = np.arange(len(characters))
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -63,18 +71,31 @@ class CharTokenizer:
     @typed
     def encode(self, text: str) -> Tokens:
         """The index of each character. Raises ValueError for one outside the vocabulary."""
-        code_points = np.frombuffer(text.encode(*UTF_32), np.uint32)
-        tokens = np.searchsorted(self._code_points, code_points)
-        tokens = np.minimum(tokens, len(self._code_points) - 1)
-        unknown = np.flatnonzero(self._code_points[tokens] != code_points)
-        if unknown.size:
-            position = int(unknown[0])
-            known = self.characters[:100] + "…" * (self.vocab_size > 100)
-            raise ValueError(
-                f"unknown character {text[position]!r} at position {position}: the vocabulary is "
-                f"the {self.vocab_size} characters {known!r}"
-            )
-        return tokens.astype(np.int32)
+        return self._encode_at(text, 0)
+
+    def _encode_at(self, text: str, offset: int) -> np.ndarray:
+        """The index of each character of a part that begins at this offset of a text."""
+        tokens = np.empty(len(text), np.int32)
+        # code points take four bytes for a character: they are made for a part at a time
+        for start in range(0, len(text), CHARACTERS_AT_ONCE):
+            part = text[start : start + CHARACTERS_AT_ONCE]
+            code_points = np.frombuffer(part.encode(*UTF_32), np.uint32)
+            last = np.uint32(len(self._token_of) - 1)
+            found = self._token_of[np.minimum(code_points, last)]
+            unknown = np.flatnonzero(found == NO_TOKEN)
+            if unknown.size:
+                self._raise_unknown(part[unknown[0]], offset + start + int(unknown[0]))
+            tokens[start : start + len(part)] = found
+        return tokens
+
+    def _raise_unknown(self, character: str, position: int) -> NoReturn:
+        known = repr(self.characters[:100])
+        if self.vocab_size > 100:
+            known = repr(self.characters[:100] + "…")
+        raise ValueError(
+            f"unknown character {character!r} at position {position}: the vocabulary is the "
+            f"{self.vocab_size} characters {known}"
+        )
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
@@ -327,24 +348,113 @@ class BPETokenizer:
 Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 
 
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """The narrowest of the types that hold the tokens in memory."""
+    if tokenizer.vocab_size <= 1 << 8:
+        return np.dtype(np.uint8)
+    return file_dtype(tokenizer)
+
+
+def file_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """The type of the tokens in a file."""
+    if tokenizer.vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
+
+
 def encode_each(
-    tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype
+    tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype, encoded: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """The length of each text and its tokens as bytes; threads encode a few texts ahead."""
-    threads, texts = min(os.cpu_count() or 1, MAX_THREADS), iter(texts)
-    encode_checked = type(tokenizer).encode
-    if isinstance(tokenizer, BPETokenizer):
-        tokenizer._fast  # made once, not by each thread  # noqa: B018
-        encode_checked = BPETokenizer.encode_part  # a text is cut anywhere
-    unchecked = inspect.unwrap(encode_checked)  # jaxtyping would import JAX: a second
+    """The length and the tokens, as bytes, of each part of a text; threads encode a few ahead.
+
+    The tokens are those of the whole text, also those that the tokenizer puts before and after it.
+    The parts must end where the tokenizer splits a text; the first `encoded` characters are left
+    out.
+    """
+    encode_part = _part_encoder(tokenizer)
+    end = _tokens_after_text(tokenizer)
+
+    def encode(part: _Part) -> bytes:
+        tokens = encode_part(part)
+        begin = np.array(tokenizer.begin, np.int32)
+        if part.offset == 0 and not np.array_equal(tokens[: len(begin)], begin):
+            tokens = np.concatenate([begin, tokens])
+        if part.is_last and len(end):
+            tokens = np.concatenate([tokens, end])
+        return tokens.astype(dtype, copy=False).tobytes()
+
+    threads = min(os.cpu_count() or 1, MAX_THREADS)
     with ThreadPoolExecutor(threads) as pool:
-        encode = lambda text: unchecked(tokenizer, text).astype(dtype).tobytes()  # noqa: E731
-        submit = lambda text: (len(text), pool.submit(encode, text))  # noqa: E731
-        waiting = deque(map(submit, islice(texts, threads + 2)))
+        parts = _parts(texts, encoded)
+        submitted = ((len(part.text), pool.submit(encode, part)) for part in parts)
+        waiting = deque(islice(submitted, threads + 2))
         while waiting:
-            length, data = waiting.popleft()
-            yield length, data.result()
-            waiting.extend(map(submit, islice(texts, 1)))
+            length, tokens = waiting.popleft()
+            yield length, tokens.result()
+            waiting.extend(islice(submitted, 1))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a text."""
+
+    text: str
+    context: str
+    """Some characters before it."""
+    offset: int
+    is_last: bool
+
+
+def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
+    """The parts of a text after its first `encoded` characters."""
+    context = ""
+    offset = 0
+    following = iter(texts)
+    text = next(following, None)
+    while text is not None:
+        next_text = next(following, None)
+        start = min(max(encoded - offset, 0), len(text))
+        if start:
+            context = text[:start]
+        if start < len(text):
+            is_last = next_text is None
+            yield _Part(text[start:], context[-CONTEXT:], offset + start, is_last)
+        context = text
+        offset += len(text)
+        text = next_text
+
+
+def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
+    """A function from a part of a text to its tokens."""
+    if isinstance(tokenizer, CharTokenizer):
+        return lambda part: tokenizer._encode_at(part.text, part.offset)
+    if isinstance(tokenizer, ByteTokenizer):
+        encode_bytes = inspect.unwrap(ByteTokenizer.encode)  # jaxtyping would import JAX: a second
+        return lambda part: encode_bytes(tokenizer, part.text)
+    encode = inspect.unwrap(BPETokenizer.encode_part)
+    if tokenizer._fast is not None:  # made once, not by each thread
+        return lambda part: encode(tokenizer, part.text)
+
+    def encode_after_context(part: _Part) -> np.ndarray:
+        # some tokenizers put a space before a text: it belongs before the first part alone
+        line = part.context[part.context.rfind("\n", 0, -1) + 1 :]
+        before = encode(tokenizer, line)
+        tokens = encode(tokenizer, line + part.text)
+        if np.array_equal(tokens[: len(before)], before):
+            return tokens[len(before) :]
+        return encode(tokenizer, part.text)
+
+    return encode_after_context
+
+
+def _tokens_after_text(tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens that the tokenizer puts after a text."""
+    if not isinstance(tokenizer, BPETokenizer) or not tokenizer.adds_special_tokens:
+        return np.zeros(0, np.int32)
+    sample = " "
+    within = _encode(tokenizer._backend, sample)
+    whole = _encode(tokenizer._backend, sample, add_special_tokens=True)
+    return np.array(whole[len(tokenizer.begin) + len(within) :], np.int32)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

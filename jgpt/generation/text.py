@@ -129,10 +129,13 @@ def default_prompt(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
     """
     if tokenizer.begin:
         return np.array(tokenizer.begin, np.int32)
+    first_token = np.zeros(1, np.int32)
     try:
-        return tokenizer.encode("\n")
+        newline = tokenizer.encode("\n")
     except ValueError:
-        return np.zeros(1, np.int32)
+        return first_token
+    # a tokenizer of words leaves out what is between them
+    return newline if len(newline) else first_token
 
 
 MOST_PENDING = 2 * TOKENS_PER_CALL

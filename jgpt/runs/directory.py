@@ -164,7 +164,12 @@ class RunDirectory:
         out = Path(config.out)
         require_storable(out)
         if not out.is_dir():
-            if out.exists() or out.is_symlink():
+            if out.is_symlink() and not out.exists():
+                raise NotADirectoryError(
+                    f"{out} is a link to {os.readlink(out)}, which does not exist: choose another "
+                    "directory"
+                )
+            if out.exists():
                 raise NotADirectoryError(f"{out} is a file: choose another directory")
             return out
         if cls.exists(out):

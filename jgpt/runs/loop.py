@@ -140,7 +140,9 @@ def fit(
     shown = default_progress() if progress == "auto" else progress or Progress()
     progress = shown if process_index() == 0 else Progress()
     with together():
-        saved, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
+        saved, config, dataset, out = _prepare(
+            config, resume, overwrite, progress, platform, should_stop
+        )
     start = provenance(config, dataset)
     asked = {"resume": resume, "overwrite": overwrite}
     asked |= {"checkpoints": RunDirectory(out).checkpoint_steps()}
@@ -227,7 +229,12 @@ def plan(
 
 
 def _prepare(
-    config: TrainConfig, resume: bool, overwrite: bool, progress: Progress, platform: Platform
+    config: TrainConfig,
+    resume: bool,
+    overwrite: bool,
+    progress: Progress,
+    platform: Platform,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[TrainConfig, TrainConfig, Dataset, Path]:
     """Load the data and check everything that can be checked before compiling and writing.
 
@@ -240,6 +247,8 @@ def _prepare(
     lines, before = (run.provenance(), run.config()) if run else ([], config)
     tokenizer, checkpoints = (run.tokenizer(), run.checkpoint_steps()) if run else (None, [])
     known, used = known_text(lines), known_micro_batches(lines)
+    if known is not None:
+        known = replace(known, sources=before.dataset.data)
     for part in ("model", "optimizer"):
         if (make := getattr(config, part).make or getattr(before, part).make) is not None:
             require_code(make, part)
@@ -247,7 +256,15 @@ def _prepare(
     universal = config.dataset.universal_newlines and before.dataset.universal_newlines
     data = replace(config.dataset, universal_newlines=universal)
     size, warn = config.model.block_size, progress.warned
-    dataset = load_dataset(data, size, tokenizer=tokenizer, known=known, warn=warn)
+
+    def tokenized(fraction: float) -> None:
+        progress.tokenized(fraction)
+        if process_count() == 1 and should_stop():
+            raise KeyboardInterrupt  # with which what is tokenized is kept
+
+    dataset = load_dataset(
+        data, size, tokenizer=tokenizer, known=known, warn=warn, progress=tokenized
+    )
     model = replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     decided_model = for_platform(model, platform)
     # the run's config records the dtype that `auto` was resolved to
@@ -534,7 +551,7 @@ def evaluate(
     progress: Progress | None = None,
 ) -> Evaluation:
     """The exact loss of a run's model on a split, in windows of its block or a shorter one."""
-    warn = (progress or Progress()).warned
+    progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)
     size = config.model.block_size if window is None else window
     if not 0 < size <= config.model.block_size:
@@ -546,7 +563,14 @@ def evaluate(
     if config.micro_batches == "auto":
         count = known_micro_batches(lines) or config.batch_size
         config = replace(config, micro_batches=count, mesh=None)
-    dataset = load_dataset(config.dataset, size, tokenizer=tokenizer, known=known, warn=warn)
+    dataset = load_dataset(
+        config.dataset,
+        size,
+        tokenizer=tokenizer,
+        known=known,
+        warn=progress.warned,
+        progress=progress.tokenized,
+    )
     tokens = dataset.test if split == "test" else dataset.validation[: config.eval_tokens]
     config = replace(config, model=replace(config.model, block_size=size))
     exact, _ = _evaluators(run_for_platform(config, current_platform()), tokens)

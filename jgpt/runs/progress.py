@@ -16,6 +16,9 @@ class Progress:
     most_steps: int | None = None
     """The most steps between calls of `stepped`, in a single process; None: `steps_per_call`."""
 
+    def tokenized(self, fraction: float) -> None:
+        """This fraction of a large text was tokenized."""
+
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Training starts, or is resumed, at the state's step."""
 

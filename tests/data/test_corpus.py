@@ -41,7 +41,7 @@ def test_tiny_shakespeare_is_found_in_the_data_directory(
     # a wrong copy is named and kept
     copy = write(tmp_path, "tinyshakespeare.txt", "Thou art not he.")
     monkeypatch.setenv("JGPT_DATA_DIR", str(tmp_path))
-    with pytest.raises(ValueError, match="is not tiny Shakespeare") as error:
+    with pytest.raises(ValueError, match="in JGPT_DATA_DIR, is not tiny Shakespeare") as error:
         shakespeare_file()
     assert copy in str(error.value)
     assert (tmp_path / "tinyshakespeare.txt").read_text() == "Thou art not he."
@@ -144,7 +144,7 @@ def test_newlines_are_universal_and_a_byte_order_mark_is_dropped(tmp_path):
 
 def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
     """Their samples, say; but a folder with some of a run's names is none."""
-    with pytest.raises(FileNotFoundError, match=r"is a folder without any text \(\.txt "):
+    with pytest.raises(FileNotFoundError, match=r"is a folder without any text or code \("):
         read_text([str(tmp_path)])
     write(tmp_path, "notes.txt", "mine ")
     write(tmp_path / "data", "config.json", "{}")
@@ -154,7 +154,9 @@ def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
     write(run / "wandb", "log.txt", "words")
     assert (run / "samples.txt").read_text()
     assert read_text([str(tmp_path)]) == "toomine "
-    with pytest.raises(FileNotFoundError, match=r"folder without any text .*\) outside of its ru"):
+    with pytest.raises(
+        FileNotFoundError, match=r"folder without any text or code .*: it has \d+ of runs"
+    ):
         read_text([str(tmp_path / "runs")])
     assert read_text([str(run / "samples.txt")]) == trained.sample  # which is asked for
 

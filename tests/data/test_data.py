@@ -73,12 +73,20 @@ def test_tokens_in_a_file_give_the_same_batches_and_each_device_its_own_windows(
     assert np.array_equal(found, expected)
 
 
-def test_tokens_that_exceed_the_device_stay_where_they_are(monkeypatch):
-    monkeypatch.setattr(batches_module, "RESIDENT_BYTES", 4 * len(COUNTING) - 1)
-    assert resident(COUNTING) is COUNTING
-    monkeypatch.setattr(batches_module, "RESIDENT_BYTES", 4 * len(COUNTING))
-    assert isinstance(resident(COUNTING), jax.Array)
-    assert resident(COUNTING.astype(np.uint16)).dtype == np.int32
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int32])
+def test_tokens_that_exceed_the_device_stay_where_they_are(monkeypatch, dtype):
+    """The limit is of bytes, and the tokens on the device keep their type: a window is int32."""
+    tokens = (COUNTING % 251).astype(dtype)
+    monkeypatch.setattr(batches_module, "RESIDENT_BYTES", tokens.nbytes - 1)
+    assert resident(tokens) is tokens
+    monkeypatch.setattr(batches_module, "RESIDENT_BYTES", tokens.nbytes)
+    on_device = resident(tokens)
+    assert isinstance(on_device, jax.Array)
+    assert on_device.nbytes == tokens.nbytes
+    assert np.array_equal(on_device, tokens)
+    windows = batches(on_device, 3, 11, 5, 4, 7)
+    assert windows.dtype == np.int32
+    assert np.array_equal(windows, batches(tokens, 3, 11, 5, 4, 7))
 
 
 def test_windows_reach_past_two_billion_tokens(tmp_path):

@@ -2,8 +2,11 @@
 
 import dataclasses
 import gzip
+import hashlib
 import importlib
 import json
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import tokenizers
 from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import corpus
 from jgpt.data.corpus import read_text, text_chunks
-from jgpt.data.dataset import load_dataset, prepare
+from jgpt.data.dataset import KnownText, load_dataset, prepare
 from tests.data.files import write
 
 RECORDS = [
@@ -57,12 +60,16 @@ def test_a_column_of_parquet_is_read(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
     texts = ["a", None, "", "b\r\nc", "d"]
-    for kind in (arrow.string(), arrow.large_string()):
+    category = arrow.dictionary(arrow.int8(), arrow.string())  # as pandas writes it
+    for kind in (arrow.string(), arrow.large_string(), category):
         table = arrow.table({"n": range(5), "text": arrow.array(texts, kind)})
         parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
         assert read_text([str(tmp_path / "a.parquet")]) == "a\nb\nc\nd\n"
-    for field in ("n", "body"):
-        with pytest.raises(ValueError, match=f"no column '{field}' of text, but n, text: name"):
+    for field, message in (
+        ("body", r"has no column 'body', but n, text: name the column of text with data_field"),
+        ("n", r"its column 'n' has values of type int64, not text: name another of n, text with"),
+    ):
+        with pytest.raises(ValueError, match=message):
             read_text([str(tmp_path / "a.parquet")], field=field)
     data = (tmp_path / "a.parquet").read_bytes()
     for bad in (b"text", data[:-9], data[:4] + b"\0" * 400 + data[404:]):
@@ -76,13 +83,15 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ("a.txt", b"", "is empty"),
         ("a.txt", b"\xef\xbb\xbf", "is empty"),
         ("a.txt", b"caf\xe9 au lait", "byte 3 can't be read"),
-        ("a.txt", b"\x89PNG\r\n", "byte 0 can't be read"),
-        ("a.txt", b"text\0text", "is binary, or UTF-16: byte 4 is NUL"),
-        ("a.txt", "née\0".encode(), "is binary, or UTF-16: byte 4 is NUL"),
+        ("a.txt", b"\x89PNG\r\n", "a.txt is not text but an image"),
+        ("a.txt", b"\x89PNG\0\0\0", "a.txt is not text but an image"),
+        ("a.txt", b"PK\3\4\0\0", "a.txt is an archive, or a document of an office program"),
+        ("a.txt", b"text\0text", "is binary, not UTF-8 text: byte 4 is NUL"),
+        ("a.txt", "née\0".encode(), "is binary, not UTF-8 text: byte 4 is NUL"),
         ("a.txt", "🙂".encode()[:3], "byte 0 can't be read"),
         ("a.txt", b"ab\xf0\x9f\x99", "byte 2 can't be read"),
         ("a.txt", "12345ü".encode() + b"\xff", "byte 7 can't be read"),
-        ("a.txt", "üüüüü🙂🙂".encode() + b"\0", "is binary, or UTF-16: byte 18 is NUL"),
+        ("a.txt", "üüüüü🙂🙂".encode() + b"\0", "is binary, not UTF-8 text: byte 18 is NUL"),
         ("a.txt", "\ufeffa\r\nb".encode() + b"\xff", "byte 7 can't be read"),
         ("a.txt", b"\xff\xfea\0", "byte 0 can't be read"),
         ("a.txt", b"\xed\xa0\x80", "byte 0 can't be read"),
@@ -103,9 +112,12 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ),
         ("a.txt.gz", b"text", "is damaged or cut short: Not a gzipped file"),
         ("a.txt.gz", gzipped(b"caf\xe9"), "a.txt.gz is not UTF-8 text: byte 3"),
-        ("a.json", b"{}", "a.json is not text: give UTF-8 text, JSON lines"),
-        ("a.PDF", b"%PDF", "a.PDF is not text"),
-        ("a.csv.gz", gzipped(b"a,b"), "a.csv.gz is not text"),
+        ("a.json", b"{}", "a.json is one JSON value: write one JSON object in each line"),
+        ("a.PDF", b"%PDF", "a.PDF is not text but a document with a layout: save its text"),
+        ("a.csv.gz", gzipped(b"a,b"), "a.csv.gz is a table, not text: save its column of text as"),
+        ("pic.png", b"\x89PNG\r\n", "pic.png is not text but an image$"),
+        ("a.bin", b"\0" * 8, "a.bin is not text but a file of arrays: name the text"),
+        ("a.tar", b"", "a.tar is an archive: unpack it"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, data, message):
@@ -145,7 +157,7 @@ def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
         "a.md": "one ",
         "b.jsonl.gz": gzipped(lines({"text": "two"})),
         "c.txt": "three ",
-        "d.py": "four",
+        "d.py": "four ",
         "e.json": "{}",
         "f.rst.gz": gzipped(b"five"),
     }.items():
@@ -153,8 +165,78 @@ def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
     write(tmp_path / "deep", "d.txt", "six ")
     write(tmp_path / "e.txt", "inner.txt", "seven")  # a folder with a text's name
     last = write(tmp_path, "z.text", "last")
-    assert read_text([str(tmp_path), last, last]) == "one two\nthree six sevenfivelastlastlast"
+    said = []
+    read = read_text([str(tmp_path), last, last], warn=said.append)
+    assert read == "one two\nthree four six sevenfivelastlastlast"
+    assert said == [f"{tmp_path}: 8 files are read, and 1 .json skipped"]
     assert read_text([str(tmp_path)], plain=True) == "three six seven"
+    assert read_text([str(tmp_path)], earlier=True) == "one two\nthree six sevenfivelast"
+    # a folder of code is read as its files are
+    code = write(tmp_path / "code", "a.PY", "x = 1\n")
+    assert read_text([str(tmp_path / "code")]) == read_text([code])
+
+
+def test_hidden_files_are_skipped_and_what_is_skipped_is_said(tmp_path):
+    """Jupyter's copies, say: the text of the validation split would be in the training split."""
+    for folder, name in (
+        ("", "notes.md"),
+        (".ipynb_checkpoints", "notes-checkpoint.md"),
+        (".git", "message.txt"),
+        ("deep", ".draft.txt"),
+    ):
+        write(tmp_path / "text" / folder, name, name)
+    for number in range(3):
+        write(tmp_path / "text", f"{number}.png", b"\x89PNG")
+    write(tmp_path / "text", "Makefile", "all:")
+    folder, said = str(tmp_path / "text"), []
+    assert read_text([folder], warn=said.append) == "notes.md"
+    assert said == [f"{folder}: 1 files are read, and 3 hidden, 3 .png, 1 without a suffix skipped"]
+    # but what is named is read
+    hidden = str(tmp_path / "text" / ".git")
+    assert read_text([hidden]) == "message.txt"
+    assert read_text([f"{hidden}/message.txt"]) == "message.txt"
+    write(tmp_path / "pictures", "a.png", b"\x89PNG")
+    with pytest.raises(FileNotFoundError, match=r"without any text or code .*: it has 1 \.png$"):
+        read_text([str(tmp_path / "pictures")])
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "python_encoding"),
+    [
+        ("café au lait\n" * 9, "WINDOWS-1252", "cp1252"),
+        ("“naïve”\n", "WINDOWS-1252", "cp1252"),
+        ("one two\n" * 9, "UTF-16LE", "utf-16-le"),
+        ("one two\n" * 9, "UTF-16BE", "utf-16-be"),
+        ("one two é 🙂\n" * 9, "UTF-16", "utf-16"),
+        ("one two é 🙂\n" * 9, "UTF-32", "utf-32"),
+    ],
+)
+def test_another_encoding_is_named_with_the_command_that_converts(
+    tmp_path, text, encoding, python_encoding
+):
+    path = write(tmp_path, "my notes.txt", text.encode(python_encoding))
+    for chunk_size in (1, 3, 1 << 20):
+        with pytest.raises(ValueError, match=r"is (not|UTF-\d.*, not) UTF-8 text: byte") as error:
+            list(text_chunks([path], chunk_size))
+        said, command = str(error.value).split("convert it with ")
+        assert said.endswith(f"it looks like {encoding}: ")
+    if shutil.which("iconv"):
+        subprocess.run(command, shell=True, check=True)
+        converted = read_text([str(tmp_path / "my notes.utf8.txt")])
+        assert converted.removeprefix("\ufeff") == text
+
+
+def test_an_encoding_is_named_only_where_it_can_be_told(tmp_path):
+    for data in (
+        "naïve".encode() + b" caf\xe9",  # UTF-8 and another one
+        b"caf\xe9\x07\x81",  # binary
+        "🙂".encode()[:3],  # cut short
+    ):
+        with pytest.raises(ValueError, match=r"byte \d+ can't be read$"):
+            read_text([write(tmp_path, "a.txt", data)])
+    packed = write(tmp_path, "a.txt.gz", gzipped(b"caf\xe9"))  # iconv can't read it
+    with pytest.raises(ValueError, match=r"it looks like WINDOWS-1252: convert it to UTF-8$"):
+        read_text([packed])
 
 
 def test_bytes_that_are_read_are_counted(tmp_path):
@@ -203,6 +285,27 @@ def test_a_run_of_an_earlier_version_finds_its_text_again(tmp_path):
     assert load_dataset(config, 1, tokenizer=new.tokenizer, known=new.text).text == new.text
 
 
+def test_a_run_of_hidden_files_finds_its_text_again(tmp_path):
+    """Versions before this one read hidden files, and no code in folders."""
+    write(tmp_path / "notes", "a.md", "abc" * 9)
+    write(tmp_path / "notes", ".draft.md", "dab" * 9)
+    text = "dab" * 9 + "abc" * 9
+    config, letters = DataConfig((str(tmp_path / "notes"),)), CharTokenizer("abcd")
+    known = KnownText(tokens_digest_of(letters.encode(text)), digest_of(text), {})
+    write(tmp_path / "notes", "c.py", "e" * 9)
+    assert load_dataset(config, 1, tokenizer=letters, known=known).text == known
+    new = load_dataset(config, 1)
+    assert new.tokenizer.decode(range(4)) == "abce"
+
+
+def digest_of(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tokens_digest_of(tokens):
+    return hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()
+
+
 # --- nanoGPT's tokens ----------------------------------------------------------------------------
 
 
@@ -249,8 +352,23 @@ def test_nanogpt_s_tokens_are_gpt_2_s_where_the_config_says_so(tokens, data_dire
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda it: (it / "val.bin").write_bytes(b"\0" * 41), "val.bin has 41 bytes, which are no"),
-        (lambda it: (it / "val.bin").write_bytes(b""), "val.bin has 0 bytes, which are no uint16"),
+        (
+            lambda it: (it / "val.bin").write_bytes(b"\0" * 41),
+            "val.bin has 41 bytes, which are not the uint16 tokens of a vocabulary of 60",
+        ),
+        (lambda it: (it / "val.bin").write_bytes(b""), "val.bin has 0 bytes, which are not the u"),
+        (
+            lambda it: np.arange(40, dtype=np.uint32).tofile(it / "val.bin"),
+            "val.bin seems to have uint32 tokens, every other uint16 in it is 0: write the uint16",
+        ),
+        (
+            lambda it: (it / "val.bin").write_bytes(b"\x93NUMPY\1\0v\0{'descr': '<u2'}"),
+            r"val.bin is a file of numpy.save: .* tokens.astype\('uint16'\).tofile\('val.bin'\)",
+        ),
+        (
+            lambda it: llm_c_shard(it / "train.bin", range(40)),
+            r"train.bin begins with the header of llm.c: .* tail -c \+1025 .*train.bin > tok",
+        ),
         (lambda it: (it / "val.bin").unlink(), "val.bin"),
         (
             lambda it: (it / "train.bin").write_bytes(b"\x3c\0" * 40),
@@ -269,10 +387,33 @@ def test_damaged_tokens_are_refused(tokens, damage, message):
         load_dataset(DataConfig((str(tokens),)), 8)
 
 
+def llm_c_shard(path, tokens):
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + np.array(tokens, np.uint16).tobytes())
+
+
+def test_the_width_of_tokens_is_that_of_their_vocabulary(tmp_path):
+    """uint32 for a vocabulary of more than 65,536, which uint16 can't count."""
+    for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        tokenizer = CharTokenizer("".join(map(chr, range(0x10000, 0x10000 + size))))
+        (folder / "tokenizer.json").write_text(tokenizer.to_json())
+        written = np.arange(size - 40, size)
+        for name in ("train.bin", "val.bin"):
+            written.astype(dtype).tofile(folder / name)
+        assert load_dataset(DataConfig((str(folder),)), 8).train.tolist() == written.tolist()
+        other = np.uint32 if dtype == np.uint16 else np.uint16
+        written.astype(other).tofile(folder / "val.bin")
+        with pytest.raises(ValueError, match=r"val\.bin .*vocabulary of 65,53[67]"):
+            load_dataset(DataConfig((str(folder),)), 8)
+
+
 def test_tokens_go_with_nothing_else(tokens):
     with pytest.raises(ValueError, match="is split already: test_fraction must be 0"):
         load_dataset(DataConfig((str(tokens),), test_fraction=0.1), 8)
     with pytest.raises(ValueError, match="can't be mixed with other data"):
         load_dataset(DataConfig((str(tokens / "train.bin"), "pydocs")), 8)
-    with pytest.raises(ValueError, match=r"train\.bin is not text"):
+    with pytest.raises(ValueError, match=r"train\.bin is not text but a file of arrays"):
         prepare(DataConfig((str(tokens / "train.bin"),)), tokens / "out")

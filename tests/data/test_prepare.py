@@ -280,7 +280,7 @@ def interrupted(config: DataConfig, out: Path, monkeypatch) -> Path:
     with monkeypatch.context() as patch:
         patch.setattr(dataset_module, "text_chunks", some)
         # chunks are encoded ahead, by threads
-        patch.setattr(dataset_module, "encode_each", lambda tokenizer, texts, dtype: (
+        patch.setattr(dataset_module, "encode_each", lambda tokenizer, texts, dtype, encoded: (
             (len(text), tokenizer.encode(text).astype(dtype).tobytes()) for text in texts
         ))  # fmt: skip
         with pytest.raises(KeyboardInterrupt):

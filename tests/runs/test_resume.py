@@ -335,8 +335,12 @@ def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
     fit(elsewhere, resume=True)
     assert run.config().dataset.data == (str(moved),)
     other = dataclasses.replace(elsewhere, dataset=DataConfig(data=("pydocs",)))
-    with pytest.raises(ValueError, match=r"the text has changed .* \(pydocs: SHA-256 "):
+    message = r"was trained on data=\('.*moved\.txt',\), and data=\('pydocs',\) is another text"
+    with pytest.raises(ValueError, match=message):
         fit(other, resume=True)
+    moved.write_text(poem.read_text() + "!")
+    with pytest.raises(ValueError, match=r"the text has changed .* \(.*moved\.txt: SHA-256 "):
+        fit(elsewhere, resume=True)
     # nobody knows the text of a run without provenance
     (Path(copy.out) / "provenance.jsonl").unlink()
     text.write_text(poem.read_text()[::-1])

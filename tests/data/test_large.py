@@ -1,0 +1,331 @@
+"""A large text is tokenized once, into the user's cache; a smaller one in little memory."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from jgpt import BPETokenizer, CharTokenizer, DataConfig
+from jgpt.data import dataset as dataset_module
+from jgpt.data.dataset import load_dataset
+from tests.data.files import write
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from texts import code_like, write_code  # a folder of scripts
+
+LIMIT = 50_000
+TOKENIZERS = {
+    "char": {"tokenizer": "char"},
+    "byte": {"tokenizer": "byte"},
+    "bpe": {"tokenizer": "bpe", "bpe_vocab_size": 300},
+}
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """Three times as long as what is tokenized in memory."""
+    monkeypatch.setattr(dataset_module, "LARGE_TEXT", LIMIT)
+    return write(tmp_path, "text.txt", "".join(code_like(3 * LIMIT))[: 3 * LIMIT])
+
+
+@pytest.fixture
+def in_memory(monkeypatch):
+    """Load a text as a small one."""
+
+    def load(config, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(dataset_module, "LARGE_TEXT", 1 << 26)
+            return load_dataset(config, 8, **options)
+
+    return load
+
+
+def folders(cache):
+    return sorted(path for path in (cache / "prepared").glob("*"))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_large_text_gives_the_tokens_of_a_small_one_and_is_tokenized_once(
+    text, in_memory, user_cache, monkeypatch, kind
+):
+    config, said, fractions = DataConfig((text,), **TOKENIZERS[kind]), [], []
+    small = in_memory(config)
+    assert folders(user_cache) == []
+    assert type(small.train) is np.ndarray
+    large = load_dataset(config, 8, warn=said.append, progress=fractions.append)
+    assert isinstance(large.train, np.memmap)
+    (folder,) = folders(user_cache)
+    assert said == [f"{text}: a text of 0 MB is tokenized once, into {folder}"]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1
+    assert large.text == small.text
+    assert large.text.digest is not None
+    assert large.tokenizer.to_json() == small.tokenizer.to_json()
+    for split in ("train", "validation", "test"):
+        assert np.array_equal(getattr(large, split), getattr(small, split))
+    # again, and resumed with the run's tokenizer: found
+    monkeypatch.setattr(dataset_module, "encode_each", None)
+    for tokenizer in (None, small.tokenizer):
+        again = load_dataset(config, 8, tokenizer=tokenizer, known=small.text, warn=said.append)
+        assert np.array_equal(again.validation, small.validation)
+    assert len(said) == 1
+    assert folders(user_cache) == [folder]
+
+
+def test_a_changed_text_or_another_tokenizer_is_tokenized_anew(text, in_memory, user_cache):
+    """Of a text that was changed in place, with the size and time of before."""
+    config = DataConfig((text,), tokenizer="bpe", bpe_vocab_size=300)
+    first = load_dataset(config, 8)
+    before = os.stat(text)
+    words = Path(text).read_text()
+    Path(text).write_text(words.replace("self", "flse"))
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = load_dataset(config, 8)
+    assert second.text == in_memory(config).text
+    assert second.text.digest != first.text.digest
+    others = [DataConfig((text,), tokenizer="bpe", bpe_vocab_size=301), DataConfig((text,))]
+    for other in others:
+        assert load_dataset(other, 8).text == in_memory(other).text
+    assert len(folders(user_cache)) == 4
+    # a run's own tokenizer, of another text
+    foreign = CharTokenizer.from_text(words + "§")
+    config = DataConfig((text,))
+    for _ in range(2):
+        mapped = load_dataset(config, 8, tokenizer=foreign)
+        assert mapped.tokenizer.to_json() == foreign.to_json()
+        assert mapped.text == in_memory(config, tokenizer=foreign).text
+    assert len(folders(user_cache)) == 5
+
+
+def test_tokens_that_no_run_has_used_for_a_month_are_deleted(text, user_cache):
+    load_dataset(DataConfig((text,)), 8)
+    (unused,) = folders(user_cache)
+    left = user_cache / "prepared" / "0123.4567.partial"
+    left.mkdir()
+    month = time.time() - dataset_module.SECONDS_UNUSED
+    for path, age in ((unused, 60), (left, 60)):
+        os.utime(path, (month - age, month - age))
+    load_dataset(DataConfig((text,)), 8)  # used again
+    assert folders(user_cache) == sorted([unused, left])
+    load_dataset(DataConfig((text,), tokenizer="byte"), 8)
+    assert left not in folders(user_cache)
+    assert unused in folders(user_cache)
+    os.utime(unused, (month - 60, month - 60))
+    load_dataset(DataConfig((text,), tokenizer="bpe", bpe_vocab_size=300), 8)
+    assert unused not in folders(user_cache)
+
+
+def test_a_full_disk_is_named_with_the_folder_and_leaves_nothing(text, user_cache, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(dataset_module, "encode_each", full)
+    message = r"prepared/\w+ can't be written: No space left on device; the tokens of a text above"
+    with pytest.raises(OSError, match=message):
+        load_dataset(DataConfig((text,)), 8)
+    assert folders(user_cache) == []
+
+
+def test_a_text_that_changes_while_it_is_read_is_an_error(text, user_cache, monkeypatch):
+    read_once = dataset_module._read_once
+
+    def changing(*arguments):
+        found = read_once(*arguments)
+        Path(text).write_text("other words " * LIMIT)
+        return found
+
+    monkeypatch.setattr(dataset_module, "_read_once", changing)
+    with pytest.raises(ValueError, match=r"text\.txt changed while it was read: start again"):
+        load_dataset(DataConfig((text,)), 8)
+    assert folders(user_cache) == []
+
+
+def test_damaged_tokens_in_the_cache_are_named(text, user_cache):
+    load_dataset(DataConfig((text,)), 8)
+    (folder,) = folders(user_cache)
+    (folder / "tokens.bin").write_bytes(b"\0" * 9)
+    with pytest.raises(ValueError, match=r"has 9 bytes, not .*; .*prepared/\w+ is a cache: delete"):
+        load_dataset(DataConfig((text,)), 8)
+
+
+CODE = """
+import sys, time, platformdirs
+platformdirs.user_cache_dir = lambda *_: sys.argv[2]
+from jgpt import DataConfig
+from jgpt.data import dataset
+dataset.LARGE_TEXT = 50_000
+dataset.SECONDS_BETWEEN_SAVES = 0.0
+chunks = dataset.text_chunks
+def slowly(sources, *size, **options):
+    for number, chunk in enumerate(chunks(sources, *(size or [5000]), **options)):
+        if number > 20 and not size and sys.argv[3] == "hang":
+            time.sleep(600)
+        yield chunk
+dataset.text_chunks = slowly
+config = DataConfig((sys.argv[1],), tokenizer="byte")
+print(dataset.load_dataset(config, 8, warn=lambda line: print(line, flush=True)).text.digest)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_second_process_waits_and_goes_on_after_the_first_was_killed(text, in_memory, user_cache):
+    def start(how):
+        command = [sys.executable, "-c", CODE, text, str(user_cache), how]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def wait_for(found):
+        deadline = time.monotonic() + 120
+        while not found():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def done():
+        files = list((user_cache / "prepared").glob("*.partial/done.json"))
+        return files and int(files[0].read_text()[1:].split(",")[0]) > 20 * 4000
+
+    first = start("hang")
+    try:
+        wait_for(done)
+        second = start("on")
+        assert second.stdout is not None
+        assert "is tokenized once, into" in second.stdout.readline()
+        assert second.stdout.readline() == (
+            "another process is tokenizing this text: waiting for it\n"
+        )
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+    said, _ = second.communicate(timeout=120)
+    continuing, digest = said.splitlines()
+    assert continuing.startswith("continuing after the ")
+    assert int(continuing.split()[3].replace(",", "")) > 20 * 4000
+    config = DataConfig((text,), tokenizer="byte")
+    assert digest == in_memory(config).text.digest
+    assert load_dataset(config, 8).text == in_memory(config).text
+    assert len(folders(user_cache)) == 1
+
+
+# --- in memory -----------------------------------------------------------------------------------
+
+
+def spaced(prepend):
+    """A tokenizer that puts a space before each text, as Llama's does."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
+    steps = [tokenizers.normalizers.Replace(" ", "▁")]
+    if prepend:
+        steps.insert(0, tokenizers.normalizers.Prepend("▁"))
+    backend.normalizer = tokenizers.normalizers.Sequence(steps)
+    return BPETokenizer(backend)
+
+
+@pytest.mark.parametrize("prepend", [True, False])
+def test_the_parts_of_a_text_have_the_tokens_of_the_whole(tmp_path, monkeypatch, prepend):
+    """Also of a tokenizer for which each text begins with a space."""
+    tokenizer, text = spaced(prepend), "a a aa a " * 99
+    path = write(tmp_path, "a.txt", text)
+    monkeypatch.setattr(dataset_module, "PIECE", 17)
+    dataset = load_dataset(DataConfig((path,)), 1, tokenizer=tokenizer)
+    assert [*dataset.train, *dataset.validation] == tokenizer.encode(text).tolist()
+    assert tokenizer.encode("a").tolist() == ([2] if prepend else [1])
+
+
+def test_the_narrowest_type_holds_the_tokens(tmp_path):
+    for count, dtype in ((256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "uint32")):
+        characters = "".join(map(chr, range(0x10000, 0x10000 + count)))
+        dataset = load_dataset(DataConfig((write(tmp_path, "a.txt", characters),)), 1)
+        assert dataset.train.dtype == dtype
+        assert [*dataset.train, *dataset.validation] == list(range(count))
+
+
+def test_an_unknown_character_is_named_with_its_place_in_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset_module, "PIECE", 7)
+    path = write(tmp_path, "a.txt", "abc\n" * 9 + "abd\n")
+    with pytest.raises(ValueError, match="unknown character 'd' at position 38"):
+        load_dataset(DataConfig((path,)), 1, tokenizer=CharTokenizer("\nabc"))
+
+
+def test_a_pipe_is_read_once_however_long_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset_module, "LARGE_TEXT", 100)
+    os.mkfifo(tmp_path / "pipe")
+    text = "one two three\n" * 999
+    writer = subprocess.Popen(["sh", "-c", 'printf %s "$0" > "$1"', text, tmp_path / "pipe"])
+    dataset = load_dataset(DataConfig((str(tmp_path / "pipe"),)), 1)
+    writer.wait()
+    assert dataset.tokenizer.decode(np.concatenate([dataset.train, dataset.validation])) == text
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_tokenizer_takes_little_memory_for_a_long_text(kind):
+    """Characters took 24 bytes for each: code points, indices of eight bytes, and copies."""
+    text = "".join(code_like(5_000_000))
+    tokenizer = dataset_module._make_tokenizer(
+        DataConfig(**TOKENIZERS[kind]), lambda: [text[:100_000]]
+    )
+    list(dataset_module.encode_each(tokenizer, [text[:1000]], np.dtype(np.uint16)))
+    parts = [text[start : start + 100_000] for start in range(0, len(text), 100_000)]
+
+    def encode_all():
+        for _, tokens in dataset_module.encode_each(tokenizer, parts, np.dtype(np.uint16)):
+            yield len(tokens)
+
+    assert peak_of(lambda: tokenizer.encode(text)) < 8 * len(text)
+    assert peak_of(lambda: sum(encode_all())) < len(text)
+
+
+def peak_of(call):
+    """The most bytes that Python and NumPy have in use during a call, above those before."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_a_digest_converts_few_tokens_at_once(dtype):
+    """Of all of them it would make four bytes each."""
+    tokens = np.arange(8_000_000).astype(dtype)
+    assert peak_of(lambda: dataset_module._digest(tokens, tokens[:9])) < 9_000_000
+
+
+MEASURE = """
+import resource, sys
+import jax.numpy as jnp
+from jgpt import DataConfig
+from jgpt.data.batches import resident
+from jgpt.data.dataset import load_dataset
+def load(path):
+    config = DataConfig((path,), tokenizer=sys.argv[1], bpe_vocab_size=512)
+    return resident(load_dataset(config, 8).train).block_until_ready()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+load(sys.argv[2])  # what any text takes
+before = peak()
+tokens = load(sys.argv[3])
+print(peak() - before, len(tokens))
+"""
+UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_text_in_memory_takes_at_most_three_bytes_for_each(tmp_path, kind):
+    """With its tokens on the device, which on a CPU are the same memory."""
+    size = 50_000_000
+    small, large = tmp_path / "small.txt", tmp_path / "large.txt"
+    write_code(small, size // 20)
+    write_code(large, size, seed=1)
+    command = [sys.executable, "-c", MEASURE, kind, small, large]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, tokens = map(int, done.stdout.split())
+    assert tokens > 0.2 * size
+    assert UNIT * grown < 3 * large.stat().st_size
