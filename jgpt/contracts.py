@@ -8,9 +8,11 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import re
 import reprlib
 import sys
+import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,7 +121,44 @@ _PLACE: ContextVar[_Place] = ContextVar("place", default=("", {}))
 
 
 SYMBOLS: ContextVar[dict[str, Any]] = ContextVar("symbols", default={})  # noqa: B039  never changed
-"""During a proof: symbolic sizes, accepted as integers, and the functions that braces may use."""
+"""During a proof: symbolic sizes, and the functions that braces may use."""
+SIZE_FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
+"""Functions in JAX's text of a symbolic size that Python lacks."""
+
+
+class _Watched:
+    """What JAX's compiled programs are cached by while something watches."""
+
+    def __init__(self) -> None:
+        self.is_used = False
+        """Whether a program that was traced meanwhile may hold what a watcher replaced."""
+
+
+_UNUSED: list[_Watched] = []
+"""Keys of which no program holds a typed call.
+
+A new key for each `watching` would compile JAX's own operations anew each time, which takes seconds
+for an eager model.
+"""
+_WATCHED: ContextVar[tuple[_Watched, Any] | None] = ContextVar("watched", default=None)
+"""The key of the innermost watcher, and JAX's trace when it began."""
+_CONTEXT_LOCK = threading.Lock()
+
+
+@functools.cache
+def _make_program_context() -> Any:
+    import jax
+
+    return jax.make_user_context(None)
+
+
+def _program_context() -> Any:
+    """JAX's context that compiled programs are cached by.
+
+    Made at the first typed call: programs from before it are compiled anew.
+    """
+    with _CONTEXT_LOCK:
+        return _make_program_context()
 
 
 @contextlib.contextmanager
@@ -128,21 +167,61 @@ def watching(watch: Watch) -> Iterator[None]:
 
     It may return a function of the result. What that returns replaces the result, and is checked
     like any other. Of nested watchers the outer one is called first, and the inner one sees the
-    result first. Under `jit` calls are heard when they are traced, so a cached program is not
-    heard. A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`.
+    result first. A program that `jit` compiled before is traced anew within each `watching`, so
+    that its calls are heard once, and what is replaced in it ends with the block. A scan over the
+    blocks and rematerialisation trace one block, whose path is `blocks.*`.
     Raises ValueError where checks are switched off.
     """
     if not callable(watch):
         raise TypeError(f"watching needs a function of a TypedCall, not {_described(watch)}")
     if config.jaxtyping_disable or not __debug__:
         raise ValueError("watching needs the shape checks, which are switched off")
-    with holding(_WATCHES, (*_WATCHES.get(), watch)):
+    from jax.extend.core import get_opaque_trace_state
+
+    try:
+        key = _UNUSED.pop()
+    except IndexError:
+        key = _Watched()
+    try:
+        with (
+            _program_context()(key),
+            holding(_WATCHED, (key, get_opaque_trace_state())),
+            holding(_WATCHES, (*_WATCHES.get(), watch)),
+        ):
+            yield
+    finally:
+        if not key.is_used:
+            _UNUSED.append(key)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Nothing watches in the block, and its programs are not those of a watcher."""
+    with _program_context()(None), holding(_WATCHED, None), holding(_WATCHES, ()):
         yield
+
+
+def _note_program() -> None:
+    """Note if a typed call is in a program that JAX may cache, for the innermost watcher."""
+    from jax.extend import core
+
+    watched = _WATCHED.get()
+    assert watched is not None
+    key, trace_outside = watched
+    if key.is_used or core.get_opaque_trace_state() == trace_outside:
+        return
+    # an eager vmap or gradient caches nothing
+    key.is_used = core.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
 
 def place(path: str) -> contextlib.AbstractContextManager[None]:
     """Set the path of modules outside the outermost one, such as copies in a transformation."""
     return holding(_PLACE, (path, _PLACE.get()[1]))
+
+
+def called_in(module: Any) -> contextlib.AbstractContextManager[None]:
+    """Set the outermost module, for calls of its methods and parts."""
+    return holding(_PLACE, _placed(module))
 
 
 @contextlib.contextmanager
@@ -209,6 +288,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
 
     `jaxtyped` adds a note to exceptions that pass through it, which would hide the reason.
     """
+    _program_context()
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function, include_extras=True)
     # in signature order, which is the order in which sizes are bound
@@ -216,12 +296,16 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
         name: parameter.kind for name, parameter in signature.parameters.items() if name in hints
     }
     subject = f"{function.__module__}.{function.__qualname__}()"
+    own_names = set(
+        re.findall(r"\w+", re.sub(r"\{[^}]*\}", "", " ".join(map(str, hints.values()))))
+    )
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
         __tracebackhide__ = True
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        for name, size in SYMBOLS.get().items():  # jaxtyping binds them as it binds sizes
+        symbols = SYMBOLS.get() or _symbols_in(bound.arguments.values(), own_names)
+        for name, size in symbols.items():  # jaxtyping binds them as it binds sizes
             _jaxtyping_mismatch(Shaped[Any, name], _sized(size))
         for name, kind in kinds.items():
             values = bound.arguments[name]
@@ -260,14 +344,15 @@ def _watched(
     name = "" if function.__name__ == "__call__" else function.__name__
     whole = ".".join(filter(None, (path, name)))
     call = TypedCall(whole, function, bound.arguments, hints)
-    with holding(_WATCHES, ()):  # what a watcher calls itself isn't heard
+    _note_program()
+    with _unwatched():  # what a watcher calls itself isn't heard
         leaves = [watch(call) for watch in watches]
     for leave in leaves:
         if not (leave is None or callable(leave)):
             raise TypeError(f"a watch returns a function of the result, not {_described(leave)}")
     with holding(_PLACE, (path, modules)):
         result = function(*bound.args, **bound.kwargs)
-    with holding(_WATCHES, ()):
+    with _unwatched():
         for leave in reversed(leaves):
             result = result if leave is None else leave(result)
     return result
@@ -378,11 +463,45 @@ def _other_mismatch(hint: Any, value: Any) -> str:
 
 def _with_numbers(value: Any) -> Any:
     """The value with an integer in place of each symbolic size."""
-    if not SYMBOLS.get():
-        return value
     if type(value) is tuple:
         return tuple(map(_with_numbers, value))
-    return 1 if any(type(value) is type(size) for size in SYMBOLS.get().values()) else value
+    return 1 if _is_symbolic(value) else value
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether a value is a symbolic size, as in a proof and in `jax.export`."""
+    if value is None or isinstance(value, (int, float, str)):
+        return False
+
+    import jax
+
+    return jax.export.is_symbolic_dim(value)
+
+
+def _symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
+    """The symbols in the sizes of a call's arrays and integers, as braces may spell them.
+
+    A symbol with the name of a dimension of the call is left to that dimension.
+    """
+    found: dict[str, Any] = {}
+    for value in values:
+        sizes = value.shape if _is_shaped(value) else (value,)
+        for size in sizes:
+            if _is_symbolic(size):
+                found |= _symbols_of(size)
+    return {name: symbol for name, symbol in found.items() if name not in own_names}
+
+
+def _symbols_of(size: Any) -> dict[str, Any]:
+    import jax
+
+    found: dict[str, Any] = {}
+    for name in re.findall(r"[A-Za-z_]\w*", str(size)):
+        if name in SIZE_FUNCTIONS:
+            found[name] = SIZE_FUNCTIONS[name]
+        elif name not in ("max", "min"):
+            (found[name],) = jax.export.symbolic_shape(name, scope=size.scope)
+    return found
 
 
 @functools.cache

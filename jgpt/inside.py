@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgpt.config import did_you_mean
-from jgpt.contracts import TypedCall, by_dimension, is_array, typed, watching
+from jgpt.contracts import TypedCall, by_dimension, called_in, is_array, typed, watching
 from jgpt.sharding import current_mesh
 
 
@@ -49,13 +49,65 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
 
 
 @typed
-def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Callable[..., Any]:
-    """A function that calls the model with results inside replaced by functions of them.
+def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """The model, to be called with results inside replaced by functions of them.
 
-    Paths are those of `capture`. What replaces a result is checked like it. Raises ValueError for a
-    path that nothing has.
+    Paths are those of `capture`. What replaces a result is checked like it. An edited language
+    model can be sampled, by `generate`: without a KV cache, so that the functions see the whole
+    context for each token, padded to `block_size` at its end. Raises ValueError for a path that
+    nothing has.
     """
-    return functools.partial(_call_watched, model, edits, lambda _, pattern: edits[pattern])
+    is_language_model = hasattr(model, "hidden") and hasattr(model, "logits")
+    kind = _EditedLanguageModel if is_language_model else _Edited
+    return kind(model, edits)
+
+
+class _Edited(nnx.Module):
+    """A module that is called with results inside replaced."""
+
+    def __init__(self, model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> None:
+        self.model = model
+        # not a dictionary: NNX compares and hashes what isn't an array, as `jit` caches by it
+        self.edits = tuple(edits.items())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        edits = dict(self.edits)
+        return _call_watched(self.model, edits, lambda _, pattern: edits[pattern], *args, **kwargs)
+
+
+class _EditedLanguageModel(_Edited):
+    """An edited language model, whose `logits(hidden(tokens))` is a call of the model."""
+
+    def __init__(self, model: Any, edits: Mapping[str, Callable[[Any], Any]]) -> None:
+        super().__init__(model, edits)
+        self.vocab_size = model.vocab_size
+        self.block_size = model.block_size
+
+    def hidden(self, tokens: Any, *, rngs: nnx.Rngs | None = None) -> Any:
+        # a path may be in `logits` alone, so that only a whole call knows all paths
+        unchanged = lambda *_: lambda result: result  # noqa: E731
+        whole_call = functools.partial(_call_watched, self.model, dict(self.edits), unchanged)
+        jax.eval_shape(whole_call, tokens)
+        model = _in_turn(self.model)
+        with called_in(model), watching(self._watch):
+            return model.hidden(tokens, rngs=rngs)
+
+    def logits(self, x: Any) -> Any:
+        model = _in_turn(self.model)
+        with called_in(model), watching(self._watch):
+            logits = model.logits(x)
+        of_model = dict(self.edits).get("")  # the model's own call isn't made
+        return logits if of_model is None else of_model(logits)
+
+    def _watch(self, call: TypedCall) -> Callable[[Any], Any] | None:
+        for pattern, function in self.edits:
+            if _fits(pattern, call.path):
+                return function
+        return None
+
+
+def _fits(pattern: str, path: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), path) is not None
 
 
 def _call_watched(
@@ -70,20 +122,21 @@ def _call_watched(
 
     A path has the first pattern that fits. Raises ValueError for a pattern that fits none.
     """
-    expressions = {each: re.escape(each).replace(r"\*", r"[^.]+") for each in patterns}
-    paths, used = set(), set()
+    patterns = list(patterns)
+    paths: set[str] = set()
+    used: set[str] = set()
 
     def watch(call: TypedCall) -> Callable[[Any], Any] | None:
         paths.add(call.path)
-        for pattern, expression in expressions.items():
-            if re.fullmatch(expression, call.path):
+        for pattern in patterns:
+            if _fits(pattern, call.path):
                 used.add(pattern)
                 return change(call.path, pattern)
         return None
 
     with watching(watch):
         result = _in_turn(model)(*args, **kwargs)
-    for pattern in expressions:
+    for pattern in patterns:
         if pattern not in used:
             raise ValueError(
                 f"no typed call has the path {pattern!r}{did_you_mean(pattern, paths)}"

@@ -23,11 +23,9 @@ import numpy as np
 import optax
 from jax.errors import InconclusiveDimensionOperation
 
-from jgpt.contracts import SYMBOLS, holding, typed
+from jgpt.contracts import SIZE_FUNCTIONS, SYMBOLS, holding, typed
 
 MOST_CASES = 60
-FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
-"""Functions in JAX's text of a size that Python lacks."""
 COMPARISONS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
 LIBRARIES = tuple(
@@ -45,10 +43,10 @@ class _Open(BaseException):
 
 
 class _Scale(float):
-    """A power of an open size: it scales numbers, and what it would decide is open."""
+    """A power or a quotient of open sizes: it scales numbers, and what it would decide is open."""
 
     def _decides(self, *_: Any) -> Any:
-        raise _Open("a power of a size decides a shape or a branch")
+        raise _Open("a power or a quotient of a size decides a shape or a branch")
 
     def _scales(self, other: Any = 0, mod: Any = None) -> Any:
         return self if isinstance(other, (int, float)) else NotImplemented
@@ -56,9 +54,13 @@ class _Scale(float):
     def __eq__(self, other: object) -> bool:
         return float(self) == other if _a_library_asks() else self._decides()
 
+    def __ne__(self, other: object) -> bool:
+        # as in JAX's initialisers, which ask whether a mean of sizes is 0
+        return not self == other
+
     __hash__ = float.__hash__
     __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = __bool__ = _decides
-    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __mod__ = _decides
+    __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __mod__ = _decides
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __abs__ = _scales
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _scales
 
@@ -170,7 +172,7 @@ def _parsed(array: str) -> tuple[Any, str]:
 
 def _names(text: str) -> list[str]:
     """The sizes that a text names, not functions."""
-    functions = ("max", "min", *FUNCTIONS)
+    functions = ("max", "min", *SIZE_FUNCTIONS)
     return [name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in functions]
 
 
@@ -239,6 +241,8 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
     do other threads.
     """
     equal, power, isqrt = Size.__eq__, Size.__pow__, math.isqrt
+    divide, divide_into = Size.__truediv__, Size.__rtruediv__
+    multiply, multiply_into = Size.__mul__, Size.__rmul__
 
     def equals(self: Any, other: Any) -> bool:
         if isinstance(other, Size) and other.scope is not self.scope:
@@ -258,6 +262,19 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
     def to_power(self: Any, exponent: Any, modulo: Any = None) -> Any:
         return _Scale(1) if isinstance(exponent, float) else power(self, exponent, modulo)
 
+    # a quotient is a float at all sizes; JAX makes it an array, which decides nothing either
+    def quotient(self: Any, divisor: Any) -> Any:
+        return _Scale(1) if isinstance(divisor, (int, float, Size)) else divide(self, divisor)
+
+    def quotient_of(self: Any, dividend: Any) -> Any:
+        return _Scale(1) if isinstance(dividend, (int, float)) else divide_into(self, dividend)
+
+    def times(self: Any, factor: Any) -> Any:
+        return factor if isinstance(factor, _Scale) else multiply(self, factor)
+
+    def times_into(self: Any, factor: Any) -> Any:
+        return factor if isinstance(factor, _Scale) else multiply_into(self, factor)
+
     def root(size: Any) -> Any:
         """Any size at all: what is proven for it is proven for the root."""
         if not isinstance(size, Size):
@@ -271,12 +288,16 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
         return sizes[name]
 
     symbols = {str(size): size for size in sizes.values() if isinstance(size, Size)}
-    known: dict[str, Any] = symbols and symbols | FUNCTIONS
+    known: dict[str, Any] = symbols and symbols | SIZE_FUNCTIONS
     patches = (
         (Size, "__eq__", equals, equal),
         (Size, "__ne__", lambda a, b: not equals(a, b), Size.__ne__),
         (Size, "__bool__", truth, lambda size: True),
         (Size, "__pow__", to_power, power),
+        (Size, "__truediv__", quotient, divide),
+        (Size, "__rtruediv__", quotient_of, divide_into),
+        (Size, "__mul__", times, multiply),
+        (Size, "__rmul__", times_into, multiply_into),
         (math, "isqrt", root, isqrt),
     )
     with contextlib.ExitStack() as stack:

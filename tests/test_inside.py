@@ -1,6 +1,7 @@
 """What happens inside a call: watched, captured, edited, and drawn as a tree of shapes."""
 
 import json
+import logging
 import re
 import sys
 import threading
@@ -96,10 +97,10 @@ def test_paths_within_transformations(changes, block):
         assert ("blocks.2.attention" in others) == (block == "blocks.1")
 
 
-def test_a_cached_program_is_not_heard_and_decoding_is():
+def test_a_cached_program_is_heard_and_decoding_is():
     masked = jax.jit(jgpt.causal_mask, static_argnums=0)
-    assert heard(masked, 3)
-    assert not heard(masked, 3)
+    masked(3)
+    assert len(heard(masked, 3)) == len(heard(masked, 3)) == 1
     graph, weights = nnx.split(model_of())
 
     def decode(weights, tokens):
@@ -124,6 +125,79 @@ def test_a_watch_that_replaces_nothing_changes_no_program(changes):
         assert lowered() == alone
     with jgpt.watching(lambda call: jnp.negative if call.path == "logits" else None):
         assert lowered() != alone
+
+
+def zeroed(call: TypedCall):
+    return jnp.zeros_like if call.path == "blocks.0.attention" else None
+
+
+def jitted(model):
+    graph, weights = nnx.split(model)
+    call = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+    return lambda: call(weights, TOKENS)
+
+
+def nnx_jitted(model):
+    call = nnx.jit(lambda model, tokens: model(tokens))
+    return lambda: call(model, TOKENS)
+
+
+def mapped_in_jit(model):
+    """The typed calls see the tracers of `vmap` alone."""
+    graph, weights = nnx.split(model)
+    call = jax.jit(
+        jax.vmap(lambda weights, row: nnx.merge(graph, weights)(row[None])[0], (None, 0))
+    )
+    return lambda: call(weights, TOKENS)
+
+
+def generating(model):
+    return lambda: jgpt.generate(model, TOKENS, 3, key=jax.random.key(0), temperature=0.0)
+
+
+@pytest.mark.parametrize("calling", [jitted, nnx_jitted, mapped_in_jit, generating])
+def test_what_is_replaced_in_a_compiled_program_ends_with_its_watch(calling):
+    """Whether the program is first compiled within the watch or before it."""
+    model = random_gpt("lecture", num_layers=1, vocab_size=17, block_size=8)
+    call = calling(model)
+    with jgpt.watching(zeroed):
+        edited = np.asarray(call())
+    expected = np.asarray(call())
+    assert np.abs(edited - expected).max() > 1e-3
+    with jgpt.watching(zeroed):
+        np.testing.assert_array_equal(call(), edited)
+    with jgpt.watching(lambda call: None):
+        np.testing.assert_array_equal(call(), expected)
+    np.testing.assert_array_equal(call(), expected)
+
+
+def test_what_a_watcher_calls_is_its_own_program():
+    call = jitted(model_of())
+    expected = np.asarray(call())
+    inside = []
+
+    def watch(typed_call):
+        if not inside:
+            inside.append(np.asarray(call()))
+        return zeroed(typed_call)
+
+    with jgpt.watching(watch):
+        jgpt.causal_mask(3)
+        edited = np.asarray(call())
+    assert np.abs(edited - expected).max() > 1e-3
+    np.testing.assert_array_equal(inside[0], expected)
+
+
+def test_eager_calls_compile_nothing_anew_for_a_watch():
+    model = model_of()
+    heard(model, TOKENS)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled: list[str] = []
+        patch.setattr(logging.Logger, "handle", lambda _, record: compiled.append(record.msg))
+        for _ in range(3):
+            heard(model, TOKENS)
+            jgpt.capture(model, "blocks.1")(TOKENS)
+    assert compiled == []
 
 
 def test_of_nested_watches_the_inner_one_sees_a_result_first():
@@ -243,6 +317,24 @@ def test_a_patch_of_another_prompt_under_jit_and_grad():
     gradients = jax.grad(lambda weights: patched(weights).sum())(weights)
     assert jnp.abs(gradients["blocks"][0]["attention"]["query"]["kernel"][...]).max() == 0
     assert jnp.abs(gradients["final_norm"]["scale"][...]).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [("blocks.*.attention", lambda x: x.at[:, 2].set(-9.0)), ("", jnp.negative)],
+)
+def test_an_edited_model_is_sampled_as_it_predicts(path, change):
+    """The whole context is computed for each token: positions are counted from its start."""
+    model = random_gpt("modern", num_layers=2, vocab_size=17, block_size=8, scan_layers=True)
+    options = {"key": jax.random.key(0), "temperature": 0.0}
+    edited = jgpt.edit(model, {path: change})
+    found = jgpt.generate(edited, TOKENS[:, :3], 5, **options)
+    logits = jax.jit(lambda tokens: edited(tokens))(found)
+    np.testing.assert_array_equal(found[:, 3:], logits[:, 2:-1].argmax(-1))
+    plain = jgpt.generate(model, TOKENS[:, :3], 5, **options)
+    assert (found != plain).any()
+    with pytest.raises(ValueError, match=r"no typed call has the path 'block\.1'"):
+        jgpt.generate(jgpt.edit(model, {"block.1": change}), TOKENS[:, :3], 5, **options)
 
 
 def test_what_can_t_be_captured_or_edited_is_refused():

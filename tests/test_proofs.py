@@ -312,6 +312,88 @@ def test_a_reshape_to_another_number_of_entries_is_found():
     assert inside.detail == "a reshape of b entries to b + 1"
 
 
+def wrongly_reshaped(x):
+    return x.reshape(x.shape[0] + 1)
+
+
+@jax.custom_vjp
+def wrong_forward(x):
+    return x.sum()
+
+
+@jax.custom_vjp
+def wrong_backward(x):
+    return x.sum()
+
+
+@jax.custom_jvp
+def wrong_tangent(x):
+    return x.sum()
+
+
+def backward(x, gradient):
+    return (gradient * jnp.ones_like(x),)
+
+
+wrong_forward.defvjp(lambda x: (wrongly_reshaped(x).sum(), x), backward)
+wrong_backward.defvjp(
+    lambda x: (x.sum(), x), lambda x, gradient: (gradient * jnp.ones_like(x) * hidden_sum(x),)
+)
+wrong_tangent.defjvp(lambda primals, tangents: (primals[0].sum(), hidden_sum(tangents[0])))
+
+
+def hidden_sum(x):
+    return wrongly_reshaped(x).sum()
+
+
+HIDDEN = {
+    "a branch": lambda x: jax.lax.cond(True, hidden_sum, jnp.sum, x),
+    "the other branch": lambda x: jax.lax.cond(True, jnp.sum, hidden_sum, x),
+    "a switch": lambda x: jax.lax.switch(0, [jnp.sum, jnp.mean, hidden_sum], x),
+    "a scan": lambda x: jax.lax.scan(lambda c, _: (c + hidden_sum(x), 0), 0.0, jnp.arange(3)),
+    "a map": lambda x: jax.lax.map(lambda i: i + hidden_sum(x), jnp.arange(3.0)),
+    "a loop": lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c + hidden_sum(x), 0.0),
+    "a condition": lambda x: jax.lax.while_loop(lambda c: c < hidden_sum(x), lambda c: c + 1, 0.0),
+    "a nested jit": jax.jit(lambda x: jax.jit(jax.jit(hidden_sum))(x)),
+    "a branch in a scan": lambda x: jax.lax.scan(
+        lambda c, _: (c + jax.lax.cond(c > 0, hidden_sum, jnp.sum, x), 0), 0.0, jnp.arange(3)
+    ),
+    "vmap": lambda x: jax.vmap(lambda i: i + hidden_sum(x))(jnp.arange(3.0)),
+    "rematerialisation": jax.checkpoint(hidden_sum),
+    "a gradient": jax.grad(hidden_sum),
+    "a custom forward pass": jax.grad(wrong_forward),
+    "a custom backward pass": jax.grad(wrong_backward),
+    "a custom tangent": jax.grad(wrong_tangent),
+}
+
+
+@pytest.mark.parametrize("place", HIDDEN)
+def test_a_reshape_is_found_wherever_it_is(place):
+    (case,) = prove(HIDDEN[place], "float32[b]").cases
+    assert case.verdict == "violated"
+    assert "a reshape of b" in case.detail
+
+
+def test_a_quotient_of_sizes_scales_and_decides_nothing():
+    """Initialisers divide sizes by each other, and ask whether a mean of them is 0."""
+    initialise = jax.nn.initializers.variance_scaling(2.0, "fan_avg", "normal")
+    key = jax.random.key(0)
+    for scaled in (
+        lambda x: x * (x.shape[0] / 2) + 3 / x.shape[0],
+        lambda x: initialise(key, (x.shape[0], 2 * x.shape[0])),
+    ):
+        (case,) = prove(scaled, "float32[b]").cases
+        assert (case.verdict, case.where) == ("proven", ())
+    for decides in (
+        lambda x: x if x.shape[0] / 2 > 1 else x[:1],
+        lambda x: x if 8 / x.shape[0] != 1 else x[:1],
+        lambda x: jnp.ones(int(x.shape[0] / 2)),
+    ):
+        (case,) = prove(decides, "float32[b]").cases
+        assert case.verdict == "open"
+        assert "of a size decides" in case.detail
+
+
 @jgpt.typed
 def merged_wrongly(x: Float[Array, "batch heads time d"]) -> Float[Array, "batch time heads*d"]:
     return x.reshape(x.shape[0], x.shape[1], -1)

@@ -1,6 +1,6 @@
 """Training progress: a bar on a terminal, plain lines elsewhere."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
@@ -17,16 +17,16 @@ from rich.text import Text
 
 from jgpt.cli.options import in_flags
 from jgpt.cli.terminal import say, spinner
-from jgpt.config import OptimizerConfig, TrainConfig
+from jgpt.config import Code, OptimizerConfig, TrainConfig
 from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
 from jgpt.hardware import device_kinds
-from jgpt.nn.models import Weights
+from jgpt.nn.models import Weights, weight_dimensions
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.progress import Progress as TrainingProgress
-from jgpt.sharding import abstract_mesh
+from jgpt.sharding import Dimensions, abstract_mesh
 from jgpt.training.ahead import CompiledStep
-from jgpt.training.optimizer import decay_mask, partition
+from jgpt.training.optimizer import dimensions_in_block, partition
 from jgpt.training.plan import Plan, bytes_on_each, format_bytes, placements, replicated_dimensions
 from jgpt.training.stacking import STACKED
 from jgpt.training.step import TrainState, abstract_state, state_specs
@@ -89,7 +89,9 @@ class ConsoleProgress(TrainingProgress):
         self.tokens_per_step = config.batch_size * config.model.block_size
         self.say(
             *_describe_run(config, total, len(dataset.train), len(dataset.validation)),
-            *describe_optimizer_groups(config.optimizer, state.weights),
+            *describe_optimizer_groups(
+                config.optimizer, state.weights, weight_dimensions(config.model)
+            ),
             f"finished at step {step} of {config.steps} already: {out}; --steps trains it further"
             if step == config.steps
             else f"resumed at step {step} of {config.steps}: {out}"
@@ -157,21 +159,65 @@ class ConsoleProgress(TrainingProgress):
 
 
 @typed
-def describe_optimizer_groups(config: OptimizerConfig, weights: Weights) -> list[str]:
-    """A line per optimizer group: its parameters, and which of them decay."""
-    sizes: dict[tuple[str, bool], list[int]] = {}
-    groups, decaying = map(jax.tree.leaves, (partition(config, weights), decay_mask(weights)))
-    arrays = jax.tree.leaves_with_path(weights)
-    for (path, leaf), group, decays in zip(arrays, groups, decaying, strict=True):
+def describe_optimizer_groups(
+    config: OptimizerConfig,
+    weights: Weights,
+    dimensions: Mapping[str, Dimensions] | None = None,
+) -> list[str]:
+    """A line per optimizer group: its parameters, and which of them decay.
+
+    Of a custom optimizer nothing is known but what is done around it.
+    """
+    if config.make is not None:
+        return [_describe_custom_optimizer(config, weights)]
+    sizes: dict[tuple[str, int], list[int]] = {}
+    groups = jax.tree.leaves(partition(config, weights, dimensions))
+    beyond_muon: list[str] = []
+    for (path, leaf), group in zip(jax.tree.leaves_with_path(weights), groups, strict=True):
         layers = len(leaf) if STACKED in path else 1
-        sizes.setdefault((group, decays), []).extend([leaf.size // layers] * layers)
+        rank = min(dimensions_in_block(path, leaf), 3)
+        kind = (group, rank)
+        sizes.setdefault(kind, []).extend([leaf.size // layers] * layers)
+        if config.optimizer == "muon" and rank > 2:
+            beyond_muon.append(jax.tree_util.keystr(path, simple=True, separator="."))
     parts: dict[str, list[str]] = {group: [] for group, _ in sizes}
-    for (group, decays), counts in sorted(sizes.items(), key=lambda item: not item[0][1]):
+    for (group, rank), counts in sorted(sizes.items(), key=lambda item: -item[0][1]):
+        parts[group].append(_describe_kind(config, group, rank, counts))
+    lines = [f"{group}: {', '.join(kinds)}" for group, kinds in parts.items()]
+    if beyond_muon:
+        others = f" and {len(beyond_muon) - 1} more" if len(beyond_muon) > 1 else ""
+        lines.append(
+            f"muon moves matrices alone: adamw moves {beyond_muon[0]}{others}, "
+            "of more than 2 dimensions"
+        )
+    return lines
+
+
+def _describe_kind(config: OptimizerConfig, group: str, rank: int, counts: list[int]) -> str:
+    """The parameters of a group that have the same number of dimensions; 3 are 3 or more."""
+    if rank < 2:
+        words = ("vector", "vectors")
+    elif rank == 2:
+        words = ("matrix", "matrices")
+    else:
+        words = ("array of more than 2 dimensions", "arrays of more than 2 dimensions")
+    kind = words[0] if len(counts) == 1 else words[1]
+    if rank >= 2:
         decay = config.muon_weight_decay if group == "muon" else config.weight_decay
-        one, many = ("matrix", "matrices") if decays else ("vector", "vectors")
-        kind = (one if len(counts) == 1 else many) + f" (decay {decay:g})" * decays
-        parts[group].append(f"{len(counts)} {kind} with {sum(counts):,} parameters")
-    return [f"{group}: {', '.join(kinds)}" for group, kinds in parts.items()]
+        kind += f" (decay {decay:g})"
+    return f"{len(counts)} {kind} with {sum(counts):,} parameters"
+
+
+def _describe_custom_optimizer(config: OptimizerConfig, weights: Weights) -> str:
+    code = Code.of(config.make)
+    name = code.name if code.file is None else code.named
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    line = f"custom optimizer {name}: {parameters:,} parameters"
+    if config.gradient_clip > 0:
+        line += f", gradients clipped to norm {config.gradient_clip:g}"
+    if config.ema_decay > 0:
+        line += f", weights averaged with decay {config.ema_decay:g}"
+    return line
 
 
 def _describe_run(

@@ -14,6 +14,7 @@ from jgpt.contracts import typed
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.cache import KVCache
 from jgpt.nn.transformer import GPT
+from jgpt.sharding import Dimensions, dimensions_of
 from jgpt.user_code import require_code
 
 Weights = PyTree[Float[Array, "..."]]
@@ -146,6 +147,12 @@ def named_parameters(model: Any) -> dict[str, nnx.Variable]:
     """A model's parameters by path, such as blocks.0.attention.query.kernel."""
     found = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): parameter for path, parameter in found}
+
+
+def weight_dimensions(config: ModelConfig) -> dict[str, Dimensions]:
+    """The dimension names of a model's parameters by path."""
+    parameters = named_parameters(abstract_model(config))
+    return {path: dimensions_of(parameter) for path, parameter in parameters.items()}
 
 
 @functools.lru_cache(maxsize=8)

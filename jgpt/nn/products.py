@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jgpt.contracts import typed
+from jgpt.contracts import SYMBOLS, typed
 from jgpt.sharding import laid_out
 
 PAD_MIN_FEATURES, PAD_MIN_ROWS, TILE = 1024, 128, 128
@@ -47,9 +47,17 @@ def project_to_vocabulary(
     padding costs more than it saves.
     """
     rows, features = math.prod(x.shape[:-1]), kernel.shape[1]
-    padding = -features % TILE if features > PAD_MIN_FEATURES and rows > PAD_MIN_ROWS else 0
+    padding = -features % TILE if features > PAD_MIN_FEATURES and _are_many(rows) else 0
     padded = jnp.pad(kernel, ((0, 0), (0, padding)))
     return project(x, padded, dtype, activation_dtype)[..., :features]
+
+
+def _are_many(rows: int) -> bool:
+    """Whether padding is worth it; for a number of rows that isn't known it is."""
+    # `jax.export` has one program for all numbers of rows, a proof looks at both answers
+    if jax.export.is_symbolic_dim(rows) and not SYMBOLS.get():
+        return True
+    return rows > PAD_MIN_ROWS
 
 
 @typed

@@ -31,7 +31,13 @@ from jgpt.durable import (
 )
 from jgpt.hardware import Platform, current_platform, process_count, process_index
 from jgpt.nn.bigram import BigramLM
-from jgpt.nn.models import LanguageModel, Weights, abstract_model, weights_of
+from jgpt.nn.models import (
+    LanguageModel,
+    Weights,
+    abstract_model,
+    weight_dimensions,
+    weights_of,
+)
 from jgpt.nn.precision import run_for_platform
 from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory, require_storable
@@ -367,7 +373,8 @@ def save(
             )
     with new_directory(path) as partial:
         weights = weights_of(model)
-        optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
+        dimensions = weight_dimensions(config.model)
+        optimizer = make_optimizer(config.optimizer, config.steps, dimensions).init(weights)
         run = RunDirectory.create(partial, config, tokenizer)
         with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)

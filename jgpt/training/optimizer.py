@@ -1,7 +1,7 @@
 """Optimizers: AdamW, Muon, schedules, weight-decay mask, clipping, averaged weights."""
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal, NamedTuple, assert_never
 
 import jax
@@ -14,7 +14,7 @@ from jgpt.config import OptimizerConfig
 from jgpt.contracts import typed
 from jgpt.nn.models import Weights
 from jgpt.nn.precision import at_least_float32
-from jgpt.sharding import replicate
+from jgpt.sharding import Dimensions, replicate
 from jgpt.training.stacking import STACKED
 from jgpt.user_code import require_code
 
@@ -57,10 +57,12 @@ def learning_rate_schedule(
 @typed
 def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, "Weights"]:
     """True where weight decay applies: matrices and embeddings, not biases and scales."""
-    return jax.tree_util.tree_map_with_path(lambda *leaf: _dimensions(*leaf) >= 2, weights)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: dimensions_in_block(path, leaf) >= 2, weights
+    )
 
 
-def _dimensions(path: tuple[Any, ...], leaf: Any) -> int:
+def dimensions_in_block(path: tuple[Any, ...], leaf: Any) -> int:
     """The number of dimensions of a parameter in one block."""
     return leaf.ndim - (STACKED in path)
 
@@ -81,32 +83,62 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 @typed
 def partition(
-    config: OptimizerConfig, weights: PyTree[Float[Array, "..."], "Weights"]
+    config: OptimizerConfig,
+    weights: PyTree[Float[Array, "..."], "Weights"],
+    dimensions: Mapping[str, Dimensions] | None = None,
 ) -> PyTree[OptimizerGroup, "Weights"]:
     """The optimizer group of each parameter: muon, embedding, or adamw.
 
     Muon is for the weight matrices of the blocks, Adam for embeddings and head (Jordan et al.
-    2024).
+    2024). Muon takes no array of three dimensions, such as the matrices of several experts: which
+    two are a matrix isn't known. Embeddings are known by `dimensions`, the names of
+    `weight_dimensions`. Raises ValueError for an embedding_learning_rate without them.
     """
+    if config.embedding_learning_rate is not None and dimensions is None:
+        raise ValueError(
+            "embedding_learning_rate needs the dimension names of the weights: "
+            "give dimensions=weightdimensions_in_block(config.model)"
+        )
+
+    known = dimensions or {}
 
     def group(path, leaf):
-        if path[-1].key == "embedding" and config.embedding_learning_rate is not None:
+        if config.embedding_learning_rate is not None and _is_embedding(path, known):
             return "embedding"
-        is_matrix = path[0].key == "blocks" and _dimensions(path, leaf) == 2
+        is_matrix = path[0].key == "blocks" and dimensions_in_block(path, leaf) == 2
         return "muon" if config.optimizer == "muon" and is_matrix else "adamw"
 
     return jax.tree_util.tree_map_with_path(group, weights)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def _is_embedding(path: tuple[Any, ...], dimensions: Mapping[str, Dimensions]) -> bool:
+    """Whether a parameter is a table whose rows are looked up, by its dimension names.
+
+    A table of positions or n-grams has no name for its rows. Such a parameter of a block is taken
+    for a matrix of a product.
+    """
+    names = [0 if key == STACKED else key.key for key in path]  # each block has the same names
+    found = dimensions.get(".".join(map(str, names)), ())
+    if len(found) != 2 or found[1] != "embed_dim":
+        return False
+    return found[0] == "vocab_size" or (found[0] is None and names[0] != "blocks")
+
+
+def make_optimizer(
+    config: OptimizerConfig, steps: int, dimensions: Mapping[str, Dimensions] | None = None
+) -> optax.GradientTransformation:
     """The optimizer of a config for a run of `steps` steps.
+
+    `dimensions`, the names of `weight_dimensions`, are needed with an embedding_learning_rate.
 
     AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024), or a custom one.
     Each is given clipped gradients and keeps its state in at least float32. With `ema_decay` it
     updates the average, from gradients at the `trained_weights`.
     """
-    optimizer = _built_in(config, steps) if config.make is None else _custom(config, steps)
-    optimizer = _in_float32(optimizer)
+    if config.make is not None:
+        optimizer = _in_float32(_custom(config, steps))
+    else:
+        optimizer = _in_float32(_built_in(config, steps, dimensions))
     return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
 
 
@@ -149,7 +181,9 @@ def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransf
     return optax.GradientTransformation(init, update)
 
 
-def _built_in(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def _built_in(
+    config: OptimizerConfig, steps: int, dimensions: Mapping[str, Dimensions] | None
+) -> optax.GradientTransformation:
     """AdamW or Muon, given clipped gradients."""
 
     def adamw(peak: float) -> optax.GradientTransformation:
@@ -171,7 +205,9 @@ def _built_in(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
                 "embedding": adamw(config.embedding_learning_rate or config.learning_rate),
                 "adamw": adamw(config.learning_rate),
             }
-            optimizer = optax.partition(groups, functools.partial(partition, config))
+            optimizer = optax.partition(
+                groups, functools.partial(partition, config, dimensions=dimensions)
+            )
         case _:
             assert_never(config.optimizer)
     if config.gradient_clip > 0:

@@ -15,7 +15,14 @@ from jgpt import sharding
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.contracts import record, typed
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
-from jgpt.nn.models import LanguageModel, Weights, abstract_model, create_model, weights_of
+from jgpt.nn.models import (
+    LanguageModel,
+    Weights,
+    abstract_model,
+    create_model,
+    weight_dimensions,
+    weights_of,
+)
 from jgpt.nn.precision import at_least_float32, portable
 from jgpt.nn.transformer import GPT
 from jgpt.training import stacking
@@ -68,7 +75,8 @@ def init_state(config: TrainConfig) -> TrainState:
 
 @typed
 def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    dimensions = weight_dimensions(config.model)
+    optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
     optimizer_state = jax.jit(optimizer.init)(weights)
     if config.optimizer.ema_decay > 0:
         # the average: in 16 bits, what it moves by in a step would be rounded to nothing
@@ -148,7 +156,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     if (micro_batches := config.micro_batches) == "auto":
         raise ValueError("micro_batches=auto has to be decided first, by plan.with_micro_batches")
     merge = stacking.merge_with(config.model)
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    dimensions = weight_dimensions(config.model)
+    optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
     @typed

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jgpt import ModelConfig, OptimizerConfig, preset
 from jgpt.cli.console import ConsoleProgress, describe_optimizer_groups
-from jgpt.nn.models import abstract_model
+from jgpt.nn.models import abstract_model, weight_dimensions
 from jgpt.training.stacking import stack_blocks
 from tests.cli.screen import Screen
 from tests.nn.test_models import ATTENTION, FEED_FORWARD, MODERN
@@ -52,7 +52,41 @@ def test_each_rule_names_what_it_moves(optimizer, lines):
     abstract = nnx.to_pure_dict(nnx.state(abstract_model(NGRAMS), nnx.Param))
     weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), abstract)
     for its in weights, stack_blocks(weights):
-        assert describe_optimizer_groups(OptimizerConfig(**optimizer), its) == lines
+        config = OptimizerConfig(**optimizer)
+        assert describe_optimizer_groups(config, its, weight_dimensions(NGRAMS)) == lines
+
+
+def test_arrays_that_muon_does_not_take_are_said():
+    block = {"experts": jnp.zeros((3, 4, 5)), "router": jnp.zeros((4, 3))}
+    weights = {"blocks": {0: block, 1: block}, "head": jnp.zeros((4, 7))}
+    adamw, muon, said = describe_optimizer_groups(OptimizerConfig(**MUON), weights)
+    assert muon == "muon: 2 matrices (decay 0.25) with 24 parameters"
+    assert adamw == (
+        "adamw: 2 arrays of more than 2 dimensions (decay 0.1) with 120 parameters, "
+        "1 matrix (decay 0.1) with 28 parameters"
+    )
+    assert said == (
+        "muon moves matrices alone: adamw moves blocks.0.experts and 1 more, "
+        "of more than 2 dimensions"
+    )
+    assert len(describe_optimizer_groups(OptimizerConfig(), weights)) == 1
+
+
+def lion(config, steps):
+    raise AssertionError("it is described without being made")
+
+
+def test_a_custom_optimizer_is_not_described_as_adamw():
+    weights = {"head": jnp.zeros((4, 7))}
+    config = OptimizerConfig(make=lion, gradient_clip=0.0)
+    (line,) = describe_optimizer_groups(config, weights)
+    assert line.startswith("custom optimizer ")
+    assert line.endswith("test_console.py:lion: 28 parameters")
+    config = dataclasses.replace(config, gradient_clip=0.5, ema_decay=0.9)
+    (line,) = describe_optimizer_groups(config, weights)
+    assert line.endswith(
+        "28 parameters, gradients clipped to norm 0.5, weights averaged with decay 0.9"
+    )
 
 
 def story(width: int) -> str:

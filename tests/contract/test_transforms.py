@@ -120,3 +120,42 @@ def test_shards_have_their_own_sizes():
     mapped = jax.shard_map(per_shard, mesh=mesh, in_specs=data, out_specs=data)
     assert jax.eval_shape(mapped, whole).shape == (8, 5)
     assert seen == [(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        ("b, t", {"vocab_size": 1030}),  # of more than 1,024 the logits may be padded
+        ("time, batch", {"scan_layers": True, "ngram_sizes": (2, 3)}),  # named the wrong way round
+        ("query, key", {"positions": "rotary", "norm": "rms", "num_kv_heads": 1}),
+    ],
+)
+def test_a_model_is_exported_for_any_batch_and_length(names, options):
+    """`causal_mask(time: int)` and others are given a symbolic size for an integer."""
+    vocab_size = options.pop("vocab_size", 17)
+    config = jgpt.ModelConfig(
+        vocab_size=vocab_size, block_size=13, num_layers=2, num_heads=2, embed_dim=12, **options
+    )
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    length = names.split(", ")[1]
+    sizes = jax.export.symbolic_shape(names, constraints=[f"{length} <= 13"])
+    call = jax.jit(lambda tokens: model(tokens))
+    exported = jax.export.export(call)(jax.ShapeDtypeStruct(sizes, jnp.int32))
+    assert str(exported.out_avals[0].shape) == f"({names}, {vocab_size})"
+    for shape in ((2, 5), (3, 11)):
+        tokens = np.random.default_rng(0).integers(vocab_size, size=shape).astype(np.int32)
+        np.testing.assert_allclose(exported.call(tokens), call(tokens), rtol=1e-5, atol=1e-6)
+
+
+@typed
+def doubled(time: int) -> Float[Array, "{2*time+1}"]:
+    return jnp.zeros(2 * time)
+
+
+def test_a_symbolic_integer_is_checked_like_another():
+    (t,) = jax.export.symbolic_shape("t")
+    tokens = jax.ShapeDtypeStruct((t,), jnp.int32)
+    with pytest.raises(TypeCheckError, match="returned a wrong result"):
+        jax.eval_shape(lambda x: doubled(x.shape[0]), tokens)
+    with pytest.raises(TypeCheckError, match="got a wrong argument `time`"):
+        doubled("t")  # type: ignore[arg-type]

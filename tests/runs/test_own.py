@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from flax import nnx
 
 import jgpt
 from jgpt.config import Code, TrainConfig, from_json, to_json
-from jgpt.nn.models import flops_per_token, parts_of
+from jgpt.nn.models import flops_per_token, parts_of, weight_dimensions, weights_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped, evaluate
 from jgpt.sharding import abstract_mesh
-from jgpt.training.optimizer import make_optimizer
+from jgpt.training.optimizer import make_optimizer, partition
 from jgpt.training.plan import parameters_without_names
 from jgpt.training.step import state_specs
 from jgpt.user_code import changed_code, code_facts, load_code, with_code
@@ -515,3 +516,21 @@ def test_processes_with_other_code_are_rejected(config, monkeypatch):
     assert first[0] == "Sums"
     assert second[0] == "OtherSums"
     assert len(first[1]) == 64
+
+
+def test_the_embeddings_of_the_new_model_have_their_own_learning_rate(template):
+    optimizer = jgpt.OptimizerConfig(optimizer="muon", embedding_learning_rate=0.5)
+    model = jgpt.ModelConfig(vocab_size=24, num_layers=2, embed_dim=32)
+    config = jgpt.TrainConfig(model=model, optimizer=optimizer)
+
+    def groups(config):
+        weights = weights_of(jgpt.create_model(config.model, rngs=nnx.Rngs(0)))
+        labels = partition(optimizer, weights, weight_dimensions(config.model))
+        sizes: Counter[str] = Counter()
+        for label, leaf in zip(jax.tree.leaves(labels), jax.tree.leaves(weights), strict=True):
+            sizes[label] += leaf.size
+        return sizes
+
+    own = groups(with_code(config, f"{template}:GPT"))
+    assert own == groups(config)
+    assert own["embedding"] == 32 * (24 + 64)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import optax.contrib
 import pytest
 
 from jgpt import ModelConfig, OptimizerConfig
-from jgpt.nn.models import abstract_model
+from jgpt.nn.models import abstract_model, weight_dimensions
+from jgpt.sharding import Dimensions
 from jgpt.training.optimizer import (
     clip_by_global_norm,
     learning_rate_schedule,
@@ -25,7 +27,7 @@ CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps
 
 
 def optimizer_of(config, steps):
-    made = make_optimizer(config, steps)
+    made = make_optimizer(config, steps, weight_dimensions(MODERN))
     return optax.GradientTransformation(jax.jit(made.init), jax.jit(made.update))
 
 
@@ -105,7 +107,9 @@ MUON = OptimizerConfig(
 def test_muon_moves_the_matrices_inside_the_blocks_alone(changes, tables, matrices):
     weights = randomised(weights_of(abstract_model(MODERN)))
     config = OptimizerConfig(**changes)
-    labels = jax.tree_util.tree_leaves_with_path(partition(config, weights))
+    labels = jax.tree_util.tree_leaves_with_path(
+        partition(config, weights, weight_dimensions(MODERN))
+    )
     assert len(labels) == 2 * 16 + 2 + 2 + 2 + 1
     for path, label in labels:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -160,7 +164,7 @@ def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
     plain = dataclasses.replace(MUON, optimizer="adamw", learning_rate=0.01)
     apart = dataclasses.replace(MUON, learning_rate=0.01, embedding_learning_rate=0.03)
     adamw, muon = updates_of(plain, weights, gradients), updates_of(apart, weights, gradients)
-    labels = partition(apart, weights)
+    labels = partition(apart, weights, weight_dimensions(MODERN))
     for label, mine, its in zip(*map(jax.tree.leaves, (labels, muon, adamw)), strict=True):
         if label == "muon":
             assert float(jnp.abs(mine - its).max()) > 0.1
@@ -213,3 +217,78 @@ def test_a_state_keeps_its_dtypes_and_owns_its_arrays():
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, (weights, state))
     again = jax.eval_shape(averaging.update, weights, state, weights)
     assert jax.tree.map(lambda leaf: leaf.dtype, again) == dtypes
+
+
+def mine(config, steps):
+    return optax.sgd(0.5)
+
+
+def test_a_custom_optimizer_is_given_clipped_gradients_and_averaged():
+    """Its own state is on disk as before: clipping adds none."""
+    weights: Any = {"v": jnp.array([3.0, 4.0])}
+    gradients: Any = {"v": jnp.array([6.0, 8.0])}
+    updates: Any
+    average: Any
+    state: Any
+    config = OptimizerConfig(make=mine, gradient_clip=5.0)
+    made = make_optimizer(config, 9)
+    state = made.init(weights)
+    assert jax.tree.structure(state) == jax.tree.structure(mine(config, 9).init(weights))
+    updates, _ = made.update(gradients, state, weights)
+    np.testing.assert_allclose(updates["v"], [-1.5, -2.0], rtol=1e-5)
+    whole = make_optimizer(dataclasses.replace(config, gradient_clip=0.0), 9)
+    unclipped: Any = whole.update(gradients, state, weights)[0]
+    np.testing.assert_array_equal(unclipped["v"], [-3.0, -4.0])
+    averaging = make_optimizer(dataclasses.replace(config, ema_decay=0.5), 9)
+    state = averaging.init(weights)
+    average = weights
+    for _ in range(2):
+        updates, state = averaging.update(gradients, state, average)
+        average = optax.apply_updates(average, updates)
+    # trained at (1.5, 2) and (0, 0); the second has 2/3 of the weight
+    np.testing.assert_allclose(state.trained["v"], [0.0, 0.0], atol=1e-5)
+    np.testing.assert_allclose(average["v"], [0.5, 2 / 3], rtol=1e-4)
+
+
+TABLES: dict[str, Dimensions] = {
+    "wte": ("vocab_size", "embed_dim"),
+    "positions": (None, "embed_dim"),
+    "blocks.0.values": ("vocab_size", "embed_dim"),
+}
+OTHERS: dict[str, Dimensions] = {
+    "blocks.0.projection": (("num_heads", 2), "embed_dim"),
+    "blocks.0.adapter": (None, "embed_dim"),
+    "blocks.0.experts": (None, "embed_dim", "hidden_dim"),
+    "unembed": ("embed_dim", "vocab_size"),
+    "embedding": (None, None),
+    "scale": ("embed_dim",),
+    "unknown": (),
+}
+
+
+def test_embeddings_are_known_by_their_dimensions_not_by_an_attribute_s_name():
+    names = TABLES | OTHERS
+
+    def tree(stacked):
+        nested: dict = {"blocks": {}}
+        for path, dimensions in names.items():
+            leaf = jnp.zeros((2,) * len(dimensions))
+            if path.startswith("blocks."):
+                part = path.rpartition(".")[2]
+                block = nested["blocks"].setdefault("stacked" if stacked else 0, {})
+                block[part] = leaf[None] if stacked else leaf
+            else:
+                nested[path] = leaf
+        return nested
+
+    config = OptimizerConfig(embedding_learning_rate=0.1, optimizer="muon")
+    for stacked in (False, True):
+        labels = partition(config, tree(stacked), names)
+        found = {
+            jax.tree_util.keystr(path, simple=True, separator=".").replace("stacked", "0")
+            for path, label in jax.tree_util.tree_leaves_with_path(labels)
+            if label == "embedding"
+        }
+        assert found == {*TABLES}
+    with pytest.raises(ValueError, match="needs the dimension names of the weights"):
+        partition(config, tree(False))

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jgpt.data.batches import batches, evaluation_windows
+from jgpt.nn.models import weight_dimensions
 from jgpt.sharding import make_mesh, shardings, use_mesh
 from jgpt.training import optimizer
 from jgpt.training.optimizer import make_optimizer
@@ -182,7 +183,8 @@ def test_a_program_does_not_grow_with_its_layers():
 def test_muon_takes_one_layer_at_a_time():
     config = with_layers(MODERN, 7, scan=True)
     state = abstract_state(config)
-    optimizer, weights = make_optimizer(config.optimizer, 1), state.weights
+    optimizer = make_optimizer(config.optimizer, 1, weight_dimensions(config.model))
+    weights = state.weights
     text = str(jax.make_jaxpr(optimizer.update)(weights, state.optimizer, weights))
     assert "48,56]" in text
     products = [line for line in text.splitlines() if "dot_general" in line]
