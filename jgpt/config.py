@@ -604,6 +604,11 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     return kind(**fields)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: 1 token, 2 tokens."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A suggestion for an unknown word, to append to a message, or an empty string."""
     named = {name.lstrip("-").replace("-", "_"): name for name in known}

@@ -28,6 +28,7 @@ from jgpt.config import (
     OptimizerConfig,
     TokenizerName,
     TrainConfig,
+    counted,
     did_you_mean,
 )
 from jgpt.durable import write_file
@@ -35,6 +36,10 @@ from jgpt.presets import PRESETS
 from jgpt.user_code import with_code
 
 Run = Annotated[str, Shown("RUN", "The run directory.", positional=True)]
+LatestRun = Annotated[
+    str | None,
+    Shown("[RUN]", "The run directory; the latest one in runs/ unless given.", positional=True),
+]
 What = Annotated[str, Shown("PRESET|RUN", "A preset's name or a run directory.", positional=True)]
 Image = Annotated[str, Shown("FILE", "The image to write: .png or .svg.")]
 Probability = Annotated[float | None, Shown("P")]
@@ -164,7 +169,7 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
 
 
 def sample(
-    run: Run,
+    run: LatestRun = None,
     prompt: Texts = (),
     prompt_file: File = None,
     max_new_tokens: int = 500,
@@ -198,6 +203,7 @@ def sample(
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1")
     _require_seed(seed)
+    run = _run_or_latest(run)
     with _loaded(run, checkpoint, mesh, model, weights) as (loaded, tokenizer, config):
         import jax
         import numpy as np
@@ -229,7 +235,7 @@ def _require_seed(seed: int) -> None:
 
 
 def chat(
-    run: Run,
+    run: LatestRun = None,
     system: Annotated[str | None, Shown("TEXT")] = None,
     max_new_tokens: int = 512,
     temperature: float = 0.6,
@@ -249,6 +255,7 @@ def chat(
         weights: int8 quantises them, and the inputs of each product: faster on a CPU.
     """
     _require_seed(seed)
+    run = _run_or_latest(run)
     with _loaded(run, checkpoint, weights=weights) as (loaded, tokenizer, _):
         import jax
         import numpy as np
@@ -301,7 +308,7 @@ def _prompts(
 
 
 def eval_(
-    run: Run,
+    run: LatestRun = None,
     json: bool = False,
     checkpoint: Checkpoint = "best",
     split: Literal["validation", "test"] = "validation",
@@ -314,6 +321,7 @@ def eval_(
         split: test is what training never read, where the run has a test_fraction.
         json: Print one JSON object.
     """
+    run = _run_or_latest(run)
     with importing():
         from jgpt.cli.console import ConsoleProgress
         from jgpt.runs.loop import evaluate
@@ -448,8 +456,8 @@ def plot(
 
 
 def attention(
-    run: Run,
     prompt: Annotated[str, Shown("TEXT")],
+    run: LatestRun = None,
     out: Image = "attention.png",
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
@@ -460,6 +468,7 @@ def attention(
         prompt: The text; its last block-size tokens are plotted.
     """
     path = _out(out, ".png", ".svg")
+    run = _run_or_latest(run)
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
         from jgpt.runs.plots import attention_image
 
@@ -468,7 +477,7 @@ def attention(
 
 
 def look(
-    run: Run,
+    run: LatestRun = None,
     prompt: Annotated[str | None, Shown("TEXT")] = None,
     out: Annotated[str | None, Shown("FILE", "The page to write, look.html unless given.")] = None,
     max_new_tokens: int | None = None,
@@ -481,12 +490,13 @@ def look(
 
     Args:
         prompt: The text to continue and to look at, at most block-size tokens.
-        max_new_tokens: The number of tokens to sample: 48, fewer where the block ends.
+        max_new_tokens: The number of tokens to sample: 48, fewer where the block or the page ends.
         live: Serve the page to this machine: change the prompt, heads and blocks in it.
         browser: With --live, open the page in the browser.
     """
     if prompt is None and not live:
         raise ValueError("give a prompt, or live=True")
+    run = _run_or_latest(run)
     if live:
         for option, given in (("out", out), ("max_new_tokens", max_new_tokens)):
             if given is not None:
@@ -494,11 +504,10 @@ def look(
         return _serve(run, prompt, checkpoint, model, browser)
     out = out or "look.html"
     path, name = _out(out, ".html"), Path(run).resolve().name
-    new = 48 if max_new_tokens is None else max_new_tokens
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
         from jgpt.runs.look import look_page
 
-        page = look_page(loaded, tokenizer, prompt or "", new, name)
+        page = look_page(loaded, tokenizer, prompt or "", max_new_tokens, name)
     write_file(path, page)
     return [f"wrote {out}"]
 
@@ -619,7 +628,7 @@ def import_(
     config = TrainConfig(model_config, optimizer, dataset, name=path.name, out=out)
     checkpoints.save(model, path, tokenizer=own_tokenizer, config=config)
     return [
-        f"{model.config.num_layers} layers, {model.config.embed_dim} features, "
+        f"{counted(model.config.num_layers, 'layer')}, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {_command('sample', path)}"
     ]
 
@@ -691,6 +700,18 @@ def _loaded(
             loaded, tokenizer, config = load(run, which=which, model=model)
     with use_mesh(mesh):
         yield with_int8_weights(loaded) if weights == "int8" else loaded, tokenizer, config
+
+
+def _run_or_latest(run: str | None) -> str:
+    """The run that was named, or else the latest one, which is said."""
+    if run is not None:
+        return run
+
+    from jgpt.runs.directory import RunDirectory
+
+    latest = RunDirectory.latest()
+    say(open_console(stderr=True), f"the latest run is {latest}")
+    return str(latest)
 
 
 def _out(path: str, *suffixes: str) -> Path:

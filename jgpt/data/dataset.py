@@ -18,7 +18,7 @@ import numpy as np
 import platformdirs
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig
+from jgpt.config import DataConfig, counted
 from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import Warn, corpus_versions, source_files, text_chunks
@@ -111,8 +111,8 @@ def load_dataset(
     for name, split in (("training", train), ("validation", validation), ("test", test)):
         if len(split) <= block_size and (name != "test" or config.test_fraction):
             raise ValueError(
-                f"the {name} split has {len(split)} tokens, too few for one block of {block_size} "
-                "and its targets: use more text or a smaller block_size"
+                f"the {name} split has {counted(len(split), 'token')}, too few for one block of "
+                f"{block_size} and its targets: use more text or a smaller block_size"
             )
     text = KnownText(digest, tokens.text_digest, corpus_versions(config.data))
     return Dataset(train, validation, test, tokens.tokenizer, text)

@@ -148,6 +148,21 @@ class RunDirectory:
         return (path / CONFIG).is_file()
 
     @classmethod
+    def latest(cls) -> Path:
+        """The run in runs/ that was written to last. Raises FileNotFoundError without any."""
+        runs = [path for path in Path("runs").glob("*") if cls.exists(path)]
+        if not runs:
+            raise FileNotFoundError(
+                "there is no run in the folder runs here: give the run's directory, or train one"
+            )
+        return max(runs, key=cls._time_of_change)
+
+    @staticmethod
+    def _time_of_change(run: Path) -> int:
+        written = [run / name for name in (CONFIG, METRICS, CHECKPOINTS)]
+        return max(path.stat().st_mtime_ns for path in written if path.exists())
+
+    @classmethod
     def choose(cls, config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
         """Where a config's run goes: a new directory, or one to resume or overwrite.
 

@@ -3,6 +3,7 @@
 import base64
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
+from jgpt.config import counted
 from jgpt.contracts import TypedCall, typed, watching
 from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.generation.decoding import generate
@@ -27,6 +29,8 @@ MOST_WEIGHTS = 4_000_000
 MOST_FINE_WEIGHTS = 1_000_000
 """The limit of attention weights, and of entries of the forward pass, that take two bytes."""
 MOST_CANDIDATES = 256
+NEW_TOKENS = 48
+"""How many tokens a page samples unless told, if they fit."""
 SHORTEST = 16
 """Tokens of the shortest program; longer ones have powers of two."""
 
@@ -118,11 +122,18 @@ class Look:
             other = encode_text(self.tokenizer, changes.patch[2])
             if len(other) != len(tokens):
                 raise ValueError(
-                    f"the other prompt has {len(other)} tokens and this one {len(tokens)}: "
-                    "a patch needs as many"
+                    f"the other prompt has {counted(len(other), 'token')} and this one "
+                    f"{len(tokens)}: a patch needs as many"
                 )
             streams = self._run(other.tolist(), Changes())["streams"]
         return self._data(tokens, prompt, self._run(tokens, changes, streams), before)
+
+    def most_tokens(self) -> int:
+        """How many tokens a page of this model holds, as far as attention weights limit it."""
+        each = len(self.anatomy.attention) * self.anatomy.heads
+        if each == 0:
+            return self.model.block_size
+        return min(self.model.block_size, math.isqrt(2 * MOST_WEIGHTS // each))
 
     def _run(self, tokens: list[int], changes: Changes, streams: Any = None) -> dict[str, Any]:
         time, layers, heads = len(tokens), len(self.anatomy.attention), self.anatomy.heads
@@ -130,8 +141,8 @@ class Look:
             raise ValueError(
                 f"the prompt has {time} tokens, more than block_size={self.model.block_size}"
             )
-        if layers * heads * time**2 > 2 * MOST_WEIGHTS:
-            sizes = f"{layers} layers, {heads} heads"
+        if time > self.most_tokens():
+            sizes = f"{counted(layers, 'layer')}, {counted(heads, 'head')}"
             raise ValueError(f"{time} tokens are too many for a page: {sizes}")
         length = min(max(SHORTEST, 1 << (time - 1).bit_length()), self.model.block_size)
         given = self._unchanged(length)
@@ -349,18 +360,23 @@ def _rounded(array: Any) -> list[Any]:
 
 
 def look_page(
-    model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, name: str
+    model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int | None, name: str
 ) -> str:
     """An HTML page of the forward pass over a prompt and what the model samples after it.
 
-    Sampling is deterministic and stops at `block_size`. Raises ValueError as `encode_text`, and
-    for more tokens than the block or a page holds.
+    Sampling is deterministic and stops at `block_size`; None samples up to `NEW_TOKENS` that a page
+    has room for. Raises ValueError as `encode_text`, and for more tokens than the block or a page
+    holds.
     """
     given = encode_text(tokenizer, prompt)
-    new = max(0, min(max_new_tokens, model.block_size - len(given)))
-    look, tokens = Look(model, tokenizer, name), jnp.asarray(given)[None]
+    look = Look(model, tokenizer, name)
+    tokens = jnp.asarray(given)[None]
+    if max_new_tokens is None:
+        room = look.most_tokens() - len(given)
+        max_new_tokens = max(0, min(NEW_TOKENS, room))
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be 0 or more")
+    new = max(0, min(max_new_tokens, model.block_size - len(given)))
     if new:
         tokens = generate(model, tokens, new, key=jax.random.key(1337))
     return page_of(look(np.asarray(tokens[0]).tolist(), len(given)))

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -332,6 +333,26 @@ def test_sample(loaded, tmp_path):
     type_in("sample", "run", "--prompt-file", "prompt.txt", cwd=tmp_path)
     assert loaded["stream_text"]["prompts"] == ("of a file",)
     assert loaded["stream_text"]["model"] == "the model"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "takes"),
+    [
+        ("sample", (), "jgpt.runs.checkpoints.load"),
+        ("chat", (), "jgpt.runs.checkpoints.load"),
+        ("attention", ("--prompt", "a"), "jgpt.runs.checkpoints.load"),
+        ("look", ("--prompt", "a"), "jgpt.runs.checkpoints.load"),
+        ("look", ("--live",), "jgpt.runs.live.RunPage"),
+        ("eval", (), "jgpt.runs.loop.evaluate"),
+    ],
+)
+def test_without_a_run_the_latest_one_is_taken_and_named(command, words, takes, calls, monkeypatch):
+    monkeypatch.setattr("jgpt.runs.directory.RunDirectory.latest", lambda: Path("runs", "two"))
+    calls.note(takes, stop=True)
+    done = jgpt(command, *words)
+    assert done.stderr.startswith(f"the latest run is {Path('runs', 'two')}\n")
+    assert STOP in done.stderr
+    assert next(iter(calls[takes.rsplit(".", 1)[1]].values())) == str(Path("runs", "two"))
 
 
 def test_chat(loaded):

@@ -1,5 +1,7 @@
 """What is appended to a run directory's files and cut off, and who began it."""
 
+import os
+
 import pytest
 
 from jgpt import CharTokenizer
@@ -49,3 +51,18 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_kept(tmp_path):
     run.truncate("metrics.jsonl", 0)  # nothing was trained, so nothing is lost
     run.begin(TrainConfig(steps=7), CharTokenizer("ab"), resume=False, overwrite=False)
     assert run.config() == TrainConfig(steps=7)
+
+
+def test_the_latest_run_is_the_one_that_was_written_to_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no run in the folder runs"):
+        RunDirectory.latest()
+    for seconds, file in enumerate(("one/config.json", "two/config.json", "other/notes.txt"), 1):
+        path = tmp_path / "runs" / file
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+        os.utime(path, (seconds, seconds))
+    assert str(RunDirectory.latest()) == os.path.join("runs", "two")
+    metrics = tmp_path / "runs" / "one" / "metrics.jsonl"
+    metrics.write_text("")  # the first run goes on
+    assert str(RunDirectory.latest()) == os.path.join("runs", "one")

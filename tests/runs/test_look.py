@@ -14,6 +14,7 @@ import pytest
 
 import jgpt
 from jgpt import CharTokenizer, fit, generate
+from jgpt.config import counted
 from jgpt.nn.models import abstract_model
 from jgpt.runs import look
 from jgpt.runs.look import look_page
@@ -382,3 +383,33 @@ def test_the_command_writes_a_page(run, tmp_path):
     assert said == "wrote look.html\n"
     data = data_of(tmp_path / "look.html")
     assert (data["name"], data["prompt"], len(data["tokens"])) == (run.name, 2, 6)
+
+
+def test_a_page_samples_as_much_as_it_has_room_for_unless_told(monkeypatch):
+    """The default of 48 tokens is no reason to refuse a page: two layers of three heads here."""
+    model = random_gpt("nanogpt", block_size=64)
+    asked = []
+
+    def canned(model, tokens, count, **_):
+        asked.append(count)
+        return tokens
+
+    monkeypatch.setattr(look, "generate", canned)
+    monkeypatch.setattr(look.Look, "__call__", lambda self, tokens, prompt: {})
+    for most_tokens, sampled in ((1000, [48]), (60, [48]), (20, [15]), (5, []), (3, [])):
+        monkeypatch.setattr(look, "MOST_WEIGHTS", 2 * 3 * most_tokens**2 // 2)
+        asked.clear()
+        look_page(model, TOKENIZER, "a" * 5, None, "run")
+        assert asked == sampled
+    look_page(random_gpt("nanogpt", block_size=11), TOKENIZER, "a" * 5, 48, "run")
+    assert asked == [6]  # as far as the block goes
+    with pytest.raises(ValueError, match="max_new_tokens=-1 must be 0 or more"):
+        look_page(model, TOKENIZER, "a" * 5, -1, "run")
+
+
+def test_a_single_token_is_counted_as_one():
+    model = random_gpt("nanogpt", num_layers=1)
+    page = look.Look(model, TOKENIZER, "run")
+    with pytest.raises(ValueError, match="the other prompt has 1 token and this one 3: a patch"):
+        page([1, 2, 3], 3, look.Changes(patch=(0, 0, "a")))
+    assert [counted(number, "token") for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
