@@ -245,7 +245,7 @@ def ask(address: str, path: str | None = None, body: bytes | None = None, **head
     host, _, rest = address.removeprefix("http://").partition("/")
     given = {"Content-Type": "application/json"} if body is not None else {}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection = http.client.HTTPConnection(host, timeout=10)
+    connection = http.client.HTTPConnection(host, timeout=180)
     with contextlib.closing(connection):
         method = "GET" if body is None else "POST"
         connection.request(method, f"/{rest}" if path is None else path, body, given)
@@ -421,9 +421,14 @@ def training(poem, tmp_path):
 
 
 def gone(address: str) -> bool:
-    """Whether the server of an address ends within seconds."""
+    """Whether the server of an address ends.
+
+    It runs only while nothing else wants the processor, so on a busy machine that takes long: the
+    limit is for one that never ends.
+    """
     port = int(address.split(":")[2].split("/")[0])
-    for _ in range(100):
+    until = time.monotonic() + 180
+    while time.monotonic() < until:
         with socket.socket() as other:
             if other.connect_ex(("127.0.0.1", port)) != 0:
                 return True
@@ -471,7 +476,7 @@ def test_training_waits_for_no_reader_and_ends_with_its_page(training, tmp_path)
         assert time.monotonic() < end
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert (process.returncode, err) == (130, "")
     assert "resume with: " in out
     assert "the page ended" not in out
@@ -485,7 +490,7 @@ def test_the_page_ends_however_training_does(training):
     process, address = training
     assert ask(address)[0] == 200
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     assert gone(address)
 
 
