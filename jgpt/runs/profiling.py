@@ -23,11 +23,25 @@ def enable_compilation_cache() -> None:
     """
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         folder = Path(platformdirs.user_cache_dir("jgpt")) / "compiled" / platform.node()
+        with contextlib.suppress(OSError):
+            _complete_entries(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_compilation_cache_max_size", 1 << 30)
         # a folder that can't be written is no cache, and none is needed
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+
+
+def _complete_entries(folder: Path) -> None:
+    """Write the time of use that an entry of the cache lacks.
+
+    JAX keeps it in a file of its own, which a killed process or a cleaner of old files may leave
+    out. JAX reads all of them before it stores a program, and without one it never stores again.
+    """
+    for program in folder.glob("*-cache"):
+        used = program.with_name(program.name.removesuffix("-cache") + "-atime")
+        if not used.exists():
+            used.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))
 
 
 @contextlib.contextmanager
