@@ -484,8 +484,10 @@ class TrainConfig(_Fields):
     the fewest with which a step fits into the device's memory, or half of a CPU's."""
     eval_interval: Count = 250
     """Steps between evaluations and checkpoints; the last step always has both."""
-    eval_tokens: Annotated[int, at_most(2**32)] | None = None
-    """Validation tokens per evaluation; all by default."""
+    eval_tokens: Annotated[int, at_most(2**32)] | Literal["auto"] | None = "auto"
+    """Validation tokens per evaluation: a number is the first ones, None is all. auto is all where
+    that takes at most 5% of the run's FLOPs or the split has at most 131,072 targets, else as many
+    as take 5%, spread evenly over the split."""
     steps_per_call: Count = 50
     """Steps per dispatch to the device."""
     patience: Count | None = None
@@ -508,7 +510,7 @@ class TrainConfig(_Fields):
     def __post_init__(self) -> None:
         _validate(self)
         _require_multiple(self, "batch_size", "micro_batches")
-        if self.eval_tokens is not None and self.eval_tokens <= self.model.block_size:
+        if isinstance(self.eval_tokens, int) and self.eval_tokens <= self.model.block_size:
             raise ValueError(
                 f"eval_tokens={self.eval_tokens} must be above block_size={self.model.block_size}"
             )
@@ -586,7 +588,11 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
         raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
     hints = {name: hint for name, (hint, _) in _hints(kind).items()}
     # what a file from before a field says by not having it
-    fields: dict[str, Any] = {"universal_newlines": False} if kind is DataConfig else {}
+    fields: dict[str, Any] = {}
+    if kind is DataConfig:
+        fields["universal_newlines"] = False
+    if kind is TrainConfig:
+        fields["eval_tokens"] = None
     if isinstance(recorded := values.get("make"), dict):
         others = tuple(
             (name, tuple(it) if isinstance(it, list) else it)

@@ -123,7 +123,8 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     band = bands.band_of(directory.RunDirectory(run.directory))
     return [
         *(["", run.sample, ""] if run.sample else []),
-        f"validation loss {run.validation_loss:.4f} at step {run.best_step}, "
+        f"validation loss {run.validation_loss:.4f} at step {run.best_step}"
+        f"{run.evaluations.over}, "
         f"total time {time.perf_counter() - began:.0f} s",
         *([f"that is {band.place(run.validation_loss)}"] if band is not None else []),
         f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
@@ -315,7 +316,7 @@ def eval_(
     model: ModelOption = None,
     mesh: MeshOption = None,
 ) -> Lines:
-    """Compute a run's exact loss on its validation or test split: every target once.
+    """Compute a run's exact loss on its whole validation or test split: every target once.
 
     Args:
         split: test is what training never read, where the run has a test_fraction.

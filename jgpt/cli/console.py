@@ -26,6 +26,7 @@ from jgpt.runs.directory import RunDirectory
 from jgpt.runs.progress import Progress as TrainingProgress
 from jgpt.sharding import Dimensions, abstract_mesh
 from jgpt.training.ahead import CompiledStep
+from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.optimizer import dimensions_in_block, partition
 from jgpt.training.plan import Plan, bytes_on_each, format_bytes, placements, replicated_dimensions
 from jgpt.training.stacking import STACKED
@@ -34,6 +35,8 @@ from jgpt.training.step import TrainState, abstract_state, state_specs
 SECONDS_PER_LINE = 20
 SECONDS_PER_MOVE = 0.5  # of the bar, if a step takes less
 BAR_WIDTH = 40
+EVALUATE = "evaluate"
+"""The task whose bar stands in the place of the steps' during a long evaluation."""
 
 
 class _Bar(Progress):
@@ -42,11 +45,16 @@ class _Bar(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         """The bar, as wide as the numbers leave it."""
         for task in self.tasks:
+            if not task.visible:
+                continue
             width = self.console.width - len("^C") - 1
             seconds, left = task.time_remaining, "--:--"
             if seconds is not None:
                 left = str(timedelta(0, seconds)).removeprefix("0:")
-            numbers = f"{task.completed:.0f}/{task.total} {left} left{task.fields['details']}"
+            done = f"{task.completed:.0f}/{task.total}"
+            if task.description == EVALUATE:  # of millions of tokens
+                done = f"{task.percentage:.0f}%"
+            numbers = f"{done} {left} left{task.fields['details']}"
             room = width - len(f"{task.description}  {numbers}")
             bar = ProgressBar(task.total, task.completed, width=max(1, min(BAR_WIDTH, room)))
             line = Table.grid(padding=(0, 1))
@@ -63,7 +71,8 @@ class ConsoleProgress(TrainingProgress):
         self.is_tokenizing = False
         self.spinner = spinner(console, doing)
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
-        self.steps = self.out = None
+        self.steps = self.out = self.evaluation = None
+        self.over = ""
         self.most_steps = 1 if console.is_terminal else None
         self.tokens_per_step = 1
         self.validation = self.details = ""
@@ -81,6 +90,10 @@ class ConsoleProgress(TrainingProgress):
         """Show the fraction beside the spinner."""
         self.is_tokenizing = fraction < 1
         self.spinner.update(f"tokenizing the text: {fraction:.0%}" if fraction < 1 else self.doing)
+
+    def planned(self, evaluations: EvaluationPlan) -> None:
+        """Keep what is said after a loss."""
+        self.over = evaluations.over
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print model and data, and start the bar."""
@@ -116,11 +129,37 @@ class ConsoleProgress(TrainingProgress):
         if not self.console.is_terminal and waited > SECONDS_PER_LINE:
             self.say(f"step {step}: {self.details}")
 
+    def evaluating(self, done: int, targets: int) -> None:
+        """Show a bar of its own; without one, print a line now and then."""
+        self.spinner.stop()
+        if self.evaluation is None:
+            if self.steps is not None:
+                self.bar.update(self.steps, visible=False)
+            self.evaluation = self.bar.add_task(EVALUATE, total=targets, details="")
+            self.bar.start()
+        self.bar.update(self.evaluation, completed=done, total=targets)
+        waited = self.console.get_time() - self.last_line
+        if not self.console.is_terminal and waited > SECONDS_PER_LINE:
+            self.say(f"evaluation: {done:,} of {targets:,} tokens")
+
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
         self.validation = f"  val {validation_loss:.3f}"
+        self._end_evaluation()
         self._move_bar(step)
-        self.say(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
+        loss = f"validation loss {validation_loss:.4f}{self.over}"
+        self.say(f"step {step}: {loss}  {self.details}")
+
+    def evaluated_exactly(self, step: int, validation_loss: float) -> None:
+        """Print a line."""
+        self.say(f"step {step}: validation loss {validation_loss:.4f} over all tokens")
+
+    def _end_evaluation(self) -> None:
+        if self.evaluation is not None:
+            self.bar.remove_task(self.evaluation)
+            self.evaluation = None
+            if self.steps is not None:
+                self.bar.update(self.steps, visible=True)
 
     def estimated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
@@ -250,6 +289,7 @@ def describe(plan: Plan) -> list[str]:
         f"{config.steps:,} steps of {_batch(config)} into {plan.out}: {epochs:.1f} epochs, "
         f"{plan.flops:.3g} FLOPs",
         f"an evaluation and a checkpoint every {config.eval_interval} steps",
+        _describe_evaluations(plan.evaluations),
     ]
     if config.mesh is not None:
         replicated = replicated_dimensions(config.model, abstract_mesh(config.mesh))
@@ -257,6 +297,20 @@ def describe(plan: Plan) -> list[str]:
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
     return [*lines, "no run was written: leave out --dry-run to train"]
+
+
+def _describe_evaluations(evaluations: EvaluationPlan) -> str:
+    count = f"{evaluations.evaluations:,} evaluations"
+    if evaluations.evaluations == 1:
+        count = "1 evaluation"
+    over = evaluations.over
+    if not over:
+        over = f" over all {evaluations.targets:,} tokens"
+    if evaluations.spread:
+        over += ", spread evenly"
+    if evaluations.exact_last:
+        over += "; after the last step over all, too"
+    return f"{count}{over}: {evaluations.share:.1%} of the run's FLOPs"
 
 
 def describe_ahead(step: CompiledStep) -> list[str]:

@@ -1,6 +1,7 @@
 """Batches as a function of (seed, step), from tokens on the device or memory-mapped."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,22 +36,33 @@ def batches(
     steps: int,
     batch_size: int,
     block_size: int,
+    count: int | None = None,
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
     """The windows of steps `first_step` to `first_step + steps`: a pure function of (seed, step).
 
     A window is a block of inputs and one more token, the last target. From memory-mapped tokens, a
-    process reads only the windows of its own devices.
+    process reads only the windows of its own devices, and with `count` only those of the first
+    `count` steps; the others are zeros then.
     """
     starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
 
-    rows = np.asarray(starts)[..., None] + np.arange(block_size + 1)
+    first_tokens = np.asarray(starts)
+    shape = (steps, batch_size, block_size + 1)
+
+    def read(part: Any) -> np.ndarray:
+        # One program takes `steps` windows however many are used. Reading the others from disk
+        # would cost far more than their zeros.
+        windows = np.zeros((steps, *first_tokens[part[:2]].shape[1:], block_size + 1), np.int32)
+        used = first_tokens[part[:2]][:count]
+        windows[:count] = tokens[used[..., None] + np.arange(block_size + 1)]
+        return windows
+
     if current_mesh().empty:  # uncommitted, as computed arrays are: no second compilation
-        return jnp.asarray(tokens[rows].astype(np.int32))
-    where = shardings(spec_of((None, "batch", None), rows.shape, current_mesh()))
-    read = lambda part: tokens[rows[part]].astype(np.int32)  # noqa: E731
-    return jax.make_array_from_callback(rows.shape, where, read)
+        return jnp.asarray(read((slice(None), slice(None), slice(None))))
+    where = shardings(spec_of((None, "batch", None), shape, current_mesh()))
+    return jax.make_array_from_callback(shape, where, read)
 
 
 @typed
@@ -118,7 +130,24 @@ def evaluation_windows(
     """
     targets = len(tokens) - 1
     count = -(-targets // block_size // batch_size)
-    firsts = np.arange(count * batch_size).reshape(count, batch_size, 1) * block_size
-    position = firsts + np.arange(block_size + 1)
+    numbers = np.arange(count * batch_size).reshape(count, batch_size)
+    return windows_by_number(tokens, numbers, block_size)
+
+
+@typed
+def windows_by_number(
+    tokens: Integer[np.ndarray, " tokens"],
+    numbers: Int[np.ndarray, "batches batch"],
+    block_size: int,
+) -> tuple[
+    Int[np.ndarray, "batches batch {block_size}+1"],
+    Bool[np.ndarray, "batches batch {block_size}"],
+]:
+    """Some of the non-overlapping windows that cover a split, and a mask of their targets.
+
+    A window past the end of the split is padding. From memory-mapped tokens only these are read.
+    """
+    targets = len(tokens) - 1
+    position = numbers[..., None] * block_size + np.arange(block_size + 1)
     filled = np.asarray(tokens)[np.minimum(position, targets)].astype(np.int32)
     return filled, position[..., 1:] <= targets

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,8 +42,9 @@ from jgpt.nn.models import (
 from jgpt.nn.precision import run_for_platform
 from jgpt.nn.transformer import GPT
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory, require_storable
-from jgpt.runs.manifest import Manifest, files_below, parse_file, sha256_of, verify
+from jgpt.runs.manifest import MANIFEST, Manifest, files_below, parse_file, sha256_of, verify
 from jgpt.runs.processes import together
+from jgpt.runs.provenance import comparable_after
 from jgpt.sharding import abstract_arrays, shardings
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.step import TrainState, abstract_state, stack_state, state_specs, unstack_state
@@ -79,6 +81,8 @@ class Checkpoints:
         # drops Orbax's log messages, and no others: what fails raises an error as well
         self._quiet = lambda record: "orbax" not in Path(record.pathname).parts
         self._saving: Future[None] | None = None
+        self._save_began: float | None = None
+        self._save_ended: float | None = None
         self._writes = not read_only and process_index() == 0
         if self._writes:
             make_directory(self._path)
@@ -104,10 +108,17 @@ class Checkpoints:
         """The steps of the checkpoints, oldest first."""
         return self.run.checkpoint_steps()
 
-    def save(self, state: TrainState, validation_loss: float | None) -> None:
+    def save(
+        self,
+        state: TrainState,
+        validation_loss: float | None,
+        *,
+        unevaluated: dict[str, Any] | None = None,
+    ) -> None:
         """Save a state asynchronously. Raises OSError if the last save failed.
 
-        A step that has a checkpoint already is not saved again.
+        A step that has a checkpoint already is not saved again. With `unevaluated`, the step's line
+        of metrics, the state is evaluated next; `evaluated` or `discard` follows.
         """
         self.wait()
         step = int(state.step)
@@ -115,6 +126,8 @@ class Checkpoints:
             return
         with together():
             self.run.require_in_place()  # or the checkpoint would be another run's
+        self._save_began = time.monotonic()
+        self._save_ended = None
         state = unstack_state(state)
         partial = self._path / f"saving-{step}"
         ocp = self._open_orbax()
@@ -127,7 +140,34 @@ class Checkpoints:
             "weights": len(jax.tree.leaves(state.weights)),
             "optimizer": len(jax.tree.leaves(state.optimizer)),
         }
-        self._saving = self._background.submit(self._finish, partial, step, validation_loss, arrays)
+        self._saving = self._background.submit(
+            self._finish, partial, step, validation_loss, arrays, unevaluated
+        )
+
+    def evaluated(self, step: int, validation_loss: float) -> None:
+        """Add the loss to the checkpoint of a step and delete old ones, asynchronously."""
+        saving = self._saving
+        self._saving = self._background.submit(self._add_loss, saving, step, validation_loss)
+
+    def discard(self, step: int) -> None:
+        """Delete the checkpoint of a state whose loss is not finite."""
+        self.wait()
+        with together():
+            if self._writes and step in self.steps():
+                self.run.delete_checkpoints([step])
+
+    def unevaluated(self, step: int) -> dict[str, Any] | None:
+        """The line of metrics of a step whose evaluation has not ended; None if it has."""
+        if step not in self.steps():
+            return None
+        return self._read(Manifest.read, step).unevaluated
+
+    def seconds(self) -> float:
+        """How long the last save took, or takes so far; 0 before the first."""
+        if self._save_began is None:
+            return 0.0
+        ended = time.monotonic() if self._save_ended is None else self._save_ended
+        return ended - self._save_began
 
     def wait(self) -> None:
         """Wait for a pending save. Raises OSError if it failed."""
@@ -197,10 +237,16 @@ class Checkpoints:
                     raise
 
     def _by_loss(self) -> list[int]:
-        """The steps that were evaluated, by validation loss."""
+        """The steps that were evaluated, by validation loss.
+
+        Losses over other targets than the last ones can't be compared with them. These steps count
+        only as long as there are no others.
+        """
         losses = {step: self._read(Manifest.read, step).validation_loss for step in self.steps()}
         evaluated = [(loss, step) for step, loss in losses.items() if loss is not None]
-        return [step for _, step in sorted(evaluated)]
+        first = comparable_after(self.run.provenance())
+        comparable = [(loss, step) for loss, step in evaluated if step > first]
+        return [step for _, step in sorted(comparable or evaluated)]
 
     def _verified_step(self, which: Which) -> int:
         step = self.step(which)
@@ -262,7 +308,12 @@ class Checkpoints:
         return ocp
 
     def _finish(
-        self, partial: Path, step: int, validation_loss: float | None, arrays: dict[str, int]
+        self,
+        partial: Path,
+        step: int,
+        validation_loss: float | None,
+        arrays: dict[str, int],
+        unevaluated: dict[str, Any] | None,
     ) -> None:
         """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""
         try:
@@ -276,7 +327,8 @@ class Checkpoints:
             tokenizer = sha256_of(self.run.path / TOKENIZER)
             found = files_below(partial)
             files = {name: (path.stat().st_size, sha256_of(path)) for name, path in found}
-            Manifest(step, validation_loss, model, tokenizer, files).write(partial)
+            manifest = Manifest(step, validation_loss, model, tokenizer, files, unevaluated)
+            manifest.write(partial)
             self.run.require_in_place()
             os.replace(partial, self._path / str(step))
             sync_directory(self._path)
@@ -285,6 +337,34 @@ class Checkpoints:
         except Exception as error:
             if process_index() == 0:
                 self.run.delete_checkpoints(())
+            raise self._failed(step, error) from error
+        finally:
+            self._save_ended = time.monotonic()
+        if unevaluated is None:  # or a loss that is not finite could cost the last good one
+            self._delete_old()
+
+    def _add_loss(self, saving: Future[None] | None, step: int, validation_loss: float) -> None:
+        """In the background, after the save: replace the manifest by one with the loss."""
+        if saving is not None:
+            saving.result()
+        if not self._writes:
+            return
+        try:
+            manifest = Manifest.read(self._path / str(step))
+            manifest = dataclasses.replace(
+                manifest, validation_loss=validation_loss, unevaluated=None
+            )
+            # not in the checkpoint's folder, where a crash would leave a file too many
+            beside = self._path / f"saving-{step}-manifest"
+            make_directory(beside)
+            manifest.write(beside)
+            self.run.require_in_place()
+            os.replace(beside / MANIFEST, self._path / str(step) / MANIFEST)
+            beside.rmdir()
+            sync_directory(self._path / str(step))
+        except MovedDirectory:
+            raise
+        except Exception as error:
             raise self._failed(step, error) from error
         self._delete_old()
 

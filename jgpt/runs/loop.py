@@ -12,11 +12,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Integer
 
 from jgpt.config import Make, TrainConfig
 from jgpt.contracts import typed
-from jgpt.data.batches import batches, evaluation_windows, resident
+from jgpt.data.batches import batches, resident
 from jgpt.data.dataset import Dataset, count_characters, load_dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
@@ -32,7 +31,7 @@ from jgpt.hardware import (
 )
 from jgpt.nn.consistency import inconsistencies
 from jgpt.nn.loss import bits_per_character
-from jgpt.nn.models import LanguageModel, Weights, abstract_model, named_parameters, weights_of
+from jgpt.nn.models import LanguageModel, abstract_model, named_parameters, weights_of
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, PROFILE, SAMPLES, RunDirectory
@@ -41,9 +40,15 @@ from jgpt.runs.processes import Vote, require_same, together
 from jgpt.runs.profiling import compilations_watched
 from jgpt.runs.progress import Progress, default_progress, draw_losses
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
-from jgpt.runs.resume import describe_learning_rate, fields_of, require_same_run
+from jgpt.runs.resume import (
+    describe_learning_rate,
+    fields_of,
+    require_same_run,
+    resume_evaluations,
+)
 from jgpt.runs.trackers import Trackers, require_tracker, trackers_removed_on_error
-from jgpt.sharding import abstract_mesh, current_mesh, shard_by_name, use_mesh
+from jgpt.sharding import abstract_mesh, current_mesh, use_mesh
+from jgpt.training.evaluation import EvaluationPlan, Evaluator, plan_evaluations
 from jgpt.training.plan import (
     Plan,
     bytes_of,
@@ -60,13 +65,16 @@ from jgpt.training.step import (
     dropout_stream,
     init_state,
     is_finite,
-    make_eval_step,
     make_train_steps,
 )
 from jgpt.user_code import changed_code, code_facts, describe_error, require_code, with_code
 
-ESTIMATE_TOKENS = 2048
-"""The fewest validation tokens of an estimate."""
+SECONDS_BETWEEN_SAVES = 30.0
+"""Until the first evaluation a checkpoint is at most that old, if saving is quick."""
+SAVING_SHARE = 0.01
+"""The most of the time until the first evaluation that these checkpoints take."""
+SECONDS_PER_CALL = 10.0
+"""Until the first evaluation a call of slow steps is cut short, or no save could be in time."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,14 @@ class Run:
     config: TrainConfig
     """As saved in the directory."""
     validation_loss: float
-    """Exact, in nats per token."""
+    """In nats per token, over the targets of the run's evaluations."""
     best_step: int
     sample: str
     """Text that the model generated."""
     seconds: float
     """The duration of the call."""
+    evaluations: EvaluationPlan
+    """Which targets the loss is over."""
 
     @property
     def metrics(self) -> dict[str, list[float]]:
@@ -140,10 +150,10 @@ def fit(
     shown = default_progress() if progress == "auto" else progress or Progress()
     progress = shown if process_index() == 0 else Progress()
     with together():
-        saved, config, dataset, out = _prepare(
+        saved, config, dataset, out, evaluations = _prepare(
             config, resume, overwrite, progress, platform, should_stop
         )
-    start = provenance(config, dataset)
+    start = provenance(config, dataset, evaluations)
     asked = {"resume": resume, "overwrite": overwrite}
     asked |= {"checkpoints": RunDirectory(out).checkpoint_steps()}
     texts = {name: start[name] for name in ("text_sha256", "corpus_sha256")}
@@ -180,9 +190,16 @@ def fit(
         with together():
             run = replace(RunDirectory.open(out), lock=lock)
             checkpoints = stack.enter_context(Checkpoints(run))
+            unevaluated = checkpoints.unevaluated(step)
+            if unevaluated is not None and process_index() == 0:
+                # the line of a step whose evaluation has not ended is in its checkpoint
+                run.truncate(METRICS, step - 1)
+        progress.planned(evaluations)
         progress.started(config, dataset, state, out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, [trackers.log], tokens, chips, progress.stepped)
+        if unevaluated is not None:
+            logger.resume_unevaluated(unevaluated)
         training = _Training(
             config=config,
             dataset=dataset,
@@ -192,8 +209,10 @@ def fit(
             logger=logger,
             progress=progress,
             profile_steps=profile_steps,
+            evaluations=evaluations,
+            should_stop=should_stop,
         )
-        training.run(should_stop)
+        training.run(evaluate_first=unevaluated is not None)
         checkpoints.wait()
         release_memory()
         best = checkpoints.best()
@@ -207,9 +226,18 @@ def fit(
                 if picture is not None:
                     run.write(LOSS_PICTURE, picture)
     assert best.validation_loss is not None  # the last step is always evaluated
-    seconds = time.perf_counter() - started
+    if best.step <= evaluations.comparable_after:  # of other targets, and none of these yet
+        evaluations = replace(evaluations, targets=evaluations.split_targets)
     return Run(
-        run.path, trained, tokenizer, saved, best.validation_loss, best.step, sample, seconds
+        directory=run.path,
+        model=trained,
+        tokenizer=tokenizer,
+        config=saved,
+        validation_loss=best.validation_loss,
+        best_step=best.step,
+        sample=sample,
+        seconds=time.perf_counter() - started,
+        evaluations=evaluations,
     )
 
 
@@ -223,9 +251,9 @@ def plan(
 ) -> Plan:
     """The plan of `fit`, which raises what `fit` would. Nothing is written."""
     progress, platform = progress or Progress(), platform or current_platform()
-    _, config, dataset, out = _prepare(config, resume, overwrite, progress, platform)
+    _, config, dataset, out, evaluations = _prepare(config, resume, overwrite, progress, platform)
     with use_mesh(config.mesh):
-        return make_plan(config, dataset, out)
+        return make_plan(config, dataset, out, evaluations)
 
 
 def _prepare(
@@ -235,7 +263,7 @@ def _prepare(
     progress: Progress,
     platform: Platform,
     should_stop: Callable[[], bool] = lambda: False,
-) -> tuple[TrainConfig, TrainConfig, Dataset, Path]:
+) -> tuple[TrainConfig, TrainConfig, Dataset, Path, EvaluationPlan]:
     """Load the data and check everything that can be checked before compiling and writing.
 
     The first config is saved; the second has every `auto` decided for this machine.
@@ -277,6 +305,17 @@ def _prepare(
         require_same_run(before, config, checkpoints, text_is_known=known is not None)
         if (changed := describe_learning_rate(before, config, checkpoints)) is not None:
             progress.warned(changed)
+    evaluations = plan_evaluations(config, len(dataset.validation))
+    if checkpoints:
+        evaluations, other_targets = resume_evaluations(
+            saved=before,
+            given=config,
+            lines=lines,
+            step=checkpoints[-1],
+            validation_tokens=len(dataset.validation),
+        )
+        if other_targets is not None:
+            progress.warned(other_targets)
     mesh = config.mesh or default_mesh(config, accelerators(), memory_limit())
     decided = replace(config, model=decided_model, mesh=mesh)
     require_feasible(decided, memory_limit())
@@ -296,7 +335,7 @@ def _prepare(
             f"{decided.micro_batches} micro-batches fit here, {used} were used before: gradients "
             "differ in rounding" + ", and dropout in its random numbers" * (model.dropout > 0)
         )
-    return config, decided, dataset, out
+    return config, decided, dataset, out, evaluations
 
 
 def _starting_state(
@@ -379,18 +418,29 @@ class _Training:
     logger: MetricsLogger
     progress: Progress
     profile_steps: int
+    evaluations: EvaluationPlan
+    should_stop: Callable[[], bool]
 
     def __post_init__(self) -> None:
         config, dataset = self.config, self.dataset
         self.tokens, self.key = resident(dataset.train), dropout_stream(config.seed)
-        held_out = dataset.validation[: config.eval_tokens]
-        self.exact_loss, self.estimated_loss = _evaluators(config, held_out)
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.weights))
+        held_out, spread_targets = dataset.validation, None
+        if self.evaluations.spread:
+            spread_targets = self.evaluations.targets
+        else:
+            held_out = held_out[: self.evaluations.targets + 1]
+        self.evaluator = Evaluator(config, held_out, self.parameters, spread_targets=spread_targets)
         self.first_step = self.step = int(self.state.step)
         second = self.first_step + 1  # the first step compiles
         self.traced = range(second, second + self.profile_steps)
         self.trace = contextlib.ExitStack()
         lines = self.checkpoints.run.metrics()
-        self.losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+        self.losses = [
+            line["validation_loss"]
+            for line in lines
+            if "validation_loss" in line and line["step"] > self.evaluations.comparable_after
+        ]
         # until the first evaluation: estimates ever further apart, and at the first a checkpoint
         halves = {config.eval_interval >> halvings for halvings in range(1, 5)}
         self.early = {at for at in halves if at > self.step}
@@ -398,15 +448,23 @@ class _Training:
             self.early.add(0)
         self.first_save = min(halves - {0}, default=config.eval_interval)
         self.vote = Vote()
+        self.save_vote = Vote()
+        self.last_save = time.monotonic()
 
-    def run(self, should_stop: Callable[[], bool]) -> None:
-        """Train to the last step, or until the losses stop falling."""
+    def run(self, *, evaluate_first: bool) -> None:
+        """Train to the last step, or until the losses stop falling.
+
+        `evaluate_first`: the evaluation of the first state was interrupted.
+        """
         patience, is_warm = self.config.patience, False
         with self.trace, contextlib.ExitStack() as watch, self._last_good_state_saved():
+            if evaluate_first:
+                self._evaluate()
             while self.step < self.config.steps and not _stops_early(self.losses, patience):
                 if self.step in self.early:
                     self._estimate()
-                self._stop_if_asked(should_stop())
+                self._save_if_due()
+                self._stop_if_asked()
                 self._take_steps()
                 if self.step % self.config.eval_interval == 0 or self.step == self.config.steps:
                     self._evaluate()
@@ -447,33 +505,52 @@ class _Training:
         """Whether training can go on from the state: it may be finite and its loss not."""
         if not is_finite(self.config, self.state):
             return False
-        return math.isfinite(self.estimated_loss(self.state.weights))
+        return math.isfinite(self.evaluator.estimate(self.state.weights))
 
-    def _save(self, validation_loss: float | None) -> None:
-        """Save the state. Raises FloatingPointError for one that is not finite."""
+    def _save(self) -> None:
+        """Record the metrics and save the state. Raises FloatingPointError if it isn't finite."""
+        self.logger.finish()
+        self._require_finite_state()
+        self.checkpoints.save(self.state, None)
+        self.last_save = time.monotonic()
+
+    def _require_finite_state(self) -> None:
         if not is_finite(self.config, self.state):
             raise FloatingPointError(
                 f"the parameters are not finite after step {self.step}: lower learning_rate"
             )
-        self.checkpoints.save(self.state, validation_loss)
 
     def _estimate(self) -> None:
         self.logger.wait()
-        loss = self.estimated_loss(self.state.weights)
+        loss = self.evaluator.estimate(self.state.weights)
         if math.isfinite(loss):  # if not, the next step stops the run
             self.logger.add_evaluation(validation_estimate=loss)
             self.progress.estimated(self.step, loss)
         if self.step == self.first_save and math.isfinite(loss):
-            self.logger.finish()
-            self._save(None)
+            self._save()
         self.logger.start_clock()
 
-    def _stop_if_asked(self, asked: bool) -> None:
+    def _save_if_due(self) -> None:
+        """Until the first evaluation, save so often that little is lost at any time.
+
+        Process 0 decides, by its clock. From then on each evaluation saves.
+        """
+        if self.step >= self.config.eval_interval:
+            return
+        is_due = False
+        if process_index() == 0:
+            waited = time.monotonic() - self.last_save
+            is_due = waited >= max(SECONDS_BETWEEN_SAVES, self.checkpoints.seconds() / SAVING_SHARE)
+        if self.save_vote(is_due):
+            self._save()
+            self.save_vote = Vote()  # what was asked before this save is done
+            self.logger.start_clock()
+
+    def _stop_if_asked(self) -> None:
         failures = self.logger.failure, self.logger.tracker_failure
         failed = self.checkpoints.have_failed() or failures != (None, None)
-        if self.vote(asked or failed):
-            self.logger.finish()
-            self._save(None)
+        if self.vote(self.should_stop() or failed):
+            self._save()
             self.checkpoints.wait()
             with together():
                 if self.logger.tracker_failure is not None:
@@ -490,11 +567,22 @@ class _Training:
         # the other processes have no such progress, and all take as many steps
         asked = self.progress.most_steps if process_count() == 1 else None
         most = min(config.steps_per_call, asked or config.steps_per_call)
+        speed = self.logger.tokens_per_second
+        if speed is not None and process_count() == 1 and first < config.eval_interval:
+            tokens_per_step = config.batch_size * config.model.block_size
+            most = min(most, max(1, int(SECONDS_PER_CALL * speed / tokens_per_step)))
         count = min(most, min(at for at in pauses if at > first) - first)
         if traced and first == traced.start and process_index() == 0:
             self.trace.enter_context(jax.profiler.trace(self.checkpoints.run.path / PROFILE))
-        sizes = config.steps_per_call, config.batch_size, config.model.block_size
-        windows = batches(self.tokens, config.seed, first, *sizes)
+        windows = batches(
+            self.tokens,
+            config.seed,
+            first,
+            steps=config.steps_per_call,
+            batch_size=config.batch_size,
+            block_size=config.model.block_size,
+            count=count,
+        )
         if first == self.first_step:  # a call of no steps compiles, which isn't training's time
             self.state, _ = self.train_steps(self.state, windows, self.key, 0, first)
             release_memory()
@@ -507,20 +595,48 @@ class _Training:
         self.logger.add(first, count, metrics)
 
     def _evaluate(self) -> None:
-        self.logger.wait()
-        loss = self.exact_loss(self.state.weights)
-        if not math.isfinite(loss):
-            averaged = "ema_decay or " * (self.config.optimizer.ema_decay > 0)
-            raise FloatingPointError(
-                f"the validation loss is {loss} after step {self.step}: lower "
-                f"{averaged}learning_rate"
-            )
+        """Save the state, evaluate it, and record its loss.
+
+        An evaluation may take long, and a crash or a signal during it must lose no step. The line
+        of metrics waits in the checkpoint for the loss. Whoever resumes evaluates again.
+        """
+        line = self.logger.unevaluated()
+        if is_finite(self.config, self.state):
+            self.checkpoints.save(self.state, None, unevaluated=line)
+        loss = self.evaluator.exact(self.state.weights, self._between_calls)
+        self._require_finite(loss)
+        self._require_finite_state()
+        losses = {"validation_loss": loss}
+        exact = None
+        if self.evaluations.exact_last and self.step == self.config.steps:
+            whole = Evaluator(self.config, self.dataset.validation, self.parameters)
+            exact = whole.exact(self.state.weights, self._between_calls)
+            self._require_finite(exact)
+            losses["exact_validation_loss"] = exact
         self.losses.append(loss)
-        self.logger.add_evaluation(validation_loss=loss)
+        self.logger.add_evaluation(**losses)
         self.logger.finish()
         self.progress.evaluated(self.step, loss)
-        self._save(loss)
+        if exact is not None:
+            self.progress.evaluated_exactly(self.step, exact)
+        self.checkpoints.evaluated(self.step, loss)
         self.logger.start_clock()
+
+    def _between_calls(self, done: int, targets: int) -> None:
+        """Between the calls of an evaluation."""
+        self.progress.evaluating(done, targets)
+        self._stop_if_asked()
+
+    def _require_finite(self, loss: float) -> None:
+        if math.isfinite(loss):
+            return
+        self.checkpoints.discard(self.step)
+        averaged = ""
+        if self.config.optimizer.ema_decay > 0:
+            averaged = "ema_decay or "
+        raise FloatingPointError(
+            f"the validation loss is {loss} after step {self.step}: lower {averaged}learning_rate"
+        )
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
@@ -550,7 +666,10 @@ def evaluate(
     window: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """The exact loss of a run's model on a split, in windows of its block or a shorter one."""
+    """The exact loss of a run's model on a split, in windows of its block or a shorter one.
+
+    It is over the whole split, whatever the run's `eval_tokens`.
+    """
     progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)
     size = config.model.block_size if window is None else window
@@ -571,10 +690,15 @@ def evaluate(
         warn=progress.warned,
         progress=progress.tokenized,
     )
-    tokens = dataset.test if split == "test" else dataset.validation[: config.eval_tokens]
+    tokens = dataset.test if split == "test" else dataset.validation
     config = replace(config, model=replace(config.model, block_size=size))
-    exact, _ = _evaluators(run_for_platform(config, current_platform()), tokens)
-    loss = exact(weights_of(loaded))
+    weights = weights_of(loaded)
+    evaluator = Evaluator(
+        run_for_platform(config, current_platform()),
+        tokens,
+        sum(leaf.size for leaf in jax.tree.leaves(weights)),
+    )
+    loss = evaluator.exact(weights, progress.evaluating)
     _require_finite_loss(loss, loaded, run_directory)
     targets = tokens[1:]
     bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
@@ -598,29 +722,3 @@ def _perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:  # above 709 nats per token
         return math.inf
-
-
-@typed
-def _evaluators(
-    config: TrainConfig, held_out: Integer[np.ndarray, " tokens"]
-) -> tuple[Callable[[Weights], float], Callable[[Weights], float]]:
-    """Functions from weights to the mean loss on held-out tokens: exact, and an estimate.
-
-    Batches are as large as micro-batches, which fit the device. The estimate takes a few, spread
-    over the split: all estimates of a run take about 1% of the time.
-    """
-    evaluate_windows = make_eval_step(config.model)
-    assert config.micro_batches != "auto"
-    rows = config.batch_size // config.micro_batches
-    windows, counts = evaluation_windows(held_out, config.model.block_size, rows)
-    few = max(config.steps // 200, -(-ESTIMATE_TOKENS // (rows * config.model.block_size)))
-    spread = np.linspace(0, len(counts) - 1, min(few, len(counts))).astype(int)
-    some = np.zeros_like(counts)
-    some[spread] = counts[spread]
-    inputs = shard_by_name(jnp.asarray(windows), None, "batch", None)
-
-    def mean_loss(counted: np.ndarray) -> Callable[[Weights], float]:
-        mask, total = shard_by_name(jnp.asarray(counted), None, "batch", None), int(counted.sum())
-        return lambda weights: float(evaluate_windows(weights, inputs, mask)) / total
-
-    return mean_loss(counts), mean_loss(some)

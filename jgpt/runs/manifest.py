@@ -23,11 +23,15 @@ class Manifest:
 
     step: int
     validation_loss: float | None
+    """None for a state that was not evaluated, or not yet."""
     model: dict[str, Any]
     """The model's config."""
     tokenizer: str
     """SHA-256 of the run's tokenizer."""
     files: dict[str, tuple[int, str]]
+    unevaluated: dict[str, Any] | None = None
+    """The step's line of metrics, until the loss of its evaluation completes it. A state is saved
+    before its evaluation, and the line is written after it."""
 
     @classmethod
     def read(cls, directory: Path) -> Self:

@@ -44,6 +44,8 @@ class MetricsLogger:
         self._started = time.perf_counter() - (seconds[-1] if seconds else 0.0)
         self._clock: float | None = None
         self._tokens = 0
+        self.tokens_per_second: float | None = None
+        """The last throughput measured; None at the start."""
         self.failure: OSError | ValueError | None = None
         """The error of process 0 in writing; `finish` raises it in all processes."""
         self.tracker_failure: OSError | None = None
@@ -91,6 +93,26 @@ class MetricsLogger:
         """Record all calls durably."""
         self.wait()
         self._write(self._held, durable=True)
+        self._raise_failure()
+
+    def unevaluated(self) -> dict[str, Any]:
+        """Record all calls durably up to the last line, and return that one.
+
+        It waits for the loss of an evaluation.
+        """
+        self.wait()
+        (last,) = self._held
+        self._write([], durable=True)
+        self._held = [last]
+        self._raise_failure()
+        return last.copy()
+
+    def resume_unevaluated(self, line: dict[str, Any]) -> None:
+        """Go on with a last line that `unevaluated` returned, which is not recorded."""
+        self._held = [line]
+        self._started = time.perf_counter() - line.get("seconds", 0.0)
+
+    def _raise_failure(self) -> None:
         with together():
             if self.failure is not None:
                 raise self.failure
@@ -101,6 +123,7 @@ class MetricsLogger:
         measured: dict[str, Any] = {"tokens": tokens, "seconds": seconds}
         if self._clock is not None:
             speed = self._tokens / (now - self._clock)
+            self.tokens_per_second = speed
             measured["tokens_per_second"] = round(speed, 1)
             if self._peak_speed:
                 measured["model_flops_utilisation"] = round(speed / self._peak_speed, 5)

@@ -7,6 +7,7 @@ from pathlib import Path
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
 from jgpt.runs.directory import RunDirectory
+from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.step import TrainState
 
 
@@ -22,11 +23,20 @@ class Progress:
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Training starts, or is resumed, at the state's step."""
 
+    def planned(self, evaluations: EvaluationPlan) -> None:
+        """How many evaluations there will be, and of which targets. Called before `started`."""
+
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Steps were taken; `loss` is of the last step."""
 
+    def evaluating(self, done: int, targets: int) -> None:
+        """An evaluation of several calls has done so many of its targets."""
+
     def evaluated(self, step: int, validation_loss: float) -> None:
-        """The validation split was evaluated."""
+        """The validation split was evaluated, on the targets that were planned."""
+
+    def evaluated_exactly(self, step: int, validation_loss: float) -> None:
+        """The last step was evaluated on the whole validation split, too."""
 
     def estimated(self, step: int, validation_loss: float) -> None:
         """The validation loss was estimated on a part of the split."""
@@ -38,6 +48,12 @@ class Progress:
 class LineProgress(Progress):
     """One line on standard error that follows the steps, and a line for each evaluation."""
 
+    _over = ""
+
+    def planned(self, evaluations: EvaluationPlan) -> None:
+        """Keep what is said after a loss."""
+        self._over = evaluations.over
+
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print where the run goes."""
         self._steps = config.steps
@@ -47,9 +63,17 @@ class LineProgress(Progress):
         """Replace the line."""
         self._write(f"step {step}/{self._steps}  loss {loss:.3f}")
 
+    def evaluating(self, done: int, targets: int) -> None:
+        """Replace the line."""
+        self._write(f"evaluation {done / targets:.0%}")
+
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
-        self.warned(f"step {step}: validation loss {validation_loss:.4f}")
+        self.warned(f"step {step}: validation loss {validation_loss:.4f}{self._over}")
+
+    def evaluated_exactly(self, step: int, validation_loss: float) -> None:
+        """Print a line."""
+        self.warned(f"step {step}: validation loss {validation_loss:.4f} over all tokens")
 
     def warned(self, message: str) -> None:
         """Print a line."""

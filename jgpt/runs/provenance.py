@@ -11,11 +11,14 @@ from typing import Any
 from jgpt.config import TrainConfig, as_dict
 from jgpt.data.dataset import Dataset, KnownText
 from jgpt.hardware import current_platform, device_kinds
+from jgpt.training.evaluation import EvaluationPlan
 
 _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping")
 
 
-def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
+def provenance(
+    config: TrainConfig, dataset: Dataset, evaluations: EvaluationPlan
+) -> dict[str, Any]:
     """A line of provenance.jsonl for a start or a resumption, without the step.
 
     The config is the one that is trained, with `micro_batches=auto` decided.
@@ -25,6 +28,9 @@ def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
         "command": sys.argv,
         "seed": config.seed,
         "micro_batches": config.micro_batches,
+        "eval_targets": evaluations.targets,
+        "eval_spread": evaluations.spread,
+        "comparable_after": evaluations.comparable_after,
         "optimizer": as_dict(config.optimizer),
         "text_sha256": dataset.text.digest,
         "corpora": dataset.text.versions,
@@ -54,6 +60,26 @@ def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
     """The micro-batches of the last start that recorded them."""
     counts = [line.get("micro_batches") for line in lines]
     return next((count for count in reversed(counts) if isinstance(count, int)), None)
+
+
+def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
+    """The number of targets of the last start's evaluations, and whether they are spread.
+
+    None for runs from before that was recorded.
+    """
+    for line in reversed(lines):
+        match line:
+            case {"eval_targets": int(targets), "eval_spread": bool(spread)}:
+                return targets, spread
+    return None
+
+
+def comparable_after(lines: list[dict[str, Any]]) -> int:
+    """The step after which all evaluations are of the same targets."""
+    for line in reversed(lines):
+        if isinstance(step := line.get("comparable_after"), int):
+            return step
+    return 0
 
 
 def _version(package: str) -> str | None:

@@ -8,10 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jgpt.config import TrainConfig, values_without_code
+from jgpt.runs.provenance import comparable_after, known_targets
+from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
 from jgpt.training.optimizer import learning_rate_schedule
 
 _MAY_DIFFER = {
-    *("steps", "eval_interval", "steps_per_call", "sample_tokens", "out", "name"),
+    *("steps", "eval_interval", "eval_tokens", "steps_per_call", "sample_tokens", "out", "name"),
     *("mesh", "patience", "keep_best", "keep_last", "keep_every", "trackers"),
     *("model.vocab_size", "optimizer.schedule_steps"),
 }
@@ -103,6 +105,50 @@ def describe_learning_rate(
         f"{changed} jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. "
         f"Without a jump: {way}"
     )
+
+
+def resume_evaluations(
+    saved: TrainConfig,
+    given: TrainConfig,
+    lines: list[dict[str, Any]],
+    *,
+    step: int,
+    validation_tokens: int,
+) -> tuple[EvaluationPlan, str | None]:
+    """The evaluations of a run that is resumed at a step, and a warning if their targets changed.
+
+    `lines` are its provenance. The targets stay the same unless `eval_tokens` is another, also
+    where more steps would allow `auto` more of them.
+    """
+    recorded = known_targets(lines)
+    kept = None
+    if recorded is not None and saved.eval_tokens == given.eval_tokens == "auto":
+        kept, _ = recorded
+    evaluations = plan_evaluations(given, validation_tokens, targets=kept)
+    if recorded is None:  # a run from before they were recorded
+        previous = plan_evaluations(saved, validation_tokens)
+        recorded = previous.targets, previous.spread
+    targets, spread = recorded
+    if (targets, spread) == (evaluations.targets, evaluations.spread):
+        same = dataclasses.replace(evaluations, comparable_after=comparable_after(lines))
+        return same, None
+    changed = dataclasses.replace(evaluations, comparable_after=step)
+    if step == 0:
+        return changed, None
+    before = _describe_targets(targets, spread, evaluations.split_targets)
+    after = _describe_targets(evaluations.targets, evaluations.spread, evaluations.split_targets)
+    return changed, (
+        f"eval_tokens={given.eval_tokens} instead of {saved.eval_tokens}: validation losses up to "
+        f"step {step} are over {before}, later ones over {after}, and can't be compared with them. "
+        "The best checkpoint and patience go by the later ones"
+    )
+
+
+def _describe_targets(targets: int, spread: bool, split_targets: int) -> str:
+    if targets == split_targets:
+        return f"all {targets:,} tokens"
+    where = "spread over" if spread else "the first of"
+    return f"{targets:,} tokens, {where} {split_targets:,}"
 
 
 def _lowered_rates(saved: TrainConfig, given: TrainConfig) -> Iterator[tuple[str, float, float]]:

@@ -19,6 +19,7 @@ from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
 from jgpt.hardware import host_memory
 from jgpt.nn.models import abstract_model, flops_per_token, named_parameters, parts_of
+from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.step import abstract_state, dropout_stream, make_train_steps, state_specs
 
 
@@ -49,6 +50,7 @@ class Plan:
     memory: TrainingMemory | None
     flops: int
     """For all steps."""
+    evaluations: EvaluationPlan
 
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
@@ -106,7 +108,9 @@ def with_micro_batches(config: TrainConfig, memory_limit: int | None) -> TrainCo
     return dataclasses.replace(config, micro_batches=chosen)
 
 
-def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
+def make_plan(
+    config: TrainConfig, dataset: Dataset, out: Path, evaluations: EvaluationPlan
+) -> Plan:
     """The plan of a run on a dataset."""
     tokens = config.steps * config.batch_size * config.model.block_size
     return Plan(
@@ -117,6 +121,7 @@ def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
         parameters=sum(part.parameters for part in parts_of(config.model)),
         memory=training_memory(config),
         flops=3 * flops_per_token(config.model) * tokens,
+        evaluations=evaluations,
     )
 
 

@@ -1,0 +1,246 @@
+"""Evaluations: how many targets they take, and the mean loss in calls of bounded work."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Integer
+
+from jgpt.config import TrainConfig
+from jgpt.contracts import record, typed
+from jgpt.data.batches import windows_by_number
+from jgpt.nn.models import Weights
+from jgpt.sharding import shard_by_name
+from jgpt.training.step import loss_dtype, make_eval_step
+
+SMALL_SPLIT = 131_072
+"""`eval_tokens=auto` takes all of a split with at most this many targets."""
+TRAINING_TO_EVALUATIONS = 19
+"""The least ratio of FLOPs in training and in evaluations: evaluations are at most 1/20 of both."""
+WORK_PER_CALL = 100_000_000_000
+"""FLOPs of a call, so that a laptop's processor answers a signal within a few seconds."""
+BATCHES_PER_SUM = 4096
+"""After so many batches the float32 sum of losses is added to one in float64. Over 10 million
+batches float32 alone is off by 0.0001 nats. Smaller splits keep the sum that they always had."""
+RESIDENT_WINDOWS = 1 << 26
+"""Windows of up to this many bytes stay on the device between evaluations."""
+ESTIMATE_TOKENS = 2048
+"""The fewest validation tokens of an estimate."""
+
+Between = Callable[[int, int], None]
+"""Called before each of several calls, with the number of targets evaluated so far, and of all."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The evaluations of a run: how many, and of which validation targets."""
+
+    evaluations: int
+    targets: int
+    """The targets of each evaluation."""
+    split_targets: int
+    """The targets of the whole validation split."""
+    spread: bool
+    """Whether they are spread evenly over the split; if not, they are its first ones."""
+    exact_last: bool
+    """Whether the last step is evaluated on the whole split, too."""
+    share: float
+    """The evaluations' share of the run's FLOPs."""
+    comparable_after: int = 0
+    """Losses up to this step are of other targets. 0: all losses are of the same ones."""
+
+    @property
+    def over(self) -> str:
+        """What to say after a loss, if it is not of the whole split."""
+        if self.targets == self.split_targets:
+            return ""
+        return f" over {self.targets:,} of {self.split_targets:,} tokens"
+
+
+def plan_evaluations(
+    config: TrainConfig,
+    validation_tokens: int,
+    *,
+    targets: int | None = None,
+    comparable_after: int = 0,
+) -> EvaluationPlan:
+    """The evaluations of a config on a validation split: a pure function of these.
+
+    `targets` is what `eval_tokens=auto` gave when the run began. It stays when the run is trained
+    further, so that its losses can be compared.
+    """
+    split = validation_tokens - 1
+    evaluations = -(-config.steps // config.eval_interval)
+    # in forward passes over a token; a train step takes three times as many FLOPs
+    training = 3 * config.steps * config.batch_size * config.model.block_size
+    budget = training // TRAINING_TO_EVALUATIONS
+    spread = False
+    exact_last = False
+    if config.eval_tokens is None:
+        targets = split
+    elif config.eval_tokens != "auto":
+        targets = min(config.eval_tokens - 1, split)
+    else:
+        if targets is None:
+            targets = _affordable_targets(config, split, evaluations, budget)
+        spread = targets < split
+        exact_last = spread and evaluations * targets + split <= budget
+    taken = evaluations * targets
+    if exact_last:
+        taken += split
+    return EvaluationPlan(
+        evaluations=evaluations,
+        targets=targets,
+        split_targets=split,
+        spread=spread,
+        exact_last=exact_last,
+        share=taken / (taken + training),
+        comparable_after=comparable_after,
+    )
+
+
+def _affordable_targets(config: TrainConfig, split: int, evaluations: int, budget: int) -> int:
+    """The targets of each evaluation: the whole split, or whole windows of it."""
+    if split <= SMALL_SPLIT or evaluations * split <= budget:
+        return split
+    if split <= budget // 2:  # the whole split after the last step, too
+        budget -= split
+    block_size = config.model.block_size
+    windows = max(1, budget // evaluations // block_size)
+    return min(split, windows * block_size)
+
+
+@record
+@dataclass(frozen=True)
+class Call:
+    """The arguments of the evaluation step in one call, on the device."""
+
+    first_batch: int
+    windows: Int[Array, "batches batch window"]
+    counts: Bool[Array, "batches batch window-1"]
+
+
+class Evaluator:
+    """The mean loss of held-out targets, for any weights of a config's model.
+
+    Batches are as large as micro-batches, which fit the device. A call of the compiled step takes
+    as many of them as `WORK_PER_CALL` allows. Few windows stay on the device; of many only those of
+    two calls are there.
+    """
+
+    @typed
+    def __init__(
+        self,
+        config: TrainConfig,
+        held_out: Integer[np.ndarray, " tokens"],
+        parameters: int,
+        *,
+        spread_targets: int | None = None,
+    ) -> None:
+        """`spread_targets` are the targets of whole windows, spread evenly; by default all."""
+        assert config.micro_batches != "auto"
+        self._config = config
+        self._tokens = held_out
+        self._block_size = config.model.block_size
+        self._rows = config.batch_size // config.micro_batches
+        self.targets = len(held_out) - 1
+        self._covering = -(-self.targets // self._block_size)
+        self._windows = self._covering
+        if spread_targets is not None:
+            self.targets = spread_targets
+            self._windows = spread_targets // self._block_size
+        self._batches = -(-self._windows // self._rows)
+        # of all windows that cover the split: a part and the whole are evaluated by one program
+        most_batches = -(-self._covering // self._rows)
+        work = 2 * parameters * self._rows * self._block_size
+        self._batches_per_call = min(max(WORK_PER_CALL // work, 1), most_batches)
+        self._evaluate_windows = make_eval_step(config.model)
+        self._zero = np.zeros((), loss_dtype(config.model))
+        self._all_batches = np.ones(self._batches, bool)
+        self._few_batches = self._spread_batches()
+        self._resident: tuple[list[Call], list[Call]] | None = None
+        size = 4 * self._batches * self._rows * (self._block_size + 1)
+        if size <= RESIDENT_WINDOWS:
+            calls = list(self._calls(self._all_batches))
+            placed = {call.first_batch: call.windows for call in calls}
+            self._resident = calls, list(self._calls(self._few_batches, placed))
+
+    def exact(self, weights: Weights, between: Between = lambda done, targets: None) -> float:
+        """The mean loss of all targets. `between` may raise an exception to end it early."""
+        calls = self._calls(self._all_batches) if self._resident is None else self._resident[0]
+        return self._mean(weights, iter(calls), self.targets, between)
+
+    def estimate(self, weights: Weights) -> float:
+        """The mean loss of a few batches spread over the windows.
+
+        All estimates of a run take about 1% of its time.
+        """
+        calls = self._calls(self._few_batches) if self._resident is None else self._resident[1]
+        targets = sum(self._targets_of(int(batch)) for batch in np.flatnonzero(self._few_batches))
+        return self._mean(weights, iter(calls), targets, lambda done, targets: None)
+
+    def _mean(
+        self, weights: Weights, calls: Iterator[Call], targets: int, between: Between
+    ) -> float:
+        total = 0.0
+        partial = self._zero
+        batches_in_partial = 0
+        several_calls = self._batches > self._batches_per_call
+        call = next(calls, None)
+        while call is not None:
+            if several_calls:
+                between(call.first_batch * self._rows * self._block_size, self.targets)
+            result = self._evaluate_windows(weights, call.windows, call.counts, partial)
+            call = next(calls, None)  # read and moved to the device while the last one computes
+            # By way of the host, for an array on the device could have another sharding than the
+            # first zero, and the step would be compiled twice.
+            partial = np.asarray(result)
+            batches_in_partial += self._batches_per_call
+            if batches_in_partial >= BATCHES_PER_SUM and call is not None:
+                total += float(partial)
+                partial = self._zero
+                batches_in_partial = 0
+        return (total + float(partial)) / targets
+
+    def _spread_batches(self) -> np.ndarray:
+        at_once = self._rows * self._block_size
+        few = max(self._config.steps // 200, -(-ESTIMATE_TOKENS // at_once))
+        spread = np.linspace(0, self._batches - 1, min(few, self._batches)).astype(int)
+        chosen = np.zeros(self._batches, bool)
+        chosen[spread] = True
+        return chosen
+
+    def _calls(
+        self, chosen: np.ndarray, placed: Mapping[int, jax.Array] | None = None
+    ) -> Iterator[Call]:
+        """The calls that evaluate the chosen batches; `placed` are windows on the device."""
+        for first in range(0, self._batches, self._batches_per_call):
+            wanted = np.zeros(self._batches_per_call, bool)
+            part = chosen[first : first + self._batches_per_call]
+            wanted[: len(part)] = part
+            if wanted.any():
+                windows, counts = self._read(first)
+                counts &= wanted[:, None, None]
+                on_device = _to_device(windows) if placed is None else placed[first]
+                yield Call(first, on_device, _to_device(counts))
+
+    def _read(self, first_batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The windows and the mask of a call; past the last window they are padding."""
+        last_batch = first_batch + self._batches_per_call
+        numbers = np.arange(first_batch * self._rows, last_batch * self._rows)
+        padding = numbers >= self._windows
+        if self._windows < self._covering:
+            numbers = numbers * self._covering // self._windows
+        numbers[padding] = self._covering
+        shape = (self._batches_per_call, self._rows)
+        return windows_by_number(self._tokens, numbers.reshape(shape), self._block_size)
+
+    def _targets_of(self, batch: int) -> int:
+        at_once = self._rows * self._block_size
+        return min(self.targets - batch * at_once, at_once)
+
+
+def _to_device(array: np.ndarray) -> jax.Array:
+    return shard_by_name(jnp.asarray(array), None, "batch", None)
