@@ -301,7 +301,16 @@ def test_a_file_from_before_universal_newlines_keeps_its_text():
     old = from_json(TrainConfig, '{"dataset": {"data": ["a.txt"]}}')
     assert old.dataset == DataConfig(data=("a.txt",), universal_newlines=False)
     assert from_json(TrainConfig, to_json(old)) == old
-    assert from_json(TrainConfig, "{}") == TrainConfig()
+
+
+def test_a_file_from_before_eval_tokens_could_be_auto_evaluates_all_targets():
+    """Without the field or with null, as runs of then have it. A new config says auto."""
+    assert TrainConfig().eval_tokens == "auto"
+    for old in ("{}", '{"eval_tokens": null}'):
+        assert from_json(TrainConfig, old) == dataclasses.replace(TrainConfig(), eval_tokens=None)
+    for value in ("auto", None, 4321):
+        config = TrainConfig(eval_tokens=value)
+        assert from_json(TrainConfig, to_json(config)) == config
 
 
 def test_json_is_one_field_a_line_for_people():

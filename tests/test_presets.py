@@ -8,6 +8,7 @@ import pytest
 
 from jgpt import TrainConfig, preset
 from jgpt.presets import DEFAULT_PRESET, PRESETS
+from jgpt.training.evaluation import plan_evaluations
 
 
 def fields(text: str) -> dict[str, Any]:
@@ -49,7 +50,7 @@ REST = fields(
     optimizer: muon_learning_rate=0.02 muon_weight_decay=0.0 muon_momentum=0.95
     dataset: data_field='text'
     dataset: data=('pydocs',) universal_newlines=True bpe_vocab_size=1024 tokenizer_files=None
-    run: name='gpt' out=None seed=1337 eval_tokens=None steps_per_call=50 patience=None
+    run: name='gpt' out=None seed=1337 eval_tokens='auto' steps_per_call=50 patience=None
     run: keep_best=1 keep_last=2 keep_every=None trackers=() sample_tokens=500 mesh=None
     """
 )
@@ -83,7 +84,8 @@ MODERN_CPU = f"""{MODERN}{MUON}
     run: batch_size=8 steps=1700 eval_interval=425
     """
 CHANGES = {
-    "nanogpt-cpu": "",
+    # on all of tiny Shakespeare, where nanoGPT draws samples
+    "nanogpt-cpu": "run: eval_interval=1000",
     # nanoGPT's config/train_shakespeare_char.py
     "nanogpt-char": """
     model: num_layers=6 num_heads=6 embed_dim=384 block_size=256 dropout=0.2 dtype='auto'
@@ -110,7 +112,7 @@ CHANGES = {
     model: num_layers=4 num_heads=4 embed_dim=64 block_size=32 activation='relu'
     model: use_bias=True head_bias=True tie_embeddings=False
     optimizer: schedule='constant' warmup_steps=0 beta2=0.999 weight_decay=0.01 gradient_clip=0.0
-    run: batch_size=16 steps=5000 eval_interval=500
+    run: batch_size=16 steps=5000 eval_interval=2000
     """,
     # the lecture's bigram.py, trained on more at once to converge in seconds
     "bigram": """
@@ -145,7 +147,7 @@ CHANGES = {
     "tiny": """
     model: num_layers=2 num_heads=2 embed_dim=32 block_size=16
     optimizer: learning_rate=3e-3 min_learning_rate=3e-4 warmup_steps=10
-    run: batch_size=8 steps=200 eval_interval=100 sample_tokens=100
+    run: batch_size=8 steps=200 eval_interval=200 sample_tokens=100
     """,
 }
 """What each preset changes of nanoGPT's setting and of the rest."""
@@ -164,6 +166,18 @@ def flat(config, prefix=""):
 def test_a_preset_has_the_published_values_and_defaults_for_the_rest(name):
     expected = {**REST, **NANOGPT_CPU, **fields(CHANGES[name]), "name": name}
     assert dict(flat(preset(name))) == expected
+
+
+TINY_SHAKESPEARE = 111_540
+"""The tokens of its validation split, as characters."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_evaluates_as_seldom_as_5_percent_of_its_flops_allow(name):
+    """On tiny Shakespeare; `tiny` learns less than it evaluates once, and does that once."""
+    evaluations = plan_evaluations(preset(name), TINY_SHAKESPEARE)
+    assert evaluations.targets == TINY_SHAKESPEARE - 1
+    assert evaluations.share <= 0.05 or (name, evaluations.evaluations) == ("tiny", 1)
 
 
 def test_the_defaults_are_nanogpt_s_and_the_rest_is_off():

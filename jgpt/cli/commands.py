@@ -108,15 +108,20 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 resume=options.resume,
                 overwrite=options.overwrite,
                 progress=progress,
-                should_stop=lambda: bool(codes),
+                should_stop=lambda: bool(codes) or progress.reader_left,
                 profile_steps=options.profile,
             )
         except KeyboardInterrupt:  # while the text was tokenized
             sys.exit(max(codes, default=130))
         except loop.TrainingStopped as stopped:
             resume = _command("train", "--out", stopped.directory, "--resume", *_own(config))
-            progress.say(str(stopped), f"resume with: {resume}")
-            sys.exit(max(processes.gather(max(codes, default=0))))
+            lines = [str(stopped), f"resume with: {resume}"]
+            progress.say(*lines)
+            code = max(codes, default=0)
+            if progress.reader_left and not codes:
+                print("jgpt: nobody reads the output any more:", *lines, sep="\n", file=sys.stderr)
+                code = 128 + signals.BROKEN_PIPE
+            sys.exit(max(processes.gather(code)))
     if hardware.process_index() != 0:
         return []
     model = _own(config)[:2] if config.model.make is not None else []

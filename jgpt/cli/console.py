@@ -73,6 +73,7 @@ class ConsoleProgress(TrainingProgress):
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
         self.steps = self.out = self.evaluation = None
         self.over = ""
+        self.reader_left = False
         self.most_steps = 1 if console.is_terminal else None
         self.tokens_per_step = 1
         self.validation = self.details = ""
@@ -187,8 +188,12 @@ class ConsoleProgress(TrainingProgress):
         self.say(in_flags(message))
 
     def say(self, *lines: str) -> None:
-        """Print plain text."""
-        say(self.console, *lines)
+        """Print plain text. A reader that has left, as `head` does, ends training cleanly."""
+        try:
+            say(self.console, *lines)
+        except BrokenPipeError:
+            self.reader_left = True
+            self.console.quiet = True
         self.last_line = self.console.get_time()
 
     def _move_bar(self, step: int) -> None:

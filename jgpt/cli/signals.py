@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 HANG_UP = getattr(signal, "SIGHUP", None)
 """The terminal was closed. Windows has no such signal."""
 SECONDS_UNTIL_AGAIN = 0.02
+BROKEN_PIPE = 13
+"""SIGPIPE, which Windows has not."""
 SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None]
 
 

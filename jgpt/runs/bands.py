@@ -12,7 +12,8 @@ from jgpt.runs.provenance import known_text
 from jgpt.runs.resume import fields_of
 
 BANDS = Path(__file__).with_name("bands.json")
-_MAY_DIFFER = ("seed", "name", "out", "dataset.data")
+_MAY_DIFFER = ("seed", "name", "out", "dataset.data", "eval_interval")
+"""How often a run is evaluated changes none of its losses, only which of them are known."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ def band_of(run: RunDirectory) -> Band | None:
 
 
 def _compared(config: TrainConfig) -> dict[str, Any]:
-    return {name: value for name, value in fields_of(config) if name not in _MAY_DIFFER}
+    values = {name: value for name, value in fields_of(config) if name not in _MAY_DIFFER}
+    if values["eval_tokens"] == "auto":  # all targets of a text as small as tiny Shakespeare
+        values["eval_tokens"] = None
+    return values
 
 
 @functools.cache

@@ -35,6 +35,9 @@ BETAS = dataclasses.replace(preset("tiny").optimizer, beta1=0.8)
     ("config", "digest", "is_compared"),
     [
         (tiny(seed=7, out="elsewhere", name="mine"), TINY["tokens_sha256"], True),
+        (tiny(eval_interval=7), TINY["tokens_sha256"], True),
+        (tiny(eval_tokens=None), TINY["tokens_sha256"], True),
+        (tiny(eval_tokens=2000), TINY["tokens_sha256"], False),
         (tiny(steps=201), TINY["tokens_sha256"], False),
         (tiny(batch_size=9), TINY["tokens_sha256"], False),
         (tiny(optimizer=BETAS), TINY["tokens_sha256"], False),
@@ -71,15 +74,18 @@ def test_a_loss_is_placed(loss, place):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_was_measured_is_the_preset_as_it_is(name):
-    """If not: python benchmarks/bands.py."""
+    """If not: python benchmarks/bands.py. Evaluations may have been more frequent, but also then of
+    all targets, which `auto` is on this text."""
     measured = json.loads(json.dumps(MEASURED[name]))
     expected = json.loads(json.dumps(dict(fields_of(preset(name)))))
     config = {
         f"{part}.{key}" if part else key: value for part, key, value in flat(measured["config"])
     }
-    may_differ = {"model.vocab_size", "seed", "out", "dataset.data"}
+    may_differ = {"model.vocab_size", "seed", "out", "dataset.data", "eval_interval"}
+    assert (config.pop("eval_tokens"), expected["eval_tokens"]) == (None, "auto")
+    assert expected["eval_interval"] % config["eval_interval"] == 0
     assert {key: config[key] for key in config if key not in may_differ} == {
-        key: expected[key] for key in expected if key not in may_differ
+        key: expected[key] for key in expected if key not in may_differ | {"eval_tokens"}
     }
     best, curves = measured["best"], measured["curves"]
     assert len(best) == 5

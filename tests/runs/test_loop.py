@@ -81,7 +81,10 @@ def test_the_validation_loss_is_the_model_s_on_every_held_out_target(trained):
 
 
 def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tmp_path):
-    """Characters of one byte in the training text, of two for validation, of four in the test."""
+    """Characters of one byte in the training text, of two for validation, of four in the test.
+
+    The whole split is evaluated, of which the run's own evaluations have a part.
+    """
     text = "a" * 600 + "é" * 100 + "🙂" * 50
     (tmp_path / "text").write_text(text, encoding="utf-8")
     data = DataConfig((str(tmp_path / "text"),), True, "byte", 300, None, 0.2, 0.2)
@@ -92,7 +95,7 @@ def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tm
     tokens = jnp.asarray(np.frombuffer(text.encode(), np.uint8), jnp.int32)
     losses = np.asarray(token_losses(model(tokens[None, :-1])[0], tokens[1:]))
     splits: list[tuple[Literal["validation", "test"], int, int, int]] = [
-        ("validation", 600, 149, 74),
+        ("validation", 600, 199, 99),
         ("test", 800, 199, 49),
     ]
     for split, first, targets, characters in splits:
@@ -256,7 +259,7 @@ def test_what_explodes_stops_the_run_and_keeps_the_state_before_it(small_run, tm
 
 
 def test_a_validation_loss_that_is_not_finite_blames_averages_too(small_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "_evaluators", lambda *_: (lambda _: math.nan, lambda _: 3.0))
+    monkeypatch.setattr(loop.Evaluator, "exact", lambda *_: math.nan)
     config = with_changes(with_changes(small_run, **BIGRAM), optimizer={"ema_decay": 0.9})
     refusal = "nan after step 4: lower ema_decay or learning_rate; checkpoint 1 is kept$"
     with pytest.raises(FloatingPointError, match=refusal):
@@ -393,8 +396,11 @@ def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run
     loss = pytest.approx(loss_by_hand(run.model, tokens, 7), rel=1e-5)
     assert run.validation_loss == loss
     assert run.validation_loss == losses[run.best_step]
+    assert (run.evaluations.targets, run.evaluations.spread) == (49, False)
+    whole = load_dataset(run.config.dataset, 7).validation
     evaluation = evaluate(run.directory)
-    assert (evaluation.tokens, evaluation.loss) == (49, loss)
+    assert evaluation.tokens == len(whole) - 1 > 49
+    assert evaluation.loss == pytest.approx(loss_by_hand(run.model, whole, 7), rel=1e-5)
 
     def said(temperature):
         key, prompt = jax.random.key(2**32 - 1), jnp.asarray(run.tokenizer.encode("\n"))[None]

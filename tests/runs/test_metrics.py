@@ -19,6 +19,8 @@ from jgpt.nn.loss import token_losses
 from jgpt.runs import loop
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.metrics import MetricsLogger
+from jgpt.training import evaluation
+from jgpt.training.evaluation import Evaluator
 from jgpt.training.step import Metrics
 from tests.runs.harness import BIGRAM, with_changes
 
@@ -160,7 +162,8 @@ def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
 
     steps = timed(loop.make_train_steps, lambda arguments: arguments[3])
     monkeypatch.setattr(loop, "make_train_steps", steps)
-    monkeypatch.setattr(loop, "make_eval_step", timed(loop.make_eval_step, lambda _: 1000))
+    evaluate = timed(evaluation.make_eval_step, lambda _: 1000)
+    monkeypatch.setattr(evaluation, "make_eval_step", evaluate)
     monkeypatch.setattr(type(jnp.zeros(())), "is_ready", lambda _: True)
     config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
     lines = [line for line in RunDirectory(fit(config).directory).metrics() if "seconds" in line]
@@ -198,10 +201,10 @@ def test_an_estimate_is_of_batches_that_are_spread_over_the_split(trained, monke
     weights = nnx.to_pure_dict(nnx.state(trained.model, nnx.Param))
     of = jax.vmap(lambda batch: token_losses(trained.model(batch[:, :-1]), batch[:, 1:]))
     losses = np.asarray(of(jnp.asarray(windows)))
-    monkeypatch.setattr(loop, "ESTIMATE_TOKENS", 71)
+    monkeypatch.setattr(evaluation, "ESTIMATE_TOKENS", 71)
     for steps, chosen in ((11, [0, 2, 5]), (1000, [0, 1, 2, 3, 5]), (9999, range(6))):
         longer = dataclasses.replace(config, steps=steps)
-        exact, estimate = loop._evaluators(longer, dataset.validation)
-        assert exact(weights) == pytest.approx(losses[counts].mean(), rel=1e-5)
+        evaluator = Evaluator(longer, dataset.validation, 2000)
+        assert evaluator.exact(weights) == pytest.approx(losses[counts].mean(), rel=1e-5)
         expected = np.concatenate([losses[i][counts[i]] for i in chosen]).mean()
-        assert estimate(weights) == pytest.approx(expected, rel=1e-5)
+        assert evaluator.estimate(weights) == pytest.approx(expected, rel=1e-5)
