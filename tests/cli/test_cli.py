@@ -265,10 +265,14 @@ def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
 
 
 def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
-    seconds = iter([100.0, 114.2, 0.0, 1.0])
+    seconds = iter([100.0, 114.2, 0.0, 1.0, 0.0, 2.0])
     monkeypatch.setattr("jgpt.cli.commands.time.perf_counter", lambda: next(seconds))
     run = types.SimpleNamespace(
-        directory=tmp_path / "a run", sample="", validation_loss=1.23456, best_step=7
+        directory=tmp_path / "a run",
+        sample="",
+        validation_loss=1.23456,
+        best_step=7,
+        evaluations=types.SimpleNamespace(over=""),
     )
     monkeypatch.setattr("jgpt.runs.loop.fit", lambda *_, **__: run)
     loss, directory, following = worked("train", "tiny").splitlines()
@@ -279,6 +283,11 @@ def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
     monkeypatch.setattr("jgpt.runs.bands.band_of", {RunDirectory(run.directory): band}.get)
     _, placed, *_ = worked("train", "tiny").splitlines()
     assert placed == "that is within the 2 seeds of tiny, 1.200 to 1.300"
+    run.evaluations.over = " over 19,200 of 11,801,144 tokens"
+    loss, *_ = worked("train", "tiny").splitlines()
+    assert loss == (
+        "validation loss 1.2346 at step 7 over 19,200 of 11,801,144 tokens, total time 2 s"
+    )
 
 
 def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
@@ -292,6 +301,38 @@ def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
     assert done.code == 130
     resume = f"resume with: jgpt train --out '{tmp_path / 'a run'}' --resume"
     assert done.stdout.splitlines()[-1] == resume
+
+
+def test_training_stops_with_a_checkpoint_when_nobody_reads_its_output(
+    text_file, tmp_path, monkeypatch, capfd
+):
+    """As in `jgpt train ... | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    endless = ("--steps", "1000000", "--eval-interval", "1000000", "--sample-tokens", "0")
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        with pytest.raises(SystemExit) as stopped:
+            main(
+                [
+                    "train",
+                    "bigram",
+                    "--data",
+                    str(text_file),
+                    "--out",
+                    str(tmp_path / "a"),
+                    *endless,
+                ]
+            )
+        monkeypatch.undo()
+    assert stopped.value.code == 141
+    (step,) = RunDirectory(tmp_path / "a").checkpoint_steps()[-1:]
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        "jgpt: nobody reads the output any more:",
+        f"stopped after step {step}; its checkpoint is in {tmp_path / 'a'}",
+        f"resume with: jgpt train --out {tmp_path / 'a'} --resume",
+    ]
 
 
 SAMPLE = ("--max-new-tokens", 12, "--prompt")

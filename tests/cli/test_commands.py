@@ -21,6 +21,7 @@ from jgpt.runs.checkpoints import load
 from jgpt.runs.loop import evaluate
 from jgpt.sharding import current_mesh
 from jgpt.training.ahead import Collective, CompiledStep
+from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.plan import Plan, TrainingMemory
 from tests.commands import worked
 
@@ -35,7 +36,9 @@ PLAN = Plan(
     parameters=812_345,
     memory=TrainingMemory(state=5 * MIB, working=7 * MIB),
     flops=123_456_789_000,
+    evaluations=EvaluationPlan(8, 111_110, 111_110, spread=False, exact_last=False, share=0.1618),
 )
+SPREAD = EvaluationPlan(1, 19_200, 11_801_144, spread=True, exact_last=True, share=0.04951)
 STEP = CompiledStep(
     on="v5e:2x4",
     chip=CHIPS["v5e"],
@@ -58,7 +61,12 @@ DESCRIBED = {
     "info nanogpt-cpu on a mesh": lambda: info("nanogpt-cpu", mesh="fsdp=4,tensor=3"),
     "a plan": lambda: describe(PLAN),
     "a plan on a mesh, in micro-batches": lambda: describe(
-        replace(PLAN, config=TrainConfig(micro_batches=3, mesh="tensor=3"), memory=None)
+        replace(
+            PLAN,
+            config=TrainConfig(micro_batches=3, mesh="tensor=3"),
+            memory=None,
+            evaluations=SPREAD,
+        )
     ),
     "a compiled step": lambda: describe_ahead(STEP),
     "one without collectives that does not fit": lambda: describe_ahead(replace(STEP, **NOTHING)),

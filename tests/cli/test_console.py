@@ -14,6 +14,7 @@ from rich.console import Console
 from jgpt import ModelConfig, OptimizerConfig, preset
 from jgpt.cli.console import ConsoleProgress, describe_optimizer_groups
 from jgpt.nn.models import abstract_model, weight_dimensions
+from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.stacking import stack_blocks
 from tests.cli.screen import Screen
 from tests.nn.test_models import ATTENTION, FEED_FORWARD, MODERN
@@ -166,6 +167,55 @@ def test_a_second_signal_says_what_is_lost_and_leaves_no_bar_and_no_hidden_curso
         progress.leaving()
         assert screen.show() == lost
         assert screen.cursor
+
+
+PART = EvaluationPlan(1, 400, 9000, spread=True, exact_last=True, share=0.05)
+
+
+def test_a_long_evaluation_has_a_bar_in_the_place_of_the_steps():
+    screen, seconds = Screen(80), [0.0]
+    console = Console(
+        file=screen,  # type: ignore[arg-type]
+        width=80,
+        force_terminal=True,
+        color_system=None,
+        get_time=lambda: seconds[0],
+        _environ={},
+    )
+    progress = ConsoleProgress(console, "reading the data")
+    with progress:
+        progress.steps = progress.bar.add_task("train", total=60, completed=0, details="")
+        progress.planned(PART)
+        progress.stepped(30, 2.5, 1000.0)
+        for done in (0, 100, 200):
+            progress.evaluating(done, 400)
+            seconds[0] += 2.0
+        progress.bar.refresh()
+        (bar,) = [line for line in screen.show() if "left" in line]
+        assert bar.startswith("evaluate ━")
+        assert bar.endswith(" 50% 00:04 left")
+        progress.evaluated(30, 2.25)
+        progress.bar.refresh()
+        shown = screen.show()
+        assert shown[0] == (
+            "step 30: validation loss 2.2500 over 400 of 9,000 tokens  loss 2.500  1,000"
+        )
+        assert shown[-1].startswith("train ━")
+        progress.evaluated_exactly(60, 2.125)
+        progress.bar.refresh()
+        assert "step 60: validation loss 2.1250 over all tokens" in screen.show()
+
+
+def test_jgpt_eval_has_a_bar_too_and_lines_in_a_file():
+    file, seconds = io.StringIO(), [0.0]
+    console = Console(file=file, width=80, get_time=lambda: seconds[0], _environ={})
+    with ConsoleProgress(console, "evaluating") as progress:
+        for done in range(0, 9000, 100):
+            progress.evaluating(done, 9000)
+            seconds[0] += 1.0
+    assert [line for line in file.getvalue().splitlines() if line] == [
+        f"evaluation: {done:,} of 9,000 tokens" for done in (2100, 4200, 6300, 8400)
+    ]
 
 
 def test_a_bar_moves_twice_a_second_however_slow_a_step_is():
