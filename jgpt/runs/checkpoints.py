@@ -350,6 +350,7 @@ class Checkpoints:
         if not self._writes:
             return
         try:
+            self.run.require_in_place()
             manifest = Manifest.read(self._path / str(step))
             manifest = dataclasses.replace(
                 manifest, validation_loss=validation_loss, unevaluated=None

@@ -16,7 +16,7 @@ from jgpt import CharTokenizer, ModelConfig, TrainConfig, create_model, durable,
 from jgpt.runs import checkpoints, directory
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.manifest import verify
+from jgpt.runs.manifest import Manifest, verify
 from jgpt.training.step import TrainState, init_state
 from tests.disk import Disk
 
@@ -124,13 +124,18 @@ def test_whenever_it_crashes_the_best_and_the_last_checkpoint_load(disk, initial
 @pytest.mark.slow
 def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch):
     """What a checkpoint's step needs is durable before it counts: metrics, and the provenance."""
-    save = Checkpoints.save
+    save, evaluated = Checkpoints.save, Checkpoints.evaluated
 
-    def save_and_wait(self, *arguments):
-        save(self, *arguments)
+    def save_and_wait(self, *arguments, **options):
+        save(self, *arguments, **options)
         self.wait()  # or copies are made while Orbax renames
 
+    def evaluated_and_wait(self, *arguments):
+        evaluated(self, *arguments)
+        self.wait()
+
     monkeypatch.setattr(Checkpoints, "save", save_and_wait)
+    monkeypatch.setattr(Checkpoints, "evaluated", evaluated_and_wait)
     out = disk.root / "run"
     config = dataclasses.replace(small_run, out=str(out), sample_tokens=0, keep_last=1)
     fit(config, overwrite=True)
@@ -144,6 +149,10 @@ def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch)
         steps = steps_that_load(run.path)
         last.append(steps[-1] if steps else 0)
         metrics = [line["step"] for line in run.metrics()]
+        if steps:
+            manifest = Manifest.read(run.path / "checkpoints" / str(steps[-1]))
+            if manifest.unevaluated is not None and steps[-1] not in metrics:
+                metrics.append(manifest.unevaluated["step"])  # whose loss is not known yet
         assert metrics[: last[-1] + 1] == list(range(last[-1] + 1)) or not steps
         assert len(run.provenance()) == 1 or not steps
     assert sorted(set(last)) == [0, 1, 4, 8, 11]  # 1 is the early checkpoint
