@@ -125,7 +125,7 @@ def test_a_process_that_dies_at_any_moment_of_an_evaluation_loses_nothing(
             patched.setattr(loop._Training, "_estimate", lambda self: None)
             with pytest.raises(Killed):
                 fit(config, progress=Heard())
-        assert RunDirectory.open(out).checkpoint_steps() == [4], moment
+        assert RunDirectory.open(out).checkpoint_steps()[-1] == 4, moment
         assert manifest(out, 4).validation_loss is None
         run = fit(config, resume=True)
         steps = lines_of(out)
