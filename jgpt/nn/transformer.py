@@ -246,6 +246,5 @@ class GPT(Module):
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
         """The attention weights of every layer and head in the forward pass of `tokens`."""
-        inputs = self.hidden_states(tokens)[:-1]
-        pairs = zip(self.blocks, inputs, strict=True)
+        pairs = zip(self.blocks, self.hidden_states(tokens)[:-1], strict=True)
         return jnp.stack([block.attention.weights(block.attention_norm(x)) for block, x in pairs])
