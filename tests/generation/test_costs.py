@@ -1,0 +1,84 @@
+"""What generation, the page and the loss cost: arrays donated, programs compiled, rows computed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jgpt import CharTokenizer, generate
+from jgpt.generation import decoding
+from jgpt.generation.chat import Chat
+from jgpt.nn.loss import cross_entropy_from, token_losses_from
+from jgpt.runs.look import Look
+from tests.generation.test_chat import chat_tokenizer
+from tests.models import normal, random_gpt
+
+
+@pytest.fixture
+def draws(monkeypatch) -> list[dict[str, Any]]:
+    """The key of each call that draws, and whether each large array of its cache was taken over."""
+    calls: list[dict[str, Any]] = []
+    compiled_draw = decoding._compiled_draw
+
+    def noted(weights, window, length, cache, start, count, key, sampling, **options):
+        large = [leaf for leaf in jax.tree.leaves(cache) if leaf.ndim == 3]
+        result = compiled_draw(
+            weights, window, length, cache, start, count, key, sampling, **options
+        )
+        donated = [leaf.is_deleted() for leaf in large]
+        calls.append({"key": jax.random.key_data(key).tolist(), "donated": donated})
+        return result
+
+    monkeypatch.setattr(decoding, "_compiled_draw", noted)
+    return calls
+
+
+def test_the_cache_is_taken_over_and_not_copied(draws):
+    model = random_gpt("nanogpt", num_layers=2)
+    generate(model, jnp.ones((1, 3), jnp.int32), 2, key=jax.random.key(0))
+    assert [call["donated"] for call in draws] == [[True] * 4]  # keys and values of two layers
+
+
+def test_each_answer_of_a_chat_has_a_key_of_its_own(draws):
+    tokenizer = chat_tokenizer()
+    model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=64, num_layers=1)
+
+    def keys_of_two_answers(seed):
+        draws.clear()
+        chat = Chat(model, tokenizer, max_new_tokens=1, rngs=nnx.Rngs(seed))
+        for _ in range(2):
+            list(chat.reply("it")[1])
+        return [call["key"] for call in draws]
+
+    first, second = keys_of_two_answers(3)
+    assert first != second
+    assert keys_of_two_answers(3) == [first, second]
+    assert first not in keys_of_two_answers(4)
+
+
+def test_a_page_compiles_once_for_all_short_texts():
+    model = random_gpt("nanogpt", block_size=32, num_layers=1)
+    page = Look(model, CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642"), "run")
+    for length in (3, 5, 16):
+        page([1] * length, length)
+    assert page._program._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("at_once", "time"), [(1, 1), (6, 2), (8, 2), (15, 4), (20, 4), (21, 7), (99, 7)]
+)
+@pytest.mark.parametrize("function", [cross_entropy_from, token_losses_from])
+def test_a_loss_computes_logits_of_as_few_rows_as_it_may(function, at_once, time):
+    """Of 3 rows and 7 positions: in chunks of one size, with no more padding than they need."""
+    computed = set()
+    kernel = normal(1, 5, 11)
+
+    def head(x):
+        computed.add(x.shape[:2])
+        return x @ kernel
+
+    targets = jnp.zeros((3, 7), jnp.int32)
+    jax.eval_shape(lambda x: function(x, targets, head, at_once), normal(0, 3, 7, 5))
+    assert computed == {(3, time)}
