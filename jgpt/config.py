@@ -301,6 +301,8 @@ class ModelConfig(_Fields):
     """QK-norm: RMS norm of queries and keys."""
     qk_norm_scale: bool = False
     """Learned scales in QK-norm."""
+    qk_norm_epsilon: Positive = 1e-6
+    """Added to the mean square in QK-norm."""
     attention_scale: Positive | None = None
     """The scale of attention scores; head_dim ** -0.5 by default."""
     attention_window: Count | None = None

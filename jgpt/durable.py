@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if sys.platform == "win32":
     import msvcrt
@@ -185,6 +187,19 @@ def read_file(path: Path) -> str:
     if (size := path.stat().st_size) > _LARGEST_TEXT:
         raise ValueError(f"it has {size:,} bytes")
     return path.read_text(encoding="utf-8-sig")  # an editor may have added a mark
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        values = json.loads(read_file(path))
+    except RecursionError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"not an object, but {type(values).__name__}")
+    return values
 
 
 @contextlib.contextmanager

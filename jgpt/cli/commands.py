@@ -615,15 +615,20 @@ def import_(
 
     with importing() as status:
         from jgpt.interop import hub, huggingface, names, nanogpt
+        from jgpt.interop.text_files import read_text_files
         from jgpt.runs import checkpoints
 
         status.update(f"loading {source}")
         if from_ == "nanogpt":
             folder, model = Path(source), nanogpt.load_nanogpt(source)
+            text_files = {}
         else:
             folder = hub.find_model(source)
             model = huggingface.load_hf(folder, block_size=block_size)
-        own_tokenizer = _tokenizer(folder, tokenizer, universal_newlines)
+            # a single file, as --tokenizer may be, says nothing about special tokens
+            tokenizer_folder = Path(tokenizer or folder)
+            text_files = read_text_files(folder, tokenizer_folder)
+        own_tokenizer = _tokenizer(folder, tokenizer, universal_newlines, model.vocab_size)
         model = names.crop_vocabulary(model, own_tokenizer.vocab_size)
     # small and constant, as is usual for fine-tuning
     optimizer = OptimizerConfig(
@@ -632,22 +637,21 @@ def import_(
     dataset = DataConfig(data, universal_newlines)
     model_config = dataclasses.replace(model.config, dtype=dtype)
     config = TrainConfig(model_config, optimizer, dataset, name=path.name, out=out)
-    checkpoints.save(model, path, tokenizer=own_tokenizer, config=config)
+    checkpoints.save(model, path, tokenizer=own_tokenizer, config=config, text_files=text_files)
     return [
         f"{counted(model.config.num_layers, 'layer')}, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {_command('sample', path)}"
     ]
 
 
-def _tokenizer(source: Path, given: str | None, universal_newlines: bool) -> Any:
+def _tokenizer(source: Path, given: str | None, universal_newlines: bool, vocab_size: int) -> Any:
     from jgpt.data.corpus import read_text
-    from jgpt.data.tokenizers import BPETokenizer, CharTokenizer, read_tokenizer
+    from jgpt.data.tokenizers import CharTokenizer, read_tokenizer
+    from jgpt.interop.text_files import read_folder_tokenizer
 
     path = Path(given or source)
-    if (path / "tokenizer.json").is_file():
-        path /= "tokenizer.json"
     if path.is_dir():
-        return BPETokenizer.from_gpt2(path)
+        return read_folder_tokenizer(path, vocab_size)
     if path.suffix == ".json":
         return read_tokenizer(path)
     if given is None:
@@ -671,19 +675,14 @@ def export(
         from jgpt.runs.directory import RunDirectory
 
         # before the model is loaded, which may take a while
-        hf_config(RunDirectory.open(run).config().model, zero_biases=zero_biases)
+        directory = RunDirectory.open(run)
+        hf_config(directory.config().model, zero_biases=zero_biases)
+        like = directory.imported()
     with _loaded(run, checkpoint) as (model, tokenizer, _):
-        from jgpt.data.tokenizers import BPETokenizer
         from jgpt.interop.huggingface import save_hf
 
-        save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases)
-    lines = [f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained"]
-    if not isinstance(tokenizer, BPETokenizer):
-        lines.append(
-            "the tokenizer was not exported: the format needs byte-pairs, and this run has a "
-            f"{type(tokenizer).__name__}"
-        )
-    return lines
+        save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases, like=like)
+    return [f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained"]
 
 
 def presets() -> Lines:

@@ -208,7 +208,11 @@ def _read_options(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, 
     If it has tokens that begin a text, these are between them, as transformers encodes each.
     """
     separator = "\n"
-    has_end = isinstance(tokenizer, tokenizers.BPETokenizer) and tokenizer.end_of_text is not None
+    if tokenizer is None:
+        has_end = config.tokenizer == "bpe"  # byte-pairs that are trained have it
+    else:
+        is_bpe = isinstance(tokenizer, tokenizers.BPETokenizer)
+        has_end = is_bpe and tokenizer.end_of_text is not None
     if has_end:
         separator = END_OF_TEXT
     if tokenizer is not None and tokenizer.begin:

@@ -35,6 +35,10 @@ NO_TOKEN = -1
 CHARACTERS_AT_ONCE = 1 << 18
 CONTEXT = 256
 """Characters before a part of a text that are encoded with it, where its beginning may matter."""
+UNUSED_BYTE = "<0xFF>"
+"""The name of byte 255 as a special token."""
+_UNUSED_LETTER = "\N{LATIN SMALL LETTER Y WITH DIAERESIS}"
+"""What byte 255 is in the byte-level alphabet."""
 UTF_32 = "utf-32-le", "surrogatepass"
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[int]
@@ -106,6 +110,24 @@ class CharTokenizer:
         """Serialise."""
         return json.dumps({"type": "char", "characters": self.characters})
 
+    def to_hf(self) -> tokenizers.Tokenizer:
+        """The same tokens in the tokenizers library, which drops unknown characters.
+
+        Byte-pair encoding without merges leaves each character a token of its own. Raises
+        ValueError for a lone surrogate, which the library can't hold.
+        """
+        try:
+            self.characters.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the tokenizer has the lone surrogate {self.characters[error.start]!r}, which "
+                "tokenizer.json can't hold"
+            ) from None
+        vocabulary = {character: token for token, character in enumerate(self.characters)}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        backend.decoder = tokenizers.decoders.Fuse()
+        return backend
+
 
 class ByteTokenizer:
     """Byte-level: the 256 UTF-8 bytes, which encode any text."""
@@ -129,6 +151,15 @@ class ByteTokenizer:
         """Serialise."""
         return json.dumps({"type": "byte"})
 
+    def to_hf(self) -> tokenizers.Tokenizer:
+        """The same tokens in the tokenizers library: byte-pair encoding without merges."""
+        backend = _byte_level(tokenizers.models.BPE(vocab=bytes_of_letters(), merges=[]))
+        # without the regular expression that finds words
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+        return backend
+
 
 class BPETokenizer:
     """Byte-level byte-pair encoding on the tokenizers library; tiktoken encodes long texts.
@@ -151,7 +182,12 @@ class BPETokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """Learn merges from texts up to `vocab_size` tokens."""
+        """Learn merges from texts up to `vocab_size` tokens.
+
+        `<|endoftext|>`, which ends documents, is a token too, in place of a byte that no text has.
+        Programs that read an export need such a special token inside the model's vocabulary. No
+        merges are learned from its text.
+        """
         backend = _byte_level(tokenizers.models.BPE())
         words, parts = backend.pre_tokenizer, tokenizers.pre_tokenizers.FixedLength(LONG_WORD)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
@@ -160,9 +196,10 @@ class BPETokenizer:
             show_progress=False,
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         )
-        backend.train_from_iterator(texts, trainer)
+        documents = (document for text in texts for document in text.split(END_OF_TEXT))
+        backend.train_from_iterator(documents, trainer)
         backend.pre_tokenizer = words
-        return cls(backend)
+        return cls(_with_unused_byte_named(backend, END_OF_TEXT))
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], *, adds_special_tokens: bool = True) -> Self:
@@ -211,10 +248,53 @@ class BPETokenizer:
             backend.add_special_tokens([END_OF_TEXT])
         return cls(backend)
 
+    def with_added_tokens(
+        self, tokens: Iterable[tokenizers.AddedToken], largest_size: int
+    ) -> "BPETokenizer":
+        """This tokenizer with more tokens, up to a size of the vocabulary."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        for token in tokens:
+            is_new = backend.token_to_id(token.content) is None
+            if is_new and backend.get_vocab_size() >= largest_size:
+                continue
+            if token.special:
+                backend.add_special_tokens([token])
+            else:
+                backend.add_tokens([token])
+        return BPETokenizer(backend)
+
+    def to_hf(self) -> tokenizers.Tokenizer:
+        """The tokenizer in the tokenizers library."""
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
+    def with_special_token(self) -> "BPETokenizer":
+        """This tokenizer, with byte 255 as a special token if there is none and no text has it.
+
+        Byte-pairs that earlier versions trained have no special token, which programs that read an
+        export need, and one more token would have no embedding.
+        """
+        values = json.loads(self._backend.to_str())
+        is_byte_level = values["pre_tokenizer"] == _byte_level_json()["pre_tokenizer"]
+        if values["added_tokens"] or not is_byte_level:
+            return self
+        if _UNUSED_LETTER not in values["model"]["vocab"]:
+            return self
+        if any(_UNUSED_LETTER in "".join(pair) for pair in values["model"]["merges"]):
+            return self
+        return BPETokenizer(_with_unused_byte_named(self._backend, UNUSED_BYTE))
+
+    @property
+    def special_token(self) -> str | None:
+        """The special token that ends a text for programs that read an export, if any."""
+        for name in (END_OF_TEXT, UNUSED_BYTE):
+            if self._backend.token_to_id(name) is not None:
+                return name
+        return None
+
     def save_hf(self, directory: Path) -> None:
         """Write `tokenizer.json`, and the `tokenizer_config.json` that transformers needs."""
-        self._backend.save(str(directory / "tokenizer.json"))
-        text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+        self.to_hf().save(str(directory / "tokenizer.json"))
+        text = json.dumps(hf_tokenizer_config(self), indent=2)
         (directory / "tokenizer_config.json").write_text(text + "\n")
 
     def save_gpt2(self, directory: str | Path) -> None:
@@ -269,8 +349,7 @@ class BPETokenizer:
     @functools.cached_property
     def _fast(self) -> tiktoken.Encoding | None:
         """tiktoken's encoder, or None for a tokenizer whose tokens might not be the same."""
-        backends = self._backend, _byte_level(tokenizers.models.BPE())
-        values, plain = (json.loads(backend.to_str()) for backend in backends)
+        values, plain = json.loads(self._backend.to_str()), _byte_level_json()
         model, added = values["model"], values["added_tokens"]
         fields = {*plain["model"]} - {"vocab", "merges", "unk_token", "fuse_unk"}
         if not (
@@ -284,11 +363,13 @@ class BPETokenizer:
         special = {token["content"]: token["id"] for token in added}
         ids = {word: id for word, id in model["vocab"].items() if word not in special}
         merged = ["".join(pair) for pair in model["merges"]]
-        ranks, bytes_of = [ids.get(word, -1) for word in merged], _bytes_of_letters()
-        # tiktoken merges the pair of the lowest token; all tokens must be made by their merges
+        ranks, bytes_of = [ids.get(word, -1) for word in merged], bytes_of_letters()
+        # tiktoken merges the pair of the lowest token; all tokens must be made by their merges.
+        # Byte 255 is in no text, and its token may have another name
+        letters = {letter for letter in bytes_of if letter in ids or letter != _UNUSED_LETTER}
         if not (
-            len(ids) == len(merged) + 256
-            and {*ids} == {*merged, *bytes_of}
+            len(ids) == len(merged) + len(letters)
+            and {*ids} == {*merged, *letters}
             and ranks == sorted(ranks)
             and all(len(self._backend.model.tokenize(word)) == 1 for word in merged)
         ):
@@ -360,6 +441,23 @@ def file_dtype(tokenizer: Tokenizer) -> np.dtype:
     if tokenizer.vocab_size <= 1 << 16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
+
+
+def hf_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `tokenizer_config.json` of a tokenizer that was made here.
+
+    Its special token is named as each one that programs ask for, as GPT-2 does. No other is named:
+    transformers would add it past the model's embedding.
+    """
+    values: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        # or version 4 of transformers removes spaces before punctuation
+        "clean_up_tokenization_spaces": False,
+    }
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.special_token is not None:
+        for name in ("bos_token", "eos_token", "unk_token"):
+            values[name] = tokenizer.special_token
+    return values
 
 
 def encode_each(
@@ -581,11 +679,30 @@ def _stderr_ignored() -> Iterator[None]:
         os.close(stderr)
 
 
-def _bytes_of_letters() -> dict[str, int]:
+def _byte_level_json() -> dict[str, Any]:
+    """What the tokenizers library writes of a plain byte-level tokenizer."""
+    return json.loads(_byte_level(tokenizers.models.BPE()).to_str())
+
+
+def bytes_of_letters() -> dict[str, int]:
     """The byte that each letter of the byte-level alphabet stands for."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     same = [ord(letter) for letter in letters if ord(letter) < 256]  # the others follow in order
     return dict(zip(letters, same + sorted({*range(256)} - {*same}), strict=True))
+
+
+def _with_unused_byte_named(backend: Any, name: str) -> Any:
+    """A byte-level tokenizer whose token of byte 255 is a special token of this name.
+
+    UTF-8 has no byte 255, so each text keeps its tokens, except one that contains the name.
+    """
+    values = json.loads(backend.to_str())
+    vocabulary = values["model"]["vocab"]
+    vocabulary[name] = vocabulary.pop(_UNUSED_LETTER)
+    token = {"id": vocabulary[name], "content": name, "special": True, "normalized": False}
+    token |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    values["added_tokens"].append(token)
+    return tokenizers.Tokenizer.from_str(json.dumps(values))
 
 
 def _byte_level(model: Any) -> Any:

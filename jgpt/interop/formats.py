@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jgpt.config import Activation, ModelConfig
+from jgpt.interop.config_fields import HARMLESS, WRITTEN_ANEW
 from jgpt.presets import PRESETS
 
 
@@ -27,6 +28,8 @@ class Format:
     """The outer module in names of tensors."""
     architecture: str = ""
     """The class in transformers."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Pairs of another name that transformers accepts, and their config field."""
 
 
 _MODULES = (
@@ -48,6 +51,12 @@ _MODULES = (
 )
 """Names in jgpt, in GPT-2 and nanoGPT, and in Llama and Qwen3."""
 
+_DECODER = {
+    "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
+    "cross_attention_hidden_size": None, "tie_encoder_decoder": False, "pruned_heads": {},
+}  # fmt: skip
+"""What every config of transformers may say, and these models must."""
+
 GPT2 = Format(
     "GPT-2", {ours: name for ours, name, _ in _MODULES if name},
     fields=(
@@ -61,10 +70,14 @@ GPT2 = Format(
         "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
         "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True,
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
+        "quantization_config": None, **_DECODER,
     },
     implied={"positions": "learned", "norm": "layer", "qkv_bias": True, "use_bias": True},
     linear=False, architecture="GPT2LMHeadModel",
+    aliases=(
+        ("hidden_size", "n_embd"), ("max_position_embeddings", "n_positions"),
+        ("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer"),
+    ),
 )  # fmt: skip
 NANOGPT = Format(
     "nanoGPT", GPT2.modules,
@@ -88,21 +101,20 @@ LLAMA = Format(
     ),
     defaults={
         "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0, "rope_parameters": {"rope_type": "default"}, "rope_scaling": None,
-        "rope_interleaved": False, "tie_word_embeddings": False, "attention_bias": False,
-        "attention_dropout": 0.0, "mlp_bias": False, "layer_types": "full_attention",
-        "quantization_config": None,
+        "rope_theta": 10_000.0, "rope_interleaved": False, "partial_rotary_factor": 1.0,
+        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+        "layer_types": None, "quantization_config": None, **_DECODER,
     },
     implied={"positions": "rotary", "norm": "rms", "gated": True},
     prefix="model", architecture="LlamaForCausalLM",
 )  # fmt: skip
 QWEN3 = dataclasses.replace(
     LLAMA, name="Qwen3", architecture="Qwen3ForCausalLM",
-    # one epsilon for all norms, and that of QK-norm is fixed in jgpt
-    fields=tuple(pair for pair in LLAMA.fields if pair[1] != "norm_epsilon"),
+    # one epsilon for all norms
+    fields=(*LLAMA.fields, ("rms_norm_eps", "qk_norm_epsilon")),
     defaults=LLAMA.defaults
     | {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
-    implied=LLAMA.implied | {"qk_norm": True, "qk_norm_scale": True, "norm_epsilon": 1e-6},
+    implied=LLAMA.implied | {"qk_norm": True, "qk_norm_scale": True},
 )  # fmt: skip
 HF_FORMATS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 """By `model_type`."""
@@ -110,57 +122,159 @@ HF_FORMATS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "relu": "relu",
     "relu2": "relu_squared",
     "silu": "silu",
+    "swish": "silu",
 }
+"""Their names of ours. Of several, an export writes the first."""
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")
 _IRRELEVANT = (
-    "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype",
+    "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype", "qk_norm_epsilon",
     "activation_dtype", "attention_kernel", "param_dtype", "rematerialise", "scan_layers",
 )  # fmt: skip
-"""Our fields that don't change what a trained model computes."""
+"""Our fields that don't change what a trained model computes; QK-norm's epsilon does only in a
+format that has QK-norm, where it is a field."""
 
 
 def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
     """Read another project's config. Raises ValueError for missing or unsupported fields."""
-    if isinstance(rope := values.get("rope_parameters"), dict):
-        # since version 5, transformers writes rope_theta there
-        rope = dict(rope)
-        base = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
-        values = values | base | {"rope_parameters": rope}
-    values, names = format.defaults | values, dict(format.fields)
-    if missing := [name for name in names if name not in values]:
+    values = _without_aliases(values, format)
+    if "rope_theta" in format.defaults:
+        values = _without_rope_parameters(values)
+    values = format.defaults | values
+    pairs = dict(format.fields)
+    missing = [name for name in pairs if name not in values]
+    if missing:
         raise ValueError(f"it has no {', '.join(missing)}")
-    for name in format.defaults.keys() - names.keys():
-        value, only = values[name], format.defaults[name]
-        if any(each != only for each in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"{name}={value!r} is not supported, only {only!r}")
+    unknown = sorted(values.keys() - pairs.keys() - format.defaults.keys() - HARMLESS)
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]}={values[unknown[0]]!r} is not supported: a field that jgpt does not "
+            f"know may change what the model computes (unknown: {', '.join(unknown)})"
+        )
+    for name in format.defaults.keys() - pairs.keys():
+        _require_supported(name, values[name], format.defaults[name])
     fields = dict(format.implied)
     for theirs, ours in format.fields:
         value = values[theirs]
         if ours == "activation":
-            if not isinstance(value, str) or value not in _ACTIVATIONS:
-                known = ", ".join(_ACTIVATIONS)
-                raise ValueError(f"{theirs}={value!r} is not supported, only {known}")
-            value = _ACTIVATIONS[value]
-        if fields.setdefault(ours, value) != value:
-            raise ValueError(
-                f"{theirs}={value!r}: jgpt has one {ours} rate, and another is {fields[ours]!r}; "
-                "make them equal"
-            )
+            value = _read_activation(theirs, value)
+        fields[ours] = value
+    rates = [values[theirs] for theirs, ours in format.fields if ours == "dropout"]
+    if rates:
+        fields["dropout"] = _lowest(rates)
     return ModelConfig(**fields)
 
 
+def describe_dropout(values: dict[str, Any], format: Format, config: ModelConfig) -> str | None:
+    """The dropout rates of another project that differ from the model's one rate, in words."""
+    values = format.defaults | values
+    rates = {name: values[name] for name in _DROPOUTS if name in values}
+    if all(rate == config.dropout for rate in rates.values()):
+        return None
+    listed = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+    return (
+        f"the config has {listed}, and jgpt has one rate for all places: further training uses "
+        f"dropout {config.dropout:g}"
+    )
+
+
+def _without_aliases(values: dict[str, Any], format: Format) -> dict[str, Any]:
+    """The values under one name each."""
+    values = dict(values)
+    for alias, name in format.aliases:
+        if alias not in values:
+            continue
+        value = values.pop(alias)
+        if values.setdefault(name, value) != value:
+            raise ValueError(
+                f"{alias}={value!r} and {name}={values[name]!r} are two names of one field: "
+                "make them equal"
+            )
+    return values
+
+
+def _without_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with the base of plain rotary positions as `rope_theta`.
+
+    transformers writes the base into `rope_parameters` since version 5. It prefers `rope_scaling`,
+    which older versions wrote, and the base inside of either to that beside it.
+    """
+    values = dict(values)
+    parameters = values.pop("rope_parameters", None)
+    scaling = values.pop("rope_scaling", None)
+    for name, rope in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if rope is not None and not _is_plain_rope(rope):
+            raise ValueError(
+                f"{name}={rope!r} is not supported, only {{'rope_type': 'default'}} or linear "
+                "scaling by 1"
+            )
+    rope = scaling or parameters or {}
+    if "rope_theta" in rope:
+        values["rope_theta"] = rope["rope_theta"]
+    return values
+
+
+def _is_plain_rope(rope: Any) -> bool:
+    """Whether parameters of rotary positions say what jgpt computes."""
+    if not isinstance(rope, dict):
+        return False
+    allowed = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
+    allowed |= {"partial_rotary_factor", "factor"}
+    if not rope.keys() <= allowed:
+        return False
+    if rope.get("partial_rotary_factor", 1.0) != 1 or rope.get("factor", 1.0) != 1:
+        return False
+    return rope.get("rope_type", rope.get("type", "default")) in ("default", "linear")
+
+
+def _require_supported(name: str, value: Any, only: Any) -> None:
+    if name == "layer_types":
+        only = "full_attention"
+        if value is None or (isinstance(value, list) and all(kind == only for kind in value)):
+            return
+    if name == "pruned_heads" and value is None:
+        return
+    if value != only:
+        raise ValueError(f"{name}={value!r} is not supported, only {only!r}")
+
+
+def _read_activation(name: str, value: Any) -> Activation:
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"{name}={value!r} is not supported, only {known}")
+    return _ACTIVATIONS[value]
+
+
+def _lowest(rates: list[Any]) -> Any:
+    """The rate that no place exceeds: an import trains with no more dropout than its source."""
+    for rate in rates:
+        if not isinstance(rate, int | float):
+            return rate  # the config says what is wrong with it
+    return min(rates)
+
+
 def hf_config(
-    config: ModelConfig, model_type: str | None = None, *, zero_biases: bool = False
+    config: ModelConfig,
+    model_type: str | None = None,
+    *,
+    zero_biases: bool = False,
+    source: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A model's `config.json` for transformers, of the `model_type` that `save_hf` describes.
 
+    `source` is the `config.json` that the model came with: what it says of this model stays in its
+    own words, and so do fields that don't change what is computed.
     Raises ValueError for a model that the format can't express.
     """
     if config.make is not None:
-        raise ValueError("a model of your own can't be exported: no format describes it")
+        raise ValueError("a custom model can't be exported: no format describes it")
     rotary = "qwen3" if config.qk_norm else "llama"
     kind = model_type or (rotary if config.positions == "rotary" else "gpt2")
     format = HF_FORMATS[kind]
@@ -173,21 +287,40 @@ def hf_config(
                 f", and no other format fits. The presets that can be exported: {', '.join(plain)}"
             )
         raise ValueError(refused)
-    theirs = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     values = dataclasses.asdict(config) | {
-        "activation": theirs[config.activation],
+        "activation": activations[config.activation],
         "num_kv_heads": config.num_kv_heads or config.num_heads,
         "head_dim": config.head_size,
         "hidden_dim": config.hidden_dim or 4 * config.embed_dim,
     }
-    return {
+    written = {
         "model_type": kind,
         "architectures": [format.architecture],
         **{name: values[ours] for name, ours in format.fields},
-        "bos_token_id": None,
-        "eos_token_id": None,
         "dtype": "float64" if config.param_dtype == "float64" else "float32",
     }
+    if kind == "gpt2":
+        # unused by transformers, and read by others as the length of the context
+        written["n_ctx"] = config.block_size
+    if source is None or source.get("model_type", "gpt2") != kind:
+        return written | {"bos_token_id": None, "eos_token_id": None}
+    return _in_words_of(source, written, config, format)
+
+
+def _in_words_of(
+    source: dict[str, Any], written: dict[str, Any], config: ModelConfig, format: Format
+) -> dict[str, Any]:
+    """A written config, with the fields of the model's own source that still hold."""
+    meant = read_config(source, format)
+    kept = {name: value for name, value in source.items() if name not in WRITTEN_ANEW}
+    for theirs, ours in format.fields:
+        if getattr(meant, ours) == getattr(config, ours):
+            written.pop(theirs, None)
+    for alias, name in format.aliases:
+        if name in written:  # the written name says another value
+            kept.pop(alias, None)
+    return kept | written
 
 
 def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str | None:
@@ -207,4 +340,9 @@ def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str 
             return f"{refused}, only {name}={only!r}"
         if not zero_biases:
             return f"{refused}: zero_biases=True writes zeros for the missing biases"
+    if "qk_norm_epsilon" in fields and config.norm_epsilon != config.qk_norm_epsilon:
+        return (
+            f"{format.name}'s format doesn't support norm_epsilon={config.norm_epsilon!r} with "
+            f"qk_norm_epsilon={config.qk_norm_epsilon!r}: it has one for all norms"
+        )
     return None

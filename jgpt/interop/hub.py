@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import did_you_mean
-from jgpt.durable import prefix_errors
-from jgpt.interop.huggingface import HF_CONFIG, HF_INDEX, HF_WEIGHTS
-from jgpt.interop.names import read_json
+from jgpt.durable import prefix_errors, read_json
+from jgpt.interop.huggingface import HF_INDEX, HF_WEIGHTS
+from jgpt.interop.text_files import HF_CONFIG, MORE_TEMPLATES, OF_THE_MODEL, OF_THE_TOKENIZER
 
 HUB = {
     "gpt2": "openai-community/gpt2",
@@ -17,8 +17,8 @@ HUB = {
     "qwen3": "Qwen/Qwen3-0.6B",
 }
 """Short names of repositories."""
-SMALL = [HF_CONFIG, "generation_config.json", HF_INDEX, "tokenizer.json", "tokenizer_config.json"]
-SMALL += ["vocab.json", "merges.txt"]
+SMALL = [*OF_THE_MODEL, *OF_THE_TOKENIZER, HF_INDEX, f"{MORE_TEMPLATES}/*.jinja"]
+SMALL += ["tokenizer.json", "vocab.json", "merges.txt"]
 WEIGHTS = [HF_WEIGHTS, "model-*-of-*.safetensors"]
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,31 @@ from safetensors import SafetensorError, safe_open
 
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
-from jgpt.durable import new_directory, prefix_errors
-from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
+from jgpt.durable import new_directory, prefix_errors, read_json
+from jgpt.interop.formats import HF_FORMATS, describe_dropout, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
     Tensors,
     plain_names,
-    read_json,
     read_tensors,
     require_names,
     write_tensors,
 )
+from jgpt.interop.text_files import (
+    GENERATION,
+    HF_CONFIG,
+    TOKENIZER_CONFIG,
+    TextFiles,
+    parse_text_file,
+    read_text_files,
+    without_tokens_past,
+    write_text_files,
+    write_tokenizer,
+)
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
 
-HF_CONFIG, HF_WEIGHTS, HF_INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 _PRECISIONS = ("F32", "F16", "BF16", "F64")
 _HEADER_BYTES = 1 << 16
 """The limit of a file's header per layer; a layer's tensors need about 2,000."""
@@ -58,6 +69,9 @@ def load_hf(
             raise ValueError(f"model_type={kind!r} is not supported, only {only}")
         format = HF_FORMATS[kind]
         config = read_config(values, format)
+    line = describe_dropout(values, format, config)
+    if line is not None:
+        warnings.warn(line, stacklevel=2)
     if block_size is not None:
         config = dataclasses.replace(config, block_size=block_size)
     with prefix_errors(directory), contextlib.ExitStack() as stack:
@@ -78,27 +92,59 @@ def save_hf(
     tokenizer: Tokenizer | None = None,
     zero_biases: bool = False,
     model_type: str | None = None,
+    like: str | Path | None = None,
 ) -> None:
     """Save a directory for `transformers.AutoModelForCausalLM.from_pretrained`, atomically.
 
-    By default the `model_type` is gpt2 for learned positions, else qwen3 for QK-norm, else llama. A
-    byte-pair tokenizer is saved too. `zero_biases` saves zeros for biases that GPT-2's format has
-    and the model lacks. Raises ValueError for a model that the format can't express.
+    By default the `model_type` is gpt2 for learned positions, else qwen3 for QK-norm, else llama.
+    `zero_biases` saves zeros for biases that GPT-2's format has and the model lacks. `like` is the
+    folder that the model was loaded from: its special tokens, chat template and options of
+    generation are saved too. Raises ValueError for a model that the format can't express.
     """
     if not isinstance(model, GPT):
         raise ValueError("Hugging Face's format doesn't support architecture='bigram'")
-    config = hf_config(model.config, model_type, zero_biases=zero_biases)
-    if isinstance(tokenizer, BPETokenizer):
-        config["bos_token_id"] = config["eos_token_id"] = tokenizer.end_of_text
+    files = {} if like is None else read_text_files(Path(like), Path(like))
+    if isinstance(tokenizer, BPETokenizer) and TOKENIZER_CONFIG not in files:
+        tokenizer = tokenizer.with_special_token()
+    config = _config_to_write(model, tokenizer, files, model_type, zero_biases)
+    generation = parse_text_file(files, GENERATION)
+    with_embedding = without_tokens_past(generation, model.vocab_size)
+    if with_embedding != generation:
+        files[GENERATION] = (json.dumps(with_embedding, indent=2) + "\n").encode()
+    files.pop(HF_CONFIG, None)
     tensors = write_tensors(model, HF_FORMATS[config["model_type"]])
     with new_directory(Path(directory)) as partial:
         (partial / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write_weights(tensors, partial / HF_WEIGHTS)
         # safetensors writes with mode 0600
         shutil.copymode(partial / HF_CONFIG, partial / HF_WEIGHTS)
-        if isinstance(tokenizer, BPETokenizer):
-            is_gpt2 = config["model_type"] == "gpt2"
-            (tokenizer.save_gpt2 if is_gpt2 else tokenizer.save_hf)(partial)
+        write_text_files(files, partial)
+        if tokenizer is None:
+            return
+        write_tokenizer(tokenizer, files, partial)
+        if isinstance(tokenizer, BPETokenizer) and config["model_type"] == "gpt2":
+            # for programs that are older than tokenizer.json
+            tokenizer.save_gpt2(partial)
+
+
+def _config_to_write(
+    model: GPT,
+    tokenizer: Tokenizer | None,
+    files: TextFiles,
+    model_type: str | None,
+    zero_biases: bool,
+) -> dict[str, Any]:
+    """The model's `config.json`, with what its source says of special tokens."""
+    source = parse_text_file(files, HF_CONFIG)
+    if source:
+        config = hf_config(model.config, model_type, zero_biases=zero_biases, source=source)
+        return without_tokens_past(config, model.vocab_size)
+    config = hf_config(model.config, model_type, zero_biases=zero_biases)
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.special_token is not None:
+        (token,) = tokenizer.encode(tokenizer.special_token).tolist()
+        config["bos_token_id"] = token
+        config["eos_token_id"] = token
+    return config
 
 
 @typed
@@ -119,6 +165,10 @@ def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> 
         listed = plain_names(name for name, file in shard_of.items() if file == shard)
         with prefix_errors(Path(shard)):
             require_names({*found}, {*listed})
+        for name in found.keys() & entries.keys():
+            raise ValueError(
+                f"{HF_INDEX} has {name} in two files, under two names: remove one of them"
+            )
         entries |= found
     return entries
 

@@ -2,10 +2,8 @@
 
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +12,6 @@ from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
-from jgpt.durable import read_file
 from jgpt.interop.formats import Format
 from jgpt.nn.models import abstract_model, named_parameters
 from jgpt.nn.transformer import GPT
@@ -41,8 +38,13 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
     layout = _layout(config, format)
     head, table = "lm_head.weight", f"{format.modules['token_embedding']}.weight"
-    # a tied head may be stored too
-    copies = {head: layout[table]} if config.tie_embeddings and head in entries else {}
+    copies = {}
+    if config.tie_embeddings and head in entries:
+        if table in entries:
+            copies = {head: layout[table]}
+        else:  # a tied table may be stored as the head alone
+            entries = {**entries, table: entries[head]}
+            del entries[head]
     require_names({*entries}, {*layout, *copies})
     for name, stored in (layout | copies).items():
         if (shape := [*entries[name].shape]) != [*stored.shape]:
@@ -108,23 +110,22 @@ def require_names(found: set[str], wanted: set[str]) -> None:
             raise ValueError(f"{problem} tensors ({len(names)}): {shown}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    try:
-        values = json.loads(read_file(path))
-    except RecursionError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"not an object, but {type(values).__name__}")
-    return values
-
-
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Parameter names without the outer module's, to those in the file; buffers are left out."""
-    plain = {re.sub(r"^(transformer|model)\.", "", name): name for name in names}
-    return {short: name for short, name in plain.items() if not _NO_PARAMETER.fullmatch(short)}
+    """Parameter names without the outer module's, to those in the file; buffers are left out.
+
+    Raises ValueError for two names of one parameter: which of them counts depends on the reader.
+    """
+    plain: dict[str, str] = {}
+    for name in names:
+        short = re.sub(r"^(transformer|model)\.", "", name)
+        if _NO_PARAMETER.fullmatch(short):
+            continue
+        if short in plain:
+            raise ValueError(
+                f"{plain[short]} and {name} are two names of one tensor: remove one of them"
+            )
+        plain[short] = name
+    return plain
 
 
 class _Stored(NamedTuple):

@@ -26,11 +26,12 @@ def load_nanogpt(file: str | Path) -> GPT:
             with warnings.catch_warnings(action="ignore"):  # the error below says it in one line
                 checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
             arguments = dict(checkpoint["model_args"])
-            # the prefix is from torch.compile
-            stored = {
-                name.removeprefix("_orig_mod."): tensor
-                for name, tensor in checkpoint["model"].items()
-            }
+            stored = {}
+            for name, tensor in checkpoint["model"].items():
+                short = name.removeprefix("_orig_mod.")  # from torch.compile
+                if short in stored:
+                    raise ValueError(f"_orig_mod.{short} and {short} are two names of one tensor")
+                stored[short] = tensor
             entries = {
                 short: Entry(stored[name].shape, functools.partial(_read, short, stored[name]))
                 for short, name in plain_names(stored).items()

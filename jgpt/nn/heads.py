@@ -131,7 +131,7 @@ class MultiHeadAttention(_Attention):
         self.fused = kernels.uses_fused_kernel(config.attention_kernel)
         self.rotary, self.rotary_base = config.positions == "rotary", config.rotary_base
         options = {"use_scale": config.qk_norm_scale, "param_dtype": config.param_dtype}
-        norm = functools.partial(RMSNorm, self.head_dim, epsilon=1e-6, **options)
+        norm = functools.partial(RMSNorm, self.head_dim, epsilon=config.qk_norm_epsilon, **options)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
         features, kv_features = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

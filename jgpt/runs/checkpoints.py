@@ -31,6 +31,7 @@ from jgpt.durable import (
     sync_directory,
 )
 from jgpt.hardware import Platform, current_platform, process_count, process_index
+from jgpt.interop.text_files import TextFiles
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import (
     LanguageModel,
@@ -424,10 +425,12 @@ def save(
     *,
     tokenizer: Tokenizer,
     config: TrainConfig | ModelConfig,
+    text_files: TextFiles | None = None,
 ) -> Path:
     """Save a model as a run at step 0, atomically: to load, sample, evaluate or train further.
 
-    The class of a user's own model is recorded as the model to give to `load`.
+    The class of a user's own model is recorded as the model to give to `load`. `text_files` are
+    what a Hugging Face folder says about its text, which an export writes again.
     Raises FileExistsError for a directory that exists, and ValueError for a model that is not of
     the config or the tokenizer.
     """
@@ -456,7 +459,7 @@ def save(
         weights = weights_of(model)
         dimensions = weight_dimensions(config.model)
         optimizer = make_optimizer(config.optimizer, config.steps, dimensions).init(weights)
-        run = RunDirectory.create(partial, config, tokenizer)
+        run = RunDirectory.create(partial, config, tokenizer, text_files)
         with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
     return path

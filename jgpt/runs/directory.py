@@ -24,11 +24,14 @@ from jgpt.durable import (
     sync_directory,
     write_file,
 )
+from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_files
 from jgpt.runs.manifest import MANIFEST, parse_file, refuse_foreign
 
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
 CHECKPOINTS, SAMPLES, LOSS_PICTURE = "checkpoints", "samples.txt", "loss.png"
+IMPORTED = "imported"
+"""The folder of what an imported model's own folder says about its text."""
 TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb.id"
 _REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
 _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
@@ -55,10 +58,22 @@ class RunDirectory:
         return self.lock is None or self.lock.is_in_place()
 
     @classmethod
-    def create(cls, path: Path, config: TrainConfig, tokenizer: Tokenizer) -> Self:
-        """Create a run: its tokenizer, and last its config, which makes the directory a run."""
+    def create(
+        cls,
+        path: Path,
+        config: TrainConfig,
+        tokenizer: Tokenizer,
+        text_files: TextFiles | None = None,
+    ) -> Self:
+        """Create a run: its tokenizer, and last its config, which makes the directory a run.
+
+        `text_files` are what the folder of an imported model says about its text.
+        """
         make_directory(path)
         write_file(path / TOKENIZER, tokenizer.to_json())
+        if text_files:
+            make_directory(path / IMPORTED)
+            write_text_files(text_files, path / IMPORTED)
         run = cls(path)
         run.write_config(config)
         return run
@@ -137,7 +152,7 @@ class RunDirectory:
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         for entry in path.iterdir():
             refuse_foreign(entry)
-            misplaced = _FILES if entry.is_dir() else (CHECKPOINTS,)
+            misplaced = _FILES if entry.is_dir() else (CHECKPOINTS, IMPORTED)
             if entry.name in misplaced:
                 raise ValueError(f"{entry} is not what a run has under that name: move it away")
         return cls(path)
@@ -238,6 +253,18 @@ class RunDirectory:
         """The tokenizer."""
         return parse_file(self.path / TOKENIZER, tokenizer_from_json)
 
+    def imported(self) -> Path | None:
+        """The folder with the text files of the model that the run was imported from, if any.
+
+        Raises ValueError for a link in it.
+        """
+        folder = self.path / IMPORTED
+        if not folder.is_dir():
+            return None
+        for entry in folder.rglob("*"):
+            refuse_foreign(entry)
+        return folder
+
     def checkpoint_steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first. Raises ValueError for a link."""
         steps = []
@@ -291,6 +318,7 @@ class RunDirectory:
             _delete(entry)
         for name in _REPLACED:
             _delete(self.path / name)
+        delete_text_files(self.path / IMPORTED)
         for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
             with contextlib.suppress(OSError):  # it has other files, or doesn't exist
                 (self.path / name).rmdir()

@@ -218,12 +218,19 @@ UNSUPPORTED = "is not supported"
     ("kind", "fields", "complaint"),
     [
         ("gpt2", {"model_type": "llama"}, UNSUPPORTED + ", only 'gpt2'"),
-        ("gpt2", {"activation_function": "swish"}, UNSUPPORTED + ", only"),
+        ("gpt2", {"activation_function": "gelu_10"}, UNSUPPORTED + ", only"),
         ("gpt2", {"activation_function": ["relu"]}, UNSUPPORTED),
         ("gpt2", {"scale_attn_weights": False}, UNSUPPORTED),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, UNSUPPORTED + ", only False"),
         ("gpt2", {"add_cross_attention": True}, UNSUPPORTED),
-        ("gpt2", {"attn_pdrop": 0.5}, "attn_pdrop=0.5: jgpt has one dropout rate"),
+        ("gpt2", {"attn_pdrop": "0.5"}, "dropout must be a number, not '0.5'"),
+        ("gpt2", {"is_causal": False}, UNSUPPORTED + ", only True"),
+        ("gpt2", {"is_causal": None}, UNSUPPORTED + ", only True"),
+        ("gpt2", {"is_encoder_decoder": True}, UNSUPPORTED + ", only False"),
+        ("gpt2", {"pruned_heads": {"0": [1]}}, UNSUPPORTED + ", only {}"),
+        ("gpt2", {"hidden_size": 24}, "hidden_size=24 and n_embd=21 are two names of one field"),
+        ("gpt2", {"use_alibi": True}, UNSUPPORTED + ": a field that jgpt does not know"),
+        ("gpt2", {"b_field": 1, "a_field": 2}, "(unknown: a_field, b_field)"),
         ("gpt2", {"n_head": 4}, "embed_dim=21 must be divisible by num_heads=4"),
         ("gpt2", {"n_embd": "21"}, "embed_dim must be an integer, not '21'"),
         ("gpt2", {"n_layer": 10**9}, "num_layers=1000000000 must be at most 1024"),
@@ -234,11 +241,17 @@ UNSUPPORTED = "is not supported"
         ("gpt2", {"tie_word_embeddings": "no"}, "tie_embeddings must be True or False, not 'no'"),
         ("qwen3", {"model_type": "mistral"}, UNSUPPORTED + ", only 'gpt2', 'llama'"),
         ("qwen3", {"model_type": ["llama"]}, UNSUPPORTED),
-        ("qwen3", {"hidden_act": "gelu_fast"}, UNSUPPORTED + ", only gelu_new"),
+        ("qwen3", {"hidden_act": "quick_gelu"}, UNSUPPORTED + ", only gelu_new"),
         ("qwen3", {"attention_bias": True}, UNSUPPORTED + ", only False"),
         ("qwen3", {"mlp_bias": True}, UNSUPPORTED),
-        ("qwen3", {"attention_dropout": 0.1}, UNSUPPORTED + ", only 0.0"),
-        ("qwen3", {"rms_norm_eps": 1e-5}, UNSUPPORTED + ", only 1e-06"),
+        ("qwen3", {"is_causal": False}, UNSUPPORTED + ", only True"),
+        ("qwen3", {"embedding_multiplier": 12.0}, UNSUPPORTED + ": a field that jgpt does not"),
+        ("qwen3", {"auto_map": {"AutoModel": "m.M"}}, UNSUPPORTED + ": a field that jgpt"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, UNSUPPORTED + ", only 1.0"),
+        ("qwen3", {"rope_parameters": {"rope_type": "default", "factor": 8}}, UNSUPPORTED),
+        ("qwen3", {"rope_parameters": {"rope_theta": 5.0, "beta": 1}}, UNSUPPORTED),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, UNSUPPORTED),
+        ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 1.0}}, UNSUPPORTED),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, UNSUPPORTED + ", only {'rope_type'"),
         ("qwen3", {"rope_parameters": "llama3"}, UNSUPPORTED),
         ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, UNSUPPORTED),
@@ -246,8 +259,8 @@ UNSUPPORTED = "is not supported"
         ("qwen3", {"use_sliding_window": True}, UNSUPPORTED),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, UNSUPPORTED),
         ("qwen3", {"quantization_config": {"bits": 4}}, UNSUPPORTED),
-        ("qwen3", {"rope_parameters": None, "rope_theta": -1.0}, UNSUPPORTED),
-        ("qwen3", {"rope_parameters": {}, "rope_theta": -1.0}, UNSUPPORTED),
+        ("qwen3", {"rope_theta": -1.0}, "rotary_base must be positive"),
+        ("qwen3", {"rope_parameters": {"rope_theta": -1.0}}, "rotary_base must be positive"),
         ("qwen3", {"hidden_size": 26}, "embed_tokens.weight has shape [17, 24], not [17, 26]"),
         ("qwen3", {"head_dim": 9}, "positions='rotary' needs an even head size"),
         ("qwen3", {"num_hidden_layers": 3}, "the config has 3 layers, the weights 2"),
@@ -330,6 +343,10 @@ INCOMPLETE = "model.safetensors: not a complete safetensors file"
             "missing tensors (1): h.1.mlp.c_fc.bias",
         ),
         (tensor("score", np.ones(3)), "unexpected tensors (1): score"),
+        (
+            tensor("wte.weight", np.ones((17, 21))),
+            "transformer.wte.weight and wte.weight are two names of one tensor",
+        ),
         (tensor(LN_F, np.ones(3)), "ln_f.bias has shape [3], not [21]"),
         (tensor(ATTENTION, np.ones(64)), "h.0.attn.c_attn.bias has shape [64], not [63]"),
         (tensor(LN_F, np.ones(21, np.int8)), "ln_f.bias is I8, not F32"),
@@ -392,6 +409,7 @@ def test_shards(directory, model):
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for shard, its in shards.items():
         save_file({name: tensors[name] for name in its}, directory / shard)
+    save_file({"wte.weight": np.ones((17, 21), np.float32)}, directory / "c.safetensors")
     index = directory / "model.safetensors.index.json"
     weight_map = {name: shard for shard, its in shards.items() for name in its}
     index.write_text(json.dumps({"weight_map": weight_map}))
@@ -402,6 +420,7 @@ def test_shards(directory, model):
         ({**weight_map, names[0]: "b.safetensors"}, r"a\.safetensors: unexpected tensors \(1\)"),
         ({**weight_map, names[0]: "../a.safetensors"}, "which is not a file in this directory"),
         ({**weight_map, names[0]: 3}, "names 3, which is not a file"),
+        ({**weight_map, "wte.weight": "c.safetensors"}, "has wte.weight in two files"),
         (None, "it has no weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": wrong}))

@@ -1,0 +1,174 @@
+"""What a Hugging Face folder says about text: tokenizer, special tokens, chat template, generation.
+
+An import keeps these files in the run as they are, and an export writes them again, so that
+transformers stops, pads and fills the template as it did before.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jgpt.data.tokenizers import (
+    BPETokenizer,
+    Tokenizer,
+    hf_tokenizer_config,
+    read_tokenizer,
+)
+from jgpt.durable import prefix_errors, read_json
+
+HF_CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+OF_THE_MODEL = (HF_CONFIG, GENERATION)
+OF_THE_TOKENIZER = (
+    TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE, "chat_template.json",
+)  # fmt: skip
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of a tokenizer's templates beside the default one."""
+NAMED_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_LARGEST_FILE = 1 << 26
+
+TextFiles = dict[str, bytes]
+"""The content of files by their path in the folder."""
+
+
+def read_text_files(model_folder: Path, tokenizer_folder: Path) -> TextFiles:
+    """The files of a model about its text, and those of its tokenizer, as they are.
+
+    Raises ValueError that names a file which is not JSON where it should be, or too large.
+    """
+    paths = {name: model_folder / name for name in OF_THE_MODEL}
+    for name in OF_THE_TOKENIZER:
+        paths[name] = tokenizer_folder / name
+    for path in sorted((tokenizer_folder / MORE_TEMPLATES).glob("*.jinja")):
+        paths[f"{MORE_TEMPLATES}/{path.name}"] = path
+    files = {}
+    for name, path in paths.items():
+        if not path.is_file():
+            continue
+        with prefix_errors(path):
+            size = path.stat().st_size
+            if size > _LARGEST_FILE:
+                raise ValueError(f"it has {size:,} bytes")
+            if path.suffix == ".json":
+                read_json(path)
+        files[name] = path.read_bytes()
+    return files
+
+
+def parse_text_file(files: TextFiles, name: str) -> dict[str, Any]:
+    """The object in one of the JSON files, or an empty one if the folder has no such file."""
+    data = files.get(name)
+    return {} if data is None else json.loads(data.decode("utf-8-sig"))
+
+
+def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a folder, with the tokens that other files than `tokenizer.json` add.
+
+    transformers adds them when it reads the folder. Those past the model's `vocab_size` are left
+    out: the model has no embedding for them.
+    """
+    if (folder / TOKENIZER_JSON).is_file():
+        tokenizer = read_tokenizer(folder / TOKENIZER_JSON)
+    else:
+        tokenizer = BPETokenizer.from_gpt2(folder)
+    if not isinstance(tokenizer, BPETokenizer):
+        return tokenizer
+    files = read_text_files(folder, folder)
+    with prefix_errors(folder):
+        tokens = list(_added_tokens(files))
+    return tokenizer.with_added_tokens(tokens, vocab_size)
+
+
+def _added_tokens(files: TextFiles) -> Iterator[tokenizers.AddedToken]:
+    """The tokens that files beside `tokenizer.json` name, in the order of their numbers."""
+    config = parse_text_file(files, TOKENIZER_CONFIG)
+    special_tokens = _named_tokens(config)
+    if "added_tokens_decoder" not in config:  # which replaces the two older files
+        special_tokens |= _named_tokens(parse_text_file(files, SPECIAL_TOKENS))
+    numbered: dict[int, tokenizers.AddedToken] = {}
+    for number, fields in config.get("added_tokens_decoder", {}).items():
+        numbered[int(number)] = _added_token(fields)
+    if "added_tokens_decoder" not in config:
+        for content, number in parse_text_file(files, ADDED_TOKENS).items():
+            is_special = content in special_tokens
+            numbered[number] = tokenizers.AddedToken(
+                content, normalized=not is_special, special=is_special
+            )
+    for number in sorted(numbered):
+        yield numbered[number]
+    yield from special_tokens.values()
+
+
+def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
+    """The special tokens that a file names, by their text."""
+    listed = [values.get(name) for name in NAMED_TOKENS]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = values.get(name) or []
+        listed += more.values() if isinstance(more, dict) else more
+    tokens = {}
+    for value in listed:
+        if value:
+            token = _added_token(value)
+            tokens[token.content] = token
+    return tokens
+
+
+def _added_token(value: Any) -> tokenizers.AddedToken:
+    """A special token from its text, or a token from its fields."""
+    if isinstance(value, str):
+        return tokenizers.AddedToken(value, normalized=False, special=True)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise ValueError(f"{value!r} is not a token: it has no content")
+    known = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(**{name: value[name] for name in known if name in value})
+
+
+def write_tokenizer(tokenizer: Tokenizer, files: TextFiles, directory: Path) -> None:
+    """Write `tokenizer.json`, and a `tokenizer_config.json` if the files have none."""
+    tokenizer.to_hf().save(str(directory / TOKENIZER_JSON))
+    if TOKENIZER_CONFIG not in files:
+        text = json.dumps(hf_tokenizer_config(tokenizer), indent=2)
+        (directory / TOKENIZER_CONFIG).write_text(text + "\n")
+
+
+def write_text_files(files: TextFiles, directory: Path) -> None:
+    """Write files as they are."""
+    for name, data in files.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+
+
+def delete_text_files(directory: Path) -> None:
+    """Delete what `write_text_files` wrote, and folders that are empty then. Other files stay."""
+    for name in (*OF_THE_MODEL, *OF_THE_TOKENIZER):
+        (directory / name).unlink(missing_ok=True)
+    for path in (directory / MORE_TEMPLATES).glob("*.jinja"):
+        path.unlink()
+    for folder in (directory / MORE_TEMPLATES, directory):
+        with contextlib.suppress(OSError):  # it has other files, or doesn't exist
+            folder.rmdir()
+
+
+def without_tokens_past(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A config without the special tokens that a model of this vocabulary has no embedding for.
+
+    The padding of a vocabulary is cropped on import, and a config may name a token in it.
+    """
+    kept = {}
+    for name, value in values.items():
+        if name.endswith("_token_id"):
+            tokens = value if isinstance(value, list) else [value]
+            if any(isinstance(token, int) and token >= vocab_size for token in tokens):
+                inside = [token for token in tokens if token < vocab_size]
+                if inside and isinstance(value, list):
+                    kept[name] = inside
+                continue
+        kept[name] = value
+    return kept
