@@ -615,7 +615,8 @@ def import_(
 
     with importing() as status:
         from jgpt.interop import hub, huggingface, names, nanogpt
-        from jgpt.interop.text_files import read_text_files
+        from jgpt.interop.formats import describe_dropout
+        from jgpt.interop.text_files import HF_CONFIG, parse_text_file, read_text_files
         from jgpt.runs import checkpoints
 
         status.update(f"loading {source}")
@@ -638,10 +639,17 @@ def import_(
     model_config = dataclasses.replace(model.config, dtype=dtype)
     config = TrainConfig(model_config, optimizer, dataset, name=path.name, out=out)
     checkpoints.save(model, path, tokenizer=own_tokenizer, config=config, text_files=text_files)
-    return [
+    lines = []
+    source_config = parse_text_file(text_files, HF_CONFIG)
+    if source_config:
+        dropout = describe_dropout(source_config, model.config)
+        if dropout is not None:
+            lines.append(dropout)
+    lines.append(
         f"{counted(model.config.num_layers, 'layer')}, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {_command('sample', path)}"
-    ]
+    )
+    return lines
 
 
 def _tokenizer(source: Path, given: str | None, universal_newlines: bool, vocab_size: int) -> Any:

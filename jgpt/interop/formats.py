@@ -172,9 +172,9 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
     return ModelConfig(**fields)
 
 
-def describe_dropout(values: dict[str, Any], format: Format, config: ModelConfig) -> str | None:
-    """The dropout rates of another project that differ from the model's one rate, in words."""
-    values = format.defaults | values
+def describe_dropout(values: dict[str, Any], config: ModelConfig) -> str | None:
+    """The dropout rates of a `config.json` that differ from the model's one rate, in words."""
+    values = HF_FORMATS[values.get("model_type", "gpt2")].defaults | values
     rates = {name: values[name] for name in _DROPOUTS if name in values}
     if all(rate == config.dropout for rate in rates.values()):
         return None

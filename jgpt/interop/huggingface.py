@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from jgpt.contracts import typed
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.durable import new_directory, prefix_errors, read_json
-from jgpt.interop.formats import HF_FORMATS, describe_dropout, hf_config, read_config
+from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
     Tensors,
@@ -69,9 +68,6 @@ def load_hf(
             raise ValueError(f"model_type={kind!r} is not supported, only {only}")
         format = HF_FORMATS[kind]
         config = read_config(values, format)
-    line = describe_dropout(values, format, config)
-    if line is not None:
-        warnings.warn(line, stacklevel=2)
     if block_size is not None:
         config = dataclasses.replace(config, block_size=block_size)
     with prefix_errors(directory), contextlib.ExitStack() as stack:

@@ -1,5 +1,6 @@
 """`jgpt import` and `jgpt export` as a user types them."""
 
+import json
 import shutil
 
 import jax.numpy as jnp
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 import jgpt
+from jgpt.data.tokenizers import read_tokenizer
 from jgpt.interop.nanogpt import load_nanogpt
+from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.runs.checkpoints import load
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
@@ -69,9 +72,19 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
     said = worked("export", imported, "--out", tmp_path / "again")
     assert "transformers.AutoModelForCausalLM.from_pretrained" in said
     names = sorted(path.name for path in gpt2.iterdir())
-    assert names == ["config.json", "merges.txt", "model.safetensors", "vocab.json"]
+    assert names == [
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    ]
     for name in names:
-        assert (tmp_path / "again" / name).read_bytes() == (gpt2 / name).read_bytes(), name
+        before, after = (gpt2 / name).read_bytes(), (tmp_path / "again" / name).read_bytes()
+        if name == "config.json":
+            before, after = json.loads(before), json.loads(after)
+        assert before == after, name
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -93,7 +106,8 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
         assert "doesn't support qkv_bias=False: --zero-biases writes zeros" in said
         assert not out.exists()
     said = worked("export", run, "--out", out, "--zero-biases")
-    assert "the tokenizer was not exported" in said
+    assert said == f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained\n"
+    assert read_tokenizer(out / "tokenizer.json").decode(range(17)) == "\nabcdefghijklmnop"
     again, mine = (to_torch(weights_of(each)) for each in (jgpt.load_gpt2(out), model))
     assert all(np.array_equal(again[name], its) for name, its in mine.items())
     assert not any(its.any() for name, its in again.items() if name not in mine)
@@ -128,6 +142,103 @@ def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, write_nanogpt,
     ):
         assert reason in refused(*line)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
+    gpt2, text_file, tmp_path
+):
+    source, run = shutil.copytree(gpt2, tmp_path / "source"), tmp_path / "run"
+    (source / "additional_chat_templates").mkdir()
+    kept = {
+        "generation_config.json": b'{"eos_token_id": [5, 7, 900], "pad_token_id": 263}\r\n',
+        "chat_template.jinja": b"{{ messages }}\r\n",
+        "additional_chat_templates/tools.jinja": b"{{ tools }}",
+        "special_tokens_map.json": b"{}",
+    }
+    for name, data in kept.items():
+        (source / name).write_bytes(data)
+    config = json.loads((source / "config.json").read_text())
+    told = {"pad_token_id": 4, "bos_token_id": 263, "temperature": 0.5, "n_ctx": 3}
+    (source / "config.json").write_text(json.dumps({**config, **told}))
+    worked("import", source, "--out", run, "--data", text_file)
+    worked("export", run, "--out", tmp_path / "out")
+    for name in ("chat_template.jinja", *list(kept)[2:]):
+        assert (tmp_path / "out" / name).read_bytes() == kept[name], name
+    # tokens past the vocabulary of 263 have no embedding
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [5, 7]}
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = {**config, "pad_token_id": 4, "temperature": 0.5, "n_ctx": 11}
+    del expected["bos_token_id"]
+    assert exported == expected
+
+    (run / "imported" / "mine.txt").write_text("two years")
+    RunDirectory(run).clear()
+    assert [path.name for path in (run / "imported").iterdir()] == ["mine.txt"]
+    (run / "imported" / "mine.txt").unlink()
+    RunDirectory(run).clear()
+    assert not (run / "imported").exists()
+
+
+def test_dropout_rates_that_differ_are_named_and_kept(gpt2, text_file, tmp_path):
+    source, run = shutil.copytree(gpt2, tmp_path / "source"), tmp_path / "run"
+    config = json.loads((source / "config.json").read_text())
+    config |= {"attn_pdrop": 0.125, "resid_pdrop": 0.25, "embd_pdrop": 0.5}
+    (source / "config.json").write_text(json.dumps(config))
+    said = worked("import", source, "--out", run, "--data", text_file)
+    assert said.startswith("the config has resid_pdrop 0.25, embd_pdrop 0.5, attn_pdrop 0.125, and")
+    assert "dropout 0.125\n" in said
+    assert load(run)[2].model.dropout == 0.125
+    worked("export", run, "--out", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
+def test_a_damaged_file_about_text_is_named(gpt2, imported, tmp_path):
+    source = shutil.copytree(gpt2, tmp_path / "source")
+    (source / "generation_config.json").write_text("[]")
+    said = refused("import", source, "--out", tmp_path / "run")
+    assert "generation_config.json: not an object, but list" in said
+    run = shutil.copytree(imported, tmp_path / "run")
+    (run / "imported" / "config.json").write_text('{"model_type": "gpt2"}')
+    said = refused("export", run, "--out", tmp_path / "out")
+    assert "it has no vocab_size" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokens_that_other_files_add(gpt2, tmp_path):
+    """As transformers adds them, up to the vocabulary of the model."""
+    first = shutil.copytree(gpt2, tmp_path / "first")
+    (first / "tokenizer.json").unlink()
+    (first / "tokenizer_config.json").write_text('{"pad_token": "<pad>", "eos_token": "<end>"}')
+    (first / "added_tokens.json").write_text('{"<end>": 264, "<start>": 263, "<far>": 266}')
+    tokenizer = read_folder_tokenizer(first, 266)
+    assert tokenizer.vocab_size == 266
+    assert tokenizer.encode("<start>a<end>").tolist()[0::2] == [263, 264]
+    assert tokenizer.encode("<far>").tolist() == [265]
+    assert len(tokenizer.encode("<pad>")) > 1  # there is no room for it
+    second = shutil.copytree(gpt2, tmp_path / "second")
+    fields = {"content": "<end>", "special": True, "normalized": False, "lstrip": True}
+    decoder = {"263": fields, "264": {**fields, "content": "<more>"}}
+    (second / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    tokenizer = read_folder_tokenizer(second, 264)
+    assert tokenizer.vocab_size == 264
+    assert tokenizer.encode("  <end>").tolist() == [263]
+
+
+def test_the_checkpoint_that_is_asked_for_is_exported(imported, tmp_path):
+    run = shutil.copytree(imported, tmp_path / "run")
+    worked("train", "--resume", "--out", run, "--steps", 1, "--sample-tokens", 0)
+    models = {}
+    for which in (0, 1, "last"):
+        worked("export", run, "--out", tmp_path / f"{which}", "--checkpoint", which)
+        models[which] = jgpt.load_hf(tmp_path / f"{which}")
+        asked, _, _ = load(run, which=which)
+        assert_same_weights(models[which], asked)
+    tables = {which: model.token_embedding.embedding[...] for which, model in models.items()}
+    assert (tables[1] == tables["last"]).all()
+    assert (tables[0] != tables[1]).any()
+    said = refused("export", run, "--out", tmp_path / "7", "--checkpoint", 7)
+    assert "has no checkpoint 7: it has 0, 1" in said
 
 
 @pytest.fixture(scope="module")

@@ -59,21 +59,47 @@ def change(path, **fields):
     path.write_text(json.dumps({**values, **fields}))
 
 
-def test_the_end_of_text_begins_and_ends_a_text_for_transformers(tmp_path):
-    """Where the tokenizer has one, as GPT-2's; 263 tokens were learned before it."""
-    text = "abcdefghijklmnop\n" * 40
-    plain = jgpt.BPETokenizer.train([text], 263)
-    plain.save_gpt2(tmp_path)
-    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
-    (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": 263}))
-    with_end = jgpt.BPETokenizer.from_gpt2(tmp_path)
-    for tokenizer, token in ((with_end, 263), (plain, None), (jgpt.ByteTokenizer(), None)):
-        name = f"{type(tokenizer).__name__}-{token}"
+def earlier_byte_pairs(vocab_size=263):
+    """Byte-pairs as earlier versions trained them, without a special token."""
+    trained = json.loads(jgpt.BPETokenizer.train([TEXT], vocab_size).to_json())["tokenizer"]
+    vocabulary = trained["model"]["vocab"]
+    vocabulary["ÿ"] = vocabulary.pop("<|endoftext|>")
+    return jgpt.BPETokenizer.from_hf({**trained, "added_tokens": []})
+
+
+TEXT = "abcdefghijklmnop\n" * 40
+
+
+def exported_json(model, folder, name, **options):
+    jgpt.save_hf(model, folder, **options)
+    return json.loads((folder / name).read_text())
+
+
+def test_a_special_token_begins_and_ends_a_text_for_other_programs(tmp_path):
+    """It is inside the model's vocabulary, and named only where the tokenizer has one."""
+    trained, earlier = jgpt.BPETokenizer.train([TEXT], 263), earlier_byte_pairs()
+    assert trained.vocab_size == earlier.vocab_size == 263
+    assert np.array_equal(trained.encode(TEXT), earlier.encode(TEXT))
+    for tokenizer, name in (
+        (trained, "<|endoftext|>"),
+        (earlier, "<0xFF>"),
+        (jgpt.ByteTokenizer(), None),
+        (jgpt.CharTokenizer.from_text(TEXT), None),
+    ):
+        folder = tmp_path / f"{type(tokenizer).__name__}-{name}".replace("|", "")
         model = random_model(vocab_size=tokenizer.vocab_size)
-        jgpt.save_gpt2(model, tmp_path / name, tokenizer=tokenizer)
-        values = json.loads((tmp_path / name / "config.json").read_text())
-        assert (values["bos_token_id"], values["eos_token_id"]) == (token, token)
-        assert values["vocab_size"] == tokenizer.vocab_size
+        config = exported_json(model, folder, "config.json", tokenizer=tokenizer)
+        of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        token = None if name is None else trained.end_of_text
+        assert (config["bos_token_id"], config["eos_token_id"]) == (token, token)
+        assert (config["vocab_size"], config["n_ctx"]) == (tokenizer.vocab_size, 11)
+        for special in ("bos_token", "eos_token", "unk_token"):
+            assert of_tokenizer.get(special) == name
+        again = jgpt.BPETokenizer.from_hf(json.loads((folder / "tokenizer.json").read_text()))
+        assert again.vocab_size == tokenizer.vocab_size
+        assert np.array_equal(again.encode(TEXT), tokenizer.encode(TEXT))
+        if name is not None:
+            assert again.encode(name).tolist() == [token]
 
 
 # what is written
@@ -259,8 +285,8 @@ UNSUPPORTED = "is not supported"
         ("qwen3", {"use_sliding_window": True}, UNSUPPORTED),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, UNSUPPORTED),
         ("qwen3", {"quantization_config": {"bits": 4}}, UNSUPPORTED),
-        ("qwen3", {"rope_theta": -1.0}, "rotary_base must be positive"),
-        ("qwen3", {"rope_parameters": {"rope_theta": -1.0}}, "rotary_base must be positive"),
+        ("qwen3", {"rope_theta": -1.0}, "rotary_base=-1.0 must be positive"),
+        ("qwen3", {"rope_parameters": {"rope_theta": -1.0}}, "rotary_base=-1.0 must be positive"),
         ("qwen3", {"hidden_size": 26}, "embed_tokens.weight has shape [17, 24], not [17, 26]"),
         ("qwen3", {"head_dim": 9}, "positions='rotary' needs an even head size"),
         ("qwen3", {"num_hidden_layers": 3}, "the config has 3 layers, the weights 2"),

@@ -11,7 +11,7 @@ import jgpt
 from jgpt.runs.checkpoints import load
 from tests.commands import worked
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -126,7 +126,8 @@ def text_file(folder: Path) -> Path:
     return path
 
 
-SEEDS = {"llama": 0, "qwen3": 0}
+SEEDS = {"llama": 1, "qwen3": 3}
+"""Of answers that end after a few tokens."""
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the extra `parity` is not installed")
 pytest.importorskip("transformers", reason="the extra `parity` is not installed")
+import tokenizers
 import torch
 from flax import nnx
 from safetensors.torch import load_file, save_file
@@ -221,7 +222,7 @@ LINEAR = {"rope_type": "linear", "factor": 1.0, "rope_theta": 500.0}
 OTHER_SPELLINGS = [
     # what a config says, and what says nearly the same and computes something else
     ("llama", {"rope_parameters": {"rope_theta": 500.0}}, {"rope_parameters": {"rope_theta": 5.0}}),
-    ("llama", {"rope_parameters": None, "rope_theta": 500.0}, {"rope_parameters": None}),
+    ("llama", {"rope_parameters": None, "rope_theta": 500.0}, {"rope_theta": 5.0}),
     ("llama", {"rope_parameters": LINEAR}, {"rope_parameters": {**LINEAR, "factor": 2.0}}),
     (
         "llama",
@@ -242,7 +243,6 @@ OTHER_SPELLINGS = [
 
 
 @pytest.mark.parametrize(("name", "fields", "other"), OTHER_SPELLINGS, ids=str)
-@pytest.mark.filterwarnings("ignore:the config has .*dropout")
 def test_a_config_in_other_words_computes_the_same(name, fields, other, tmp_path):
     reference = random_model(name)
     reference.save_pretrained(tmp_path / "theirs")
@@ -261,16 +261,6 @@ def test_a_config_in_other_words_computes_the_same(name, fields, other, tmp_path
         change(tmp_path / "theirs", **other)
         with pytest.raises(AssertionError, match="Not equal"):
             assert_same_logits(model, read_back(tmp_path / "theirs"))
-
-
-def test_dropout_rates_that_differ_are_named(tmp_path):
-    random_model("gpt2").save_pretrained(tmp_path)
-    change(tmp_path, attn_pdrop=0.0, resid_pdrop=0.25)
-    with pytest.warns(
-        UserWarning, match=r"resid_pdrop 0\.25, embd_pdrop 0\.1, attn_pdrop 0\.0, and"
-    ):
-        model = jgpt.load_hf(tmp_path)
-    assert model.config.dropout == 0.0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama, tied", "qwen3, tied"])
@@ -354,6 +344,43 @@ def test_a_shorter_context_is_the_same_function(directory):
     assert (model.block_size, shorter.block_size) == (11, 5)
     tokens = jnp.arange(10).reshape(2, 5)
     np.testing.assert_array_equal(shorter(tokens), model(tokens))
+
+
+ODD = "naïve — “日本語” 😀\n\t\u0301 \u00a0 ﬁ Ⅷ\u200b  don't ÿ , . <|endoftext|>"
+
+
+def byte_pairs_with_more():
+    """Byte-pairs of GPT-2's kind, with added tokens and a normaliser."""
+    backend = jgpt.BPETokenizer.train([ODD * 9], 280).to_hf()
+    backend.add_special_tokens(["<|user|>"])
+    backend.add_tokens([tokenizers.AddedToken("ROMEO:", normalized=False)])
+    backend.normalizer = tokenizers.normalizers.NFC()
+    return jgpt.BPETokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        jgpt.CharTokenizer.from_text(ODD),
+        jgpt.ByteTokenizer(),
+        jgpt.BPETokenizer.train([ODD * 9], 280),
+        byte_pairs_with_more(),
+    ],
+    ids=["characters", "bytes", "byte-pairs", "added tokens"],
+)
+def test_our_tokenizers_in_transformers(tokenizer, tmp_path):
+    model = random_gpt("gpt2", vocab_size=tokenizer.vocab_size)
+    jgpt.save_hf(model, tmp_path / "hf", tokenizer=tokenizer)
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = ODD
+    if isinstance(tokenizer, jgpt.BPETokenizer):
+        text += "<|user|>ROMEO: cafe\u0301"
+    tokens = theirs(text)["input_ids"]
+    assert tokens == tokenizer.encode(text).tolist()
+    assert theirs.decode(tokens) == tokenizer.decode(tokens)
+    assert len(theirs) == tokenizer.vocab_size == model.vocab_size
+    for token in theirs.all_special_ids:
+        assert token < model.vocab_size
 
 
 def test_its_tokenizer_goes_in_and_out(tmp_path):
