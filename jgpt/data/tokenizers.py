@@ -261,7 +261,7 @@ class BPETokenizer:
                 backend.add_special_tokens([token])
             else:
                 backend.add_tokens([token])
-        return BPETokenizer(backend)
+        return BPETokenizer(backend, adds_special_tokens=self.adds_special_tokens)
 
     def to_hf(self) -> tokenizers.Tokenizer:
         """The tokenizer in the tokenizers library."""
@@ -290,6 +290,10 @@ class BPETokenizer:
             if self._backend.token_to_id(name) is not None:
                 return name
         return None
+
+    def token_of(self, text: str) -> int | None:
+        """The token with this text, special ones too, if the vocabulary has it."""
+        return self._backend.token_to_id(text)
 
     def save_hf(self, directory: Path) -> None:
         """Write `tokenizer.json`, and the `tokenizer_config.json` that transformers needs."""
@@ -410,7 +414,7 @@ class BPETokenizer:
         values = json.loads(self._backend.to_str())
         if "ByteLevel" not in json.dumps(values["decoder"]):
             return {}
-        of_bytes = set(_bytes_of_letters())
+        of_bytes = set(bytes_of_letters())
         of_bytes.update("".join(pair) for pair in values["model"].get("merges", ()))
         found = {}
         for token, added in self._backend.get_added_tokens_decoder().items():

@@ -137,7 +137,7 @@ def _config_to_write(
         return without_tokens_past(config, model.vocab_size)
     config = hf_config(model.config, model_type, zero_biases=zero_biases)
     if isinstance(tokenizer, BPETokenizer) and tokenizer.special_token is not None:
-        (token,) = tokenizer.encode(tokenizer.special_token).tolist()
+        token = tokenizer.token_of(tokenizer.special_token)
         config["bos_token_id"] = token
         config["eos_token_id"] = token
     return config

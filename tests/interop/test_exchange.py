@@ -173,10 +173,10 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     assert exported == expected
 
     (run / "imported" / "mine.txt").write_text("two years")
-    RunDirectory(run).clear()
+    RunDirectory(run).clear(())
     assert [path.name for path in (run / "imported").iterdir()] == ["mine.txt"]
     (run / "imported" / "mine.txt").unlink()
-    RunDirectory(run).clear()
+    RunDirectory(run).clear(())
     assert not (run / "imported").exists()
 
 
