@@ -33,6 +33,7 @@ from runner import (
     trained_by_jgpt,
 )
 from stepping import variant
+from texts import write_code
 
 from jgpt.config import to_json
 from jgpt.data.corpus import shakespeare_file
@@ -185,6 +186,30 @@ def prepare(how: Rounds, megabytes: int = 200) -> None:
             Variant("jgpt prepare", jgpt("prepare", text, *ours), speed),
         ]
         compare("prepare", variants, how)
+
+
+def large_text(how: Rounds, megabytes: int = 400, steps: int = 200) -> None:
+    """A text of the size that people have, made from a seed: `jgpt prepare` with byte-pairs, and
+    `jgpt train` on the text as it is, the first time, which tokenizes it, and a later time; peak
+    memory, the seconds to the first step and the share of the time that no step takes."""
+    with TemporaryDirectory() as folder:
+        text = Path(folder, "text.txt")
+        write_code(text, 1_000_000 * megabytes)
+        pairs = "--tokenizer", "bpe", "--bpe-vocab-size", 8192
+        train = call("watching", "large_text", text=text, out="{out}", preset="tiny", steps=steps)
+        # the caches of texts are below these folders
+        first = {"XDG_CACHE_HOME": f"{folder}/first"}
+        later = {"XDG_CACHE_HOME": f"{folder}/later"}
+        variants = [
+            Variant("jgpt prepare", jgpt("prepare", text, *pairs, "--out", "{out}"), nothing),
+            Variant("jgpt train, the first run", train, environment=first, rounds=1),
+            Variant("jgpt train, a later run", train, environment=later, warm=True),
+        ]
+
+        def facts(measured: Measured) -> dict[str, Any]:
+            return {"text_bytes": text.stat().st_size}
+
+        compare("large_text", variants, how, facts)
 
 
 def startup(how: Rounds) -> None:
@@ -462,9 +487,9 @@ def gpu_train(
 
 
 COMPARISONS = (
-    *(step_time, time_to_loss, memory, prepare, startup, scaling, scan_layers, step_breakdown),
-    *(ablation, narrow_loss, contract_overhead, live, shakespeare_candidates, shakespeare_best),
-    *(int8, fuzz, sampling, gpu_step, gpu_train, gpu_sampling),
+    *(step_time, time_to_loss, memory, prepare, large_text, startup, scaling, scan_layers),
+    *(step_breakdown, ablation, narrow_loss, contract_overhead, live, shakespeare_candidates),
+    *(shakespeare_best, int8, fuzz, sampling, gpu_step, gpu_train, gpu_sampling),
 )
 
 if __name__ == "__main__":

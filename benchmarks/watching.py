@@ -107,3 +107,31 @@ def processor_seconds(pid: str) -> float:
     """The processor time of a process and its threads, user's and system's (proc(5))."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def large_text(text: str, out: str, preset: str, steps: int) -> Figures:
+    """Training on a large text: the seconds to the first step, and the share of evaluations.
+
+    That share is of the time from the first step to the end, and counts what no step takes.
+    """
+    command = jgpt("train", preset, "--data", text, "--out", out, "--steps", steps)
+    command += ["--steps-per-call", "1", "--sample-tokens", "0", "--eval-interval", str(steps)]
+    metrics = Path(out, "metrics.jsonl")
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not (metrics.exists() and metrics.stat().st_size):
+            if process.poll() is not None:
+                sys.exit(f"{command} ended with {process.returncode}")
+            time.sleep(0.005)
+        first = time.perf_counter()
+    if process.returncode:
+        sys.exit(f"{command} ended with {process.returncode}")
+    ended = time.perf_counter()
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    timed = [line for line in lines if line.get("tokens_per_second")]
+    tokens_per_step = timed[-1]["tokens"] / timed[-1]["step"]
+    in_steps = sum(tokens_per_step / line["tokens_per_second"] for line in timed)
+    return {
+        "seconds_to_first_step": first - began,
+        "share_besides_steps": 1 - in_steps / (ended - first),
+    }

@@ -329,3 +329,31 @@ def test_a_text_in_memory_takes_at_most_three_bytes_for_each(tmp_path, kind):
     grown, tokens = map(int, done.stdout.split())
     assert tokens > 0.2 * size
     assert UNIT * grown < 3 * large.stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="resource usage of a child")
+def test_training_on_60_megabytes_takes_three_bytes_for_each(tmp_path):
+    """As commands, beside training on a small text; the tokens are on the device, too."""
+    peaks = {}
+    for size in (1_000_000, 60_000_000):
+        text = tmp_path / f"{size}.txt"
+        write_code(text, size)
+        command = [sys.executable, "-m", "jgpt.cli", "train", "tiny", "--data", str(text)]
+        command += [
+            "--steps",
+            "2",
+            "--eval-tokens",
+            "10000",
+            "--out",
+            str(tmp_path / f"run-{size}"),
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        peaks[size] = UNIT * usage.ru_maxrss
+    grown = peaks[60_000_000] - peaks[1_000_000]
+    assert grown < 3 * 60_000_000
+    # it is not a text whose tokens are kept in the cache
+    assert (tmp_path / "60000000.txt").stat().st_size < dataset_module.LARGE_TEXT
