@@ -25,7 +25,7 @@ def resident(tokens: Integer[np.ndarray, " tokens"]) -> Tokens:
     if tokens.nbytes > RESIDENT_BYTES:
         return tokens
     # of what begins with a page, as memory-mapped tokens do, a CPU takes no copy
-    return jnp.asarray(np.asarray(tokens))
+    return jax.device_put(np.asarray(tokens))
 
 
 @typed
