@@ -137,7 +137,7 @@ def test_chips_that_can_t_be_compiled_for(on, error, expected, monkeypatch):
         asked.append((*names, options["platform"]))
         raise error
 
-    monkeypatch.setattr("jgpt.hardware.get_topology_desc", refuse)
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", refuse)
     with pytest.raises((ValueError, ModuleNotFoundError), match=expected) as refused:
         topology(on)
     assert isinstance(refused.value, ValueError) == on.endswith("5")
