@@ -192,6 +192,17 @@ WHOLE = [
 ]
 
 
+@pytest.mark.parametrize("initializer", ["lecun_normal", "glorot_uniform", "he_normal"])
+def test_random_weights_of_any_width_are_proven(initializer):
+    make = getattr(nnx.initializers, initializer)()
+
+    def doubled(x: Array) -> Array:
+        width = x.shape[-1]
+        return nnx.Linear(width, 2 * width, kernel_init=make, rngs=nnx.Rngs(0))(x)
+
+    assert str(prove(doubled, "float32[b t e]")) == "proven    all sizes"
+
+
 @pytest.mark.parametrize("name", only(lambda name: name not in SLOW, WHOLE))
 def test_is_proven_for_every_size(name):
     proof = PROVEN[name]()

@@ -301,6 +301,7 @@ def describe(plan: Plan) -> list[str]:
         lines += [f"mesh: {config.mesh}", *replicated]
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
+        lines += _describe_process_memory(plan)
     return [*lines, "no run was written: leave out --dry-run to train"]
 
 
@@ -316,6 +317,18 @@ def _describe_evaluations(evaluations: EvaluationPlan) -> str:
     if evaluations.exact_last:
         over += "; after the last step over all, too"
     return f"{count}{over}: {evaluations.share:.1%} of the run's FLOPs"
+
+
+def _describe_process_memory(plan: Plan) -> list[str]:
+    """On a CPU, where a step's memory is not all that the process needs."""
+    if plan.process_memory is None or plan.memory is None:
+        return []
+    devices = abstract_mesh(plan.config.mesh).size
+    beside = plan.process_memory - devices * (plan.memory.state + plan.memory.working)
+    return [
+        f"memory of the process: {format_bytes(plan.process_memory)} "
+        f"({format_bytes(beside)} more for Python, JAX and the data)"
+    ]
 
 
 def describe_ahead(step: CompiledStep) -> list[str]:

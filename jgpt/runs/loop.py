@@ -24,6 +24,7 @@ from jgpt.hardware import (
     Platform,
     accelerators,
     current_platform,
+    memory_in_use,
     memory_limit,
     process_count,
     process_index,
@@ -58,6 +59,7 @@ from jgpt.training.plan import (
     parameters_without_names,
     require_feasible,
     with_micro_batches,
+    with_process_memory,
 )
 from jgpt.training.step import (
     TrainState,
@@ -214,6 +216,7 @@ def fit(
         )
         training.run(evaluate_first=unevaluated is not None)
         checkpoints.wait()
+        del state, training  # or the state is alive beside the model that samples
         release_memory()
         best = checkpoints.best()
         trained, tokenizer, _ = load(run.path, model=saved.model.make, platform=platform)
@@ -249,11 +252,18 @@ def plan(
     progress: Progress | None = None,
     platform: Platform | None = None,
 ) -> Plan:
-    """The plan of `fit`, which raises what `fit` would. Nothing is written."""
+    """The plan of `fit`, which raises what `fit` would. Nothing is written.
+
+    On a CPU its `process_memory` counts what this process has taken so far as what training takes
+    beside its steps.
+    """
     progress, platform = progress or Progress(), platform or current_platform()
     _, config, dataset, out, evaluations = _prepare(config, resume, overwrite, progress, platform)
     with use_mesh(config.mesh):
-        return make_plan(config, dataset, out, evaluations)
+        made = make_plan(config, dataset, out, evaluations)
+    if current_platform().name != "cpu":
+        return made
+    return with_process_memory(made, memory_in_use())
 
 
 def _prepare(

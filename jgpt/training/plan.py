@@ -51,6 +51,9 @@ class Plan:
     flops: int
     """For all steps."""
     evaluations: EvaluationPlan
+    process_memory: int | None = None
+    """The peak memory of the process on a CPU, in bytes: that of its devices, and what Python, JAX,
+    compiling and the data take; None on other hardware."""
 
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
@@ -123,6 +126,15 @@ def make_plan(
         flops=3 * flops_per_token(config.model) * tokens,
         evaluations=evaluations,
     )
+
+
+def with_process_memory(plan: Plan, used: int | None) -> Plan:
+    """The plan for a CPU, where `used` is what the process takes without a state and its steps."""
+    if used is None or plan.memory is None:
+        return plan
+    devices = sharding.abstract_mesh(plan.config.mesh).size
+    on_devices = devices * (plan.memory.state + plan.memory.working)
+    return dataclasses.replace(plan, process_memory=used + on_devices)
 
 
 def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,9 @@ DESCRIBED = {
     "info gpt2": lambda: info("gpt2"),
     "info nanogpt-cpu on a mesh": lambda: info("nanogpt-cpu", mesh="fsdp=4,tensor=3"),
     "a plan": lambda: describe(PLAN),
+    "a plan on two CPU devices": lambda: describe(
+        replace(PLAN, config=TrainConfig(name="a", mesh="data=2"), process_memory=124 * MIB)
+    ),
     "a plan on a mesh, in micro-batches": lambda: describe(
         replace(
             PLAN,
@@ -131,6 +135,9 @@ def test_a_plan_as_json(capsys, monkeypatch, poem):
     assert said["memory"]["state"] == 3 * MIB
     assert said["config"]["model"]["block_size"] == 4
     assert said["training_tokens"] == int(len(poem.read_text()) * 0.9)
+    beside = said["process_memory"] - 3 * MIB - MIB // 2
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux says KiB
+    assert beside == pytest.approx(resident, rel=0.1)
 
 
 @pytest.mark.slow

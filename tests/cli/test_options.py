@@ -52,6 +52,28 @@ def test_repeating_a_list_appends():
     assert parse(import_, "import", options)["data"] == ("a", "b", "c")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--out=my_run", "--data=some_text.txt", "--batch_size=24", "--name=--a_name"),
+        ("--out", "my_run", "--data", "some_text.txt", "--batch-size", 24, "--name=--a_name"),
+        ("--batch_size", 24, "--data=some_text.txt", "--name=--a_name", "--out=my_run"),
+    ],
+    ids=["with =", "apart", "both"],
+)
+def test_underscores_are_dashes_in_the_name_of_an_option_and_stay_in_its_value(words):
+    given = parsed("tiny", *words)
+    assert given.out == "my_run"
+    assert given.dataset.data == ("some_text.txt",)
+    assert given.name == "--a_name"
+    assert given.batch_size == 24
+
+
+def test_underscores_stay_in_what_is_no_option():
+    given = parse(COMMANDS["sample"], "sample", ["my_run", "--prompt=--my_word"])
+    assert (given["run"], given["prompt"]) == ("my_run", ("--my_word",))
+
+
 def test_a_list_that_is_not_given_stays_and_one_without_values_is_empty():
     assert parsed("tiny", "--steps", 7) == dataclasses.replace(TINY, steps=7)
     assert parsed("modern-cpu").model.ngram_sizes == (2, 3, 4)

@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,27 @@ def test_a_save_that_fails_leaves_nothing_and_is_told_at_the_latest_at_the_end(
     with pytest.raises(OSError, match=failed):
         checkpoints.__exit__(None)
     assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
+
+
+@pytest.mark.parametrize(("waited_for", "is_waited"), [(1, True), (1 << 40, False)])
+def test_training_waits_until_a_large_state_is_written_from_its_own_memory(
+    saved, initial, monkeypatch, waited_for, is_waited
+):
+    monkeypatch.setattr("jgpt.runs.checkpoints.WAITED_FOR", waited_for)
+    may_finish = threading.Event()
+    sync_below = checkpoints_module.sync_below
+
+    def slow_sync(path):
+        may_finish.wait(0.3 if is_waited else 10)
+        sync_below(path)
+
+    monkeypatch.setattr("jgpt.runs.checkpoints.sync_below", slow_sync)
+    with Checkpoints(saved) as checkpoints:
+        checkpoints.save(numbered(initial, 5), 0.5)
+        written = 5 in checkpoints.steps()
+        may_finish.set()
+    assert written == is_waited
+    assert 5 in checkpoints.steps()
 
 
 def test_a_run_is_loaded_to_the_device_that_new_arrays_go_to(saved, small_run):

@@ -476,6 +476,55 @@ def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def buffers_alive() -> dict[int, int]:
+    """The bytes of each buffer that arrays hold; arrays may share one."""
+    shards = [shard.data for array in jax.live_arrays() for shard in array.addressable_shards]
+    return {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}
+
+
+def test_no_stage_of_training_holds_a_second_state(small_run, tmp_path, monkeypatch):
+    model = {"embed_dim": 48, "num_heads": 3}
+    config = with_changes(small_run, model=model, out=str(tmp_path / "run"), steps=6)
+    monkeypatch.setattr("jgpt.runs.checkpoints.WAITED_FOR", 1)
+    before = buffers_alive()
+    stages = []
+
+    def noted(name, function):
+        def call(*args, **options):
+            result = function(*args, **options)
+            jax.block_until_ready(result)
+            found = buffers_alive()
+            stages.append((name, sum(found[each] for each in found.keys() - before.keys())))
+            return result
+
+        return call
+
+    make_steps = loop.make_train_steps
+    monkeypatch.setattr(loop, "make_train_steps", lambda given: noted("steps", make_steps(given)))
+    for owner, name in (
+        (loop, "init_state"),
+        (loop, "load"),
+        (loop, "_sample"),
+        (Checkpoints, "restore"),
+        (Checkpoints, "save"),
+    ):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+
+    run = fit(config)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(run.model)))
+    del run
+    fit(dataclasses.replace(config, steps=8), resume=True)
+    fit(dataclasses.replace(config, steps=8), resume=True)  # takes no step
+    state = 3 * weights  # with the two moments of AdamW
+
+    assert {name for name, _ in stages} == {
+        *("init_state", "steps", "save", "load", "_sample", "restore")
+    }
+    for name, alive in stages:
+        expected = weights if name in ("load", "_sample") else state
+        assert expected <= alive < 1.3 * expected, (name, alive / expected)
+
+
 def test_a_plan_is_of_one_device_of_the_mesh(small_run, tmp_path):
     config = dataclasses.replace(small_run, batch_size=8, out=str(tmp_path / "run"))
     replicated, sharded = (
