@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# parity is PyTorch, which brings gigabytes on Linux: without it, its tests are skipped
+EXTRAS ?= docs,test,parity
 AHEAD := $(VENV)-ahead
 # Python compiles a package at its first import and keeps that, which takes half the time of compiling
 # all of them when they are installed
@@ -72,7 +74,7 @@ $(VENV)/installed-train: pyproject.toml | $(BIN)/python
 
 # in one go: what lints, tests and builds the site
 $(VENV)/installed-extras: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[docs,test]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	touch $@ $(VENV)/installed-train
 
 $(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
