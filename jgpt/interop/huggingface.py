@@ -35,6 +35,7 @@ from jgpt.interop.text_files import (
     write_text_files,
     write_tokenizer,
 )
+from jgpt.nn.consistency import changed_parts
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
 
@@ -99,6 +100,12 @@ def save_hf(
     """
     if not isinstance(model, GPT):
         raise ValueError("Hugging Face's format doesn't support architecture='bigram'")
+    if model.config.make is None:  # a custom model has its own error
+        changed = changed_parts(model)
+        if changed:
+            raise ValueError(
+                f"the model can't be exported: {changed[0]}, and no format describes that"
+            )
     files = {} if like is None else read_text_files(Path(like), Path(like))
     if isinstance(tokenizer, BPETokenizer) and TOKENIZER_CONFIG not in files:
         tokenizer = tokenizer.with_special_token()

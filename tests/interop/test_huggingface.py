@@ -102,6 +102,18 @@ def test_a_special_token_begins_and_ends_a_text_for_other_programs(tmp_path):
             assert again.encode(name).tolist() == [token]
 
 
+def test_a_model_with_changed_parts_is_not_exported(model, tmp_path):
+    class Shifted(jgpt.FeedForward):
+        def __call__(self, x, *, rngs=None):
+            return super().__call__(x, rngs=rngs) + 1
+
+    model.blocks[1].feed_forward = Shifted(model.config, rngs=nnx.Rngs(0))
+    for save in (jgpt.save_hf, jgpt.save_gpt2):
+        with pytest.raises(ValueError, match=r"can't be exported: blocks\.1\.feed_forward overrid"):
+            save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # what is written
 
 
