@@ -2,8 +2,9 @@
 
 import functools
 import warnings
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jgpt.durable import prefix_errors
 from jgpt.interop.formats import NANOGPT, read_config
@@ -22,6 +23,7 @@ def load_nanogpt(file: str | Path) -> GPT:
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nanoGPT's checkpoints need PyTorch: pip install torch") from None
     with file.open("rb") as opened, prefix_errors(file):
+        _require_stored(opened)
         try:
             with warnings.catch_warnings(action="ignore"):  # the error below says it in one line
                 checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
@@ -46,7 +48,23 @@ def load_nanogpt(file: str | Path) -> GPT:
         return read_tensors(read_config(arguments, NANOGPT), NANOGPT, entries)
 
 
+def _require_stored(file: BinaryIO) -> None:
+    """Raise ValueError for a compressed archive: kilobytes of one can claim all memory.
+
+    PyTorch reads compressed archives, but never writes them.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{entry.filename} is compressed, which PyTorch never does")
+    file.seek(0)
+
+
 def _read(name: str, tensor: Any) -> Any:
+    needed = tensor.numel() * tensor.element_size()
+    if str(tensor.layout) == "torch.strided" and tensor.untyped_storage().nbytes() < needed:
+        raise ValueError(f"{name} claims {needed:,} bytes, which the file doesn't have")
     try:
         return tensor.float().numpy()
     except (RuntimeError, TypeError) as error:  # quantised, sparse

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import jgpt
 from jgpt.data.tokenizers import read_tokenizer
+from jgpt.interop import nanogpt
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.runs.checkpoints import load
@@ -277,3 +279,17 @@ def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_p
     assert losses[-1] < 0.8 * losses[0]
     said = refused("train", "--resume", "--out", run, "--batch-size", 4)  # a step was taken
     assert "--batch-size is 8 in the run, 4 in the config" in said
+
+
+def test_a_checkpoint_that_claims_more_memory_than_it_has_is_no_bomb(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "ckpt.pt"
+    torch.save({"model_args": {}, "model": {}}, path)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for name in source.namelist():
+            bomb.writestr(name, source.read(name), zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match=r"bomb\.pt: .* is compressed, which PyTorch never does"):
+        load_nanogpt(tmp_path / "bomb.pt")
+    expanded = torch.zeros(1).expand(10**12)
+    with pytest.raises(ValueError, match="wte claims 4,000,000,000,000 bytes, which the file"):
+        nanogpt._read("wte", expanded)
