@@ -211,7 +211,7 @@ def _note_program() -> None:
     if key.is_used or core.get_opaque_trace_state() == trace_outside:
         return
     # an eager vmap or gradient caches nothing
-    key.is_used = core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+    key.is_used = core.unsafe_am_i_under_a_jit_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def place(path: str) -> contextlib.AbstractContextManager[None]:

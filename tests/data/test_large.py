@@ -19,7 +19,8 @@ from jgpt.data.dataset import load_dataset
 from tests.data.files import write
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from texts import code_like, write_code  # a folder of scripts
+# a folder of scripts, which pyright doesn't know
+from texts import code_like, write_code  # type: ignore[import-not-found]
 
 LIMIT = 50_000
 TOKENIZERS = {

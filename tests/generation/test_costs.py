@@ -60,7 +60,7 @@ def test_each_answer_of_a_chat_has_a_key_of_its_own(draws):
 
 def test_a_page_compiles_once_for_all_short_texts():
     model = random_gpt("nanogpt", block_size=32, num_layers=1)
-    page = Look(model, CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642"), "run")
+    page: Any = Look(model, CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642"), "run")
     for length in (3, 5, 16):
         page([1] * length, length)
     assert page._program._cache_size() == 1

@@ -1,6 +1,7 @@
 """Custom models that compute one thing in training and another elsewhere, and those that don't."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +46,15 @@ class Doubles(Sums):
 
 
 class WithoutCache(jgpt.GPT):
-    def hidden(self, tokens, *, rngs=None):
+    def hidden(self, tokens, *, rngs=None):  # type: ignore[override]
         return super().hidden(tokens, rngs=rngs)
 
-    def __call__(self, tokens, *, rngs=None):
+    def __call__(self, tokens, *, rngs=None):  # type: ignore[override]
         return self.logits(self.hidden(tokens))
 
 
 class Uncached(WithoutCache):
-    empty_cache = None
+    empty_cache: Any = None
 
 
 class ForgetsItsCache(jgpt.GPT):

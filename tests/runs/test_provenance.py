@@ -12,6 +12,7 @@ from jgpt.data import corpus
 from jgpt.data.batches import windows_by_number
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import evaluate
+from jgpt.runs.loop import plan as plan_of_run
 from jgpt.training import evaluation, plan
 from jgpt.training.plan import TrainingMemory
 from tests.runs.harness import BIGRAM, Heard, with_changes
@@ -127,5 +128,5 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
     (run.path / "provenance.jsonl").unlink()  # then one row at a time, which fits anywhere
     evaluate(out)
     assert evaluated[::2] == [6, 3, 3, 1]  # they are read for the exact loss and the estimate
-    planned = loop.plan(dataclasses.replace(config, steps=4), resume=True)
+    planned = plan_of_run(dataclasses.replace(config, steps=4), resume=True)
     assert planned.config.micro_batches == 4

@@ -185,9 +185,9 @@ def bytes_of_run(folder: Path) -> dict[str, bytes | None]:
 def test_a_run_in_use_is_left_alone(copy):
     folder = Path(str(copy.out))
     before = bytes_of_run(folder)
-    for options in ({"resume": True}, {"overwrite": True}):
+    for resume in (True, False):
         with locked(folder / "lock", folder), pytest.raises(BlockingIOError, match="in use by"):
-            fit(copy, progress=None, **options)
+            fit(copy, progress=None, resume=resume, overwrite=not resume)
     assert bytes_of_run(folder) == before
 
 

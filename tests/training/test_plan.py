@@ -15,6 +15,7 @@ from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.data.dataset import load_dataset
 from jgpt.sharding import abstract_mesh, current_mesh, shards_of, use_mesh
 from jgpt.training import plan
+from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.plan import (
     Placement,
     TrainingMemory,
@@ -45,7 +46,10 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
     model = dataclasses.replace(small_run.model, vocab_size=21)
     config = dataclasses.replace(small_run, model=model)
     characters = len(poem.read_text())
-    planned = make_plan(config, load_dataset(config.dataset, 7), Path("out"))
+    evaluations = EvaluationPlan(
+        evaluations=3, targets=5, split_targets=11, spread=True, exact_last=False, share=0.25
+    )
+    planned = make_plan(config, load_dataset(config.dataset, 7), Path("out"), evaluations)
     assert planned == plan.Plan(
         config,
         Path("out"),
@@ -56,6 +60,7 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
         memory=memory,
         # eleven steps of 5 x 7 tokens; a backward pass costs two forward passes
         flops=3 * FORWARD * 11 * 5 * 7,
+        evaluations=evaluations,
     )
 
 
