@@ -39,7 +39,8 @@ NANOGPT_CPU = fields(
 REST = fields(
     """
     model: architecture='gpt' vocab_size=65 num_kv_heads=None head_dim=None hidden_dim=None
-    model: gated=False qk_norm_epsilon=1e-6 positions='learned' rotary_base=10000.0 norm='layer' norm_scale=True
+    model: gated=False positions='learned' rotary_base=10000.0 norm='layer' norm_scale=True
+    model: qk_norm_epsilon=1e-6
     model: qk_norm=False qk_norm_scale=False attention_scale=None attention_window=None
     model: ngram_sizes=() ngram_rows=8192 ngram_dropout=0.0 zero_init=False
     model: embedding_shortcut=False logit_softcap=None dtype='float32' activation_dtype='auto'

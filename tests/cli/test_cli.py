@@ -188,7 +188,9 @@ def test_only_the_echoes_of_a_failed_write_are_not_reported(monkeypatch):
     def complain() -> None:
         """Raise where nothing can catch it."""
         for message in ("Event loop is closed", "out of luck"):
-            sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(message)))  # type: ignore[arg-type]
+            error = RuntimeError(message)
+            dropped = types.SimpleNamespace(exc_type=RuntimeError, exc_value=error)
+            sys.unraisablehook(dropped)  # type: ignore[arg-type]
 
     reported: list = []
     monkeypatch.setattr(sys, "unraisablehook", hook := reported.append)

@@ -137,6 +137,7 @@ MODEL_CONFIG = {
     "norm_epsilon": 1e-4,
     "qk_norm": True,
     "qk_norm_scale": True,
+    "qk_norm_epsilon": 1e-3,
     "attention_scale": 0.3,
     "attention_window": 13,
     "ngram_sizes": (2, 5),
@@ -473,7 +474,9 @@ def test_prepare(calls):
 
 def test_import(calls):
     model = SimpleNamespace(config=ModelConfig(), vocab_size=65)
-    calls.note("jgpt.interop.hub.find_model", "a folder")
+    folder = Path("a folder")
+    calls.note("jgpt.interop.hub.find_model", folder)
+    calls.note("jgpt.interop.text_files.read_text_files", {})
     calls.note("jgpt.interop.huggingface.load_hf", model)
     calls.note("jgpt.interop.nanogpt.load_nanogpt", model)
     calls.note("jgpt.interop.names.crop_vocabulary", model)
@@ -497,7 +500,7 @@ def test_import(calls):
 
 def test_export(loaded, monkeypatch):
     config = SimpleNamespace(model=ModelConfig())
-    run = SimpleNamespace(config=lambda: config)
+    run = SimpleNamespace(config=lambda: config, imported=lambda: "the folder imported from")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: run)
     loaded.note("jgpt.interop.formats.hf_config")
     loaded.note("jgpt.interop.huggingface.save_hf")
@@ -505,6 +508,7 @@ def test_export(loaded, monkeypatch):
     received = loaded["save_hf"]
     assert received["directory"] == "my_folder"
     assert received["zero_biases"] is True
+    assert received["like"] == "the folder imported from"
     assert received["tokenizer"] is TOKENIZER
     assert loaded["load"]["which"] == 30
     assert loaded["hf_config"]["zero_biases"] is True

@@ -130,7 +130,7 @@ def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
 
 
 DROPPED = """
-import gc, sys, time, weakref
+import gc, signal, sys, time, weakref
 from jgpt.cli import commands, main
 
 class Thing:
@@ -140,6 +140,8 @@ class Thing:
         if self.where == "destructor":
             interrupted_here()
 
+# the tests may run in the background, where the signal is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 calls = []
 
 def interrupted_here(*_):
@@ -172,14 +174,7 @@ main(["nothing"])
 @pytest.mark.parametrize("where", ["destructor", "weak reference", "collector"])
 def test_an_interruption_where_python_drops_it_still_ends_the_command(where):
     command = [sys.executable, "-c", DROPPED, where]
-    set_handler = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=set_handler,  # the tests may run in the background, where it is ignored
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
