@@ -246,13 +246,13 @@ def test_no_check_has_a_comment_or_an_answer(path):
 
 @pytest.mark.slow
 def test_a_check_that_passes_without_a_solution_is_refused(tmp_path):
-    code = "```python\none = 1\nassert one\n```"
+    code = "```python\ndef f():\n    return 1\n\n\nassert f\n```"
     text = f"<details>\n<summary>Solution</summary>\n\n{code}\n\n</details>"
     page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
     nbformat.write(page, tmp_path / "page.ipynb")
     with pytest.raises(ValueError, match=r"page\.ipynb: the check passes without a solution"):
         execute(tmp_path / "page.ipynb")
-    code = code.replace("one = 1\nassert one", "def f():\n    return 1\n\n\nassert f.one")
+    code = code.replace("assert f", "f.one = 1\nassert f.one")
     text = f"<details>\n<summary>Solution</summary>\n\n{code}\n\n</details>"
     page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
     nbformat.write(page, tmp_path / "page.ipynb")
