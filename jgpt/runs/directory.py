@@ -124,7 +124,8 @@ class RunDirectory:
             try:
                 yield held
             except BaseException:
-                if not had_lock:
+                # the name can be that of another process's lock, if the directory was replaced
+                if not had_lock and held.is_in_place():
                     with contextlib.suppress(OSError):  # Windows keeps what is open
                         lock.unlink()
                 raise

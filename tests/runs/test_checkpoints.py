@@ -287,11 +287,11 @@ def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
         files = (path for path in saved.path.rglob("*") if path.is_file())
         return sorted(path.relative_to(saved.path).as_posix() for path in files)
 
-    saved.clear()
+    saved.clear(saved.tracker_files())
     assert left() == sorted(["config.json", "tokenizer.json", *foreign])
     (saved.path / "wandb.id").write_text("abc")  # so wandb was started for this run
     (saved.path / "wandb" / "mine").write_text("text")
-    saved.clear()
+    saved.clear(saved.tracker_files())
     foreign.remove("wandb/run-1/theirs")
     assert left() == sorted(["config.json", "tokenizer.json", "wandb/mine", *foreign])
 

@@ -209,7 +209,7 @@ REFUSED = {
     ),
     "another length": (
         {"prompt": "ab", "patch": {"block": 0, "position": 1, "prompt": "a"}},
-        "the other prompt has 1 tokens and this one 2: a patch needs as many",
+        "the other prompt has 1 token and this one 2: a patch needs as many",
     ),
 }
 

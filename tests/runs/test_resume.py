@@ -250,7 +250,7 @@ def test_a_run_that_diverged_goes_on_with_lower_rates_and_more_steps(
     )
     config = with_changes(config, optimizer={"min_learning_rate": 0.2})
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_evaluators", lambda *_: (lambda _: math.nan, lambda _: 3.0))
+        patched.setattr(loop.Evaluator, "exact", lambda *_: math.nan)
         with pytest.raises(FloatingPointError, match=r"lower learning_rate; checkpoint 1 is kept$"):
             fit(config)
     lower = with_changes(
