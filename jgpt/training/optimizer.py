@@ -21,6 +21,9 @@ from jgpt.user_code import require_code
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 LikeWeights = PyTree[Float[Array, "?*shape"], "Weights"]
 """Weights, gradients, updates: alike in structure and in the shape of each leaf."""
+Updates = PyTree[Float[Array, "..."], "Weights"]
+"""Alike in structure alone: on a mesh, Muon's updates are replicated while the weights are sharded.
+The train step shards the new weights."""
 
 
 def learning_rate_schedule(
@@ -97,7 +100,7 @@ def partition(
     if config.embedding_learning_rate is not None and dimensions is None:
         raise ValueError(
             "embedding_learning_rate needs the dimension names of the weights: "
-            "give dimensions=weightdimensions_in_block(config.model)"
+            "give dimensions=weight_dimensions(config.model)"
         )
 
     known = dimensions or {}
@@ -173,7 +176,7 @@ def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransf
     @typed
     def update(
         updates: LikeWeights, state: Any, params: LikeWeights | None = None
-    ) -> tuple[LikeWeights, Any]:
+    ) -> tuple[Updates, Any]:
         wide_updates = jax.tree.map(at_least_float32, updates)
         wide_params = jax.tree.map(at_least_float32, params)  # None stays None
         return optimizer.update(wide_updates, state, wide_params)
