@@ -65,6 +65,7 @@ def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
 class _Edited(nnx.Module):
     """A module that is called with results inside replaced."""
 
+    @typed
     def __init__(self, model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> None:
         self.model = model
         # not a dictionary: NNX compares and hashes what isn't an array, as `jit` caches by it
@@ -78,6 +79,7 @@ class _Edited(nnx.Module):
 class _EditedLanguageModel(_Edited):
     """An edited language model, whose `logits(hidden(tokens))` is a call of the model."""
 
+    @typed
     def __init__(self, model: Any, edits: Mapping[str, Callable[[Any], Any]]) -> None:
         super().__init__(model, edits)
         self.vocab_size = model.vocab_size

@@ -252,6 +252,7 @@ def _describe_kind(config: OptimizerConfig, group: str, rank: int, counts: list[
     return f"{len(counts)} {kind} with {sum(counts):,} parameters"
 
 
+@typed
 def _describe_custom_optimizer(config: OptimizerConfig, weights: Weights) -> str:
     code = Code.of(config.make)
     name = code.name if code.file is None else code.named

@@ -104,10 +104,13 @@ def load_dataset(
         tokens = _load_tokens(config, Path(prepared[0]), tokenizer)
     else:
         tokens = _load_text(config, tokenizer, known, warn, progress)
-    digest = _digest(*tokens.parts).hexdigest()
+    if tokens.validation is None:
+        digest = _digest(tokens.tokens).hexdigest()
+    else:
+        digest = _digest(tokens.tokens, tokens.validation).hexdigest()
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
-    train, validation, test = _split(config, tokens.parts)
+    train, validation, test = _split(config, tokens)
     for name, split in (("training", train), ("validation", validation), ("test", test)):
         if len(split) <= block_size and (name != "test" or config.test_fraction):
             raise ValueError(
@@ -118,45 +121,58 @@ def load_dataset(
     return Dataset(train, validation, test, tokens.tokenizer, text)
 
 
+@host_record
 @dataclass(frozen=True)
 class _Tokens:
     """Tokens that are not split yet, or those of training and validation."""
 
-    parts: list[np.ndarray]
+    tokens: Integer[np.ndarray, " tokens"]
+    """Those of training if the validation split is given."""
     tokenizer: Tokenizer
+    validation: Integer[np.ndarray, " held_out"] | None = None
     text_digest: str | None = None
     """None for prepared data."""
 
 
-def _split(config: DataConfig, parts: list[np.ndarray]) -> list[np.ndarray]:
+@typed
+def _split(
+    config: DataConfig, loaded: _Tokens
+) -> tuple[
+    Integer[np.ndarray, " tokens"],
+    Integer[np.ndarray, " held_out"],
+    Integer[np.ndarray, " unseen"],
+]:
     """The tokens of training, validation and test."""
-    if len(parts) == 2:
-        train, validation = parts
-        return [train, validation, validation[:0]]
-    tokens = parts[0]
+    tokens = loaded.tokens
+    if loaded.validation is not None:
+        return tokens, loaded.validation, loaded.validation[:0]
     first = int(len(tokens) * (1 - config.held_out_fraction))
     second = int(len(tokens) * (1 - config.test_fraction))
-    return [tokens[:first], tokens[first:second], tokens[second:]]
+    return tokens[:first], tokens[first:second], tokens[second:]
 
 
 def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _Tokens:
     """The tokens that `jgpt prepare` or nanoGPT's prepare.py has written."""
     if len(config.data) > 1:
         raise ValueError(f"prepared data {path} can't be mixed with other data")
+    validation = None
     if (path / INDEX_FILE).is_file():
         tokens, own_tokenizer = _open_prepared(path)
-        parts = [tokens]
     else:
         own_tokenizer = tokenizer or _nanogpt_tokenizer(path, config)
-        files = [path / name for name in NANOGPT] if path.is_dir() else [path]
-        parts = [_open_bare_tokens(file, own_tokenizer) for file in files]
-        if len(parts) > 1 and config.test_fraction:
-            raise ValueError(f"{path} is split already: test_fraction must be 0")
+        if path.is_dir():
+            train_file, validation_file = NANOGPT
+            tokens = _open_bare_tokens(path / train_file, own_tokenizer)
+            validation = _open_bare_tokens(path / validation_file, own_tokenizer)
+            if config.test_fraction:
+                raise ValueError(f"{path} is split already: test_fraction must be 0")
+        else:
+            tokens = _open_bare_tokens(path, own_tokenizer)
     if tokenizer is None:
-        return _Tokens(parts, own_tokenizer)
+        return _Tokens(tokens, own_tokenizer, validation)
     if not is_same_vocabulary(tokenizer, own_tokenizer):
         raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
-    return _Tokens(parts, tokenizer)
+    return _Tokens(tokens, tokenizer, validation)
 
 
 def _load_text(
@@ -170,7 +186,11 @@ def _load_text(
         tokenizer = _make_tokenizer(config, tuple)
     text = _read(config, tokenizer, known, warn)
     if text.pieces is None:
-        tokens, tokenizer = _tokens_in_cache(config, text, tokenizer, warn, progress)
+        folder = _tokenized_in_cache(config, text, tokenizer, warn, progress)
+        try:
+            tokens, tokenizer = _open_prepared(folder)
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{error}; {folder} is a cache: delete it") from None
     else:
         tokenizer = tokenizer or _make_tokenizer(config, text.parts)
         try:
@@ -179,7 +199,7 @@ def _load_text(
             if known is None or not _is_elsewhere(config, known):
                 raise
             raise _other_text(config, known, str(error)) from None
-    return _Tokens([tokens], tokenizer, text.digest)
+    return _Tokens(tokens, tokenizer, text_digest=text.digest)
 
 
 @dataclass(frozen=True)
@@ -309,14 +329,14 @@ def _twice_as_long(buffer: mmap.mmap) -> mmap.mmap:
 # --- a large text: its tokens are kept in the user's cache ---------------------------------------
 
 
-def _tokens_in_cache(
+def _tokenized_in_cache(
     config: DataConfig,
     text: _Text,
     tokenizer: Tokenizer | None,
     warn: Warn,
     progress: Callable[[float], None],
-) -> tuple[np.ndarray, Tokenizer]:
-    """The tokens of a text and its tokenizer, tokenized now or by an earlier or another process."""
+) -> Path:
+    """The folder with the tokens of a text, tokenized now or by an earlier or another process."""
     cache = Path(platformdirs.user_cache_dir("jgpt"), "prepared")
     folder = cache / _cache_name(cache, config, text, tokenizer)
     if not (folder / INDEX_FILE).is_file():
@@ -346,10 +366,7 @@ def _tokens_in_cache(
                 "make room, or write them elsewhere with `jgpt prepare` and train on that folder"
             ) from error
     os.utime(folder)  # it is in use
-    try:
-        return _open_prepared(folder)
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{error}; {folder} is a cache: delete it") from None
+    return folder
 
 
 def _write_text_in_cache(

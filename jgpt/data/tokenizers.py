@@ -77,7 +77,8 @@ class CharTokenizer:
         """The index of each character. Raises ValueError for one outside the vocabulary."""
         return self._encode_at(text, 0)
 
-    def _encode_at(self, text: str, offset: int) -> np.ndarray:
+    @typed
+    def _encode_at(self, text: str, offset: int) -> Tokens:
         """The index of each character of a part that begins at this offset of a text."""
         tokens = np.empty(len(text), np.int32)
         # code points take four bytes for a character: they are made for a part at a time
@@ -474,7 +475,7 @@ def encode_each(
     out.
     """
     encode_part = _part_encoder(tokenizer)
-    end = _tokens_after_text(tokenizer)
+    end = np.array(_tokens_after_text(tokenizer), np.int32)
 
     def encode(part: _Part) -> bytes:
         tokens = encode_part(part)
@@ -529,9 +530,10 @@ def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
 def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
     """A function from a part of a text to its tokens."""
     if isinstance(tokenizer, CharTokenizer):
-        return lambda part: tokenizer._encode_at(part.text, part.offset)
+        encode_at = inspect.unwrap(CharTokenizer._encode_at)  # jaxtyping would import JAX: a second
+        return lambda part: encode_at(tokenizer, part.text, part.offset)
     if isinstance(tokenizer, ByteTokenizer):
-        encode_bytes = inspect.unwrap(ByteTokenizer.encode)  # jaxtyping would import JAX: a second
+        encode_bytes = inspect.unwrap(ByteTokenizer.encode)
         return lambda part: encode_bytes(tokenizer, part.text)
     encode = inspect.unwrap(BPETokenizer.encode_part)
     if tokenizer._fast is not None:  # made once, not by each thread
@@ -549,14 +551,14 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
     return encode_after_context
 
 
-def _tokens_after_text(tokenizer: Tokenizer) -> np.ndarray:
+def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that the tokenizer puts after a text."""
     if not isinstance(tokenizer, BPETokenizer) or not tokenizer.adds_special_tokens:
-        return np.zeros(0, np.int32)
+        return ()
     sample = " "
     within = _encode(tokenizer._backend, sample)
     whole = _encode(tokenizer._backend, sample, add_special_tokens=True)
-    return np.array(whole[len(tokenizer.begin) + len(within) :], np.int32)
+    return tuple(whole[len(tokenizer.begin) + len(within) :])
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

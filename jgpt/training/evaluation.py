@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
@@ -167,11 +166,13 @@ class Evaluator:
             placed = {call.first_batch: call.windows for call in calls}
             self._resident = calls, list(self._calls(self._few_batches, placed))
 
+    @typed
     def exact(self, weights: Weights, between: Between = lambda done, targets: None) -> float:
         """The mean loss of all targets. `between` may raise an exception to end it early."""
         calls = self._calls(self._all_batches) if self._resident is None else self._resident[0]
         return self._mean(weights, iter(calls), self.targets, between)
 
+    @typed
     def estimate(self, weights: Weights) -> float:
         """The mean loss of a few batches spread over the windows.
 
@@ -181,6 +182,7 @@ class Evaluator:
         targets = sum(self._targets_of(int(batch)) for batch in np.flatnonzero(self._few_batches))
         return self._mean(weights, iter(calls), targets, lambda done, targets: None)
 
+    @typed
     def _mean(
         self, weights: Weights, calls: Iterator[Call], targets: int, between: Between
     ) -> float:
@@ -204,7 +206,8 @@ class Evaluator:
                 batches_in_partial = 0
         return (total + float(partial)) / targets
 
-    def _spread_batches(self) -> np.ndarray:
+    @typed
+    def _spread_batches(self) -> Bool[np.ndarray, "{self._batches}"]:
         at_once = self._rows * self._block_size
         few = max(self._config.steps // 200, -(-ESTIMATE_TOKENS // at_once))
         spread = np.linspace(0, self._batches - 1, min(few, self._batches)).astype(int)
@@ -212,8 +215,11 @@ class Evaluator:
         chosen[spread] = True
         return chosen
 
+    @typed
     def _calls(
-        self, chosen: np.ndarray, placed: Mapping[int, jax.Array] | None = None
+        self,
+        chosen: Bool[np.ndarray, "{self._batches}"],
+        placed: Mapping[int, Int[Array, "batches batch window"]] | None = None,
     ) -> Iterator[Call]:
         """The calls that evaluate the chosen batches; `placed` are windows on the device."""
         for first in range(0, self._batches, self._batches_per_call):
@@ -223,10 +229,20 @@ class Evaluator:
             if wanted.any():
                 windows, counts = self._read(first)
                 counts &= wanted[:, None, None]
-                on_device = _to_device(windows) if placed is None else placed[first]
-                yield Call(first, on_device, _to_device(counts))
+                if placed is None:
+                    on_device = shard_by_name(jnp.asarray(windows), None, "batch", None)
+                else:
+                    on_device = placed[first]
+                counted = shard_by_name(jnp.asarray(counts), None, "batch", None)
+                yield Call(first, on_device, counted)
 
-    def _read(self, first_batch: int) -> tuple[np.ndarray, np.ndarray]:
+    @typed
+    def _read(
+        self, first_batch: int
+    ) -> tuple[
+        Int[np.ndarray, "{self._batches_per_call} {self._rows} {self._block_size}+1"],
+        Bool[np.ndarray, "{self._batches_per_call} {self._rows} {self._block_size}"],
+    ]:
         """The windows and the mask of a call; past the last window they are padding."""
         last_batch = first_batch + self._batches_per_call
         numbers = np.arange(first_batch * self._rows, last_batch * self._rows)
@@ -240,7 +256,3 @@ class Evaluator:
     def _targets_of(self, batch: int) -> int:
         at_once = self._rows * self._block_size
         return min(self.targets - batch * at_once, at_once)
-
-
-def _to_device(array: np.ndarray) -> jax.Array:
-    return shard_by_name(jnp.asarray(array), None, "batch", None)

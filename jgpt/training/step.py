@@ -137,8 +137,8 @@ def is_finite(config: TrainConfig, state: TrainState) -> bool:
 
 @jax.jit
 @typed
-def _all_finite(leaves: list[Float[Array, "..."]]) -> Bool[Array, ""]:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+def _all_finite(leaves: PyTree[Float[Array, "..."]]) -> Bool[Array, ""]:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(leaves)]).all()
 
 
 def _is_stacked(state: TrainState) -> bool:

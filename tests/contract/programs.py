@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from matplotlib.figure import Figure
 
@@ -21,7 +22,7 @@ from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data import batches, dataset, tokenizers
 from jgpt.generation.text import default_prompt
 from jgpt.interop import huggingface
-from jgpt.nn import int8, models
+from jgpt.nn import consistency, int8, models
 from jgpt.nn.attention import causal_mask
 from jgpt.nn.int8 import Int8Linear, quantise
 from jgpt.nn.kernels import attend_windowed, fused_attend
@@ -30,11 +31,12 @@ from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
 from jgpt.runs import anatomy, look, plots
 from jgpt.training import step
+from jgpt.training.evaluation import Evaluator
 from tests.contract.calls import Call, overheard
 
 SIZES: dict[str, set[int]] = {
     "batch": {3, 4},  # 4 while training, and in a batch of texts
-    "time": {7, 8},
+    "time": {7, 8, 4},  # 4: the first half of 8 positions
     "query": {7, 5},
     "key": {7, 5, 15},
     "heads": {10, 2},
@@ -44,7 +46,7 @@ SIZES: dict[str, set[int]] = {
     "embed_dim": {22},
     "vocab": {17},
     "steps": {6},
-    "batches": {11},
+    "batches": {11, 1},  # 1: the evaluations of a short run
     "window": {9},
     "tokens": {31, 162, 18, 180, 0},  # 0: the last call of a text's writer
     "held_out": {18},
@@ -107,6 +109,10 @@ def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 FLOAT, INT, BOOL = (functools.partial(of, dtype) for dtype in ("float32", "int32", "bool"))
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 TOKENS = INT(BATCH, TIME)
+
+
+def plain_descent() -> optax.GradientTransformation:
+    return optax.sgd(0.1)
 
 
 FOLDER = tempfile.TemporaryDirectory()
@@ -173,6 +179,8 @@ def transformers() -> None:
     table = model_of(BIGRAM)
     traced(lambda model, tokens: model(tokens), table, TOKENS)
     traced(lambda tokens: anatomy.hear(model_of(MODERN), tokens, {}) and None, TOKENS)
+    gpt = model_of(LECTURE)
+    consistency.inconsistencies(gpt, nnx.to_pure_dict(nnx.state(gpt, nnx.Param)), BATCH)
 
 
 TRAIN = TrainConfig(
@@ -198,6 +206,12 @@ def training() -> None:
     options = {"seed": 1, "batch_size": 4, "block_size": 8}
     traced(lambda tokens: batches.batches(tokens, first_step=0, steps=6, **options), tokens)
     traced(lambda tokens: batches.batch(tokens, step=2, **options), tokens)
+    held_out = np.zeros(31, np.uint16)
+    batches.evaluation_windows(held_out, 8, 4)
+    evaluator = Evaluator(TRAIN, held_out, parameters=17 * 17)
+    weights = nnx.to_pure_dict(nnx.state(model_of(BIGRAM), nnx.Param))
+    evaluator.estimate(weights)
+    evaluator.exact(weights)
 
 
 def sampling() -> None:
@@ -233,6 +247,7 @@ def files() -> None:
     plots._draw_run(Figure().add_subplot(), np.zeros(6), [], "black", "red")
     (folder / "text").write_text("ab\n" * 60)
     data = DataConfig(data=(str(folder / "text"),))
+    dataset.load_dataset(data, block_size=8)
     dataset.prepare(data, folder / "prepared")
     data = DataConfig(data=(str(folder / "prepared"),))
     dataset.count_characters(np.zeros(31, np.uint16), tokenizers.CharTokenizer("ab"))
@@ -247,6 +262,9 @@ def files() -> None:
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     huggingface._write_weights({"table.weight": np.ones((17, 17))}, folder / "tensors")
     describe_optimizer_groups(OptimizerConfig(), weights)
+    describe_optimizer_groups(OptimizerConfig(make=plain_descent), weights)
+    np.ones(31, np.uint16).tofile(folder / "tokens.bin")
+    dataset._open_bare_tokens(folder / "tokens.bin", tokenizers.CharTokenizer("ab"))
     gpt = dataclasses.replace(LECTURE, dropout=0.0, use_bias=True, qkv_bias=True)
     jgpt.save_hf(model_of(gpt), folder / "hf")
 
