@@ -198,10 +198,10 @@ def test_a_bigram_model_reads_one_token(small_run, tmp_path):
 
 
 def test_a_page_holds_just_so_many_weights(tmp_path, monkeypatch):
-    model, most = random_gpt("nanogpt"), 2 * 3 * 11**2 / 2
+    model, most = random_gpt("nanogpt"), 2 * 3 * 11**2 // 2
     monkeypatch.setattr("jgpt.runs.look.MOST_WEIGHTS", most)
     page_of(tmp_path / "look.html", model, "a" * 11)
-    monkeypatch.setattr("jgpt.runs.look.MOST_WEIGHTS", most - 0.5)
+    monkeypatch.setattr("jgpt.runs.look.MOST_WEIGHTS", most - 1)
     with pytest.raises(ValueError, match="11 tokens are too many for a page: 2 layers, 3"):
         page_of(tmp_path / "look.html", model, "a" * 11)
 
