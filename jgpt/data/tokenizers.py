@@ -252,7 +252,7 @@ class BPETokenizer:
     def with_added_tokens(
         self, tokens: Iterable[tokenizers.AddedToken], largest_size: int
     ) -> "BPETokenizer":
-        """This tokenizer with more tokens, up to a size of the vocabulary."""
+        """This tokenizer with more tokens, while its vocabulary is below `largest_size`."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         for token in tokens:
             is_new = backend.token_to_id(token.content) is None
