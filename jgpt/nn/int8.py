@@ -70,6 +70,8 @@ def with_int8_weights(model: LanguageModel) -> GPT:
             f"a {type(model).__name__} has no linear layers to quantise: only a GPT can be in int8"
         )
     for name, parameter in named_parameters(model).items():
+        if isinstance(parameter[...], jax.core.Tracer):  # as in a proof: it has no values yet
+            continue
         if not jnp.isfinite(parameter[...]).all():
             raise FloatingPointError(
                 f"{name} is not finite: the weights have diverged or are damaged"
