@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int8
 
 from jgpt.contracts import typed
@@ -70,7 +71,7 @@ def with_int8_weights(model: LanguageModel) -> GPT:
             f"a {type(model).__name__} has no linear layers to quantise: only a GPT can be in int8"
         )
     for name, parameter in named_parameters(model).items():
-        if isinstance(parameter[...], jax.core.Tracer):  # as in a proof: it has no values yet
+        if isinstance(parameter[...], Tracer):  # as in a proof: it has no values yet
             continue
         if not jnp.isfinite(parameter[...]).all():
             raise FloatingPointError(
