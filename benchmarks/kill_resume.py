@@ -223,7 +223,10 @@ def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since:
     """Wait until a save of this step or a later one is under way that began after `since`."""
     while process.poll() is None:
         names = [path.name for path in saves(run, since)]
-        if any(int(name.removeprefix("saving-").split(".")[0]) >= step for name in names):
+        if any(
+            int(name.removeprefix("saving-").split(".")[0].removesuffix("-manifest")) >= step
+            for name in names
+        ):
             return
         time.sleep(0.001)
 
