@@ -24,7 +24,7 @@ def enable_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         folder = Path(platformdirs.user_cache_dir("jgpt")) / "compiled" / platform.node()
         with contextlib.suppress(OSError):
-            _complete_entries(folder)
+            _remove_incomplete_entries(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_compilation_cache_max_size", 1 << 30)
@@ -32,16 +32,19 @@ def enable_compilation_cache() -> None:
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
-def _complete_entries(folder: Path) -> None:
-    """Write the time of use that an entry of the cache lacks.
+def _remove_incomplete_entries(folder: Path) -> None:
+    """Remove the programs whose time of use is missing.
 
-    JAX keeps it in a file of its own, which a killed process or a cleaner of old files may leave
-    out. JAX reads all of them before it stores a program, and without one it never stores again.
+    JAX writes a program and then the time of its use, in a file of its own. A process that is
+    killed in between, or a full disk, leaves a program that may be cut off: JAX would fail to read
+    it in each later process and would not replace it. A cleaner of old files may remove the time
+    alone. JAX reads the times of all programs before it stores one, so that without one of them it
+    would never store again.
     """
     for program in folder.glob("*-cache"):
         used = program.with_name(program.name.removesuffix("-cache") + "-atime")
         if not used.exists():
-            used.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))
+            program.unlink()
 
 
 @contextlib.contextmanager

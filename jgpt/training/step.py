@@ -265,7 +265,9 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
 
             return jax.lax.cond(counted.any(), added, lambda: total), None
 
-        before = jnp.zeros((), loss_dtype(config)) if total is None else total
+        if total is None:
+            total = jnp.zeros((), loss_dtype(config))
+        before = total.astype(loss_dtype(config))  # of both branches of the condition
         return jax.lax.scan(add, before, (windows, counts))[0]
 
     return evaluate

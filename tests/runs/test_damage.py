@@ -193,7 +193,8 @@ def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(run):
     """A limit on file sizes, as a quota sets it, that a file of a later save runs into."""
     code = f"""
 import resource
-import jgpt.cli, jgpt.runs.checkpoints
+import jax, jgpt.cli, jgpt.runs.checkpoints
+jax.config.update("jax_enable_compilation_cache", False)  # or its programs would be cut off, too
 save = jgpt.runs.checkpoints.Checkpoints.save
 def limited(*args, **options):
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))

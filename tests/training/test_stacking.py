@@ -88,7 +88,7 @@ def test_the_bound_notices_a_vector_that_decays(monkeypatch):
     """The negative control: stacked, vectors are as matrices are."""
     with jax.enable_x64(True):
         wanted = trained_in_a_loop("lecture")[0]
-        monkeypatch.setattr(optimizer, "_dimensions", lambda path, leaf: leaf.ndim)
+        monkeypatch.setattr(optimizer, "dimensions_in_block", lambda path, leaf: leaf.ndim)
         assert abs(trained(with_layers(RUNS["lecture"], scan=True))[0] - wanted).max() > 1e-9
 
 
