@@ -136,13 +136,20 @@ def _settings(module: nnx.Module) -> dict[str, Any]:
 
 @typed
 def _noisy(weights: Weights) -> Weights:
-    leaves, tree = jax.tree.flatten(weights)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    noisy = [
-        leaf + (NOISE * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
-        for leaf, key in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.unflatten(tree, noisy)
+    """The weights with noise, which is the same wherever it is computed.
+
+    Its values are spread evenly from -NOISE to NOISE (Knuth, The Art of Computer Programming 3,
+    section 6.4: Fibonacci hashing). They aren't drawn by `jax.random`: a program that draws takes
+    several times as long to compile as the model does.
+    """
+
+    def add_noise(leaf):
+        numbers = jax.lax.iota(jnp.uint32, leaf.size) * jnp.uint32(0x9E3779B9)
+        fractions = numbers.astype(jnp.float32) / 2.0**32
+        noise = NOISE * (2 * fractions - 1)
+        return leaf + noise.reshape(leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map(add_noise, weights)
 
 
 @typed
