@@ -630,7 +630,7 @@ def import_(
             tokenizer_folder = Path(tokenizer or folder)
             text_files = read_text_files(folder, tokenizer_folder)
         own_tokenizer = _tokenizer(folder, tokenizer, universal_newlines, model.vocab_size)
-        model = names.crop_vocabulary(model, own_tokenizer.vocab_size)
+        model, own_tokenizer = names.with_one_vocabulary(model, own_tokenizer)
     # small and constant, as is usual for fine-tuning
     optimizer = OptimizerConfig(
         learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0

@@ -169,10 +169,19 @@ class BPETokenizer:
     a text, so does `encode`, unless `adds_special_tokens` is False.
     """
 
-    def __init__(self, backend: Any, *, adds_special_tokens: bool = True) -> None:
+    def __init__(
+        self, backend: Any, *, adds_special_tokens: bool = True, vocab_size: int | None = None
+    ) -> None:
+        """Wrap a tokenizer of the library; `vocab_size` adds tokens without a text at the end."""
         self._backend = backend
-        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        self._last_with_text = max(backend.get_vocab().values(), default=-1)
+        self.vocab_size = vocab_size or self._last_with_text + 1
         """The size of the vocabulary, unused tokens included."""
+        if self.vocab_size <= self._last_with_text:
+            raise ValueError(
+                f"vocab_size={vocab_size} is too small: the tokenizer has token "
+                f"{self._last_with_text}"
+            )
         has_template = backend.num_special_tokens_to_add(is_pair=False) > 0
         self.adds_special_tokens = adds_special_tokens and has_template
         """Whether `encode` adds special tokens to a text."""
@@ -203,7 +212,13 @@ class BPETokenizer:
         return cls(_with_unused_byte_named(backend, END_OF_TEXT))
 
     @classmethod
-    def from_hf(cls, values: dict[str, Any], *, adds_special_tokens: bool = True) -> Self:
+    def from_hf(
+        cls,
+        values: dict[str, Any],
+        *,
+        adds_special_tokens: bool = True,
+        vocab_size: int | None = None,
+    ) -> Self:
         """The tokenizer of a Hugging Face `tokenizer.json`.
 
         Raises ValueError if it may make a text much longer, or its regular expressions take too
@@ -222,7 +237,7 @@ class BPETokenizer:
         samples = [" aA0\n", *(letter * 256 + "\0" for letter in letters)]
         with _stderr_ignored(), _failures_raised():
             backend = tokenizers.Tokenizer.from_str(text)
-            tokenizer = cls(backend, adds_special_tokens=adds_special_tokens)
+            tokenizer = cls(backend, adds_special_tokens=adds_special_tokens, vocab_size=vocab_size)
             for sample in samples:
                 tokenizer._backend.encode(sample)
         return tokenizer
@@ -264,6 +279,12 @@ class BPETokenizer:
                 backend.add_tokens([token])
         return BPETokenizer(backend, adds_special_tokens=self.adds_special_tokens)
 
+    def padded_to(self, vocab_size: int) -> "BPETokenizer":
+        """This tokenizer with tokens without a text, as many as a padded embedding has rows."""
+        return BPETokenizer(
+            self._backend, adds_special_tokens=self.adds_special_tokens, vocab_size=vocab_size
+        )
+
     def to_hf(self) -> tokenizers.Tokenizer:
         """The tokenizer in the tokenizers library."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
@@ -282,7 +303,8 @@ class BPETokenizer:
             return self
         if any(_UNUSED_LETTER in "".join(pair) for pair in values["model"]["merges"]):
             return self
-        return BPETokenizer(_with_unused_byte_named(self._backend, UNUSED_BYTE))
+        backend = _with_unused_byte_named(self._backend, UNUSED_BYTE)
+        return BPETokenizer(backend, vocab_size=self.vocab_size)
 
     @property
     def special_token(self) -> str | None:
@@ -428,7 +450,10 @@ class BPETokenizer:
         """Serialise, with the library's own JSON inside."""
         # Runs from before tokenizers added special tokens lack the field, and go on without them.
         adds = '"adds_special_tokens": true, ' if self.adds_special_tokens else ""
-        return f'{{"type": "bpe", {adds}"tokenizer": {self._backend.to_str()}}}'
+        size = ""
+        if self.vocab_size > self._last_with_text + 1:
+            size = f'"vocab_size": {self.vocab_size}, '
+        return f'{{"type": "bpe", {adds}{size}"tokenizer": {self._backend.to_str()}}}'
 
 
 Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
@@ -581,7 +606,9 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         if kind == "bpe":
             adds_special_tokens = values.get("adds_special_tokens") is True
             return BPETokenizer.from_hf(
-                values["tokenizer"], adds_special_tokens=adds_special_tokens
+                values["tokenizer"],
+                adds_special_tokens=adds_special_tokens,
+                vocab_size=values.get("vocab_size"),
             )
     except ValueError as error:
         raise ValueError(f"not a tokenizer: {error}") from None

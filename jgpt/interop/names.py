@@ -12,6 +12,7 @@ from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.contracts import typed
+from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.interop.formats import Format
 from jgpt.nn.models import abstract_model, named_parameters
 from jgpt.nn.transformer import GPT
@@ -83,18 +84,28 @@ def write_tensors(model: GPT, format: Format) -> Tensors:
     return prefixed if head is None else prefixed | {"lm_head.weight": head}
 
 
-def crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
-    """Remove the padding of a model's vocabulary.
+def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenizer]:
+    """A model and its tokenizer with equally many tokens, where the model's are padded.
 
+    Byte-pairs get tokens without a text, so that the model computes and exports what came in. For
+    characters and bytes the model loses the padding.
     Raises ValueError unless the padding is up to a multiple of 64, and below 512.
     """
-    if vocab_size == model.vocab_size:
-        return model
-    if model.vocab_size % 64 or not 0 < model.vocab_size - vocab_size < 512:
+    size = tokenizer.vocab_size
+    if size == model.vocab_size:
+        return model, tokenizer
+    if model.vocab_size % 64 or not 0 < model.vocab_size - size < 512:
         raise ValueError(
-            f"the tokenizer has {vocab_size} tokens and the model vocab_size={model.vocab_size}: "
+            f"the tokenizer has {size} tokens and the model vocab_size={model.vocab_size}: "
             "they don't belong together"
         )
+    if isinstance(tokenizer, BPETokenizer):
+        return model, tokenizer.padded_to(model.vocab_size)
+    return _crop_vocabulary(model, size), tokenizer
+
+
+def _crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
+    """A model of the first tokens of another."""
     leaves = {name: leaf.get_value() for name, leaf in named_parameters(model).items()}
     leaves["token_embedding.embedding"] = leaves["token_embedding.embedding"][:vocab_size]
     for name in leaves.keys() & {"head.kernel", "head.bias"}:

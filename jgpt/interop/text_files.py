@@ -159,7 +159,8 @@ def delete_text_files(directory: Path) -> None:
 def without_tokens_past(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """A config without the special tokens that a model of this vocabulary has no embedding for.
 
-    The padding of a vocabulary is cropped on import, and a config may name a token in it.
+    Runs that were imported by an earlier version lack the padding of a vocabulary, and a config may
+    name a token in it.
     """
     kept = {}
     for name, value in values.items():

@@ -479,7 +479,7 @@ def test_import(calls):
     calls.note("jgpt.interop.text_files.read_text_files", {})
     calls.note("jgpt.interop.huggingface.load_hf", model)
     calls.note("jgpt.interop.nanogpt.load_nanogpt", model)
-    calls.note("jgpt.interop.names.crop_vocabulary", model)
+    calls.note("jgpt.interop.names.with_one_vocabulary", (model, TOKENIZER))
     calls.note("jgpt.cli.commands._tokenizer", TOKENIZER)
     calls.note("jgpt.runs.checkpoints.save")
     words = ("--dtype", "bfloat16", "--data", "a.txt", "b.txt", "--no-universal-newlines")

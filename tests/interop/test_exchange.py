@@ -253,15 +253,28 @@ def qwen3(tmp_path_factory):
     return directory
 
 
+def test_what_came_in_goes_out_with_the_padding_of_its_vocabulary(qwen3, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "again"
+    said = worked("import", qwen3, "--out", run)
+    assert said == f"2 layers, 24 features, vocabulary 320; next: jgpt sample {run}\n"
+    worked("export", run, "--out", out)
+    written, source = (json.loads((folder / "config.json").read_text()) for folder in (out, qwen3))
+    assert written == source
+    assert written["vocab_size"] == 320
+    assert_same_weights(jgpt.load_hf(out), jgpt.load_hf(qwen3))
+    _, tokenizer, config = load(run)
+    assert (tokenizer.vocab_size, config.model.vocab_size) == (320, 320)
+
+
 @pytest.mark.slow
 def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_path):
     """In bfloat16 on a mesh, with a batch, a text and a learning rate of its own."""
     run, out = tmp_path / "run", tmp_path / "again"
     said = worked("import", qwen3, "--out", run, "--block-size", 6, "--dtype", "bfloat16")
-    assert said == f"2 layers, 24 features, vocabulary 263; next: jgpt sample {run}\n"
+    assert said == f"2 layers, 24 features, vocabulary 320; next: jgpt sample {run}\n"
     before, tokenizer, _ = load(run)
     text = jnp.asarray(tokenizer.encode(TEXT)[:70].reshape(10, 7))
-    whole = jgpt.load_hf(qwen3)(text[:, :-1])[..., :263]
+    whole = jgpt.load_hf(qwen3)(text[:, :-1])
     start = float(jgpt.cross_entropy(before(text[:, :-1]), text[:, 1:]))
     assert start == pytest.approx(float(jgpt.cross_entropy(whole, text[:, 1:])), rel=0.01)
     assert worked("sample", run, "--prompt", "abc", "--max-new-tokens", 5).startswith("abc")

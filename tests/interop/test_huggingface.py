@@ -15,8 +15,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jgpt
+from jgpt.data.tokenizers import tokenizer_from_json
 from jgpt.interop.formats import hf_config
-from jgpt.interop.names import crop_vocabulary, require_names
+from jgpt.interop.names import require_names, with_one_vocabulary
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
 from tests.models import FAMILIES, SIZES, config_of, loud, random_gpt, to_torch, weights_of
@@ -198,13 +199,39 @@ def test_up_to_three_tensors_are_named(names, shown):
 
 
 @pytest.mark.parametrize("head", [{}, {"tie_embeddings": False, "head_bias": True}], ids=str)
-def test_a_vocabulary_is_cropped_by_less_than_512(head):
+def test_a_vocabulary_of_characters_loses_padding_below_512(head):
     model = random_model(vocab_size=576, **head)
-    cropped, tokens = crop_vocabulary(model, 65), jnp.array([[0, 64, 3]])
+    tokens = jnp.array([[0, 64, 3]])
+    characters = "".join(map(chr, range(256, 256 + 65)))
+    cropped, tokenizer = with_one_vocabulary(model, jgpt.CharTokenizer(characters))
+    assert tokenizer.vocab_size == 65
     np.testing.assert_array_equal(cropped(tokens), model(tokens)[..., :65])
     for wrong in (64, 577):
+        other = jgpt.CharTokenizer("".join(map(chr, range(256, 256 + wrong))))
         with pytest.raises(ValueError, match=f"has {wrong} tokens and the model vocab_size=576"):
-            crop_vocabulary(model, wrong)
+            with_one_vocabulary(model, other)
+
+
+def test_byte_pairs_get_tokens_without_a_text_for_the_padding():
+    tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
+    model = random_model(vocab_size=320)
+    same, padded = with_one_vocabulary(model, tokenizer)
+    assert same is model
+    for restored in (padded, tokenizer_from_json(padded.to_json())):
+        assert restored.vocab_size == 320
+        assert restored.decode([262, 263, 319, 262]) == tokenizer.decode([262, 262])
+        assert restored.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+        with pytest.raises(ValueError, match="token 320 at position 0 is outside the vocabulary"):
+            restored.decode([320])
+    # a tokenizer without padding is written as before
+    assert "vocab_size" not in tokenizer.to_json()
+    with pytest.raises(ValueError, match="has 263 tokens and the model vocab_size=300"):
+        with_one_vocabulary(random_model(vocab_size=300), tokenizer)
+    damaged = padded.to_json().replace('"vocab_size": 320', '"vocab_size": 262')
+    with pytest.raises(
+        ValueError, match="vocab_size=262 is too small: the tokenizer has token 262"
+    ):
+        tokenizer_from_json(damaged)
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path, monkeypatch):
