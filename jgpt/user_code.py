@@ -190,11 +190,17 @@ def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
     return lines
 
 
-def code_facts(config: TrainConfig) -> dict[str, Any]:
+def code_facts(config: TrainConfig) -> dict[str, str | None]:
     """What processes that train together must agree on: the names and SHA-256 of custom code."""
-    facts = {}
+    facts: dict[str, str | None] = {}
     for part in ("model", "optimizer"):
         make = getattr(config, part).make
-        code = None if make is None else Code.of(make)
-        facts[f"{part}_code"] = code and [code.name, code.sha256, dict(code.modules)]
+        if make is None:
+            facts[f"{part}_code"] = None
+            continue
+        code = Code.of(make)
+        file = Path(code.file or "FILE.py").name  # its folder may be another on each machine
+        facts[f"{part}_code"] = f"{file}:{code.name} of SHA-256 {code.sha256}"
+        for module, sha256 in code.modules:
+            facts[f"{module} of the {part}"] = f"SHA-256 {sha256}"
     return facts

@@ -214,10 +214,14 @@ def require_same(facts: dict[str, Any]) -> None:
     """Raise ValueError in all processes if facts differ, with their names."""
     first, *others = gather(facts)
     for index, other in enumerate(others, 1):
-        differ = [name for name, value in first.items() if other[name] != value]
-        each = (f"{name} is {other[name]!r}, in process 0 {first[name]!r}" for name in differ)
-        if differ:
-            raise ValueError(f"process {index} differs: {'; '.join(each)}; they must agree")
+        differences = []
+        for name in first | other:  # one process alone may have a custom model and its fields
+            value = other.get(name)
+            expected = first.get(name)
+            if value != expected:
+                differences.append(f"{name} is {value!r}, in process 0 {expected!r}")
+        if differences:
+            raise ValueError(f"process {index} differs: {'; '.join(differences)}; they must agree")
 
 
 class Vote:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from jgpt.config import Code, TrainConfig, from_json, to_json
 from jgpt.nn.models import flops_per_token, parts_of, weight_dimensions, weights_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.loop import TrainingStopped, evaluate
+from jgpt.runs.manifest import sha256_of
 from jgpt.sharding import abstract_mesh
 from jgpt.training.optimizer import make_optimizer, partition
 from jgpt.training.plan import parameters_without_names
@@ -493,6 +495,8 @@ def test_files_beside_custom_code_are_recorded_and_compared(tmp_path, monkeypatc
     Path("sizes.py").write_text("WIDTH = 4\n")
     line = "sizes.py of the optimizer mine.py:make has changed since the run began"
     assert changed_code(saved, begun) == [line]
+    digest = hashlib.sha256(b"WIDTH = 4\n").hexdigest()
+    assert code_facts(begun) == facts | {"sizes.py of the optimizer": f"SHA-256 {digest}"}
     assert code_facts(begun) != facts
     assert code_facts(begun)["model_code"] is None
     old = dataclasses.replace(record, modules=())  # of a run from before this record
@@ -513,9 +517,9 @@ def test_processes_with_other_code_are_rejected(config, monkeypatch):
         with pytest.raises(ValueError, match="enough"):
             jgpt.fit(config, model=make, progress=None)
     first, second = (facts["model_code"] for facts in seen)
-    assert first[0] == "Sums"
-    assert second[0] == "OtherSums"
-    assert len(first[1]) == 64
+    digest = sha256_of(Path(__file__))
+    assert first == f"test_own.py:Sums of SHA-256 {digest}"
+    assert second == f"test_own.py:OtherSums of SHA-256 {digest}"
 
 
 def test_the_embeddings_of_the_new_model_have_their_own_learning_rate(template):

@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
+import jgpt
 from jgpt.runs import processes as module
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.manifest import sha256_of
 from jgpt.runs.processes import Vote, gather, require_same, together
 
 TRAIN = (
@@ -317,6 +319,17 @@ def test_what_any_process_was_given_must_be_that_of_process_0(monkeypatch):
     require_same(given[0])
 
 
+def test_a_fact_that_one_process_alone_has_is_named(monkeypatch):
+    first, second = {"seed": 1, "model.rank": 4}, {"seed": 1, "layers.py of the model": "ab"}
+    monkeypatch.setattr(module, "gather", lambda _: [first, second])
+    said = (
+        r"process 1 differs: model\.rank is None, in process 0 4; "
+        r"layers\.py of the model is 'ab', in process 0 None; they must agree"
+    )
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        require_same(first)
+
+
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_go_on_as_one_and_back(options, tmp_path):
     train_alone(*options[:-1], tmp_path / "one", "--steps", 18, devices=1)
@@ -414,6 +427,45 @@ def test_what_differs_is_refused_by_name(poem, tmp_path, monkeypatch, own, messa
         assert re.fullmatch(rf"jgpt: {message}\n", err)
         assert "missing" in err or "--batch-size is 16, in process 0 8; " in err
     assert not Path("run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["file", "module", "built-in"])
+def test_other_code_is_rejected_by_name(poem, tmp_path, monkeypatch, other):
+    """Two files, one file that imports another module from beside it, or no file at all."""
+    template = Path(jgpt.__file__).parent / "cli/new_gpt.py.txt"
+    source = f"{template.read_text()}\nimport sizes\n"
+    for index, width in enumerate((3, 4)):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        folder.joinpath("sizes.py").write_text(f"WIDTH = {width if other == 'module' else 3}\n")
+        folder.joinpath("a.py").write_text(source)
+        folder.joinpath("b.py").write_text(f"{source}\nRANK = 4\n")
+    names = "0/a.py", "0/b.py", "0/sizes.py", "1/sizes.py"
+    hashed = {name: sha256_of(tmp_path / name) for name in names}
+    first = f"'a.py:GPT of SHA-256 {hashed['0/a.py']}'"
+    sizes = f"'SHA-256 {hashed['0/sizes.py']}'"
+    if other == "file":
+        given = "--model", "0/b.py:GPT"
+        second = f"'b.py:GPT of SHA-256 {hashed['0/b.py']}'"
+        differs = f"model_code is {second}, in process 0 {first}"
+    elif other == "module":
+        given = "--model", "1/a.py:GPT"
+        second = f"'SHA-256 {hashed['1/sizes.py']}'"
+        differs = f"sizes.py of the model is {second}, in process 0 {sizes}"
+    else:
+        given = ()
+        differs = (
+            "model.mlp_ratio is None, in process 0 4; "
+            f"model_code is None, in process 0 {first}; "
+            f"sizes.py of the model is None, in process 0 {sizes}"
+        )
+    monkeypatch.chdir(tmp_path)
+    own = {0: ("--model", "0/a.py:GPT"), 1: given}
+    for code, out, err in train("--data", poem, "--out", tmp_path / "run", own=own):
+        assert (code, out) == (2, "")
+        assert err == f"jgpt: process 1 differs: {differs}; they must agree\n"
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
