@@ -130,7 +130,7 @@ def text_chunks(
     for chunk in read_blocks(sources, chunk_size, **how):
         pending += chunk
         while len(pending) >= enough:
-            split = _last_split_point(pending)
+            split = last_split_point(pending)
             if split or enough >= longest_word:
                 yield pending[: split or enough]
                 pending, enough = pending[split or enough :], chunk_size
@@ -140,7 +140,7 @@ def text_chunks(
         yield pending
 
 
-def _last_split_point(text: str) -> int:
+def last_split_point(text: str) -> int:
     """The last index between words, where all tokenizers split, or 0.
 
     After a single newline if there is one, else before a space.

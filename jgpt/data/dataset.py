@@ -21,7 +21,13 @@ from jaxtyping import Integer
 from jgpt.config import DataConfig, counted
 from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
-from jgpt.data.corpus import Warn, corpus_versions, source_files, text_chunks
+from jgpt.data.corpus import (
+    Warn,
+    corpus_versions,
+    last_split_point,
+    source_files,
+    text_chunks,
+)
 from jgpt.data.tokenizers import (
     END_OF_TEXT,
     Tokenizer,
@@ -51,6 +57,9 @@ LARGE_TEXT = 1 << 26
 """Bytes; the tokens of a larger text are kept in the user's cache, those of others in memory."""
 PIECE = 1 << 18
 """Characters of a text that are encoded at once; threads hold a few of them as tokens, too."""
+DOCUMENT = 1 << 16
+"""Characters of a text from which byte-pairs are learned at once. The library reads 256 such parts
+ahead, and takes some 20 bytes of memory for each byte of those that it splits into words."""
 DECODED_AT_ONCE = 1 << 20
 HASHED_AT_ONCE = 1 << 20
 """Tokens; they take four bytes each while they are hashed."""
@@ -692,7 +701,7 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
         case "byte":
             return tokenizers.ByteTokenizer()
         case "bpe":
-            return tokenizers.BPETokenizer.train(texts(), config.bpe_vocab_size)
+            return tokenizers.BPETokenizer.train(_documents(texts()), config.bpe_vocab_size)
         case "gpt2":
             assert config.tokenizer_files is not None  # the config checks that
             return tokenizers.BPETokenizer.from_gpt2(config.tokenizer_files)
@@ -700,6 +709,21 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
             return tokenizers.CharTokenizer.from_text("".join(set().union(*map(set, texts()))))
         case _:
             assert_never(config.tokenizer)
+
+
+def _documents(texts: Iterable[str]) -> Iterator[str]:
+    """Texts in parts of at most `DOCUMENT` characters, or more where a word is longer."""
+    for text in texts:
+        start = 0
+        end = DOCUMENT
+        while end < len(text):
+            length = last_split_point(text[start:end])
+            if length > 0:
+                yield text[start : start + length]
+                start += length
+                end = start
+            end += DOCUMENT
+        yield text[start:]
 
 
 @typed

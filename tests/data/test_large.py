@@ -281,6 +281,29 @@ def test_a_tokenizer_takes_little_memory_for_a_long_text(kind):
     assert peak_of(lambda: sum(encode_all())) < 2 * len(text)
 
 
+@pytest.mark.parametrize("size", [17, 100, 1 << 14])
+def test_byte_pairs_are_learned_from_short_parts(monkeypatch, size):
+    """The library reads 256 parts ahead: of a megabyte each, they would take gigabytes."""
+    text = "".join(code_like(60_000)) + "a" * 150 + "<|endoftext|>\n\n  b <|endoftext|>c"
+    whole = BPETokenizer.train([text], 320)
+    train = BPETokenizer.train
+    learned = []
+
+    def record_parts(texts, vocab_size):
+        learned.extend(texts)
+        return train(learned, vocab_size)
+
+    monkeypatch.setattr(BPETokenizer, "train", record_parts)
+    monkeypatch.setattr(dataset_module, "DOCUMENT", size)
+    halves = [text[:40_000], text[40_000:]]
+    config = DataConfig(tokenizer="bpe", bpe_vocab_size=320)
+    trained = dataset_module._make_tokenizer(config, lambda: halves)
+    assert "".join(learned) == text
+    longest_word = 150 + len("<|endoftext|>")
+    assert max(len(part) for part in learned) < max(2 * size, longest_word + size)
+    assert trained.to_json() == whole.to_json()
+
+
 def peak_of(call):
     """The most bytes that Python and NumPy have in use during a call, above those before."""
     tracemalloc.start()
