@@ -57,7 +57,7 @@ LARGE_TEXT = 1 << 26
 """Bytes; the tokens of a larger text are kept in the user's cache, those of others in memory."""
 PIECE = 1 << 18
 """Characters of a text that are encoded at once; threads hold a few of them as tokens, too."""
-DOCUMENT = 1 << 16
+DOCUMENT = 1 << 14
 """Characters of a text from which byte-pairs are learned at once. The library reads 256 such parts
 ahead, and takes some 20 bytes of memory for each byte of those that it splits into words."""
 DECODED_AT_ONCE = 1 << 20
