@@ -53,7 +53,7 @@ class _Bar(Progress):
                 left = str(timedelta(0, seconds)).removeprefix("0:")
             done = f"{task.completed:.0f}/{task.total}"
             if task.description == EVALUATE:  # of millions of tokens
-                done = f"{task.percentage:.0f}%"
+                done = f"{task.percentage:.1f}%"
             numbers = f"{done} {left} left{task.fields['details']}"
             room = width - len(f"{task.description}  {numbers}")
             bar = ProgressBar(task.total, task.completed, width=max(1, min(BAR_WIDTH, room)))
@@ -73,6 +73,8 @@ class ConsoleProgress(TrainingProgress):
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
         self.steps = self.out = self.evaluation = None
         self.over = ""
+        self.is_interrupted = False
+        self.step = 0
         self.reader_left = False
         self.most_steps = 1 if console.is_terminal else None
         self.tokens_per_step = 1
@@ -90,34 +92,47 @@ class ConsoleProgress(TrainingProgress):
     def tokenized(self, fraction: float) -> None:
         """Show the fraction beside the spinner."""
         self.is_tokenizing = fraction < 1
-        self.spinner.update(f"tokenizing the text: {fraction:.0%}" if fraction < 1 else self.doing)
+        doing = self.doing
+        if 0 < fraction < 1:
+            doing = f"tokenizing the text: {fraction:.0%}"
+        self.spinner.update(doing)
 
     def planned(self, evaluations: EvaluationPlan) -> None:
         """Keep what is said after a loss."""
         self.over = evaluations.over
+        self.is_interrupted = evaluations.interrupted
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print model and data, and start the bar."""
         total = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-        self.out, step = out, int(state.step)
+        self.out = out
+        step = int(state.step)
+        self.step = step
         self.tokens_per_step = config.batch_size * config.model.block_size
         self.say(
             *_describe_run(config, total, len(dataset.train), len(dataset.validation)),
             *describe_optimizer_groups(
                 config.optimizer, state.weights, weight_dimensions(config.model)
             ),
-            f"finished at step {step} of {config.steps} already: {out}; --steps trains it further"
-            if step == config.steps
-            else f"resumed at step {step} of {config.steps}: {out}"
-            if step
-            else f"{config.steps} steps of {_batch(config)} into {out}",
+            self._describe_start(config, step),
         )
         self.steps = self.bar.add_task("train", total=config.steps, completed=step, details="")
         self.spinner.update("compiling")
         self.spinner.start()
 
+    def _describe_start(self, config: TrainConfig, step: int) -> str:
+        if step == 0:
+            return f"{config.steps} steps of {_batch(config)} into {self.out}"
+        where = f"step {step} of {config.steps}"
+        if self.is_interrupted:
+            return f"resumed at {where}: {self.out}; its evaluation was interrupted and comes first"
+        if step == config.steps:
+            return f"finished at {where} already: {self.out}; --steps trains it further"
+        return f"resumed at {where}: {self.out}"
+
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Move the bar; without one, print a line now and then."""
+        self.step = step
         speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
         self.details = f"loss {loss:.3f}{speed}"
         if self.most_steps is not None and tokens_per_second is not None:
@@ -169,9 +184,15 @@ class ConsoleProgress(TrainingProgress):
     def stopping(self) -> None:
         """After the first signal."""
         if self.is_tokenizing:
-            self.say("stopping; the same command goes on with what is tokenized")
-            return
-        self.say("finishing this call and saving a checkpoint; a second signal exits without it")
+            self.say("stopping; the same command goes on with what is tokenized of a large text")
+        elif self.evaluation is not None:
+            self.say(
+                "stopping this evaluation; the state is saved, and resuming evaluates it again"
+            )
+        else:
+            self.say(
+                "finishing this call and saving a checkpoint; a second signal exits without it"
+            )
 
     def leaving(self) -> None:
         """After the second signal: restore the terminal, and tell what is lost."""
@@ -180,8 +201,12 @@ class ConsoleProgress(TrainingProgress):
         self.console.quiet = True  # nothing is drawn again until the exit
         if self.out is not None:
             saved = max(RunDirectory(self.out).checkpoint_steps(), default=0)
-            lost = f"the steps after checkpoint {saved}" if saved else "all steps"
-            print(f"left without saving: {lost} are lost", file=self.console.file, flush=True)
+            line = "left without saving: all steps are lost"
+            if self.evaluation is not None and saved >= self.step:
+                line = f"left; checkpoint {saved} has all steps"
+            elif saved > 0:
+                line = f"left without saving: the steps after checkpoint {saved} are lost"
+            print(line, file=self.console.file, flush=True)
 
     def warned(self, message: str) -> None:
         """Print a line."""

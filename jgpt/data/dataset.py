@@ -104,7 +104,8 @@ def load_dataset(
     """Read, tokenize and split the data of a config, with a given tokenizer or a new one.
 
     A text of more than `LARGE_TEXT` bytes is tokenized once, into a folder of the user's cache that
-    a line names; `progress` is called with the fraction done. Raises ValueError or OSError for text
+    a line names. `progress` is called often, with the fraction that is tokenized: 0 while a text is
+    read, 1 at the end. It may raise an exception to stop. Raises ValueError or OSError for text
     that can't be read or encoded, is too short, or differs from the known text.
     """
     is_text = known is not None and known.digest is not None
@@ -193,7 +194,7 @@ def _load_text(
 ) -> _Tokens:
     if tokenizer is None and config.tokenizer in ("byte", "gpt2"):  # which need no text
         tokenizer = _make_tokenizer(config, tuple)
-    text = _read(config, tokenizer, known, warn)
+    text = _read(config, tokenizer, known, warn, progress)
     if text.pieces is None:
         folder = _tokenized_in_cache(config, text, tokenizer, warn, progress)
         try:
@@ -201,14 +202,37 @@ def _load_text(
         except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"{error}; {folder} is a cache: delete it") from None
     else:
-        tokenizer = tokenizer or _make_tokenizer(config, text.parts)
+        bytes_read = _Fraction(text.size, progress)
+        if tokenizer is None:
+            bytes_read.add_pass()
+            tokenizer = _make_tokenizer(config, lambda: text.parts(bytes_read))
         try:
-            tokens = _encode(tokenizer, text)
+            tokens = _encode(tokenizer, text, bytes_read)
         except ValueError as error:  # of a text that the run's tokenizer does not know
             if known is None or not _is_elsewhere(config, known):
                 raise
             raise _other_text(config, known, str(error)) from None
+    progress(1.0)
     return _Tokens(tokens, tokenizer, text_digest=text.digest)
+
+
+class _Fraction:
+    """The fraction of what is to be read that has been read, reported as it grows."""
+
+    def __init__(self, size: int, report: Callable[[float], None]) -> None:
+        self.size = size
+        self.total = size
+        self.report = report
+        self.done = 0
+
+    def add_pass(self) -> None:
+        """Everything is read once more."""
+        self.total += self.size
+
+    def add(self, count: int) -> None:
+        """So many bytes were read."""
+        self.done += count
+        self.report(self.done / max(self.total, self.done, 1))
 
 
 @dataclass(frozen=True)
@@ -225,10 +249,12 @@ class _Text:
     """UTF-8, which takes a byte for most characters where a string may take four; None for a text
     that is too large for memory."""
 
-    def parts(self) -> Iterator[str]:
+    def parts(self, bytes_read: _Fraction) -> Iterator[str]:
         """The pieces as text."""
         assert self.pieces is not None
-        return (piece.decode() for piece in self.pieces)
+        for piece in self.pieces:
+            bytes_read.add(len(piece))
+            yield piece.decode()
 
 
 def _read_options(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -254,7 +280,11 @@ def _read_options(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, 
 
 
 def _read(
-    config: DataConfig, tokenizer: Tokenizer | None, known: KnownText | None, warn: Warn
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    known: KnownText | None,
+    warn: Warn,
+    progress: Callable[[float], None],
 ) -> _Text:
     """Read a text. Raises ValueError if it is not the known one.
 
@@ -266,13 +296,13 @@ def _read(
         for version in ({}, {"earlier": True}, {"plain": True}):
             said: list[str] = []
             with contextlib.suppress(ValueError, FileNotFoundError):
-                text = _read_once(config.data, options | version, said.append)
+                text = _read_once(config.data, options | version, said.append, progress)
                 if text.digest == wanted:
                     for line in said:
                         warn(line)
                     return text
     try:
-        text = _read_once(config.data, options, warn)
+        text = _read_once(config.data, options, warn, progress)
     except FileNotFoundError as error:
         if known is None:
             raise
@@ -284,7 +314,12 @@ def _read(
     return text
 
 
-def _read_once(sources: Sequence[str], options: dict[str, Any], warn: Warn) -> _Text:
+def _read_once(
+    sources: Sequence[str],
+    options: dict[str, Any],
+    warn: Warn,
+    progress: Callable[[float], None],
+) -> _Text:
     # what comes from a pipe can't be read again: it is kept, however long it is
     is_kept = any(_is_read_once(Path(source)) for source in sources)
     digest = hashlib.sha256()
@@ -293,6 +328,7 @@ def _read_once(sources: Sequence[str], options: dict[str, Any], warn: Warn) -> _
     # no word is cut: the tokens are those of the whole text
     whole = {"longest_word": LARGE_TEXT, "warn": warn}
     for chunk in text_chunks(sources, PIECE, **options, **whole):
+        progress(0.0)  # nothing is tokenized yet, but whoever is asked to stop learns of it here
         piece = chunk.encode()
         digest.update(piece)
         size += len(piece)
@@ -308,14 +344,16 @@ def _is_read_once(path: Path) -> bool:
 
 
 @typed
-def _encode(tokenizer: Tokenizer, text: _Text) -> Integer[np.ndarray, " tokens"]:
+def _encode(
+    tokenizer: Tokenizer, text: _Text, bytes_read: _Fraction
+) -> Integer[np.ndarray, " tokens"]:
     """The tokens of a text in memory, in the narrowest type. The text's pieces are used up."""
     dtype = token_dtype(tokenizer)
     # Pages of zeros take no memory until they are written, so room for a token for each byte costs
     # nothing; and XLA's CPU client shares memory that begins with a page, and copies other memory.
     buffer = mmap.mmap(-1, max(text.size, 1) * dtype.itemsize)
     end = 0
-    for _, tokens in encode_each(tokenizer, _used_up(text.pieces), dtype):
+    for _, tokens in encode_each(tokenizer, _used_up(text.pieces, bytes_read), dtype):
         start = end
         end += len(tokens)
         while end > len(buffer):  # a normaliser may make a text longer
@@ -324,9 +362,11 @@ def _encode(tokenizer: Tokenizer, text: _Text) -> Integer[np.ndarray, " tokens"]
     return np.frombuffer(buffer, dtype, end // dtype.itemsize)
 
 
-def _used_up(pieces: deque[bytes] | None) -> Iterator[str]:
+def _used_up(pieces: deque[bytes] | None, bytes_read: _Fraction) -> Iterator[str]:
     while pieces:
-        yield pieces.popleft().decode()
+        piece = pieces.popleft()
+        bytes_read.add(len(piece))
+        yield piece.decode()
 
 
 def _twice_as_long(buffer: mmap.mmap) -> mmap.mmap:
@@ -363,6 +403,7 @@ def _tokenized_in_cache(
             if not has_waited:
                 warn("another process is tokenizing this text: waiting for it")
             has_waited = True
+            progress(0.0)
             time.sleep(SECONDS_BETWEEN_LOOKS)
         except FileExistsError:
             if not (folder / INDEX_FILE).is_file():
@@ -530,25 +571,6 @@ def prepare(
     content = json.dumps([asdict(config), files, corpus_versions(config.data)])
     with new_directory(directory, hashlib.sha256(content.encode()).hexdigest()[:8]) as partial:
         return _write_tokens(partial, make_tokenizer, read_for, warn)
-
-
-class _Fraction:
-    """The fraction of what is to be read that has been read, reported as it grows."""
-
-    def __init__(self, size: int, report: Callable[[float], None]) -> None:
-        self.size = size
-        self.total = size
-        self.report = report
-        self.done = 0
-
-    def add_pass(self) -> None:
-        """Everything is read once more."""
-        self.total += self.size
-
-    def add(self, count: int) -> None:
-        """So many bytes were read."""
-        self.done += count
-        self.report(self.done / max(self.total, self.done, 1))
 
 
 def _write_tokens(

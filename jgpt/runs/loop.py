@@ -196,7 +196,7 @@ def fit(
             if unevaluated is not None and process_index() == 0:
                 # the line of a step whose evaluation has not ended is in its checkpoint
                 run.truncate(METRICS, step - 1)
-        progress.planned(evaluations)
+        progress.planned(replace(evaluations, interrupted=unevaluated is not None))
         progress.started(config, dataset, state, out)
         tokens, chips = len(dataset.train), max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, [trackers.log], tokens, chips, progress.stepped)

@@ -18,7 +18,7 @@ class Progress:
     """The most steps between calls of `stepped`, in a single process; None: `steps_per_call`."""
 
     def tokenized(self, fraction: float) -> None:
-        """This fraction of a large text was tokenized."""
+        """This fraction of the text was tokenized: 0 while it is read, 1 at the end."""
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Training starts, or is resumed, at the state's step."""

@@ -49,6 +49,8 @@ class EvaluationPlan:
     """The evaluations' share of the run's FLOPs."""
     comparable_after: int = 0
     """Losses up to this step are of other targets. 0: all losses are of the same ones."""
+    interrupted: bool = False
+    """Whether the run is resumed at a step whose evaluation was interrupted: it comes first."""
 
     @property
     def over(self) -> str:

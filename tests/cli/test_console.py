@@ -169,6 +169,69 @@ def test_a_second_signal_says_what_is_lost_and_leaves_no_bar_and_no_hidden_curso
         assert screen.cursor
 
 
+def test_a_signal_is_answered_by_what_is_going_on(tmp_path):
+    file = io.StringIO()
+    progress = ConsoleProgress(Console(file=file, width=80, _environ={}), "reading the data")
+
+    def said(call):
+        file.seek(0)
+        file.truncate()
+        call()
+        return [line for line in file.getvalue().splitlines() if line]
+
+    tokenizing = ["stopping; the same command goes on with what is tokenized of a large text"]
+    for fraction in (0.0, 0.5):
+        progress.tokenized(fraction)
+        assert said(progress.stopping) == tokenizing
+    progress.tokenized(1.0)
+    finishing = ["finishing this call and saving a checkpoint; a second signal exits without it"]
+    assert said(progress.stopping) == finishing
+    progress.out = tmp_path
+    (tmp_path / "checkpoints" / "30").mkdir(parents=True)
+    progress.stepped(30, 2.5, 1000.0)
+    progress.evaluating(100, 400)
+    evaluating = "stopping this evaluation; the state is saved, and resuming evaluates it again"
+    assert said(progress.stopping) == [evaluating]
+    assert said(progress.leaving) == ["left; checkpoint 30 has all steps"]
+    progress.console.quiet = False
+    progress.evaluated(30, 2.25)
+    assert said(progress.stopping) == finishing
+    progress.stepped(40, 2.5, 1000.0)
+    progress.evaluating(100, 400)  # the state's checkpoint is not written yet
+    assert said(progress.leaving) == ["left without saving: the steps after checkpoint 30 are lost"]
+    progress.bar.stop()
+
+
+@pytest.mark.parametrize(
+    ("step", "interrupted", "said"),
+    [
+        (0, False, "60 steps of 8 x 16 tokens into r"),
+        (30, False, "resumed at step 30 of 60: r"),
+        (
+            30,
+            True,
+            "resumed at step 30 of 60: r; its evaluation was interrupted and comes first",
+        ),
+        (60, False, "finished at step 60 of 60 already: r; --steps trains it further"),
+        (
+            60,
+            True,
+            "resumed at step 60 of 60: r; its evaluation was interrupted and comes first",
+        ),
+    ],
+)
+def test_a_run_is_finished_when_its_last_step_is_evaluated(step, interrupted, said):
+    file = io.StringIO()
+    progress = ConsoleProgress(Console(file=file, width=80, _environ={}), "reading the data")
+    config = dataclasses.replace(preset("tiny"), steps=60)
+    text = types.SimpleNamespace(train=range(418_543), validation=range(46_505))
+    state = types.SimpleNamespace(weights={"matrix": jnp.zeros((37, 64))}, step=step)
+    progress.planned(dataclasses.replace(PART, interrupted=interrupted))
+    progress.started(config, text, state, Path("r"))  # type: ignore[arg-type]
+    progress.spinner.stop()
+    assert file.getvalue().splitlines()[-1] == said
+
+
 PART = EvaluationPlan(1, 400, 9000, spread=True, exact_last=True, share=0.05)
 
 
@@ -193,7 +256,7 @@ def test_a_long_evaluation_has_a_bar_in_the_place_of_the_steps():
         progress.bar.refresh()
         (bar,) = [line for line in screen.show() if "left" in line]
         assert bar.startswith("evaluate ━")
-        assert bar.endswith(" 50% 00:04 left")
+        assert bar.endswith(" 50.0% 00:04 left")
         progress.evaluated(30, 2.25)
         progress.bar.refresh()
         shown = screen.show()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,61 @@ def test_a_large_text_gives_the_tokens_of_a_small_one_and_is_tokenized_once(
         assert np.array_equal(again.validation, small.validation)
     assert len(said) == 1
     assert folders(user_cache) == [folder]
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_stop_is_possible_while_a_text_is_read_learned_from_and_encoded(
+    tmp_path, user_cache, monkeypatch, kind, size
+):
+    """A small text of 60 MB takes a minute for byte-pairs, in which nothing was heard."""
+    if size == "large":
+        monkeypatch.setattr(dataset_module, "LARGE_TEXT", 16_000)
+    monkeypatch.setattr(dataset_module, "PIECE", 4000)
+    path = write(tmp_path, "text.txt", "".join(code_like(20_000)))
+    config = DataConfig((path,), **TOKENIZERS[kind])
+    fractions = []
+    whole = load_dataset(config, 8, progress=fractions.append)
+    assert fractions == sorted(fractions)
+    assert fractions[0] == 0
+    assert fractions[-1] == 1
+    if size == "small":
+        passes = 1 if kind == "byte" else 2
+        assert len({fraction for fraction in fractions if fraction > 0}) >= 6 * passes
+    shutil.rmtree(user_cache / "prepared", ignore_errors=True)
+    for last in (fractions.count(0) // 2, fractions.count(0), len(fractions) - 2):
+        heard = []
+
+        def stop(fraction, heard=heard, last=last):
+            heard.append(fraction)
+            if len(heard) > last:
+                raise Stopped
+
+        with pytest.raises(Stopped):
+            load_dataset(config, 8, progress=stop)
+        assert heard == fractions[: last + 1]
+        shutil.rmtree(user_cache / "prepared", ignore_errors=True)
+    assert load_dataset(config, 8).text == whole.text
+
+
+def test_a_stop_is_possible_while_another_process_tokenizes(text, user_cache, monkeypatch):
+    def in_use(*_):
+        raise BlockingIOError
+
+    def stop(fraction):
+        if "waiting" in said:
+            raise Stopped
+
+    said = []
+    monkeypatch.setattr(dataset_module, "new_directory", in_use)
+    with pytest.raises(Stopped):
+        load_dataset(
+            DataConfig((text,)), 8, warn=lambda line: said.extend(line.split()), progress=stop
+        )
 
 
 def test_a_changed_text_or_another_tokenizer_is_tokenized_anew(text, in_memory, user_cache):
