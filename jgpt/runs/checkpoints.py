@@ -103,7 +103,9 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             if self._orbax is not None:
-                self._orbax.close()
+                # it raises again, without a name, what failed in a save that `wait` has named
+                with contextlib.suppress(Exception):
+                    self._orbax.close()
             if self._writes and self.run.is_in_place():
                 self.run.delete_checkpoints(())  # what a save that failed was still writing
             logging.getLogger("absl").removeFilter(self._quiet)

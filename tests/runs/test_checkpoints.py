@@ -100,6 +100,26 @@ def test_a_save_that_fails_leaves_nothing_and_is_told_at_the_latest_at_the_end(
     assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
 
 
+def test_the_error_of_a_save_is_not_replaced_by_one_of_closing(saved, initial, monkeypatch):
+    """On a full disk Orbax fails a second time when it is closed, and names no file."""
+
+    class FailsAgain(ocp.AsyncCheckpointer):
+        def close(self):
+            super().close()
+            raise OSError(28, "No space left on device")
+
+    def write(manifest, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ocp, "AsyncCheckpointer", FailsAgain)
+    monkeypatch.setattr("jgpt.runs.checkpoints.Manifest.write", write)
+    filters = [*logging.getLogger("absl").filters]
+    failed = "the checkpoint of step 5 could not be written .*the last good checkpoint is step 4"
+    with pytest.raises(OSError, match=failed), Checkpoints(saved) as checkpoints:
+        checkpoints.save(numbered(initial, 5), 0.5)
+    assert logging.getLogger("absl").filters == filters
+
+
 @pytest.mark.parametrize(("waited_for", "is_waited"), [(1, True), (1 << 40, False)])
 def test_training_waits_until_a_large_state_is_written_from_its_own_memory(
     saved, initial, monkeypatch, waited_for, is_waited
