@@ -345,6 +345,21 @@ def prepare_table() -> Table:
     return table
 
 
+def large_text_table() -> Table:
+    """Whole commands on a text of hundreds of megabytes."""
+    table = [["a large text", "seconds", "to the first step", "besides steps", "peak memory"]]
+    for name, figures in measured("large_text").items():
+        first_step = ""
+        besides_steps = ""
+        if "seconds_to_first_step" in figures:
+            first_step = f"{spread(figures['seconds_to_first_step'], '.1f')} s"
+            besides_steps = f"{statistics.median(figures['share_besides_steps']):.0%}"
+        peak = f"{max(figures['peak_mib']):.0f} MiB"
+        seconds = spread(figures["seconds"], ".0f")
+        table.append([name, seconds, first_step, besides_steps, peak])
+    return table
+
+
 def proofs_table() -> Table:
     verdicts = "proven", "refused", "open"
     found = json.loads((ROOT / "jgpt" / "proofs.json").read_text())
@@ -391,6 +406,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "ablation": ablation_table,
     "breakdown": breakdown_table,
     "prepare": prepare_table,
+    "large_text": large_text_table,
     "places": places_table,
     "processors": processors_table,
     "proofs": proofs_table,
