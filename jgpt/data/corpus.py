@@ -65,6 +65,12 @@ _KINDS = {
 }
 NOT_TEXT = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in suffixes}
 """What a file with a suffix is instead of text, and what to do."""
+_PARQUET_ROWS, _PARQUET_BATCH = 1024, 1 << 26
+"""The most rows that are read at once, and their characters."""
+_PARQUET_RATIO, _LARGEST_PARQUET = 1000, 1 << 26
+"""A file's bytes may stand for so many times as much text, and for this much at least. Text is
+compressed to a fifth; a dictionary and runs of its values let 500 bytes claim terabytes."""
+_ROWS_PER_BYTE, _MOST_ROWS = 64, 1 << 20
 _FIRST_BYTES = {
     b"\x89PNG": _IMAGE,
     b"\xff\xd8\xff": _IMAGE,
@@ -423,10 +429,53 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
                 f"{name}: its column {field!r} has values of type {column}, not text: name another "
                 f"of {', '.join(schema.names)} with data_field=NAME"
             )
-        for batch in table.iter_batches(1024, columns=[field], use_threads=False):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+        size = file.seek(0, os.SEEK_END)
+        _require_plausible(table.metadata, size, name, field)
+        dictionaries = parquet.ParquetFile(file, read_dictionary=[field])
+        left = _LARGEST_PARQUET + _PARQUET_RATIO * size
+        for group in range(table.num_row_groups):
+            rows = _rows_at_once(dictionaries, group, field)
+            options = {"row_groups": [group], "columns": [field], "use_threads": False}
+            for batch in table.iter_batches(rows, **options):
+                for text in batch.column(0).to_pylist():
+                    if text is None:
+                        continue
+                    left -= len(text)
+                    if left < 0:
+                        raise ValueError(
+                            f"{name} has {size:,} bytes and more than {_PARQUET_RATIO} times as "
+                            "much text: it repeats itself, or is damaged"
+                        )
+                    yield text
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(f"{name} can't be read as Parquet: {error}") from None
+
+
+def _require_plausible(metadata: Any, size: int, name: str, field: str) -> None:
+    """Raise ValueError for a Parquet file that claims far more than its bytes can hold."""
+    claimed = 0
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        for place in range(group.num_columns):
+            column = group.column(place)
+            if column.path_in_schema == field:
+                claimed += column.total_uncompressed_size
+    if claimed > _LARGEST_PARQUET + _PARQUET_RATIO * size:
+        raise ValueError(f"{name} has {size:,} bytes and claims {claimed:,}: it is damaged")
+    if metadata.num_rows > _MOST_ROWS + _ROWS_PER_BYTE * size:
+        rows = metadata.num_rows
+        raise ValueError(f"{name} has {size:,} bytes and claims {rows:,} rows: it is damaged")
+
+
+def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
+    """The rows to read at once, each of which may be the longest value of a dictionary."""
+    options = {"row_groups": [group], "columns": [field], "use_threads": False}
+    first = next(dictionaries.iter_batches(1, **options), None)
+    if first is None:
+        return 1
+    lengths = first.column(0).dictionary.cast("large_string").to_pylist()
+    longest = max(map(len, filter(None, lengths)), default=1)
+    return max(1, min(_PARQUET_ROWS, _PARQUET_BATCH // longest))
 
 
 def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:

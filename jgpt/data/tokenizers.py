@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import os
-import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +30,8 @@ LONG_TEXT = 1 << 16
 """Characters; for shorter texts making tiktoken's encoder does not pay."""
 LONG_WORD = 1 << 12
 """Bytes; longer words are cut for training, which takes quadratic time."""
+LONGEST_PROBE = 3.0
+"""Seconds in which regular expressions must read a few words; those in use take milliseconds."""
 MAX_THREADS = 8
 NO_TOKEN = -1
 CHARACTERS_AT_ONCE = 1 << 18
@@ -230,16 +232,11 @@ class BPETokenizer:
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             if _growth(values.get(part)) > MAX_GROWTH:
                 raise ValueError(f"its {part} may make a text more than {MAX_GROWTH} times longer")
-        text = json.dumps(values)
-        patterns = re.findall(r'"Regex": "(.*?)"', text)
-        letters = sorted({*"".join(patterns), *"aA0 "})[:64] if patterns else []
-        # repeated letters are the worst case of most expressions
-        samples = [" aA0\n", *(letter * 256 + "\0" for letter in letters)]
         with _stderr_ignored(), _failures_raised():
-            backend = tokenizers.Tokenizer.from_str(text)
+            backend = tokenizers.Tokenizer.from_str(json.dumps(values))
             tokenizer = cls(backend, adds_special_tokens=adds_special_tokens, vocab_size=vocab_size)
-            for sample in samples:
-                tokenizer._backend.encode(sample)
+            backend.encode(" aA0\n")
+        _require_quick(backend, "".join(_regular_expressions(values)))
         return tokenizer
 
     @classmethod
@@ -686,6 +683,40 @@ def _growth(part: Any) -> int:
     added = [text for name in ("content", "prepend") if isinstance(text := part.get(name), str)]
     own = 2 if kind == "ByteLevel" else 1 + len("".join(added))
     return own * _growth([*part.values()])
+
+
+def _regular_expressions(part: Any) -> Iterator[str]:
+    """The regular expressions in a part of a tokenizer."""
+    if isinstance(part, list):
+        for each in part:
+            yield from _regular_expressions(each)
+    if isinstance(part, dict):
+        for name, value in part.items():
+            if name == "Regex" and isinstance(value, str):
+                yield value
+            yield from _regular_expressions(value)
+
+
+def _require_quick(backend: Any, expressions: str) -> None:
+    """Raise ValueError if the tokenizer's regular expressions take too long.
+
+    The library limits a match from one place of a text, and not from all of its places. Repeated
+    letters are the worst case of most expressions; short ones first show which take too long.
+    """
+    if not expressions:
+        return
+    letters = sorted({*expressions, *"aA0 "})[:64]
+    # of this thread, so that a busy machine rejects nothing
+    began = time.thread_time()
+    for length in (8, 16, 32, 64, 128, 256):
+        for letter in letters:
+            with _stderr_ignored(), _failures_raised():
+                backend.encode(letter * length + "\0")
+            seconds = time.thread_time() - began
+            if seconds > LONGEST_PROBE:
+                raise ValueError(
+                    f"its regular expressions take too long: {seconds:.0f} s for a few words"
+                )
 
 
 @contextlib.contextmanager

@@ -1,15 +1,20 @@
 """nanoGPT's checkpoints, read with `torch.load(weights_only=True)`."""
 
 import functools
+import pickletools
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from jgpt.durable import prefix_errors
 from jgpt.interop.formats import NANOGPT, read_config
 from jgpt.interop.names import Entry, plain_names, read_tensors
 from jgpt.nn.transformer import GPT
+
+_MOST_PICKLES = 8
+"""Files from before PyTorch 1.6 are several pickles, and the bytes of tensors after them."""
 
 
 def load_nanogpt(file: str | Path) -> GPT:
@@ -49,16 +54,41 @@ def load_nanogpt(file: str | Path) -> GPT:
 
 
 def _require_stored(file: BinaryIO) -> None:
-    """Raise ValueError for a compressed archive: kilobytes of one can claim all memory.
+    """Raise ValueError for a file of kilobytes that claims all memory.
 
-    PyTorch reads compressed archives, but never writes them.
+    PyTorch reads compressed archives, but never writes them. It makes a `bytearray` of any size,
+    which no checkpoint has.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise ValueError(f"{entry.filename} is compressed, which PyTorch never does")
+                if entry.filename.endswith(".pkl"):
+                    with archive.open(entry) as pickled:
+                        _require_no_bytearray(pickled)
+    else:
+        file.seek(0)
+        _require_no_bytearray(file)
     file.seek(0)
+
+
+def _require_no_bytearray(file: IO[bytes]) -> None:
+    """Raise ValueError if a pickle makes a `bytearray`. Its operations are listed and not run."""
+    for argument in _strings_of_pickles(file):
+        if argument.split(" ")[-1] == "bytearray":
+            raise ValueError("it makes a bytearray, which no nanoGPT checkpoint has")
+
+
+def _strings_of_pickles(file: IO[bytes]) -> Iterator[str]:
+    """The strings in the pickles that a file begins with, and the names of what they call."""
+    for _ in range(_MOST_PICKLES):
+        try:
+            for _, argument, _ in pickletools.genops(file):
+                if isinstance(argument, str):
+                    yield argument
+        except (ValueError, EOFError):
+            return  # what follows is no pickle
 
 
 def _read(name: str, tensor: Any) -> Any:

@@ -56,6 +56,41 @@ def test_text_and_json_lines_are_read_packed_or_not(tmp_path, suffix):
     assert "".join(text_chunks([path, path], field="body")) == "x\nx\n"
 
 
+def test_a_small_parquet_file_does_not_claim_all_memory(tmp_path, monkeypatch):
+    """Of runs of one value in a dictionary: of any number of rows, or of a long text."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    path = str(tmp_path / "bomb.parquet")
+    batches = []
+    iter_batches = parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        parquet.ParquetFile,
+        "iter_batches",
+        lambda table, rows, **options: batches.append(rows) or iter_batches(table, rows, **options),
+    )
+
+    def write(text: str, rows: int) -> None:
+        indices = arrow.array(np.zeros(rows, np.int32))
+        column = arrow.DictionaryArray.from_arrays(indices, arrow.array([text]))
+        table = arrow.table({"text": column})
+        parquet.write_table(table, path, row_group_size=rows, compression="zstd")
+
+    write("a", 5_000_000)
+    with pytest.raises(ValueError, match=r"has .* bytes and claims 5,000,000 rows: it is damaged"):
+        read_text([path])
+    write("a" * 7 * 10**7, 3)
+    with pytest.raises(ValueError, match=r"has .* bytes and claims 70,\d{3},\d{3}: it is damaged"):
+        read_text([path])
+    assert batches == []
+    write("a" * 10**6, 1000)
+    with pytest.raises(ValueError, match="more than 1000 times as much text: it repeats itself"):
+        read_text([path])
+    assert batches == [1, 67]
+    # what repeats itself less is read
+    write("ab" * 50_000, 9)
+    assert len(read_text([path])) == 9 * 100_001
+
+
 def test_a_column_of_parquet_is_read(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")

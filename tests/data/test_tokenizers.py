@@ -272,16 +272,26 @@ WORDS_ONLY = {"type": "WordLevel", "vocab": {"a": 0, "A": 1, "0": 2, "Ċ": 3}, "
         (split_at("(a+)+$"), "", "Onig: Regex search error"),
         (split_at("(x+x+)+y"), "", "Onig: Regex search error"),
         (split_at("(b|b?)*$"), "", "Onig: Regex search error"),
+        (split_at("(é+)+$"), "", "Onig: Regex search error"),
         # noticed in a text alone, since each letter takes no time, as a panic
         (split_at("(ab|ab)+$"), "ab" * 99 + "c", "Onig: Regex search error"),
         ({"model": WORDS_ONLY}, "b", "WordLevel error: Missing"),
     ],
-    ids=["letters", "pairs", "or nothing", "a panic", "no such token"],
+    ids=["letters", "pairs", "or nothing", "no ASCII", "a panic", "no such token"],
 )
 def test_a_failure_of_tokenizers_is_one_line(byte_pairs, parts, text, error, capfd):
     with pytest.raises(ValueError, match=f"the tokenizer failed: {error}"):
         from_hf(byte_pairs, **parts).encode(text)
     assert text or capfd.readouterr().err == ""
+
+
+def test_a_regular_expression_that_is_slow_at_each_place_of_a_text_is_rejected(
+    byte_pairs, monkeypatch
+):
+    """Each match is below the library's limit; 256 letters take 40 s."""
+    monkeypatch.setattr("jgpt.data.tokenizers.LONGEST_PROBE", 0.01)
+    with pytest.raises(ValueError, match=r"its regular expressions take too long: \d s for a few"):
+        from_hf(byte_pairs, **split_at("(?:a|a|a){11}[bc]"))
 
 
 # --- tiktoken ------------------------------------------------------------------------------------

@@ -294,6 +294,13 @@ def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_p
     assert "--batch-size is 8 in the run, 4 in the config" in said
 
 
+class AllMemory:
+    """What a pickle makes of it takes 10 TB."""
+
+    def __reduce__(self):
+        return bytearray, (10**13,)
+
+
 def test_a_checkpoint_that_claims_more_memory_than_it_has_is_no_bomb(tmp_path):
     torch = pytest.importorskip("torch")
     path = tmp_path / "ckpt.pt"
@@ -303,6 +310,11 @@ def test_a_checkpoint_that_claims_more_memory_than_it_has_is_no_bomb(tmp_path):
             bomb.writestr(name, source.read(name), zipfile.ZIP_DEFLATED)
     with pytest.raises(ValueError, match=r"bomb\.pt: .* is compressed, which PyTorch never does"):
         load_nanogpt(tmp_path / "bomb.pt")
+    for zipped in (True, False):
+        values = {"model_args": {}, "model": {"wte": AllMemory()}}
+        torch.save(values, path, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(ValueError, match=r"ckpt\.pt: it makes a bytearray, which no nanoGPT"):
+            load_nanogpt(path)
     expanded = torch.zeros(1).expand(10**12)
     with pytest.raises(ValueError, match="wte claims 4,000,000,000,000 bytes, which the file"):
         nanogpt._read("wte", expanded)
