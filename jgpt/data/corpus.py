@@ -431,7 +431,8 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
             )
         size = file.seek(0, os.SEEK_END)
         _require_plausible(table.metadata, size, name, field)
-        dictionaries = parquet.ParquetFile(file, read_dictionary=[field])
+        # in blocks, or all of a row group would be read for its dictionary
+        dictionaries = parquet.ParquetFile(file, read_dictionary=[field], buffer_size=1 << 16)
         left = _LARGEST_PARQUET + _PARQUET_RATIO * size
         for group in range(table.num_row_groups):
             rows = _rows_at_once(dictionaries, group, field)
