@@ -71,6 +71,8 @@ _PARQUET_RATIO, _LARGEST_PARQUET = 1000, 1 << 26
 """A file's bytes may stand for so many times as much text, and for this much at least. Text is
 compressed to a fifth; a dictionary and runs of its values let 500 bytes claim terabytes."""
 _ROWS_PER_BYTE, _MOST_ROWS = 64, 1 << 20
+_SMALL_PARQUET = 1 << 20
+"""Bytes; the batches of smaller files heed what a dictionary makes of them."""
 _FIRST_BYTES = {
     b"\x89PNG": _IMAGE,
     b"\xff\xd8\xff": _IMAGE,
@@ -431,11 +433,13 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
             )
         size = file.seek(0, os.SEEK_END)
         _require_plausible(table.metadata, size, name, field)
-        # in blocks, or all of a row group would be read for its dictionary
-        dictionaries = parquet.ParquetFile(file, read_dictionary=[field], buffer_size=1 << 16)
         left = _LARGEST_PARQUET + _PARQUET_RATIO * size
         for group in range(table.num_row_groups):
-            rows = _rows_at_once(dictionaries, group, field)
+            rows = _PARQUET_ROWS
+            if size < _SMALL_PARQUET:
+                # reads the group twice
+                dictionaries = parquet.ParquetFile(file, read_dictionary=[field])
+                rows = _rows_at_once(dictionaries, group, field)
             options = {"row_groups": [group], "columns": [field], "use_threads": False}
             for batch in table.iter_batches(rows, **options):
                 for text in batch.column(0).to_pylist():
