@@ -2,8 +2,12 @@
 
 import contextlib
 import dataclasses
+import json
 import math
+import os
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -248,3 +252,25 @@ def test_undecided_micro_batches_are_not_trained():
 )
 def test_all_accelerators_are_used_by_default(devices, memory, mesh):
     assert default_mesh(preset("gpt2"), devices, memory) == mesh
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="resource usage of a child")
+def test_the_memory_of_the_process_is_within_a_fifth_of_the_plan(tmp_path):
+    """Of a state of 340 MB, with what is saved, evaluated and sampled."""
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 3000)
+    command = [sys.executable, "-m", "jgpt.cli", "train", "tiny", "--data", str(text)]
+    command += ["--out", str(tmp_path / "run"), "--steps", "3", "--eval-interval", "3"]
+    command += ["--embed-dim", "768", "--num-layers", "4", "--num-heads", "6"]
+    command += ["--block-size", "128", "--batch-size", "2", "--eval-tokens", "1000"]
+    planned = subprocess.run([*command, "--dry-run", "--json"], capture_output=True, check=True)
+    expected = json.loads(planned.stdout)["process_memory"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    taken = unit * usage.ru_maxrss
+    assert expected > 340_000_000
+    assert taken == pytest.approx(expected, rel=0.2)
