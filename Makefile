@@ -5,6 +5,12 @@ BIN := $(VENV)/bin
 # parity is PyTorch, which brings gigabytes on Linux: without it, its tests are skipped
 EXTRAS ?= docs,test,parity
 AHEAD := $(VENV)-ahead
+# the newest Python that is tested, where there is one, and the newest JAX for it; without PyTorch
+NEWEST := $(VENV)-newest
+NEWEST_PYTHON := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python3.13) $(shell command -v python3.13))
+NEWEST_TESTS := tests/cli/test_cli.py tests/test_config.py \
+	tests/contract/test_calls.py tests/contract/test_messages.py tests/contract/test_transforms.py \
+	tests/nn/test_attention.py tests/nn/test_layers.py tests/nn/test_transformer.py
 # Python compiles a package at its first import and keeps that, which takes half the time of compiling
 # all of them when they are installed
 unexport PYTHONDONTWRITEBYTECODE
@@ -12,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-times test-all test-here test-ahead plain-install test-matrix lint notebooks student docs pictures
+.PHONY: train test test-times test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -35,6 +41,9 @@ test-here: $(VENV)/installed-extras
 # compilers for TPUs and GPUs have an environment of their own: where they are, JAX looks for the hardware
 test-ahead: $(AHEAD)/installed
 	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(AHEAD)/bin/python -m pytest tests/training/test_ahead.py
+
+test-newest: $(if $(NEWEST_PYTHON),$(NEWEST)/installed)
+	$(if $(NEWEST_PYTHON),$(NEWEST)/bin/python -m pytest -q -m "not slow" $(NEWEST_TESTS),@echo "there is no python3.13: not tested")
 
 plain-install:
 	PYTHON=$(PYTHON) .ci/plain-install
@@ -87,4 +96,9 @@ $(AHEAD)/installed: pyproject.toml
 	version=$$($(AHEAD)/bin/python -c 'import jax; print(jax.__version__)') && \
 	$(AHEAD)/bin/python -m pip install --quiet --no-compile \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
+	touch $@
+
+$(NEWEST)/installed: pyproject.toml
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --no-compile --editable '.[test]'
 	touch $@

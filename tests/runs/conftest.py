@@ -4,7 +4,19 @@ import shutil
 import pytest
 
 from jgpt import TrainConfig
+from jgpt.runs import loop
 from tests.browser import browser
+
+LONG = 1e9
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_slow_machine_saves_and_stops_where_a_fast_one_does():
+    """Before the first evaluation slow runs save more often, and their calls have fewer steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "SECONDS_BETWEEN_SAVES", LONG)
+        patch.setattr(loop, "SECONDS_PER_CALL", LONG)
+        yield
 
 
 @pytest.fixture(scope="module")

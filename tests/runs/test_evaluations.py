@@ -250,6 +250,7 @@ def test_until_the_first_evaluation_a_checkpoint_is_half_a_minute_old_at_most(
         saves.append(int(state.step))
 
     clock = type("Clock", (), {"monotonic": lambda: now[0], "perf_counter": time.perf_counter})
+    monkeypatch.setattr(loop, "SECONDS_BETWEEN_SAVES", 30.0)
     monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(loop, "make_train_steps", make_slow)
     monkeypatch.setattr(Checkpoints, "seconds", lambda self: seconds)
