@@ -24,7 +24,7 @@ from jgpt.sharding import current_mesh
 from jgpt.training.ahead import Collective, CompiledStep
 from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.plan import Plan, TrainingMemory
-from tests.commands import worked
+from tests.commands import refused, worked
 
 MIB = 1 << 20
 
@@ -163,3 +163,10 @@ def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
     assert text == same
     assert alone["tokens"] == together["tokens"]
     assert alone["loss"] == pytest.approx(together["loss"], rel=1e-6)
+
+
+def test_training_is_not_begun_where_too_few_files_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
+    said = refused("train", "tiny", "--out", tmp_path / "run")
+    assert "a process may open 32 files here, and training needs 128: raise the limit" in said
+    assert not (tmp_path / "run").exists()
