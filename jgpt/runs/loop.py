@@ -136,7 +136,8 @@ def fit(
     same arguments; process 0 writes and reports.
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
-    `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps;
+    `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps, and
+    while the text is tokenized, where a stop raises KeyboardInterrupt;
     `profile_steps` are traced into the run's folder `profile`. `platform`, by default the current
     one, decides the config's `auto`. `progress` is by default shown on a terminal and in a
     notebook; None is silent.

@@ -54,6 +54,22 @@ class KillAt(Progress):
             raise Killed
 
 
+class StopAtCall(Progress):
+    """Asks for a stop when training asks for the fourth time; a text that is read asks, too."""
+
+    def __init__(self):
+        self.is_training = False
+        self.calls = 0
+
+    def planned(self, evaluations):
+        self.is_training = True
+
+    def should_stop(self):
+        if self.is_training:
+            self.calls += 1
+        return self.calls == 4
+
+
 class KillBeforeTheFirstCheckpoint(Progress):
     def estimated(self, step, validation_loss):
         if step > 0:  # the estimate of step 0 is written down
@@ -108,9 +124,9 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
         with pytest.raises(Killed):
             fit(config, resume=True, progress=kill)
     else:
-        calls = iter([False, False, False, True])
+        stop = StopAtCall()
         with pytest.raises(TrainingStopped) as stopped:
-            fit(config, resume=True, should_stop=lambda: next(calls))
+            fit(config, resume=True, progress=stop, should_stop=stop.should_stop)
         assert str(stopped.value) == f"stopped after step {last}; its checkpoint is in {out}"
         assert stopped.value.step == last
     assert RunDirectory(out).checkpoint_steps()[-1:] == [last] * bool(last)
