@@ -8,7 +8,6 @@ A row whose record is missing is left out.
 import json
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -370,22 +369,6 @@ def proofs_table() -> Table:
     return [["program", "for any", *(f"cases {verdict}" for verdict in verdicts)], *rows]
 
 
-def judges_table() -> Table:
-    """How two judges notice an edit of an annotation: calls with numbers, and their proofs."""
-    both = ["a right call", "a wrong argument", "a wrong result"]
-    columns = ["mutants", *both, "the proof alone", "numbers alone", "neither"]
-    rows: dict[str, Counter[str]] = {}
-    for name, (numbers, proof) in record("mutants_judged").get("outcomes", {}).items():
-        if {numbers, proof} <= {*both, ""}:  # others are of functions that run on the host
-            alone = "numbers alone" if numbers else "the proof alone"
-            how = numbers or "neither" if bool(numbers) == bool(proof) else alone
-            for row in (name.split(":")[0], "all"):
-                rows.setdefault(row, Counter()).update(["mutants", how])
-    names = sorted(rows, key=lambda name: (name == "all", name))
-    cells = ([name, *(str(rows[name][column]) for column in columns)] for name in names)
-    return [["module", *columns], *cells]
-
-
 def processors_table() -> Table:
     table = [["record", "processor", "GFLOP/s", "GB/s"]]
     for path in sorted(RESULTS.glob("*.json")):
@@ -410,7 +393,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "places": places_table,
     "processors": processors_table,
     "proofs": proofs_table,
-    "judges": judges_table,
     "ahead": ahead_table,
 }
 

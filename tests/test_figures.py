@@ -99,17 +99,6 @@ def test_a_first_text_is_a_row_where_it_was_measured(tmp_path, monkeypatch):
     assert found[-1] == (what, "", "2.5 s", "", "2 s (missed)")
 
 
-def test_mutants_are_counted_by_what_killed_them(tmp_path, monkeypatch):
-    wrong = "a wrong result"
-    said = [("a right call", wrong), (wrong, wrong), (wrong, ""), ("", wrong), ("", "")]
-    said += [(wrong, wrong), ("not traced", "not traced")]
-    outcomes = {f"nn/loss.py:f {i}": each for i, each in enumerate(said)}
-    (tmp_path / "mutants_judged.json").write_text(json.dumps({"outcomes": outcomes}))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    _, *found = tables.judges_table()
-    assert found == [["nn/loss.py", *"6102111"], ["all", *"6102111"]]
-
-
 def test_the_runner_takes_turns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "provenance", dict)
     code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); print('{\"found\": 2.5}')"
