@@ -361,7 +361,7 @@ def large_text_table() -> Table:
 
 def proofs_table() -> Table:
     verdicts = "proven", "refused", "open"
-    found = json.loads((ROOT / "jgpt" / "proofs.json").read_text())
+    found = record("proofs")
     rows = [
         [name, f"`{its['arrays']}`", *(str(its[verdict]) for verdict in verdicts)]
         for name, its in found.items()

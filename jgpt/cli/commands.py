@@ -13,9 +13,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.resources import files
 from itertools import islice
-from json import dumps, loads
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -111,7 +110,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with importing():
         from jgpt import hardware
         from jgpt.cli import console, live, signals
-        from jgpt.runs import bands, directory, loop, processes
+        from jgpt.runs import loop, processes
 
     screen = open_console()
     screen.quiet = hardware.process_index() != 0
@@ -142,13 +141,11 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     if hardware.process_index() != 0:
         return []
     model = _own(config)[:2] if config.model.make is not None else []
-    band = bands.band_of(directory.RunDirectory(run.directory))
     return [
         *(["", run.sample, ""] if run.sample else []),
         f"validation loss {run.validation_loss:.4f} at step {run.best_step}"
         f"{run.evaluations.over}, "
         f"total time {time.perf_counter() - began:.0f} s",
-        *([f"that is {band.place(run.validation_loss)}"] if band is not None else []),
         f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
         f"next: {_command('sample', run.directory, *model)}   or   "
         f"{_command('eval', run.directory, *model)}",
@@ -408,10 +405,6 @@ def info(
     if memory is not None:
         parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
         lines.append(f"training memory at batch_size={config.batch_size}{parts}: {memory}")
-    for name, its in loads(files("jgpt").joinpath("proofs.json").read_text("utf-8")).items():
-        if name.startswith(f"{what}, ") and config.model.make is None:
-            cases = f"{its['proven']} proven, {its['refused']} refused"
-            lines.append(f"shapes for {name[len(what) + 2 :]}, {its['arrays']}, in cases: {cases}")
     return lines
 
 

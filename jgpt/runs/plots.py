@@ -21,7 +21,6 @@ from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
-from jgpt.runs.bands import Band, band_of
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.look import encode_text
 
@@ -46,10 +45,7 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
 
 
 def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
-    """The losses of several runs against steps, tokens and seconds, as an image.
-
-    Runs that repeat a preset have the band of several seeds behind them.
-    """
+    """The losses of several runs against steps, tokens and seconds, as an image."""
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     row, smoothed = figure.subplots(1, 3, sharey=True), list[Artist]()
     for index, run in enumerate(runs):
@@ -67,10 +63,6 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     labels = [run.path.resolve().name for run in runs]
     if len(set(labels)) < len(runs):
         labels = [str(run.path) for run in runs]
-    for band in {band.name: band for run in runs if (band := band_of(run))}.values():
-        smoothed.append(_draw_band(row[0], band, 1))
-        _draw_band(row[1], band, band.config.batch_size * band.config.model.block_size)
-        labels.append(f"{band.name}: {len(band.best)} seeds, lowest to highest, and their median")
     title = "line: training, mean of 2% of the steps around; faint: each step; "
     title += "dots: validation; circles: validation, estimated on a part"
     panels: dict[str, Axes] = dict(zip(("steps", "tokens", "seconds"), row, strict=True))
@@ -101,19 +93,6 @@ def _draw_run(
         *axes.plot(*points("validation_loss"), **dots),
         *axes.plot(*points("validation_estimate"), **dots, fillstyle="none"),
     ]
-
-
-def _draw_band(axes: Axes, band: Band, unit: int) -> Artist:
-    """Behind all runs, in grey: training as an area with a line, validation as bars."""
-    training, validation = (band.curves[name] for name in ("loss", "validation_loss"))
-    drawn: Any = {"color": "grey", "zorder": 0.5}
-    low, median, high = (np.array(validation[name]) for name in ("low", "median", "high"))
-    places = [unit * step for step in validation["step"]]
-    axes.errorbar(places, median, (median - low, high - median), fmt="_", **drawn)
-    places = [unit * step for step in training["step"]]
-    axes.plot(places, training["median"], linewidth=0.8, **drawn)
-    ends = training["low"], training["high"]
-    return axes.fill_between(places, *ends, alpha=0.35, linewidth=0, **drawn)
 
 
 def _window(metrics: Sequence[dict[str, Any]]) -> int:

@@ -7,14 +7,12 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 
 from jgpt import CharTokenizer, ModelConfig, MultiHeadAttention, TrainConfig, preset
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
 from jgpt.runs import plots
-from jgpt.runs.bands import Band
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.plots import attention_image, drawable, losses_image, runs_image
 from tests.models import TRANSFORMERS, config_of, loud, random_gpt, tokens_of
@@ -139,34 +137,6 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == ["five", "two"]
     assert "mean of 2% of the steps" in legend.get_title().get_text()
     assert "loss" in panels[0].get_ylabel()
-
-
-def test_the_band_of_a_preset_is_behind_its_runs(figures, tmp_path, monkeypatch):
-    area = {"step": [1, 4], "low": [3.0, 1.0], "median": [4.0, 1.5], "high": [4.5, 2.0]}
-    bars = {"step": [2, 4], "low": [3.0, 2.25], "median": [3.5, 2.5], "high": [3.75, 3.0]}
-    runs = [run_with(tmp_path / name, METRICS, batch_size=5) for name in ("one", "two", "other")]
-    band = Band("tiny", runs[0].config(), "", (1.5, 2.0), {"loss": area, "validation_loss": bars})
-    bands = {runs[0].path: band, runs[1].path: band}
-    monkeypatch.setattr("jgpt.runs.plots.band_of", lambda run: bands.get(run.path))
-    runs_image(runs, "png")
-    (steps, tokens, seconds), (legend,) = figures[0].axes, figures[0].legends
-    for axes, unit in ((steps, 1), (tokens, 35)):
-        (drawn,) = [each for each in axes.collections if isinstance(each, PolyCollection)]
-        corners = {tuple(point) for point in np.array(drawn.get_paths()[0].vertices).tolist()}
-        assert corners == {(unit, 3), (4 * unit, 1), (unit, 4.5), (4 * unit, 2)}
-        (ranges,) = [each for each in axes.collections if isinstance(each, LineCollection)]
-        assert [segment.tolist() for segment in ranges.get_segments()] == [
-            [[2 * unit, 3.0], [2 * unit, 3.75]],
-            [[4 * unit, 2.25], [4 * unit, 3.0]],
-        ]
-        grey = [line for line in axes.get_lines() if line.get_color() == "grey"]
-        assert [line.get_ydata().tolist() for line in grey] == [[3.5, 2.5], [4.0, 1.5]]
-        assert max(each.get_zorder() for each in (drawn, ranges, *grey)) < 1
-    assert len(seconds.collections) == 0
-    assert [text.get_text() for text in legend.get_texts()] == [
-        *("one", "two", "other"),
-        "tiny: 2 seeds, lowest to highest, and their median",
-    ]
 
 
 def test_a_directory_s_name_is_no_formula(tmp_path):
