@@ -59,14 +59,6 @@ LEGEND: dict[str, str] = {
 }
 """The dimension names of all annotations. A module's own sizes are written `{self.name}`."""
 
-UNRULED = ("rows", "features", "in_features", "out_features")
-"""Dimensions without a sharding rule: sharded in any way, but alike throughout a call."""
-
-
-def sharding_rules(name: str, size: int) -> tuple[str, ...] | None:
-    """The mesh axes of a dimension, None without a rule. `jgpt.sharding` replaces this one."""
-
-
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 _UNIONS = (typing.Union, types.UnionType)
 
@@ -535,7 +527,7 @@ def _array_mismatch(hint: Any, value: Any) -> str:
 def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
     """jaxtyping's reason why a value does not match an array annotation, or an empty string."""
     try:
-        return hint.__instancecheck_str__(value) or _sharding_mismatch(hint, value)
+        return hint.__instancecheck_str__(value)
     except AnnotationError:
         raise
     except Exception as error:  # raised inside the annotation's braces
@@ -545,50 +537,6 @@ def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
 def _sized(size: Any) -> Any:
     """What jaxtyping takes for an array of one dimension, whose size may be anything."""
     return types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
-
-
-def _axes(value: Any) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes over which each dimension is sharded, if the mesh has explicit axes."""
-    import jax
-
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.explicit_axes or not isinstance(value, jax.Array):
-        return ()
-    each = map(jax.tree.leaves, jax.typeof(value).sharding.spec)  # of None, a name, or a tuple
-    return tuple(tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in each)
-
-
-def _sharding_mismatch(hint: Any, value: Any) -> str:
-    """The reason why an array is not sharded by the rules for its dimension names.
-
-    A name without a rule has the axes that it was first bound to in the call.
-    """
-    if not (found := _axes(value)):
-        return ""
-    for dimension, several in by_dimension(hint, [*zip(found, value.shape, strict=True)]):
-        if dimension in ("...", "_"):
-            continue
-        # `{self.num_heads}` and `heads*value_dim` are sharded as heads, other expressions are free
-        match = re.fullmatch(r"\W?(?:\w+\.)*(\w+)(\*\w+)?}?", dimension)
-        name, factor = match.groups() if match else ("", "")
-        for i, (axes, size) in enumerate(several):
-            rule = None if i or factor else sharding_rules(name, size)
-            if rule is None and dimension.isidentifier() and name not in UNRULED:
-                rule = ()
-            its = f"dimension {dimension}{[i] if i else ''} is {_over(axes)}"
-            if rule is not None and rule != axes:
-                return f"{its}, the rules say {' and '.join(rule) or 'no axis'}"
-            # jaxtyping binds the axes as it binds sizes
-            if name and (
-                reason := _jaxtyping_mismatch(Shaped[Any, f"axes_of_{name}_{i}"], _sized(axes))
-            ):
-                before = re.findall(r"'(\w+)'", reason.partition("existing")[2])
-                return f"{its}, and {_over(before)} before in this call"
-    return ""
-
-
-def _over(axes: Sequence[str]) -> str:
-    return f"sharded over {' and '.join(axes)}" if axes else "not sharded"
 
 
 def _error(what: str, hint: Any, value: Any, reason: str) -> TypeCheckError:
@@ -616,9 +564,7 @@ class _Shapes(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         if _is_shaped(x):
-            axes = [f"@{'+'.join(each)}" if each else "" for each in _axes(x)]
-            sizes = map("{}{}".format, x.shape, axes or [""] * len(x.shape))
-            return f"{x.dtype}[{','.join(sizes)}]"
+            return f"{x.dtype}[{','.join(map(str, x.shape))}]"
         if type(x).__module__ != "builtins":
             return f"{type(x).__name__} object"
         return super().repr1(x, level)

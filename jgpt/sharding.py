@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -14,7 +13,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jgpt import contracts
 from jgpt.config import MESH_AXES, mesh_sizes
 from jgpt.hardware import device_kinds
 
@@ -35,11 +33,8 @@ Dimension = str | tuple[str, int] | None
 Dimensions = tuple[Dimension, ...]
 
 
-def make_mesh(mesh: str, devices: Sequence[Any] | None = None, *, explicit: bool = False) -> Mesh:
-    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices.
-
-    With `explicit` axes an array's sharding is part of its type, and `@typed` checks it.
-    """
+def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
     sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
     if (product := math.prod(sizes.values())) != found:
         raise ValueError(
@@ -47,7 +42,7 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None, *, explicit: bool
             f"is {found}"
         )
     # automatic axes: XLA's partitioner decides what the rules leave open
-    kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(MESH_AXES)
+    kinds = (AxisType.Auto,) * len(MESH_AXES)
     try:
         return jax.make_mesh(tuple(sizes.values()), MESH_AXES, kinds, devices=devices)
     except NotImplementedError as error:  # a torus of chips has axes of its own
@@ -66,8 +61,18 @@ def abstract_mesh(mesh: str | None) -> AbstractMesh:
 
 
 def current_mesh() -> AbstractMesh:
-    """The mesh that is set, while tracing too; empty if there is none."""
-    return jax.sharding.get_abstract_mesh()
+    """The mesh that is set, while tracing too; empty if there is none.
+
+    Raises ValueError if it has explicit axes, which `jax.make_mesh` gives it by default: XLA's
+    partitioner has to shard what the rules leave open.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes:
+        raise ValueError(
+            f"the mesh has explicit axes ({', '.join(map(str, mesh.explicit_axes))}): make it with "
+            "jgpt.sharding.make_mesh, or give jax.make_mesh axis_types of AxisType.Auto"
+        )
+    return mesh
 
 
 def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -101,8 +106,7 @@ def spec_of(
 
 def constrain(tree: Any, specs: Any) -> Any:
     """The same arrays with other shardings."""
-    explicit = current_mesh().explicit_axes
-    return (jax.sharding.reshard if explicit else lax.with_sharding_constraint)(tree, specs)
+    return lax.with_sharding_constraint(tree, specs)
 
 
 def shard_by_name(x: Any, *dimensions: Dimension) -> Any:
@@ -118,48 +122,9 @@ def replicate(tree: Any) -> Any:
 
 def split_batch(x: Any, parts: int) -> Any:
     """Split a batch into `parts`, each sharded as a batch if a mesh is set."""
-    shape, mesh = (parts, x.shape[0] // parts, *x.shape[1:]), current_mesh()
-    names = None, "batch", *[None] * (x.ndim - 1)
-    spec = spec_of(names, shape, mesh) if mesh.explicit_axes else None
-    return shard_by_name(lax.reshape(x, shape, out_sharding=spec), *names)
-
-
-def laid_out(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Under explicit axes, shard the result by the dimension names in the annotation.
-
-    For operations whose sharding JAX can't infer. A name is sharded as in the arguments, and as
-    the rules say if no argument has it.
-    """
-    whole: Callable[..., Any] = function
-    annotations = whole.__annotations__
-
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
-        if not current_mesh().explicit_axes:
-            return function(*args, **kwargs)
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-        arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
-        known: dict[str, list[Any]] = {}
-        for name, x in arrays.items():
-            known |= _by_name(annotations[name], jax.typeof(x).sharding.spec)
-
-        def run(arrays: dict[str, Any]) -> Any:
-            return whole(**given | arrays)
-
-        abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-        parts: list[Any] = []
-        shape = jax.eval_shape(run, abstract).shape
-        for name, sizes in _by_name(annotations["return"], shape).items():
-            parts += known.get(name) or [_rule(name, size) for size in sizes]
-        return jax.sharding.auto_axes(run, out_sharding=PartitionSpec(*parts))(arrays)
-
-    return call
-
-
-def _by_name(annotation: Any, each: Iterable[Any]) -> dict[str, list[Any]]:
-    """Values per dimension, grouped by the dimension names in an annotation."""
-    found = contracts.by_dimension(annotation, [*each])
-    return {name.strip("*{}"): list(several) for name, several in found}
+    shape = (parts, x.shape[0] // parts, *x.shape[1:])
+    names = (None, "batch", *[None] * (x.ndim - 1))
+    return shard_by_name(x.reshape(shape), *names)
 
 
 def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
@@ -197,18 +162,16 @@ def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
     """
     if "call_jaxpr" in parameters:
         return any(_is_kept(each.primitive) for each in parameters["call_jaxpr"].eqns)
-    moves = ("convert_element_type", "optimization_barrier", "sharding_constraint", "reshard")
+    moves = ("convert_element_type", "optimization_barrier", "sharding_constraint")
     return operation.name not in moves
 
 
 def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
     """Gather a parameter once, for every later `read`.
 
-    The gradient keeps the sharding of the parameter. Explicit axes don't allow that: there each
-    `read` gathers.
+    The gradient keeps the sharding of the parameter.
     """
-    mesh = current_mesh()
-    if not (mesh.empty or mesh.explicit_axes):
+    if not current_mesh().empty:
         parameter.set_value(read(parameter, dtype))
 
 
@@ -296,16 +259,3 @@ def abstract_arrays(tree: Any, specs: Any) -> Any:
     return jax.tree.map(
         lambda leaf, where: abstract(leaf.shape, leaf.dtype, sharding=where), tree, shardings(specs)
     )
-
-
-def _rule(name: str, size: int) -> tuple[str, ...] | None:
-    """The axes for a dimension in an annotation, where parameters are gathered already."""
-    mesh = current_mesh()
-    for known in (name, f"num_{name}", f"{name}_size"):  # of `heads`: `num_heads`
-        if known in RULES:
-            axes = jax.tree.leaves(spec_of((known,), (size,), mesh)[0])
-            return tuple(axis for axis in axes if axis in mesh.explicit_axes)
-    return None
-
-
-contracts.sharding_rules = _rule

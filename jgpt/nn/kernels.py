@@ -11,7 +11,6 @@ from jgpt.config import AttentionKernel
 from jgpt.contracts import typed
 from jgpt.nn.attention import attend, causal_mask
 from jgpt.nn.cache import LayerCache
-from jgpt.sharding import laid_out
 
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 128, 8
 """Long inputs attend over a KV cache in blocks of queries, so that weights fit a CPU's cache."""
@@ -37,7 +36,6 @@ def query_groups(heads: int, kv_heads: int) -> int:
 
 
 @typed
-@laid_out
 def repeat_heads(
     x: Float[Array, "batch kv_heads key head_dim"], heads: int
 ) -> Float[Array, "batch {heads} key head_dim"]:
@@ -88,7 +86,6 @@ def attend_windowed(
 
 
 @typed
-@laid_out
 def fused_attend(
     query: Float[Array, "batch heads query head_dim"],
     key: Float[Array, "batch kv_heads key head_dim"],

@@ -15,7 +15,7 @@ from jgpt.contracts import typed
 from jgpt.nn.module import Module, require_in_vocabulary
 from jgpt.nn.precision import at_least_float32, portable, supported_dtype
 from jgpt.nn.products import project, project_to_vocabulary
-from jgpt.sharding import Dimension, Dimensions, laid_out, parameter, read
+from jgpt.sharding import Dimension, Dimensions, parameter, read
 
 INIT_STD = 0.02
 
@@ -99,7 +99,6 @@ class Embedding(Module):
 
 
 @typed
-@laid_out
 def look_up(
     table: Float[Array, "in_features embed_dim"], index: Int[Array, "*rows"]
 ) -> Float[Array, "*rows embed_dim"]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jgpt.contracts import typed
 from jgpt.nn.module import require_in_vocabulary
 from jgpt.nn.precision import at_least_float32
-from jgpt.sharding import current_mesh, laid_out, shards_of
+from jgpt.sharding import current_mesh, shards_of
 
 LOGITS_BYTES = 1 << 30
 """The largest float32 logits that a loss materialises; beyond it computes in chunks."""
@@ -48,7 +48,6 @@ def _losses_of_known_targets(
 
 
 @typed
-@laid_out
 def _target_logits(
     logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
 ) -> Float[Array, "*rows"]:

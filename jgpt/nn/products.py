@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jgpt.contracts import SYMBOLS, typed
-from jgpt.sharding import laid_out
 
 PAD_MIN_FEATURES, PAD_MIN_ROWS, TILE = 1024, 128, 128
 """Products of more rows with more features are padded to a multiple of the tile size."""
@@ -74,7 +73,6 @@ def project_to_tied_vocabulary(
 
 
 @typed
-@laid_out
 def _product(
     x: Float[Array, "rows in_features"],
     kernel: Float[Array, "in_features out_features"],

@@ -106,8 +106,6 @@ def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainS
     state, model = abstract_state(config), abstract_model(config.model)
     specs = sharding.weight_specs(model, mesh)
     specs = sharding.specs_like(state, stacking.stack_specs(specs) if _is_stacked(state) else specs)
-    if mesh.explicit_axes:  # a type has a place for each dimension
-        return specs
     # as compiled programs return them, or the train steps would be compiled for both spellings
     return jax.tree.map(sharding.without_trailing_none, specs)
 

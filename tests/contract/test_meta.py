@@ -167,15 +167,11 @@ def arrays_of(owner: type, name: str) -> dict[str, Any]:
 
 
 def test_typed_is_innermost():
-    """Below a decorator that hides the signature, sizes would not be checked.
-
-    `laid_out` shows it, and what it lays out is to be checked.
-    """
+    """Below a decorator that hides the signature, sizes would not be checked."""
     for module in modules(jgpt):
         for node in ast.walk(ast.parse(source_of(module))):
             if isinstance(node, ast.FunctionDef):
                 names = [getattr(each, "id", "") for each in node.decorator_list]
-                names = [name for name in names if name != "laid_out"]
                 assert "typed" not in names[:-1], f"{module.__name__}.{node.name}"
 
 
