@@ -127,8 +127,8 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 should_stop=lambda: bool(codes) or progress.reader_left,
                 profile_steps=options.profile,
             )
-        except KeyboardInterrupt:  # while the text was tokenized
-            sys.exit(max(codes, default=130))
+        except loop.StoppedBeforeTraining:
+            sys.exit(max(codes, default=128 + signals.BROKEN_PIPE))
         except loop.TrainingStopped as stopped:
             resume = _command("train", "--out", stopped.directory, "--resume", *_own(config))
             lines = [str(stopped), f"resume with: {resume}"]

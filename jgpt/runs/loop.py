@@ -114,6 +114,14 @@ class TrainingStopped(Exception):
         self.step, self.directory = step, directory
 
 
+class StoppedBeforeTraining(TrainingStopped):
+    """Raised when a stop was asked for while the text was tokenized. What was tokenized is kept."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(0, directory)
+        self.args = ("stopped before training began, while the text was tokenized",)
+
+
 @typed
 def fit(
     config: TrainConfig,
@@ -137,13 +145,13 @@ def fit(
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps, and
-    while the text is tokenized, where a stop raises KeyboardInterrupt;
-    `profile_steps` are traced into the run's folder `profile`. `platform`, by default the current
+    while the text is tokenized. `profile_steps` are traced into the run's folder `profile`. `platform`, by default the current
     one, decides the config's `auto`. `progress` is by default shown on a terminal and in a
     notebook; None is silent.
     Raises ValueError or OSError before anything is written or deleted; later OSError if something
     can't be written, FloatingPointError for a loss or gradient that is not finite, and
-    TrainingStopped, each with the last good state in a checkpoint.
+    TrainingStopped, each with the last good state in a checkpoint. A stop before the first step
+    raises StoppedBeforeTraining, which is a TrainingStopped, too.
     """
     started = time.perf_counter()
     if profile_steps < 0:
@@ -296,14 +304,23 @@ def _prepare(
     data = replace(config.dataset, universal_newlines=universal)
     size, warn = config.model.block_size, progress.warned
 
+    stop_is_asked = False
+
     def tokenized(fraction: float) -> None:
+        nonlocal stop_is_asked
         progress.tokenized(fraction)
         if process_count() == 1 and should_stop():
+            stop_is_asked = True
             raise KeyboardInterrupt  # with which what is tokenized is kept
 
-    dataset = load_dataset(
-        data, size, tokenizer=tokenizer, known=known, warn=warn, progress=tokenized
-    )
+    try:
+        dataset = load_dataset(
+            data, size, tokenizer=tokenizer, known=known, warn=warn, progress=tokenized
+        )
+    except KeyboardInterrupt:
+        if stop_is_asked:
+            raise StoppedBeforeTraining(out) from None
+        raise
     model = replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     decided_model = for_platform(model, platform)
     # the run's config records the dtype that `auto` was resolved to

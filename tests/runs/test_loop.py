@@ -27,7 +27,7 @@ from jgpt.nn.loss import token_losses
 from jgpt.runs import loop, plots, trackers
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.directory import read_config
-from jgpt.runs.loop import Run, _stops_early, evaluate, plan
+from jgpt.runs.loop import Run, StoppedBeforeTraining, _stops_early, evaluate, plan
 from tests.commands import refused
 from tests.runs.harness import BIGRAM, Heard, kill_resume, recorded, with_changes
 
@@ -59,6 +59,13 @@ def test_a_run_leaves_all_that_it_promises(trained, small_run, poem):
     assert config == trained.config
     tokens = jnp.array([[0, 1, 2]])
     assert jnp.array_equal(model(tokens), trained.model(tokens))
+
+
+def test_a_stop_while_the_text_is_tokenized_leaves_no_run(small_run, tmp_path):
+    config = dataclasses.replace(small_run, out=str(tmp_path / "run"))
+    with pytest.raises(StoppedBeforeTraining, match=r"^stopped before training began"):
+        fit(config, should_stop=lambda: True)
+    assert not (tmp_path / "run").exists()
 
 
 def loss_by_hand(model, tokens, size: int) -> float:
