@@ -21,7 +21,8 @@ import tyro
 from jgpt import TrainConfig, preset
 from jgpt.cli.console import describe_ahead
 from jgpt.training.ahead import compile_ahead
-from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
+from jgpt.training.state import abstract_state, dropout_stream
+from jgpt.training.step import make_train_steps
 
 CASES = (
     ("gpt2", "v5e:2x2", 16, ("data=4", "fsdp=4")),

@@ -7,8 +7,8 @@ WINDOWS = (64, 256, 512)
 
 def tested(run: str) -> Figures:
     """The loss on the test split at the best checkpoint, in windows that don't overlap."""
+    from jgpt.fitting.loop import evaluate
     from jgpt.runs.directory import RunDirectory
-    from jgpt.runs.loop import evaluate
 
     block_size = RunDirectory.open(run).config().model.block_size
     return {

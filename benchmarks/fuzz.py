@@ -322,7 +322,7 @@ def config_option(root: Path) -> Target:
 def run_command(words: list[Any]) -> None:
     """Run a command up to where it would train. Raises ValueError if it was refused properly."""
     from jgpt.cli import main as jgpt
-    from jgpt.runs import loop
+    from jgpt.fitting import loop
 
     def valid(*_: Any, **__: Any) -> None:
         raise ValueError("valid")

@@ -31,7 +31,8 @@ def jgpt_steps(config: Any) -> TakeSteps:
     from jgpt.data.batches import batches, resident
     from jgpt.hardware import current_platform
     from jgpt.nn.precision import run_for_platform
-    from jgpt.training.step import dropout_stream, init_state, make_train_steps
+    from jgpt.training.state import dropout_stream, init_state
+    from jgpt.training.step import make_train_steps
 
     config = run_for_platform(config, current_platform())
     train_steps, state = make_train_steps(config), init_state(config)
@@ -104,7 +105,7 @@ def step(
     """
     from jgpt.config import TrainConfig, from_json
     from jgpt.hardware import peak_flops
-    from jgpt.nn.models import flops_per_token
+    from jgpt.nn.costs import flops_per_token
 
     its = from_json(TrainConfig, config)
     take = nanogpt_steps(its, Path(nanogpt), compile) if nanogpt else jgpt_steps(its)
@@ -130,7 +131,8 @@ def traced(config: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
+    from jgpt.training.state import abstract_state, dropout_stream
+    from jgpt.training.step import make_train_steps
 
     windows = jax.ShapeDtypeStruct(shape_of_windows(config), jnp.int32)
     given = abstract_state(config), windows, dropout_stream(config.seed)
@@ -142,7 +144,7 @@ def take_compiled(config: Any, compiled: Any) -> Callable[[], None]:
     import jax
     import jax.numpy as jnp
 
-    from jgpt.training.step import dropout_stream, init_state
+    from jgpt.training.state import dropout_stream, init_state
 
     state, key = init_state(config), dropout_stream(config.seed)
     windows = jnp.asarray(np.resize(some_tokens(config), shape_of_windows(config)), jnp.int32)

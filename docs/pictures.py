@@ -23,7 +23,7 @@ from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 import jgpt
-from jgpt.runs.live import RunPage, serving
+from jgpt.pictures.live import RunPage, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"

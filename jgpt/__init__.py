@@ -4,7 +4,7 @@ from typing import Any
 
 import lazy_loader
 
-from jgpt.config import did_you_mean as _did_you_mean
+from jgpt.words import did_you_mean as _did_you_mean
 
 # lazy imports: `jgpt --help` doesn't import jax
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -5,7 +5,6 @@ Attribute docstrings are the command line's help. Nothing here imports jax.
 
 import ast
 import dataclasses
-import difflib
 import functools
 import hashlib
 import inspect
@@ -14,12 +13,14 @@ import re
 import reprlib
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
+
+from jgpt.words import did_you_mean
 
 Config = typing.TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
@@ -30,19 +31,6 @@ TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
 MESH_AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
-OTHER_NAMES = {
-    **{"lr": "learning_rate", "min_lr": "min_learning_rate", "wd": "weight_decay"},
-    **dict.fromkeys(("max_iters", "max_steps", "num_steps", "iters", "n_steps"), "steps"),
-    **dict.fromkeys(("n_layer", "n_layers", "layers", "depth"), "num_layers"),
-    **dict.fromkeys(("n_head", "n_heads", "heads"), "num_heads"),
-    **dict.fromkeys(("n_embd", "n_embed", "d_model", "hidden_size", "width"), "embed_dim"),
-    **dict.fromkeys(("context_length", "seq_len", "max_seq_len", "context"), "block_size"),
-    **{"grad_clip": "gradient_clip", "bs": "batch_size", "eval_iters": "eval_tokens"},
-    **{"dataset": "data", "output": "out", "out_dir": "out", "o": "out", "bias": "use_bias"},
-    **{"max_tokens": "max_new_tokens", "temp": "temperature", "n": "num_samples"},
-    **{"start": "prompt", "precision": "dtype", "file": "prompt_file"},
-}
-"""What other programs call a field or an option."""
 MAX_NGRAM = 63  # each size up to it is traced
 
 
@@ -615,11 +603,3 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
 def counted(number: int, noun: str) -> str:
     """A number of things in words: 1 token, 2 tokens."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A suggestion for an unknown word, to append to a message, or an empty string."""
-    named = {name.lstrip("-").replace("-", "_"): name for name in known}
-    plain = word.lstrip("-").replace("-", "_")
-    close = difflib.get_close_matches(OTHER_NAMES.get(plain, plain), named, n=1)
-    return f" (did you mean {named[close[0]]!r}?)" if close else ""

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.words import did_you_mean
 
 _modern = TrainConfig(
     name="modern",

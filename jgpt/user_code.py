@@ -11,15 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jgpt.config import (
-    Code,
-    Make,
-    ModelConfig,
-    TrainConfig,
-    did_you_mean,
-    imported_beside,
-    values_without_code,
-)
+from jgpt.config import Code, Make, ModelConfig, TrainConfig, imported_beside, values_without_code
+from jgpt.words import did_you_mean
 
 
 class CustomCodeError(ValueError):

@@ -87,7 +87,7 @@ def test_the_layers_hold():
         "jgpt.data.corpus": "from jgpt import fit",
         "jgpt.nn.heads": "if True:\n    from jgpt.training.step import init_state",
         "jgpt.training.step": "from jgpt.nn.loss import cross_entropy",
-        "jgpt.runs.loop": "",
+        "jgpt.fitting.loop": "",
     }
     assert sorted(violations(planted)) == [
         "a cycle: jgpt.config -> jgpt.presets -> jgpt.config",

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
 from jgpt import config as config_module
-from jgpt.config import UnknownField, did_you_mean, from_json, to_json
+from jgpt.config import UnknownField, from_json, to_json
 from jgpt.data.dataset import load_dataset
+from jgpt.fitting.trackers import require_tracker
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
-from jgpt.runs.trackers import require_tracker
 from jgpt.training.optimizer import make_optimizer
+from jgpt.words import did_you_mean
 from tests.quick import only
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 
+from jgpt.fitting.profiling import compilations_watched
 from jgpt.hardware import (
     _LOWERING_CACHES,
     Platform,
@@ -18,7 +19,6 @@ from jgpt.hardware import (
     peak_flops,
     release_memory,
 )
-from jgpt.runs.profiling import compilations_watched
 from tests.flags import known_flags
 
 

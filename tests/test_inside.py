@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
 from jgpt import TypedCall
-from jgpt.inside import with_symbols
 from jgpt.nn.attention import split_heads
+from jgpt.shapes.capture import with_symbols
 from tests.commands import on_terminal, refused, worked
 from tests.models import random_gpt
 
@@ -252,7 +252,7 @@ def test_the_error_of_a_watch_goes_through_as_it_is():
 
 
 def test_watching_needs_the_checks(monkeypatch):
-    monkeypatch.setattr("jgpt.contracts.config.jaxtyping_disable", True)
+    monkeypatch.setattr("jgpt.shapes.contract.config.jaxtyping_disable", True)
     with pytest.raises(ValueError, match="switched off"), jgpt.watching(lambda call: None):
         pass
 

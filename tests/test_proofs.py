@@ -24,10 +24,11 @@ from jgpt.nn.kernels import attend_windowed
 from jgpt.nn.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jgpt.nn.loss import cross_entropy_from, token_losses, token_losses_from
 from jgpt.nn.models import abstract_model
+from jgpt.parallel.mesh import use_mesh
 from jgpt.presets import PRESETS, preset
-from jgpt.proofs import Proof, Size, prove
-from jgpt.sharding import use_mesh
-from jgpt.training.step import abstract_state, make_eval_step, make_train_steps
+from jgpt.shapes.proofs import Proof, Size, prove
+from jgpt.training.state import abstract_state
+from jgpt.training.step import make_eval_step, make_train_steps
 from tests.quick import only
 
 CONFIG = ModelConfig(vocab_size=17, embed_dim=12, num_heads=3, num_layers=2, block_size=9)

@@ -7,7 +7,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jgpt.nn.layers import Linear
-from jgpt.sharding import abstract_mesh, dimensions_of, make_mesh, shard_by_name, spec_of, stacked
+from jgpt.parallel.mesh import abstract_mesh, make_mesh
+from jgpt.parallel.rules import dimensions_of, shard_by_name, spec_of, stacked
 from tests.models import tokens_of
 
 MESH = "data=2,fsdp=3,tensor=5"

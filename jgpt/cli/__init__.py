@@ -16,8 +16,8 @@ from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import OptionError, help_of, in_flags, parse
 from jgpt.cli.signals import interrupt_again
 from jgpt.cli.terminal import open_console, say, terminal
-from jgpt.config import did_you_mean
 from jgpt.user_code import describe_error
+from jgpt.words import did_you_mean
 
 _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError)
 

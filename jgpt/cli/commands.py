@@ -28,11 +28,11 @@ from jgpt.config import (
     TokenizerName,
     TrainConfig,
     counted,
-    did_you_mean,
 )
 from jgpt.durable import write_file
 from jgpt.presets import PRESETS
 from jgpt.user_code import with_code
+from jgpt.words import did_you_mean
 
 Run = Annotated[str, Shown("RUN", "The run directory.", positional=True)]
 LatestRun = Annotated[
@@ -78,7 +78,7 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
     if not where.distributed and None in given:
         raise ValueError("give coordinator=HOST:PORT, processes=N and process=I, all three")
 
-    from jgpt.runs.processes import joined
+    from jgpt.parallel.processes import joined
 
     with joined(*given, _leave):
         return _train(config, options, began)
@@ -110,7 +110,8 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with importing():
         from jgpt import hardware
         from jgpt.cli import console, live, signals
-        from jgpt.runs import loop, processes
+        from jgpt.fitting import loop
+        from jgpt.parallel import processes
 
     screen = open_console()
     screen.quiet = hardware.process_index() != 0
@@ -171,7 +172,7 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
             sys.modules["jax"].config.update("jax_platforms", "cpu")
     with importing():
         from jgpt.cli import console
-        from jgpt.runs import loop
+        from jgpt.fitting import loop
         from jgpt.training import ahead
 
     if options.on is None:
@@ -344,8 +345,8 @@ def eval_(
     run = _run_or_latest(run)
     with importing():
         from jgpt.cli.console import ConsoleProgress
-        from jgpt.runs.loop import evaluate
-        from jgpt.sharding import use_mesh
+        from jgpt.fitting.loop import evaluate
+        from jgpt.parallel.mesh import use_mesh
 
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
         result = evaluate(run, which=checkpoint, split=split, model=model, progress=progress)
@@ -384,23 +385,24 @@ def info(
     with importing() as status:
         from jgpt import hardware
         from jgpt.cli import console
-        from jgpt.nn import models, precision
-        from jgpt.training import plan
+        from jgpt.nn import precision
+        from jgpt.nn.costs import flops_per_token, parts_of
+        from jgpt.training.memory import training_memory, with_micro_batches
+        from jgpt.words import format_bytes
 
         config = _config_of(what, model, optimizer)
         if mesh is not None:
             return console.describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
         decided = precision.run_for_platform(config, hardware.current_platform())
-        decided = plan.with_micro_batches(decided, hardware.memory_limit())
-        memory = plan.training_memory(decided)
-    rows = [(part.name, part.parameters, part.size) for part in models.parts_of(config.model)]
+        decided = with_micro_batches(decided, hardware.memory_limit())
+        memory = training_memory(decided)
+    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
     rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     lines = [
-        f"{name:<28} {count:>13,} parameters {plan.format_bytes(size):>12}"
-        for name, count, size in rows
+        f"{name:<28} {count:>13,} parameters {format_bytes(size):>12}" for name, count, size in rows
     ]
-    flops = models.flops_per_token(config.model)
+    flops = flops_per_token(config.model)
     lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if memory is not None:
         parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
@@ -434,23 +436,23 @@ def shapes(
     if decode and train:
         raise ValueError("decode=True and train=True are two pictures: give one")
     with importing():
-        from jgpt import inside
-        from jgpt.training import shapes
+        from jgpt.shapes import capture
+        from jgpt.training import programs
 
         config = dataclasses.replace(_config_of(what, model), micro_batches=1)
-        trace = shapes.trace_forward
+        trace = programs.trace_forward
         if decode or train:
-            trace = shapes.trace_decode if decode else shapes.trace_train
+            trace = programs.trace_decode if decode else programs.trace_train
         most = config.model.block_size
         first, second = (batch or 2, time or max(most - 1, 1)), (batch or 3, time or most)
         traced = trace(config, *first)
         if first != second:
             symbols = {"b": (first[0], second[0]), "t": (first[1], second[1])}
-            traced = inside.with_symbols(traced, trace(config, *second), symbols)
+            traced = capture.with_symbols(traced, trace(config, *second), symbols)
     if json:
         return [dumps(traced.as_json())]
     lines = traced.lines(depth)
-    say(open_console(), *lines, colours=inside.name_colours("\n".join(lines)))
+    say(open_console(), *lines, colours=capture.name_colours("\n".join(lines)))
     return []
 
 
@@ -464,8 +466,8 @@ def plot(
     """
     path = _out(out, ".png", ".svg")
     with importing():
+        from jgpt.pictures.plots import runs_image
         from jgpt.runs.directory import RunDirectory
-        from jgpt.runs.plots import runs_image
 
     write_file(path, runs_image([RunDirectory.open(run) for run in runs], path.suffix[1:]))
     return [f"wrote {out}"]
@@ -486,7 +488,7 @@ def attention(
     path = _out(out, ".png", ".svg")
     run = _run_or_latest(run)
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
-        from jgpt.runs.plots import attention_image
+        from jgpt.pictures.plots import attention_image
 
         write_file(path, attention_image(loaded, tokenizer, prompt, path.suffix[1:]))
     return [f"wrote {out}"]
@@ -521,7 +523,7 @@ def look(
     out = out or "look.html"
     path, name = _out(out, ".html"), Path(run).resolve().name
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
-        from jgpt.runs.look import look_page
+        from jgpt.pictures.look import look_page
 
         page = look_page(loaded, tokenizer, prompt or "", max_new_tokens, name)
     write_file(path, page)
@@ -532,7 +534,7 @@ def _serve(run: str, prompt: str | None, which: Any, model: str | None, browser:
     import webbrowser
 
     with importing() as status:
-        from jgpt.runs.live import RunPage, serving
+        from jgpt.pictures.live import RunPage, serving
 
         status.update("loading the model")
         page = RunPage(run, prompt, which=which, model=model)
@@ -715,8 +717,8 @@ def _loaded(
 ) -> Iterator[tuple[Any, Any, Any]]:
     with importing() as status:
         from jgpt.nn.int8 import with_int8_weights
+        from jgpt.parallel.mesh import use_mesh
         from jgpt.runs.checkpoints import load
-        from jgpt.sharding import use_mesh
 
         status.update("loading the model")
         with use_mesh(mesh):

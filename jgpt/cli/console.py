@@ -18,19 +18,22 @@ from rich.text import Text
 from jgpt.cli.options import in_flags
 from jgpt.cli.terminal import say, spinner
 from jgpt.config import Code, OptimizerConfig, TrainConfig
-from jgpt.contracts import typed
 from jgpt.data.dataset import Dataset
+from jgpt.fitting.progress import Progress as TrainingProgress
 from jgpt.hardware import device_kinds
 from jgpt.nn.models import Weights, weight_dimensions
+from jgpt.nn.stacking import STACKED
+from jgpt.parallel.mesh import abstract_mesh
+from jgpt.parallel.rules import Dimensions
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.progress import Progress as TrainingProgress
-from jgpt.sharding import Dimensions, abstract_mesh
+from jgpt.shapes.contract import typed
 from jgpt.training.ahead import CompiledStep
 from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.optimizer import dimensions_in_block, partition
-from jgpt.training.plan import Plan, bytes_on_each, format_bytes, placements, replicated_dimensions
-from jgpt.training.stacking import STACKED
-from jgpt.training.step import TrainState, abstract_state, state_specs
+from jgpt.training.placement import bytes_on_each, placements, replicated_dimensions
+from jgpt.training.plan import Plan
+from jgpt.training.state import TrainState, abstract_state, state_specs
+from jgpt.words import format_bytes
 
 SECONDS_PER_LINE = 20
 SECONDS_PER_MOVE = 0.5  # of the bar, if a step takes less

@@ -13,7 +13,7 @@ from typing import Any, Self
 from jgpt.cli.console import ConsoleProgress
 from jgpt.config import Code, TrainConfig
 from jgpt.data.dataset import Dataset
-from jgpt.training.step import TrainState
+from jgpt.training.state import TrainState
 
 PROMPT_TOKENS = 32
 
@@ -33,7 +33,7 @@ class LiveProgress(ConsoleProgress):
         """Start the process, which imports its modules while the data is read."""
         self._page = page = subprocess.Popen(
             # -P: without it, a secrets.py in the working directory would be run
-            [sys.executable, "-P", "-m", "jgpt.runs.live"],
+            [sys.executable, "-P", "-m", "jgpt.pictures.live"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

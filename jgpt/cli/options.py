@@ -17,9 +17,10 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_ty
 
 import docstring_parser
 
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, did_you_mean
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 from jgpt.user_code import with_code
+from jgpt.words import did_you_mean
 
 NAMES = {int: ("N", "a whole number"), float: ("X", "a number"), NoneType: ("None", "None")}
 GROUPS = ("model", "optimizer", "dataset")

@@ -93,8 +93,7 @@ def importing() -> Iterator[Any]:
     Enables the compilation cache. Raises OSError if JAX has no device.
     """
     with spinner(open_console(stderr=True), "importing JAX") as status:
-        from jgpt.hardware import current_platform
-        from jgpt.runs.profiling import enable_compilation_cache
+        from jgpt.hardware import current_platform, enable_compilation_cache
 
         enable_compilation_cache()
         current_platform()

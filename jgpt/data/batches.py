@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
-from jgpt.contracts import typed
-from jgpt.sharding import current_mesh, shard_by_name, shardings, spec_of
+from jgpt.parallel.mesh import current_mesh
+from jgpt.parallel.rules import shard_by_name, shardings, spec_of
+from jgpt.shapes.contract import typed
 
 Tokens = Integer[Array, " tokens"] | Integer[np.ndarray, " tokens"]
 RESIDENT_BYTES = 1 << 30

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 import platformdirs
 
-from jgpt.config import did_you_mean
 from jgpt.durable import write_file
+from jgpt.words import did_you_mean
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

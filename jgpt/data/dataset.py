@@ -19,7 +19,6 @@ import platformdirs
 from jaxtyping import Integer
 
 from jgpt.config import DataConfig, counted
-from jgpt.contracts import host_record, typed
 from jgpt.data import tokenizers
 from jgpt.data.corpus import (
     Warn,
@@ -38,6 +37,7 @@ from jgpt.data.tokenizers import (
     token_dtype,
 )
 from jgpt.durable import new_directory, own_file, read_file, write_file
+from jgpt.shapes.contract import host_record, typed
 
 TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
 NANOGPT = "train.bin", "val.bin"

@@ -21,8 +21,8 @@ import tokenizers
 from jaxtyping import Int32, Integer
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from jgpt.contracts import typed
 from jgpt.durable import prefix_errors, read_file
+from jgpt.shapes.contract import typed
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_GROWTH = 16

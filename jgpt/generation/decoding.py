@@ -10,11 +10,11 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
-from jgpt.contracts import typed
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.cache import KVCache
 from jgpt.nn.models import CachedLanguageModel, LanguageModel
 from jgpt.nn.module import require_in_vocabulary
+from jgpt.shapes.contract import typed
 
 TOKENS_PER_CALL = 32
 

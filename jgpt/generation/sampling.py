@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from jgpt.contracts import record, typed
+from jgpt.shapes.contract import record, typed
 
 
 @record

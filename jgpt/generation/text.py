@@ -8,11 +8,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Integer, Key
 
-from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling
 from jgpt.nn.models import LanguageModel
+from jgpt.shapes.contract import typed
 
 Texts = TypeVar("Texts", str, tuple[str, ...])
 """One text, or several."""

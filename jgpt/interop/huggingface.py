@@ -12,7 +12,6 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from jgpt.contracts import typed
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.durable import new_directory, prefix_errors, read_json
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
@@ -38,6 +37,7 @@ from jgpt.interop.text_files import (
 from jgpt.nn.consistency import changed_parts
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
+from jgpt.shapes.contract import typed
 
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 _PRECISIONS = ("F32", "F16", "BF16", "F64")

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import typed
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.interop.formats import Format
 from jgpt.nn.models import abstract_model, named_parameters
 from jgpt.nn.transformer import GPT
+from jgpt.shapes.contract import typed
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
 _BLOCK = re.compile(r"(h|layers)\.\d+\.")

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jgpt.contracts import check, typed
 from jgpt.nn.layers import apply_dropout
+from jgpt.shapes.contract import check, typed
 
 
 @typed

@@ -5,11 +5,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jgpt.contracts import typed
 from jgpt.nn.cache import KVCache
 from jgpt.nn.layers import Embedding
 from jgpt.nn.module import Module
-from jgpt.sharding import shard_by_name
+from jgpt.parallel.rules import shard_by_name
+from jgpt.shapes.contract import typed
 
 
 class BigramLM(Module):

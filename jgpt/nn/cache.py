@@ -6,8 +6,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jgpt.contracts import typed
 from jgpt.nn.module import Module
+from jgpt.shapes.contract import typed
 
 
 class LayerCache(Module):

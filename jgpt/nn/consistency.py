@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jgpt.contracts import typed
 from jgpt.nn.models import CachedLanguageModel, LanguageModel, Weights, named_parameters
 from jgpt.nn.transformer import GPT
+from jgpt.shapes.contract import typed
 
 TIME = 8
 """Positions of the check."""

@@ -8,9 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import place, typed
 from jgpt.nn.cache import KVCache
-from jgpt.sharding import remembering, shard_by_name, stacked
+from jgpt.parallel.gather import remembering
+from jgpt.parallel.rules import shard_by_name, stacked
+from jgpt.shapes.contract import place, typed
 
 
 @typed

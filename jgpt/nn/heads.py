@@ -9,12 +9,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import check, typed
 from jgpt.nn import kernels
 from jgpt.nn.attention import apply_rotary, attention_weights, causal_mask, merge_heads, split_heads
 from jgpt.nn.cache import LayerCache
 from jgpt.nn.layers import Linear, RMSNorm, apply_dropout, columns, linear_options, residual_std
 from jgpt.nn.module import Module
+from jgpt.shapes.contract import check, typed
 
 
 class _Attention(Module):

@@ -6,11 +6,11 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int8
 
-from jgpt.contracts import typed
 from jgpt.nn.layers import Linear
 from jgpt.nn.models import LanguageModel, named_parameters
 from jgpt.nn.module import Module
 from jgpt.nn.transformer import GPT
+from jgpt.shapes.contract import typed
 
 
 class Int8Linear(Module):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from jgpt.config import AttentionKernel
-from jgpt.contracts import typed
 from jgpt.nn.attention import attend, causal_mask
 from jgpt.nn.cache import LayerCache
+from jgpt.shapes.contract import typed
 
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 128, 8
 """Long inputs attend over a KV cache in blocks of queries, so that weights fit a CPU's cache."""

@@ -11,11 +11,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import typed
 from jgpt.nn.module import Module, require_in_vocabulary
 from jgpt.nn.precision import at_least_float32, portable, supported_dtype
 from jgpt.nn.products import project, project_to_vocabulary
-from jgpt.sharding import Dimension, Dimensions, parameter, read
+from jgpt.parallel.gather import read
+from jgpt.parallel.rules import Dimension, Dimensions, parameter
+from jgpt.shapes.contract import typed
 
 INIT_STD = 0.02
 

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jgpt.contracts import typed
 from jgpt.nn.module import require_in_vocabulary
 from jgpt.nn.precision import at_least_float32
-from jgpt.sharding import current_mesh, shards_of
+from jgpt.parallel.mesh import current_mesh
+from jgpt.parallel.rules import shards_of
+from jgpt.shapes.contract import typed
 
 LOGITS_BYTES = 1 << 30
 """The largest float32 logits that a loss materialises; beyond it computes in chunks."""

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
-from jgpt.contracts import typed
+from jgpt.shapes.contract import typed
 
 SIZES = (
     "batch", "block_size", "capacity", "embed_dim", "head_dim", "hidden_dim", "in_features",

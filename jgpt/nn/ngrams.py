@@ -5,9 +5,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import typed
 from jgpt.nn.layers import Embedding
 from jgpt.nn.module import Module
+from jgpt.shapes.contract import typed
 
 
 class NGramEmbedding(Module):

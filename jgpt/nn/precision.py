@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jgpt.config import ModelConfig, TrainConfig
-from jgpt.contracts import typed
 from jgpt.hardware import Platform
+from jgpt.shapes.contract import typed
 
 
 @typed

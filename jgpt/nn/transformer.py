@@ -15,7 +15,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jgpt.config import Activation, ModelConfig
-from jgpt.contracts import check, typed
 from jgpt.nn.cache import KVCache, LayerCache
 from jgpt.nn.depth import run_blocks
 from jgpt.nn.heads import MultiHeadAttention
@@ -32,7 +31,8 @@ from jgpt.nn.module import Module, require_in_block
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.nn.precision import portable
 from jgpt.nn.products import project_to_tied_vocabulary
-from jgpt.sharding import read
+from jgpt.parallel.gather import read
+from jgpt.shapes.contract import check, typed
 
 
 def activation(name: Activation) -> Callable[[Array], Array]:

@@ -21,7 +21,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jgpt.config import Make, ModelConfig, OptimizerConfig, TrainConfig, as_dict
-from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import (
     MovedDirectory,
@@ -42,13 +41,14 @@ from jgpt.nn.models import (
 )
 from jgpt.nn.precision import run_for_platform
 from jgpt.nn.transformer import GPT
+from jgpt.parallel.processes import together
+from jgpt.parallel.rules import abstract_arrays, shardings
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory, require_storable
 from jgpt.runs.manifest import MANIFEST, Manifest, files_below, parse_file, sha256_of, verify
-from jgpt.runs.processes import together
 from jgpt.runs.provenance import comparable_after
-from jgpt.sharding import abstract_arrays, shardings
+from jgpt.shapes.contract import typed
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.step import TrainState, abstract_state, stack_state, state_specs, unstack_state
+from jgpt.training.state import TrainState, abstract_state, stack_state, state_specs, unstack_state
 from jgpt.user_code import changed_code, with_code
 
 Which = Literal["best", "last"] | int

@@ -13,16 +13,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jgpt.config import TrainConfig
 from jgpt.hardware import Chip, topology
-from jgpt.nn.models import flops_per_token
+from jgpt.nn.costs import flops_per_token
 from jgpt.nn.precision import run_for_platform
-from jgpt.sharding import make_mesh
-from jgpt.training.plan import (
-    TrainingMemory,
-    compile_steps,
-    default_mesh,
-    memory_of,
-    with_micro_batches,
-)
+from jgpt.parallel.mesh import make_mesh
+from jgpt.training.memory import TrainingMemory, compile_steps, memory_of, with_micro_batches
+from jgpt.training.plan import default_mesh
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _CALLED = re.compile(r"\b(body|calls|\w*computations?)=(\{[^}]*\}|%?[\w.-]+)")

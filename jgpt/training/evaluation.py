@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from jgpt.config import TrainConfig
-from jgpt.contracts import record, typed
 from jgpt.data.batches import windows_by_number
 from jgpt.nn.models import Weights
-from jgpt.sharding import shard_by_name
+from jgpt.parallel.rules import shard_by_name
+from jgpt.shapes.contract import record, typed
 from jgpt.training.step import loss_dtype, make_eval_step
 
 SMALL_SPLIT = 131_072

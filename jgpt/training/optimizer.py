@@ -11,11 +11,12 @@ import optax.contrib
 from jaxtyping import Array, Float, Int, PyTree
 
 from jgpt.config import OptimizerConfig
-from jgpt.contracts import typed
 from jgpt.nn.models import Weights
 from jgpt.nn.precision import at_least_float32
-from jgpt.sharding import Dimensions, replicate
-from jgpt.training.stacking import STACKED
+from jgpt.nn.stacking import STACKED
+from jgpt.parallel.rules import Dimensions, replicate
+from jgpt.shapes.contract import typed
+from jgpt.training.schedule import learning_rate_schedule
 from jgpt.user_code import require_code
 
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
@@ -24,37 +25,6 @@ LikeWeights = PyTree[Float[Array, "?*shape"], "Weights"]
 Updates = PyTree[Float[Array, "..."], "Weights"]
 """Alike in structure alone: on a mesh, Muon's updates are replicated while the weights are sharded.
 The train step shards the new weights."""
-
-
-def learning_rate_schedule(
-    config: OptimizerConfig, steps: int, peak: float | None = None
-) -> optax.Schedule:
-    """The learning-rate schedule, with `peak` (the config's learning rate by default) at its top.
-
-    Linear warmup, then constant, cosine decay, or warmup-stable-decay with a linear decay (wsd:
-    Hu et al. 2024, section 4), which is shorter where the warmup reaches into it.
-    """
-    peak = config.learning_rate if peak is None else peak
-    steps, warmup = config.schedule_steps or steps, config.warmup_steps
-    after_warmup = max(steps - warmup, 1)
-    first = peak / (warmup + 1)  # not 0: the first step would change nothing
-    lowest = config.min_learning_rate / config.learning_rate
-    constant = optax.constant_schedule(peak)
-    pieces, boundaries = [optax.linear_schedule(first, peak, warmup)], [warmup]
-    match config.schedule:
-        case "constant":
-            pieces.append(constant)
-        case "cosine":
-            pieces.append(optax.cosine_decay_schedule(peak, after_warmup, alpha=lowest))
-        case "wsd":
-            decay = min(max(round(steps * config.decay_fraction), 1), after_warmup)
-            pieces += [constant, optax.linear_schedule(peak, peak * lowest, decay)]
-            boundaries.append(warmup + after_warmup - decay)
-        case _:
-            assert_never(config.schedule)
-    schedule = optax.join_schedules(pieces, boundaries)
-    # optax divides an integer step in float32 even with x64 enabled
-    return lambda step: schedule(jnp.asarray(step, jnp.result_type(float)))
 
 
 @typed

@@ -1,51 +1,30 @@
 """Train and evaluation steps: pure functions of (state, batch), jit-compiled."""
 
-import functools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from jgpt import sharding
 from jgpt.config import ModelConfig, TrainConfig
-from jgpt.contracts import record, typed
+from jgpt.nn import stacking
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import (
     LanguageModel,
     Weights,
-    abstract_model,
-    create_model,
     weight_dimensions,
-    weights_of,
 )
 from jgpt.nn.precision import at_least_float32, portable
 from jgpt.nn.transformer import GPT
-from jgpt.training import stacking
-from jgpt.training.optimizer import (
-    LikeWeights,
-    learning_rate_schedule,
-    make_optimizer,
-    trained_weights,
-)
-
-_INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
-
-
-@record
-@dataclass(frozen=True)
-class TrainState:
-    """The train state. With `scan_layers`, the arrays of the blocks are stacked."""
-
-    weights: Weights
-    optimizer: PyTree[
-        Float[Array, "..."] | Int[Array, "..."] | Bool[Array, "..."] | Key[Array, "..."]
-    ]
-    step: Int[Array, ""]
+from jgpt.parallel import rules
+from jgpt.parallel.gather import gather_once
+from jgpt.parallel.mesh import current_mesh
+from jgpt.shapes.contract import record, typed
+from jgpt.training.optimizer import LikeWeights, make_optimizer, trained_weights
+from jgpt.training.schedule import learning_rate_schedule
+from jgpt.training.state import TrainState, state_specs
 
 
 @record
@@ -56,92 +35,6 @@ class Metrics:
     loss: Float[Array, " steps"]
     gradient_norm: Float[Array, " steps"]
     learning_rate: Float[Array, " steps"]
-
-
-def init_state(config: TrainConfig) -> TrainState:
-    """Initial parameters, optimizer state and step 0 from the config's seed.
-
-    If a mesh is set, each device makes its own shards.
-    """
-
-    def make() -> TrainState:
-        rngs = nnx.Rngs(_stream(config.seed, _INIT_STREAM))
-        return _first_state(config, weights_of(create_model(config.model, rngs=rngs)))
-
-    if sharding.current_mesh().empty:
-        return make()  # not under one jit: a small program per shape compiles faster, to less code
-    return jax.jit(make, out_shardings=state_specs(config))()
-
-
-@typed
-def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
-    dimensions = weight_dimensions(config.model)
-    optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
-    optimizer_state = jax.jit(optimizer.init)(weights)
-    if config.optimizer.ema_decay > 0:
-        # the average: in 16 bits, what it moves by in a step would be rounded to nothing
-        weights = jax.tree.map(at_least_float32, weights)
-    state = TrainState(weights, optimizer_state, jnp.zeros((), jnp.int32))
-    return stacking.stack_blocks(state) if stacking.uses_stacked_blocks(config.model) else state
-
-
-@typed
-def dropout_stream(seed: int) -> Key[Array, ""]:
-    """The dropout key of a seed; each step folds in its number.
-
-    It is an argument of the steps, so that another seed needs no new compilation.
-    """
-    return _stream(seed, _DROPOUT_STREAM)
-
-
-def abstract_state(config: TrainConfig) -> TrainState:
-    """The shapes and dtypes of the train state."""
-    weights = weights_of(abstract_model(config.model))
-    return jax.eval_shape(functools.partial(_first_state, config), weights)
-
-
-def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
-    """How the train state is sharded over a mesh, by default the one that is set."""
-    mesh = sharding.current_mesh() if mesh is None else mesh
-    state, model = abstract_state(config), abstract_model(config.model)
-    specs = sharding.weight_specs(model, mesh)
-    specs = sharding.specs_like(state, stacking.stack_specs(specs) if _is_stacked(state) else specs)
-    # as compiled programs return them, or the train steps would be compiled for both spellings
-    return jax.tree.map(sharding.without_trailing_none, specs)
-
-
-def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
-    """The state of train steps, from a state with each block's own arrays."""
-    if not stacking.uses_stacked_blocks(config.model):
-        return state
-    specs = None if sharding.current_mesh().empty else state_specs(config)
-    return jax.jit(stacking.stack_blocks, out_shardings=specs)(state)
-
-
-def unstack_state(state: TrainState) -> TrainState:
-    """The state with each block's own arrays, as in checkpoints."""
-    return jax.jit(stacking.unstack_blocks)(state) if _is_stacked(state) else state
-
-
-def is_finite(config: TrainConfig, state: TrainState) -> bool:
-    """Whether all values of a state are finite; in one of a custom optimizer, all parameters.
-
-    Optax has optimizers whose state begins at infinity, such as `reduce_on_plateau`.
-    """
-    tree = state.weights if config.optimizer.make is not None else state
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return bool(_all_finite(leaves))
-
-
-@jax.jit
-@typed
-def _all_finite(leaves: PyTree[Float[Array, "..."]]) -> Bool[Array, ""]:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(leaves)]).all()
-
-
-def _is_stacked(state: TrainState) -> bool:
-    blocks = state.weights.get("blocks")
-    return isinstance(blocks, dict) and stacking.STACKED.key in blocks
 
 
 def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
@@ -174,7 +67,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         if micro_batches == 1:
             loss, gradients = jax.value_and_grad(loss_of)(weights, window, key)
             return loss, jax.tree.map(at_least_float32, gradients)
-        parts = sharding.split_batch(window, micro_batches)
+        parts = rules.split_batch(window, micro_batches)
         keys = jax.random.split(key, micro_batches)
 
         def add(total, part):
@@ -190,7 +83,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     def step(
         state: TrainState, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
-        window = sharding.shard_by_name(window, "batch", None)
+        window = rules.shard_by_name(window, "batch", None)
         step_key = jax.random.fold_in(key, state.step)
         trained = trained_weights(state.weights, state.optimizer)
         loss, gradients = gradients_of(trained, window, step_key)
@@ -198,8 +91,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
         stepped = TrainState(weights, optimizer_state, state.step + 1)
-        if not sharding.current_mesh().empty:
-            stepped = sharding.constrain(stepped, state_specs(config))
+        if not current_mesh().empty:
+            stepped = rules.constrain(stepped, state_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
         return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
@@ -252,7 +145,7 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
         total: Float[Array, ""] | None = None,
     ) -> Float[Array, ""]:
         def add(total, batch):
-            window, counted = (sharding.shard_by_name(each, "batch", None) for each in batch)
+            window, counted = (rules.shard_by_name(each, "batch", None) for each in batch)
 
             def added():
                 model = merge(weights)  # in here: the head may be set to a gathered one
@@ -279,7 +172,7 @@ def _rows_at_once(model: LanguageModel, rows: int) -> int:
     at_once = rows_at_once(model.vocab_size)
     if rows > at_once and isinstance(model, GPT):
         head = model.token_embedding.embedding if model.head is None else model.head.kernel
-        sharding.gather_once(head, model.dtype)
+        gather_once(head, model.dtype)
     return at_once
 
 
@@ -287,8 +180,3 @@ def loss_dtype(config: ModelConfig) -> jnp.dtype:
     """The dtype of losses: the widest of the dtypes of parameters, logits and loss."""
     dtype = portable(config).dtype
     return jnp.promote_types(jnp.promote_types(dtype, config.param_dtype), jnp.float32)
-
-
-@typed
-def _stream(seed: int, stream: int) -> Key[Array, ""]:
-    return jax.random.fold_in(jax.random.key(np.uint32(seed)), stream)

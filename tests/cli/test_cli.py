@@ -21,8 +21,8 @@ from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.terminal import importing
 from jgpt.data.tokenizers import tokenizer_from_json
+from jgpt.fitting.loop import TrainingStopped
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.loop import TrainingStopped
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
@@ -275,7 +275,7 @@ def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
         best_step=7,
         evaluations=types.SimpleNamespace(over=""),
     )
-    monkeypatch.setattr("jgpt.runs.loop.fit", lambda *_, **__: run)
+    monkeypatch.setattr("jgpt.fitting.loop.fit", lambda *_, **__: run)
     loss, directory, following = worked("train", "tiny").splitlines()
     assert loss == "validation loss 1.2346 at step 7, total time 14 s"
     assert directory.startswith(f"run directory: {run.directory} (")
@@ -291,7 +291,7 @@ def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
     def stopped(*_, **__):
         raise TrainingStopped(5, tmp_path / "a run")
 
-    monkeypatch.setattr("jgpt.runs.loop.fit", stopped)
+    monkeypatch.setattr("jgpt.fitting.loop.fit", stopped)
     asked = contextlib.nullcontext([130])
     monkeypatch.setattr("jgpt.cli.signals.stop_requested", lambda *_: asked)
     done = jgpt("train", "tiny")
@@ -466,8 +466,8 @@ def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
         raise ValueError("read")
 
     monkeypatch.setattr("jgpt.runs.checkpoints.load", read)
-    monkeypatch.setattr("jgpt.runs.live.RunPage", read)
-    monkeypatch.setattr("jgpt.runs.loop.evaluate", read)
+    monkeypatch.setattr("jgpt.pictures.live.RunPage", read)
+    monkeypatch.setattr("jgpt.fitting.loop.evaluate", read)
     name, *options = command
     for given in ("best", "last", "30"):
         ask = (name, run, *options, "--checkpoint", given)
@@ -512,7 +512,7 @@ def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
         raise AssertionError("computed before the folder was checked")
 
     monkeypatch.setattr("jgpt.cli.commands._loaded", never)
-    monkeypatch.setattr("jgpt.runs.plots.runs_image", never)
+    monkeypatch.setattr("jgpt.pictures.plots.runs_image", never)
     picture = "nodir/a.html" if command == "look" else "nodir/a.png"
     options = [] if command == "plot" else ["--prompt", "the"]
     said = refused(command, run, *options, "--out", picture, cwd=tmp_path)

@@ -16,14 +16,15 @@ from jgpt import TrainConfig
 from jgpt.cli import main
 from jgpt.cli.commands import info
 from jgpt.cli.console import describe, describe_ahead
+from jgpt.fitting.loop import evaluate
 from jgpt.generation.text import stream_text
 from jgpt.hardware import CHIPS
+from jgpt.parallel.mesh import current_mesh
 from jgpt.runs.checkpoints import load
-from jgpt.runs.loop import evaluate
-from jgpt.sharding import current_mesh
 from jgpt.training.ahead import Collective, CompiledStep
 from jgpt.training.evaluation import EvaluationPlan
-from jgpt.training.plan import Plan, TrainingMemory
+from jgpt.training.memory import TrainingMemory
+from jgpt.training.plan import Plan
 from tests.commands import refused, worked
 
 MIB = 1 << 20
@@ -84,7 +85,7 @@ def test_a_description_is_as_it_was(title, monkeypatch):
         rows = config.batch_size // config.micro_batches
         return TrainingMemory(state=3 * MIB, working=rows * MIB // 64)
 
-    monkeypatch.setattr("jgpt.training.plan.training_memory", memory)
+    monkeypatch.setattr("jgpt.training.memory.training_memory", memory)
     monkeypatch.setattr("jgpt.training.plan.host_memory", lambda: 7 * MIB)
     _, _, rest = EXPECTED.partition(f"=== {title}\n")
     assert DESCRIBED[title]() == rest.partition("\n\n")[0].splitlines()
@@ -129,7 +130,7 @@ def test_a_plan_for_other_hardware(command, capsys, monkeypatch):
 
 def test_a_plan_as_json(capsys, monkeypatch, poem):
     memory = TrainingMemory(state=3 * MIB, working=MIB // 2)
-    monkeypatch.setattr("jgpt.training.plan.training_memory", lambda config: memory)
+    monkeypatch.setattr("jgpt.training.memory.training_memory", lambda config: memory)
     main(["plan", "tiny", "--data", str(poem), "--block-size", "4", "--json"])
     said = json.loads(capsys.readouterr().out)
     assert said["memory"]["state"] == 3 * MIB
@@ -153,7 +154,7 @@ def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
 
     monkeypatch.setattr("jgpt.runs.checkpoints.load", heard(load))
     monkeypatch.setattr("jgpt.generation.text.stream_text", heard(stream_text))
-    monkeypatch.setattr("jgpt.runs.loop.evaluate", heard(evaluate))
+    monkeypatch.setattr("jgpt.fitting.loop.evaluate", heard(evaluate))
     for mesh in ((), ("--mesh", "data=2,fsdp=2,tensor=2")):
         ask = (trained.directory, *mesh)
         text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)

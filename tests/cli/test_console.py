@@ -14,8 +14,8 @@ from rich.console import Console
 from jgpt import ModelConfig, OptimizerConfig, preset
 from jgpt.cli.console import ConsoleProgress, describe_optimizer_groups
 from jgpt.nn.models import abstract_model, weight_dimensions
+from jgpt.nn.stacking import stack_blocks
 from jgpt.training.evaluation import EvaluationPlan
-from jgpt.training.stacking import stack_blocks
 from tests.cli.screen import Screen
 from tests.nn.test_models import ATTENTION, FEED_FORWARD, MODERN
 

@@ -79,7 +79,7 @@ def loaded(calls):
     """A run that is loaded without a file."""
     calls.note("jgpt.runs.checkpoints.load", ("the model", TOKENIZER, RUN_CONFIG))
     calls.note("jgpt.nn.int8.with_int8_weights", "the model in int8")
-    calls.note("jgpt.sharding.use_mesh", contextlib.nullcontext())
+    calls.note("jgpt.parallel.mesh.use_mesh", contextlib.nullcontext())
     calls.note("jgpt.cli.commands.write_file")
     return calls
 
@@ -208,8 +208,8 @@ def words_of(fields: dict) -> list[str]:
 
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_every_field_of_the_config_reaches_the_run(command, calls):
-    calls.note("jgpt.runs.loop.fit", stop=True)
-    calls.note("jgpt.runs.loop.plan", stop=True)
+    calls.note("jgpt.fitting.loop.fit", stop=True)
+    calls.note("jgpt.fitting.loop.plan", stop=True)
     everything = [word for fields in PARTS.values() for word in words_of(fields)]
     type_in(command, "tiny", *everything)
     config = calls["fit" if command == "train" else "plan"]["config"]
@@ -228,8 +228,8 @@ def test_every_field_of_the_config_reaches_the_run(command, calls):
 
 def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     """Those beside the config: what to do with the directory, custom code, the live page."""
-    calls.note("jgpt.runs.loop.fit", stop=True)
-    calls.note("jgpt.runs.loop.plan", stop=True)
+    calls.note("jgpt.fitting.loop.fit", stop=True)
+    calls.note("jgpt.fitting.loop.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     (tmp_path / "own.py").write_text(MODEL_FILE)
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion")
@@ -251,7 +251,7 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
 @pytest.mark.parametrize("command", [["train", "tiny", "--dry-run"], ["plan", "tiny"]])
 def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
     (tmp_path / "own.py").write_text(MODEL_FILE)
-    calls.note("jgpt.runs.loop.plan", stop=True)
+    calls.note("jgpt.fitting.loop.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
 
     type_in(
@@ -276,7 +276,7 @@ def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
     def warn(call):
         call["progress"].warned("a warning")
 
-    calls.note("jgpt.runs.loop.plan", Planned(), during=warn)
+    calls.note("jgpt.fitting.loop.plan", Planned(), during=warn)
     calls.note("jgpt.cli.console.describe", [])
     done = jgpt("plan", "tiny", "--json")
     assert json.loads(done.stdout) == {"parameters": 3}
@@ -293,7 +293,7 @@ def test_a_live_page_s_options_reach_the_page(calls, monkeypatch):
 
 
 def test_the_processes_of_a_run_reach_jax(calls):
-    calls.note("jgpt.runs.processes.joined", stop=True)
+    calls.note("jgpt.parallel.processes.joined", stop=True)
     type_in("train", "tiny", "--coordinator", "host:1", "--processes", 3, "--process", 2)
     received = [calls["joined"][name] for name in ("coordinator", "processes", "process")]
     assert received == ["host:1", 3, 2]
@@ -306,7 +306,7 @@ def test_the_processes_of_a_run_reach_jax(calls):
 def test_a_config_file_is_the_run_s_config(command, function, calls, tmp_path):
     config = dataclasses.replace(PRESETS["tiny"][1], steps=17, seed=3)
     (tmp_path / "config.json").write_text(to_json(config))
-    calls.note(f"jgpt.runs.loop.{function}", stop=True)
+    calls.note(f"jgpt.fitting.loop.{function}", stop=True)
     type_in(command, "--config", "config.json", cwd=tmp_path)
     assert calls[function]["config"] == config
 
@@ -343,8 +343,8 @@ def test_sample(loaded, tmp_path):
         ("chat", (), "jgpt.runs.checkpoints.load"),
         ("attention", ("--prompt", "a"), "jgpt.runs.checkpoints.load"),
         ("look", ("--prompt", "a"), "jgpt.runs.checkpoints.load"),
-        ("look", ("--live",), "jgpt.runs.live.RunPage"),
-        ("eval", (), "jgpt.runs.loop.evaluate"),
+        ("look", ("--live",), "jgpt.pictures.live.RunPage"),
+        ("eval", (), "jgpt.fitting.loop.evaluate"),
     ],
 )
 def test_without_a_run_the_latest_one_is_taken_and_named(command, words, takes, calls, monkeypatch):
@@ -371,8 +371,8 @@ def test_chat(loaded):
 
 
 def test_eval(calls):
-    calls.note("jgpt.sharding.use_mesh", contextlib.nullcontext())
-    calls.note("jgpt.runs.loop.evaluate", stop=True)
+    calls.note("jgpt.parallel.mesh.use_mesh", contextlib.nullcontext())
+    calls.note("jgpt.fitting.loop.evaluate", stop=True)
     words = ("--checkpoint", 30, "--split", "test", "--model", "m.py:GPT", "--mesh", "data=1")
     type_in("eval", "run", "--json", *words)
     received = calls["evaluate"]
@@ -402,7 +402,7 @@ def test_shapes(switch, trace, calls):
         lines=lambda depth: [f"{lines[0]} of depth {depth}"], as_json=lambda: {"in": "json"}
     )
     calls.note("jgpt.cli.commands._config_of", PRESETS["tiny"][1])
-    calls.note(f"jgpt.training.shapes.trace_{trace}", traced)
+    calls.note(f"jgpt.training.programs.trace_{trace}", traced)
     words = ("--batch", 5, "--time", 7, "--model", "m.py:GPT")
     assert type_in("shapes", "run", *switch, *words, "--depth", 2) == "a line of depth 2\n"
     received = calls[f"trace_{trace}"]
@@ -412,9 +412,9 @@ def test_shapes(switch, trace, calls):
 
 
 def test_pictures(loaded, calls, monkeypatch, tmp_path):
-    calls.note("jgpt.runs.plots.runs_image", b"losses")
-    calls.note("jgpt.runs.plots.attention_image", b"attention")
-    calls.note("jgpt.runs.look.look_page", "a page")
+    calls.note("jgpt.pictures.plots.runs_image", b"losses")
+    calls.note("jgpt.pictures.plots.attention_image", b"attention")
+    calls.note("jgpt.pictures.look.look_page", "a page")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
     type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
     assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}
@@ -440,8 +440,8 @@ def test_a_live_page(words, opened, calls, monkeypatch):
     browser: list[str] = []
     server = SimpleNamespace(serve_forever=lambda: None)
     served = contextlib.nullcontext(("an address", server))
-    calls.note("jgpt.runs.live.RunPage", SimpleNamespace(name="run"))
-    calls.note("jgpt.runs.live.serving", served)
+    calls.note("jgpt.pictures.live.RunPage", SimpleNamespace(name="run"))
+    calls.note("jgpt.pictures.live.serving", served)
     monkeypatch.setattr("webbrowser.open", browser.append)
     options = ("--prompt", "a b", "--checkpoint", 30, "--model", "m.py:GPT")
     type_in("look", "run", "--live", *options, *words)

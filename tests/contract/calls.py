@@ -18,7 +18,7 @@ from beartype.door import is_bearable
 from jax.core import Tracer
 from jaxtyping import TypeCheckError, jaxtyped
 
-from jgpt import contracts
+from jgpt.shapes import contract
 from tests.contract.inspection import handles_arrays
 
 KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
@@ -66,7 +66,7 @@ class Call:
     """A good call of a typed callable."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any):
-        self.written, self.function = function, contracts.typed(function)
+        self.written, self.function = function, contract.typed(function)
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.signature = inspect.signature(function)
         arguments = self.signature.bind(*args, **kwargs).arguments
@@ -182,7 +182,7 @@ class Call:
         return {
             dimension: tuple(sizes)
             for name, value in self.good.items()
-            for dimension, sizes in contracts.by_dimension(
+            for dimension, sizes in contract.by_dimension(
                 array_hint(self.hints[name], self.leaves[self.span[name].start]), value.shape
             )
         }
@@ -216,7 +216,7 @@ def overheard(program: Callable[[], Any]) -> dict[str, list[Call]]:
     """The calls that a program makes of callables with arrays, by name, one of each kind."""
     listener = Listener()
     jax.clear_caches()  # or nothing is traced again
-    with mock.patch.object(contracts, "config", listener):
+    with mock.patch.object(contract, "config", listener):
         program()
     found: dict[str, list[Call]] = {}
     for call in listener.calls.values():

@@ -19,11 +19,11 @@ from jax import Array
 ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
 ANY_DTYPE = {
     "jgpt.nn.cache.LayerCache.positions: new",
-    "jgpt.training.plan.bytes_of: tree",
-    "jgpt.training.stacking.stack_blocks: its result",
-    "jgpt.training.stacking.stack_blocks: tree",
-    "jgpt.training.stacking.unstack_blocks: its result",
-    "jgpt.training.stacking.unstack_blocks: tree",
+    "jgpt.training.placement.bytes_of: tree",
+    "jgpt.nn.stacking.stack_blocks: its result",
+    "jgpt.nn.stacking.stack_blocks: tree",
+    "jgpt.nn.stacking.unstack_blocks: its result",
+    "jgpt.nn.stacking.unstack_blocks: tree",
 }
 
 
@@ -131,7 +131,7 @@ def violations(package: ModuleType, legend: set[str]) -> list[str]:
     """What is wrong, each with what to do about it."""
     found = []
     for module in modules(package):
-        if module.__name__ == "jgpt.contracts":  # it can't check itself
+        if module.__name__ == "jgpt.shapes.contract":  # it can't check itself
             continue
         for name, function in callables(module):
             if must_be_checked(package, name, function):
@@ -141,7 +141,7 @@ def violations(package: ModuleType, legend: set[str]) -> list[str]:
         found += _nested_violations(module)
         found += [
             f"{module.__name__}: dimension {name!r} is not in LEGEND: use a name that is there, or "
-            "add it to jgpt/contracts.py with its meaning"
+            "add it to jgpt/shapes/contract.py with its meaning"
             for name in sorted(dimension_names(source_of(module)) - legend)
         ]
     return found

@@ -29,9 +29,10 @@ from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.layers import apply_dropout
 from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
-from jgpt.runs import anatomy, look, plots
+from jgpt.pictures import anatomy, look, plots
 from jgpt.training import step
 from jgpt.training.evaluation import Evaluator
+from jgpt.training.state import abstract_state, unstack_state
 from tests.contract.calls import Call, overheard
 
 SIZES: dict[str, set[int]] = {
@@ -196,8 +197,8 @@ STACKED = dataclasses.replace(
 def training() -> None:
     """Steps and evaluations."""
     for config in (TRAIN, STACKED):
-        state = step.abstract_state(config)
-        traced(step.unstack_state, state)
+        state = abstract_state(config)
+        traced(unstack_state, state)
         train: Any = step.make_train_steps(config)
         evaluate: Any = step.make_eval_step(config.model)
         train.trace(state, INT(6, 4, 9), KEY, 6)

@@ -12,7 +12,7 @@ from beartype import BeartypeConf, beartype
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree, TypeCheckError, jaxtyped
 
-from jgpt.contracts import typed
+from jgpt.shapes.contract import typed
 from tests.quick import only
 
 SIZED: Any = Float[Array, "size"]

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer, TypeCheckError
 
 import jgpt
-from jgpt.contracts import check, typed
+from jgpt.shapes.contract import check, typed
 from tests.contract.calls import DTYPES, KEY, Call, Value, array_hint, mutations, shape_mutations
 from tests.contract.inspection import annotations, parts, unbraced, with_arrays
 from tests.contract.programs import GENERIC, SIZES, calls_of
@@ -205,7 +205,7 @@ def test_what_is_written_is_on_the_host():
 
 
 def test_an_optimizer_s_state_is_of_floats_counts_flags_and_keys():
-    made = calls_of("jgpt.training.step.TrainState.__init__")[0].function
+    made = calls_of("jgpt.training.state.TrainState.__init__")[0].function
     count, means, weights = jnp.zeros((), jnp.int32), jnp.zeros((2, 3)), {"a": jnp.zeros(2)}
     of_others = {"done": count.astype(bool), "noise": jax.random.key(0)}  # optax's add_noise
     made(weights, {"count": count, "means": means, **of_others}, count)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float, TypeCheckError, config
 
-from jgpt.contracts import check, typed
+from jgpt.shapes.contract import check, typed
 
 SIZED: Any = Float[Array, "size"]
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree, TypeCheckError
 
 import jgpt
-from jgpt.contracts import typed
+from jgpt.shapes.contract import typed
 
 TREE = PyTree[Float[Array, "?*shape"], "Tree"]
 HEAD = jgpt.Head(10, 4, rngs=nnx.Rngs(0))

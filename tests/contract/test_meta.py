@@ -12,8 +12,8 @@ import pytest
 
 import jgpt
 from jgpt import GPT, BigramLM
-from jgpt.contracts import LEGEND
 from jgpt.nn.models import CachedLanguageModel, LanguageModel
+from jgpt.words import LEGEND
 from tests.contract.inspection import (
     annotations,
     callables,
@@ -110,7 +110,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (package / "escape.py").write_text(
             "import jax\nfrom flax import nnx\nfrom dataclasses import dataclass\n"
             "from jaxtyping import Array, Float, Shaped\n"
-            f"from jgpt.contracts import check, record, typed\n{source}\n"
+            f"from jgpt.shapes.contract import check, record, typed\n{source}\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
         for name in ("planted", "planted.escape"):

@@ -11,7 +11,8 @@ import pytest
 from jaxtyping import TypeCheckError, config
 
 import jgpt
-from jgpt.training.step import abstract_state, dropout_stream, make_eval_step, make_train_steps
+from jgpt.training.state import abstract_state, dropout_stream
+from jgpt.training.step import make_eval_step, make_train_steps
 
 PROGRAM = """
 import jax.numpy as jnp, numpy as np, jgpt

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
-from jgpt.contracts import typed
+from jgpt.shapes.contract import typed
 
 BATCH, TIME, EMBED, LAYERS = 3, 7, 10, 2
 GOOD = jax.ShapeDtypeStruct((BATCH, TIME, EMBED), jnp.float32)

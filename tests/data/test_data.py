@@ -16,7 +16,7 @@ from jgpt.data import batches as batches_module
 from jgpt.data import dataset as dataset_module
 from jgpt.data.batches import batch, batches, evaluation_windows, resident
 from jgpt.data.dataset import KnownText, count_characters, load_dataset, prepare
-from jgpt.sharding import make_mesh
+from jgpt.parallel.mesh import make_mesh
 
 COUNTING = np.arange(1013, dtype=np.int32)
 """Each token is its own position, so that a window shows where it was cut."""

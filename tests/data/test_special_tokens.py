@@ -20,7 +20,7 @@ from jgpt.data.tokenizers import (
 )
 from jgpt.generation.chat import Chat
 from jgpt.generation.text import default_prompt, generate_text
-from jgpt.runs.look import encode_text
+from jgpt.pictures.look import encode_text
 from tests.generation.test_chat import with_chat_tokens
 
 TEXT = "hello world, hello word: the world is low and the word is old\n" * 9

@@ -14,7 +14,7 @@ from jgpt import GPT, generate
 from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
-from jgpt.sharding import make_mesh
+from jgpt.parallel.mesh import make_mesh
 from tests.models import FAMILIES, SIZES, compiled, loud, random_gpt, random_model, tokens_of
 from tests.quick import only
 

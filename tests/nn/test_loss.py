@@ -19,7 +19,7 @@ from jgpt.nn.loss import (
     token_losses_from,
 )
 from jgpt.nn.module import require_in_vocabulary
-from jgpt.sharding import make_mesh
+from jgpt.parallel.mesh import make_mesh
 from tests.models import SIZES, compiled, normal, random_model
 
 

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from jgpt import ModelConfig, create_model
-from jgpt.nn.models import abstract_model, flops_per_token, parts_of
+from jgpt.nn.costs import flops_per_token, parts_of
+from jgpt.nn.models import abstract_model
 from tests.models import FAMILIES, config_of
 
 MODERN = config_of("modern")

@@ -8,10 +8,11 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, ModelConfig, preset
+from jgpt.fitting.loop import plan
 from jgpt.hardware import Platform, current_platform
 from jgpt.nn.precision import cudnn_attends, for_platform
-from jgpt.runs.loop import plan
-from jgpt.training.step import abstract_state, dropout_stream, make_train_steps
+from jgpt.training.state import abstract_state, dropout_stream
+from jgpt.training.step import make_train_steps
 from tests.quick import only
 
 AUTO = ModelConfig(

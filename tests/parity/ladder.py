@@ -23,7 +23,8 @@ from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.nn.loss import cross_entropy, token_losses
 from jgpt.nn.models import abstract_model
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.step import TrainState, dropout_stream, make_train_steps
+from jgpt.training.state import TrainState, dropout_stream
+from jgpt.training.step import make_train_steps
 from tests import models
 from tests.models import GROUPS, SIZES, nanogpt_rate, randomised, to_torch, weights_of
 from tests.parity import torch_gpt

@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from jgpt import TrainConfig
-from jgpt.runs import loop
+from jgpt.fitting import loop
 from tests.browser import browser
 
 LONG = 1e9

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jgpt import TrainConfig
-from jgpt.runs.progress import Progress
+from jgpt.fitting.progress import Progress
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

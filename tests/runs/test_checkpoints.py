@@ -19,13 +19,13 @@ import pytest
 from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, create_model, fit, load
+from jgpt.fitting.resume import require_same_run
 from jgpt.nn import models
+from jgpt.parallel.mesh import make_mesh
 from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.manifest import verify
-from jgpt.runs.resume import require_same_run
-from jgpt.sharding import make_mesh
-from jgpt.training.step import TrainState, init_state
+from jgpt.training.state import TrainState, init_state
 from tests.runs.harness import contents
 
 

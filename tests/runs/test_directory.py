@@ -6,8 +6,8 @@ import pytest
 
 from jgpt import CharTokenizer
 from jgpt.config import TrainConfig
+from jgpt.pictures.plots import losses_image
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.plots import losses_image
 
 
 def test_lines_are_appended_and_cut_off_after_a_step_and_half_a_line_is_none(tmp_path):

@@ -17,7 +17,7 @@ from jgpt.runs import checkpoints, directory
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.manifest import Manifest, verify
-from jgpt.training.step import TrainState, init_state
+from jgpt.training.state import TrainState, init_state
 from tests.disk import Disk
 
 CONFIG = TrainConfig(

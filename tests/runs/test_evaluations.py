@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jgpt import fit
-from jgpt.runs import loop
+from jgpt.fitting import loop
+from jgpt.fitting.loop import TrainingStopped, plan
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.loop import TrainingStopped, plan
 from jgpt.runs.manifest import Manifest
 from jgpt.training import evaluation
 from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes

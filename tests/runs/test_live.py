@@ -25,14 +25,14 @@ from flax import nnx
 
 import jgpt
 from jgpt.cli import commands
-from jgpt.runs import live
+from jgpt.fitting.profiling import compilations_watched
+from jgpt.pictures import live
+from jgpt.pictures.live import RunPage, answer, serving
+from jgpt.pictures.look import Look
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.live import RunPage, answer, serving
-from jgpt.runs.look import Look
-from jgpt.runs.profiling import compilations_watched
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.step import TrainState
+from jgpt.training.state import TrainState
 from jgpt.user_code import load_code
 from tests.models import loud, random_gpt
 from tests.runs.test_look import (

@@ -16,8 +16,8 @@ import jgpt
 from jgpt import CharTokenizer, fit, generate
 from jgpt.config import counted
 from jgpt.nn.models import abstract_model
-from jgpt.runs import look
-from jgpt.runs.look import look_page
+from jgpt.pictures import look
+from jgpt.pictures.look import look_page
 from tests.browser import CHROMIUM, Page
 from tests.commands import refused, worked
 from tests.models import config_of, loud, random_gpt
@@ -199,9 +199,9 @@ def test_a_bigram_model_reads_one_token(small_run, tmp_path):
 
 def test_a_page_holds_just_so_many_weights(tmp_path, monkeypatch):
     model, most = random_gpt("nanogpt"), 2 * 3 * 11**2 // 2
-    monkeypatch.setattr("jgpt.runs.look.MOST_WEIGHTS", most)
+    monkeypatch.setattr("jgpt.pictures.look.MOST_WEIGHTS", most)
     page_of(tmp_path / "look.html", model, "a" * 11)
-    monkeypatch.setattr("jgpt.runs.look.MOST_WEIGHTS", most - 1)
+    monkeypatch.setattr("jgpt.pictures.look.MOST_WEIGHTS", most - 1)
     with pytest.raises(ValueError, match="11 tokens are too many for a page: 2 layers, 3"):
         page_of(tmp_path / "look.html", model, "a" * 11)
 

@@ -21,13 +21,14 @@ import jgpt
 from jgpt import BigramLM, ByteTokenizer, DataConfig, ModelConfig, fit, generate, load
 from jgpt.config import to_json
 from jgpt.data.dataset import load_dataset, prepare
+from jgpt.fitting import loop, trackers
+from jgpt.fitting.loop import Run, StoppedBeforeTraining, _stops_early, evaluate, plan
 from jgpt.hardware import Platform
 from jgpt.nn.int8 import with_int8_weights
 from jgpt.nn.loss import token_losses
-from jgpt.runs import loop, plots, trackers
+from jgpt.pictures import plots
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.directory import read_config
-from jgpt.runs.loop import Run, StoppedBeforeTraining, _stops_early, evaluate, plan
 from tests.commands import refused
 from tests.runs.harness import BIGRAM, Heard, kill_resume, recorded, with_changes
 
@@ -139,7 +140,7 @@ def test_in_many_processes_a_call_has_as_many_steps_as_in_those_without_progress
     class Sooner(Heard):
         most_steps = 1
 
-    monkeypatch.setattr("jgpt.runs.loop.process_count", lambda: 2)
+    monkeypatch.setattr("jgpt.fitting.loop.process_count", lambda: 2)
     heard = Sooner()
     fit(dataclasses.replace(small_run, out=str(tmp_path / "run")), progress=heard)
     # steps_per_call is 3, early estimates at 1 and 2, evaluations at 4 and 8
@@ -466,7 +467,7 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
 
 def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkeypatch):
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr("jgpt.runs.loop.require_same", seen.append)
+    monkeypatch.setattr("jgpt.fitting.loop.require_same", seen.append)
     fit(copy, resume=True)
     (facts,) = seen
     line = RunDirectory(Path(str(copy.out))).provenance()[0]
@@ -480,7 +481,7 @@ def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkey
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jgpt.runs.loop.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.fitting.loop.memory_limit", lambda: 100)
     with pytest.raises(ValueError, match="choose a smaller model"):
         fit(dataclasses.replace(small_run, out=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
@@ -488,7 +489,7 @@ def test_a_model_that_is_too_large_is_refused_before_it_compiles(small_run, tmp_
 
 def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, monkeypatch):
     """A state of 2 MiB: the best three, the last four, and the one that is being written."""
-    monkeypatch.setattr("jgpt.runs.loop.bytes_of", lambda _: 2 << 20)
+    monkeypatch.setattr("jgpt.fitting.loop.bytes_of", lambda _: 2 << 20)
     config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"), keep_best=3, keep_last=4)
     disk = types.SimpleNamespace(free=16 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda _: disk)

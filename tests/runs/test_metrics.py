@@ -14,11 +14,11 @@ from flax import nnx
 from jgpt import ModelConfig, TrainConfig, fit
 from jgpt.data.batches import evaluation_windows
 from jgpt.data.dataset import load_dataset
+from jgpt.fitting import loop
+from jgpt.fitting.metrics import MetricsLogger
 from jgpt.hardware import peak_flops
 from jgpt.nn.loss import token_losses
-from jgpt.runs import loop
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.metrics import MetricsLogger
 from jgpt.training import evaluation
 from jgpt.training.evaluation import Evaluator
 from jgpt.training.step import Metrics
@@ -51,9 +51,9 @@ def test_metrics_have_the_fields_that_the_documentation_explains(trained):
 def clock(monkeypatch):
     """A clock that stands still until it is set, and a machine whose numbers are known."""
     clock = types.SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr("jgpt.runs.metrics.time", clock)
-    monkeypatch.setattr("jgpt.runs.metrics.peak_flops", lambda: 1e6)
-    monkeypatch.setattr("jgpt.runs.metrics.memory_in_use", lambda: 12345)
+    monkeypatch.setattr("jgpt.fitting.metrics.time", clock)
+    monkeypatch.setattr("jgpt.fitting.metrics.peak_flops", lambda: 1e6)
+    monkeypatch.setattr("jgpt.fitting.metrics.memory_in_use", lambda: 12345)
     return clock
 
 
@@ -66,10 +66,10 @@ MODEL = ModelConfig(vocab_size=21, block_size=7, num_layers=1, num_heads=2, embe
 def test_operations_are_counted_where_the_peak_is_known(clock, monkeypatch, tmp_path):
     counted = []
     count = lambda config: counted.append(config) or 7  # noqa: E731
-    monkeypatch.setattr("jgpt.runs.metrics.flops_per_token", count)
+    monkeypatch.setattr("jgpt.fitting.metrics.flops_per_token", count)
     config = TrainConfig()
     for peak in (None, 1e6):
-        monkeypatch.setattr("jgpt.runs.metrics.peak_flops", lambda peak=peak: peak)
+        monkeypatch.setattr("jgpt.fitting.metrics.peak_flops", lambda peak=peak: peak)
         assert counted == []
         MetricsLogger(config, RunDirectory(tmp_path), (), 100)
     assert counted == [config.model]

@@ -18,14 +18,15 @@ from flax import nnx
 
 import jgpt
 from jgpt.config import Code, TrainConfig, from_json, to_json
-from jgpt.nn.models import flops_per_token, parts_of, weight_dimensions, weights_of
+from jgpt.fitting.loop import TrainingStopped, evaluate
+from jgpt.nn.costs import flops_per_token, parts_of
+from jgpt.nn.models import weight_dimensions, weights_of
+from jgpt.parallel.mesh import abstract_mesh
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.loop import TrainingStopped, evaluate
 from jgpt.runs.manifest import sha256_of
-from jgpt.sharding import abstract_mesh
 from jgpt.training.optimizer import make_optimizer, partition
-from jgpt.training.plan import parameters_without_names
-from jgpt.training.step import state_specs
+from jgpt.training.placement import parameters_without_names
+from jgpt.training.state import state_specs
 from jgpt.user_code import changed_code, code_facts, load_code, with_code
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
@@ -509,7 +510,9 @@ def test_files_beside_custom_code_are_recorded_and_compared(tmp_path, monkeypatc
 
 def test_processes_with_other_code_are_rejected(config, monkeypatch):
     seen = []
-    monkeypatch.setattr("jgpt.runs.loop.require_same", lambda facts: seen.append(facts) or stop())
+    monkeypatch.setattr(
+        "jgpt.fitting.loop.require_same", lambda facts: seen.append(facts) or stop()
+    )
 
     def stop():
         raise ValueError("enough")

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from jgpt import CharTokenizer, ModelConfig, MultiHeadAttention, TrainConfig, preset
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
-from jgpt.runs import plots
+from jgpt.pictures import plots
+from jgpt.pictures.plots import attention_image, drawable, losses_image, runs_image
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.plots import attention_image, drawable, losses_image, runs_image
 from tests.models import TRANSFORMERS, config_of, loud, random_gpt, tokens_of
 
 CONFIGS = {

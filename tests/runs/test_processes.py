@@ -22,10 +22,10 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 import jgpt
-from jgpt.runs import processes as module
+from jgpt.parallel import processes as module
+from jgpt.parallel.processes import Vote, gather, require_same, together
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.manifest import sha256_of
-from jgpt.runs.processes import Vote, gather, require_same, together
 
 TRAIN = (
     *("tiny", "--num-layers", "1", "--embed-dim", "16", "--num-heads", "2", "--block-size", "8"),
@@ -140,7 +140,7 @@ def options(poem, tmp_path) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_without_gloo_s_lines_a_terminal_still_sees_each_line_at_once(terminal):
-    code = "import sys; from jgpt.runs.processes import _silence_gloo as silence; silence(); "
+    code = "import sys; from jgpt.parallel.processes import _silence_gloo as silence; silence(); "
     code += "print('kept', flush=True); print(sys.stdout.line_buffering, file=sys.stderr)"
     reads, writes = pty.openpty() if terminal else os.pipe()
     ran = subprocess.run(

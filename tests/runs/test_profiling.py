@@ -11,8 +11,9 @@ import pytest
 from jax._src.lru_cache import LRUCache
 
 from jgpt import fit
-from jgpt.runs import loop, profiling
-from jgpt.runs.profiling import compilations_watched, enable_compilation_cache
+from jgpt.fitting import loop, profiling
+from jgpt.fitting.profiling import compilations_watched
+from jgpt.hardware import enable_compilation_cache
 from tests.runs.harness import BIGRAM, recorded, with_changes
 
 COMPILATION_CACHE = (

@@ -10,11 +10,11 @@ import pytest
 from jgpt import DataConfig, ModelConfig, TrainConfig, fit
 from jgpt.data import corpus
 from jgpt.data.batches import windows_by_number
+from jgpt.fitting.loop import evaluate
+from jgpt.fitting.loop import plan as plan_of_run
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.loop import evaluate
-from jgpt.runs.loop import plan as plan_of_run
-from jgpt.training import evaluation, plan
-from jgpt.training.plan import TrainingMemory
+from jgpt.training import evaluation, memory, plan
+from jgpt.training.memory import TrainingMemory
 from tests.runs.harness import BIGRAM, Heard, with_changes
 
 
@@ -99,7 +99,7 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
         evaluated.append(numbers.shape[1])
         return windows_by_number(tokens, numbers, block_size)
 
-    monkeypatch.setattr(plan, "training_memory", memory_of_rows)
+    monkeypatch.setattr(memory, "training_memory", memory_of_rows)
     monkeypatch.setattr(plan, "host_memory", lambda: 2 * 6)
     monkeypatch.setattr(evaluation, "windows_by_number", spy)
     config = TrainConfig(

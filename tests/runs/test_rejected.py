@@ -97,7 +97,7 @@ def full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jgpt.runs.loop.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.fitting.loop.memory_limit", lambda: 100)
 
 
 def other_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def other_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def not_finite(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jgpt.runs.loop.is_finite", lambda *_: False)
+    monkeypatch.setattr("jgpt.fitting.loop.is_finite", lambda *_: False)
 
 
 REASONS = {

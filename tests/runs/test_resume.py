@@ -16,12 +16,12 @@ import jax
 import pytest
 
 from jgpt import DataConfig, OptimizerConfig, TrainConfig, fit, load
-from jgpt.runs import loop
+from jgpt.fitting import loop
+from jgpt.fitting.loop import TrainingStopped, evaluate
+from jgpt.fitting.progress import Progress
+from jgpt.fitting.resume import describe_learning_rate
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.loop import TrainingStopped, evaluate
-from jgpt.runs.progress import Progress
-from jgpt.runs.resume import describe_learning_rate
 from tests.models import config_of
 from tests.quick import only
 from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes

@@ -16,10 +16,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jgpt import ModelConfig, TrainConfig
 from jgpt.hardware import CHIPS, Platform, topology
-from jgpt.sharding import current_mesh
+from jgpt.parallel.mesh import current_mesh
 from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
-from jgpt.training.plan import TrainingMemory
+from jgpt.training.memory import TrainingMemory
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -16,14 +16,10 @@ from jgpt.generation import decoding
 from jgpt.generation.sampling import Sampling
 from jgpt.nn import loss
 from jgpt.nn.products import project_to_tied_vocabulary, project_to_vocabulary
-from jgpt.training.plan import bytes_of, compile_steps
-from jgpt.training.step import (
-    abstract_state,
-    dropout_stream,
-    init_state,
-    make_eval_step,
-    make_train_steps,
-)
+from jgpt.training.memory import compile_steps
+from jgpt.training.placement import bytes_of
+from jgpt.training.state import abstract_state, dropout_stream, init_state
+from jgpt.training.step import make_eval_step, make_train_steps
 
 MODEL = ModelConfig(vocab_size=11, block_size=6, num_layers=1, num_heads=2, embed_dim=8)
 CONFIG = TrainConfig(model=MODEL, steps=7, batch_size=5, steps_per_call=3)

@@ -11,7 +11,8 @@ from jgpt import ModelConfig, TrainConfig
 from jgpt.data.batches import evaluation_windows
 from jgpt.training import evaluation
 from jgpt.training.evaluation import Evaluator, plan_evaluations
-from jgpt.training.step import init_state, make_eval_step
+from jgpt.training.state import init_state
+from jgpt.training.step import make_eval_step
 
 # 4,096 tokens a step, and so 12,288 times a forward pass over a token
 LARGE = TrainConfig(model=ModelConfig(block_size=256), batch_size=16, steps=60, eval_interval=30)

@@ -13,29 +13,18 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt import ModelConfig, OptimizerConfig, TrainConfig, sharding
+from jgpt import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn import depth, loss, models
 from jgpt.nn.models import abstract_model
-from jgpt.sharding import (
-    abstract_arrays,
-    abstract_mesh,
-    axes_of,
-    dimensions_of,
-    make_mesh,
-    replicate,
-    use_mesh,
-)
+from jgpt.parallel import gather, rules
+from jgpt.parallel.gather import _gathered
+from jgpt.parallel.mesh import abstract_mesh, make_mesh, use_mesh
+from jgpt.parallel.rules import abstract_arrays, axes_of, dimensions_of, replicate
 from jgpt.training import optimizer
 from jgpt.training.ahead import _without_compilation_cache
-from jgpt.training.step import (
-    abstract_state,
-    dropout_stream,
-    init_state,
-    make_eval_step,
-    make_train_steps,
-    state_specs,
-)
+from jgpt.training.state import abstract_state, dropout_stream, init_state, state_specs
+from jgpt.training.step import make_eval_step, make_train_steps
 from tests.models import FAMILIES
 from tests.quick import only
 
@@ -272,14 +261,14 @@ def test_the_head_is_gathered_once_for_all_chunks_of_a_loss(tmp_path, monkeypatc
         return [line.count("while/body") for line in lines if gather.search(line)]
 
     assert loops_around_gathers(tmp_path / "once") == [1]  # the loop over the steps
-    monkeypatch.setattr(sharding, "gather_once", lambda *_: None)
+    monkeypatch.setattr(gather, "gather_once", lambda *_: None)
     assert loops_around_gathers(tmp_path / "control") == [2]  # and that over the chunks
 
 
 @pytest.mark.parametrize(("rows", "gathers"), [(24 * 10, 0), (24 * 10 - 1, 1)])
 def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, monkeypatch):
     gathered = []
-    monkeypatch.setattr(sharding, "gather_once", lambda *head: gathered.append(head))
+    monkeypatch.setattr(gather, "gather_once", lambda *head: gathered.append(head))
     monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * rows)
     config = config_of("nanogpt", "adamw")
     windows, counts = jnp.zeros((2, 24, 11), jnp.int32), jnp.ones((2, 24, 10), bool)
@@ -351,7 +340,7 @@ EVERYTHING = config_of(
 
 def test_each_rule_is_what_the_documentation_says():
     mesh = abstract_mesh(ALL)
-    found = {name: axes_of(name, mesh) for name in sharding.RULES}
+    found = {name: axes_of(name, mesh) for name in rules.RULES}
     assert found == SHARDED
 
 
@@ -369,7 +358,7 @@ def test_each_parameter_says_its_dimensions():
 
 # --- faults are seen, and for the right reason ----------------------------------------------------
 
-gathered_in = sharding._gathered
+gathered_in = _gathered
 
 
 def replaced(module: Any, name: str, function: Any):
@@ -380,20 +369,20 @@ def itself(x, *_):
     return x
 
 
-NOT_GATHERED = replaced(sharding, "_gathered", lambda dimensions, dtype, x: x)
+NOT_GATHERED = replaced(rules, "_gathered", lambda dimensions, dtype, x: x)
 COMMUNICATED = {
     "the MLP is replicated": (
         "tensor=8",
-        lambda patch: patch.setitem(sharding.RULES, "hidden_dim", ()),
+        lambda patch: patch.setitem(rules.RULES, "hidden_dim", ()),
     ),
     "gathered in float32": (
         "fsdp=8",
-        replaced(sharding, "_gathered", lambda names, dtype, x: gathered_in(names, x.dtype, x)),
+        replaced(rules, "_gathered", lambda names, dtype, x: gathered_in(names, x.dtype, x)),
     ),
-    "gathered once and kept": ("fsdp=8", replaced(sharding, "_is_kept", lambda *_, **__: True)),
+    "gathered once and kept": ("fsdp=8", replaced(rules, "_is_kept", lambda *_, **__: True)),
     "gathered once and kept, but for the casts": (
         "fsdp=8",
-        replaced(sharding, "_is_kept", lambda of, *_, **__: of.name != "convert_element_type"),
+        replaced(rules, "_is_kept", lambda of, *_, **__: of.name != "convert_element_type"),
     ),
     "not gathered": ("fsdp=8", NOT_GATHERED),
     "activations are gathered": (

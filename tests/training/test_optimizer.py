@@ -13,14 +13,9 @@ import pytest
 
 from jgpt import ModelConfig, OptimizerConfig
 from jgpt.nn.models import abstract_model, weight_dimensions
-from jgpt.sharding import Dimensions
-from jgpt.training.optimizer import (
-    clip_by_global_norm,
-    learning_rate_schedule,
-    make_optimizer,
-    partition,
-    trained_weights,
-)
+from jgpt.parallel.rules import Dimensions
+from jgpt.training.optimizer import clip_by_global_norm, make_optimizer, partition, trained_weights
+from jgpt.training.schedule import learning_rate_schedule
 from tests.models import nanogpt_rate, randomised, weights_of
 
 CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps=10)

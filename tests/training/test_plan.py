@@ -17,26 +17,28 @@ import pytest
 
 from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.data.dataset import load_dataset
-from jgpt.sharding import abstract_mesh, current_mesh, shards_of, use_mesh
-from jgpt.training import plan
+from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
+from jgpt.parallel.rules import shards_of
+from jgpt.training import memory, plan
 from jgpt.training.evaluation import EvaluationPlan
-from jgpt.training.plan import (
-    Placement,
+from jgpt.training.memory import (
     TrainingMemory,
-    bytes_of,
-    bytes_on_each,
     compile_steps,
-    default_mesh,
-    format_bytes,
-    make_plan,
     memory_of,
-    placements,
-    replicated_dimensions,
     require_feasible,
     training_memory,
     with_micro_batches,
 )
-from jgpt.training.step import abstract_state, state_specs
+from jgpt.training.placement import (
+    Placement,
+    bytes_of,
+    bytes_on_each,
+    placements,
+    replicated_dimensions,
+)
+from jgpt.training.plan import default_mesh, make_plan
+from jgpt.training.state import abstract_state, state_specs
+from jgpt.words import format_bytes
 
 MIB = 1 << 20
 MODEL = ModelConfig(vocab_size=21, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
@@ -46,7 +48,7 @@ FORWARD = 2 * (BLOCK + HEAD) + 2 * (2 * 7 * 12)
 
 def test_a_plan_by_hand(small_run, poem, monkeypatch):
     memory = TrainingMemory(1, 2)
-    monkeypatch.setattr(plan, "training_memory", lambda config: memory)
+    monkeypatch.setattr(memory, "training_memory", lambda config: memory)
     model = dataclasses.replace(small_run.model, vocab_size=21)
     config = dataclasses.replace(small_run, model=model)
     characters = len(poem.read_text())
@@ -193,7 +195,7 @@ def test_the_fewest_micro_batches_that_fit_and_divide(limit, mesh, chosen, monke
         rows = 24 // config.micro_batches // shards_of("batch", current_mesh())
         return TrainingMemory(100, 10 * rows)
 
-    monkeypatch.setattr(plan, "training_memory", memory_of_rows)
+    monkeypatch.setattr(memory, "training_memory", memory_of_rows)
     with use_mesh(mesh):
         # a tenth stays free
         assert with_micro_batches(AUTO, math.ceil(limit / 0.9)).micro_batches == chosen
@@ -212,12 +214,12 @@ def test_micro_batches_that_a_compiler_refuses_or_does_not_measure(monkeypatch):
             raise jax.errors.JaxRuntimeError(reason)
         return TrainingMemory(1, 1)
 
-    monkeypatch.setattr(plan, "training_memory", compiled)
+    monkeypatch.setattr(memory, "training_memory", compiled)
     assert with_micro_batches(AUTO, 99).micro_batches == 3
-    monkeypatch.setattr(plan, "training_memory", lambda config: compiled(config, "INTERNAL"))
+    monkeypatch.setattr(memory, "training_memory", lambda config: compiled(config, "INTERNAL"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         with_micro_batches(AUTO, 99)
-    monkeypatch.setattr(plan, "training_memory", lambda config: None)
+    monkeypatch.setattr(memory, "training_memory", lambda config: None)
     assert with_micro_batches(AUTO, 99).micro_batches == 1
 
 

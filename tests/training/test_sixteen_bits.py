@@ -19,14 +19,8 @@ from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.training.optimizer import make_optimizer, trained_weights
-from jgpt.training.step import (
-    TrainState,
-    abstract_state,
-    dropout_stream,
-    init_state,
-    make_eval_step,
-    make_train_steps,
-)
+from jgpt.training.state import TrainState, abstract_state, dropout_stream, init_state
+from jgpt.training.step import make_eval_step, make_train_steps
 
 TOKENS = np.arange(2111, dtype=np.int32) * 7 % 11
 CONFIG = TrainConfig(

@@ -12,21 +12,21 @@ from jax.sharding import PartitionSpec as P
 
 from jgpt.data.batches import batches, evaluation_windows
 from jgpt.nn.models import weight_dimensions
-from jgpt.sharding import make_mesh, shardings, use_mesh
+from jgpt.nn.stacking import STACKED, stack_blocks, stack_specs, unstack_blocks
+from jgpt.parallel.mesh import make_mesh, use_mesh
+from jgpt.parallel.rules import shardings
 from jgpt.training import optimizer
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.stacking import STACKED, stack_blocks, stack_specs, unstack_blocks
-from jgpt.training.step import (
+from jgpt.training.state import (
     TrainState,
     abstract_state,
     dropout_stream,
     init_state,
-    make_eval_step,
-    make_train_steps,
     stack_state,
     state_specs,
     unstack_state,
 )
+from jgpt.training.step import make_eval_step, make_train_steps
 from tests.training.test_mesh import ALL, RUNS, TOKENS, config_of
 
 STEPS, LAYERS = 5, 2

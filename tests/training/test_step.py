@@ -14,14 +14,9 @@ from flax import nnx
 from jgpt import GPT, ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
 from jgpt.data.batches import batches, evaluation_windows
 from jgpt.nn.models import abstract_model, create_model
-from jgpt.training.plan import bytes_of
-from jgpt.training.step import (
-    abstract_state,
-    dropout_stream,
-    init_state,
-    make_eval_step,
-    make_train_steps,
-)
+from jgpt.training.placement import bytes_of
+from jgpt.training.state import abstract_state, dropout_stream, init_state
+from jgpt.training.step import make_eval_step, make_train_steps
 
 TOKENS = np.arange(211, dtype=np.int32) * 7 % 11
 CONFIG = TrainConfig(

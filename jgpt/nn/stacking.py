@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.config import ModelConfig
-from jgpt.contracts import typed
 from jgpt.nn.models import LanguageModel, Weights, abstract_model, weights_of
 from jgpt.nn.transformer import GPT
+from jgpt.shapes.contract import typed
 
 STACKED = jax.tree_util.DictKey("stacked")
 """The key of the stacked arrays among the blocks, which are numbered otherwise."""

@@ -10,9 +10,9 @@ import numpy as np
 from jgpt.config import TrainConfig
 from jgpt.data.batches import window_starts
 from jgpt.hardware import memory_in_use, peak_flops, process_index
-from jgpt.nn.models import flops_per_token
+from jgpt.nn.costs import flops_per_token
+from jgpt.parallel.processes import together
 from jgpt.runs.directory import METRICS, RunDirectory
-from jgpt.runs.processes import together
 from jgpt.training.step import Metrics
 
 Log = Callable[[dict[str, Any], int], None]

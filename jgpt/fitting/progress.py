@@ -8,7 +8,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
 from jgpt.runs.directory import RunDirectory
 from jgpt.training.evaluation import EvaluationPlan
-from jgpt.training.step import TrainState
+from jgpt.training.state import TrainState
 
 
 class Progress:
@@ -113,7 +113,7 @@ def draw_losses(run: RunDirectory, format: str, warn: Callable[[str], None]) -> 
     must not cost the end of training.
     """
     try:
-        from jgpt.runs.plots import losses_image  # 40 MiB that training doesn't need
+        from jgpt.pictures.plots import losses_image  # 40 MiB that training doesn't need
 
         return losses_image(run.metrics(), run.path.absolute().name, format)
     except Exception as error:

@@ -1,6 +1,6 @@
 """The page of a run, live: served on the loopback interface, to this machine alone.
 
-`python -m jgpt.runs.live` serves it beside `jgpt train --live`, in a process of its own, which is
+`python -m jgpt.pictures.live` serves it beside `jgpt train --live`, in a process of its own, which is
 told the run on its standard input. It reads the run's files without a lock, so training waits for
 no reader.
 """
@@ -22,14 +22,13 @@ from flax import nnx
 
 from jgpt.config import Make
 from jgpt.generation.text import default_prompt, generate_text
-from jgpt.hardware import current_platform
+from jgpt.hardware import current_platform, enable_compilation_cache
 from jgpt.nn.models import abstract_model
 from jgpt.nn.precision import for_platform
+from jgpt.pictures.look import Changes, Look, encode_text, page_of
 from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import CHECKPOINTS, METRICS, RunDirectory
-from jgpt.runs.look import Changes, Look, encode_text, page_of
 from jgpt.runs.manifest import MANIFEST
-from jgpt.runs.profiling import enable_compilation_cache
 from jgpt.user_code import with_code
 
 MOST_POINTS = 400

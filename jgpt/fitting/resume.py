@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jgpt.config import TrainConfig, values_without_code
 from jgpt.runs.provenance import comparable_after, known_targets
 from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
-from jgpt.training.optimizer import learning_rate_schedule
+from jgpt.training.schedule import learning_rate_schedule
 
 _MAY_DIFFER = {
     *("steps", "eval_interval", "eval_tokens", "steps_per_call", "sample_tokens", "out", "name"),

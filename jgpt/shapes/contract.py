@@ -30,35 +30,6 @@ Result = TypeVar("Result")
 Record = TypeVar("Record")
 Value = TypeVar("Value")
 
-LEGEND: dict[str, str] = {
-    "batch": "sequences in a batch; `*batch` is any number of leading axes",
-    "time": "positions in a sequence",
-    "query": "positions of the queries",
-    "key": "positions of the keys and values",
-    "head_dim": "features of one head's queries and keys",
-    "value_dim": "features of one head's values",
-    "heads": "attention heads",
-    "layers": "transformer blocks",
-    "kv_heads": "key-value heads, each shared by a group of query heads",
-    "embed_dim": "features of the residual stream",
-    "vocab": "tokens in the vocabulary",
-    "choices": "candidates, one of which is drawn by weight",
-    "features": "features of all heads concatenated",
-    "in_features": "input features of a linear layer",
-    "out_features": "output features of a linear layer",
-    "rows": "any leading axes of an operation on the last axis",
-    "chunks": "chunks of a batch whose logits are computed in turn",
-    "chunk": "positions in a chunk",
-    "steps": "optimizer steps in a call",
-    "window": "a block of inputs and one more token, the last target",
-    "batches": "batches of evaluation windows",
-    "tokens": "tokens in a text, a split or a file",
-    "held_out": "tokens in the validation split",
-    "unseen": "tokens in the test split",
-    "shape": "the shape of a parameter; `?*shape` is each leaf's own",
-}
-"""The dimension names of all annotations. A module's own sizes are written `{self.name}`."""
-
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
 _UNIONS = (typing.Union, types.UnionType)
 

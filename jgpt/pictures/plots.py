@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from jgpt.contracts import typed
 from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
+from jgpt.pictures.look import encode_text
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.look import encode_text
+from jgpt.shapes.contract import typed
 
 INCHES_PER_TOKEN, MOST_INCHES = 0.16, 40
 """Attention pictures: the size of a readable token, and of the longest row of panels."""

@@ -14,10 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgpt.config import Make, TrainConfig
-from jgpt.contracts import typed
 from jgpt.data.batches import batches, resident
 from jgpt.data.dataset import Dataset, count_characters, load_dataset
 from jgpt.data.tokenizers import Tokenizer
+from jgpt.fitting.metrics import MetricsLogger
+from jgpt.fitting.profiling import compilations_watched
+from jgpt.fitting.progress import Progress, default_progress, draw_losses
+from jgpt.fitting.resume import (
+    describe_learning_rate,
+    fields_of,
+    require_same_run,
+    resume_evaluations,
+)
+from jgpt.fitting.trackers import Trackers, require_tracker, trackers_removed_on_error
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.hardware import (
@@ -34,42 +43,20 @@ from jgpt.nn.consistency import inconsistencies
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters, weights_of
 from jgpt.nn.precision import for_platform, run_for_platform
+from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
+from jgpt.parallel.processes import Vote, require_same, together
 from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, PROFILE, SAMPLES, RunDirectory
-from jgpt.runs.metrics import MetricsLogger
-from jgpt.runs.processes import Vote, require_same, together
-from jgpt.runs.profiling import compilations_watched
-from jgpt.runs.progress import Progress, default_progress, draw_losses
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
-from jgpt.runs.resume import (
-    describe_learning_rate,
-    fields_of,
-    require_same_run,
-    resume_evaluations,
-)
-from jgpt.runs.trackers import Trackers, require_tracker, trackers_removed_on_error
-from jgpt.sharding import abstract_mesh, current_mesh, use_mesh
+from jgpt.shapes.contract import typed
 from jgpt.training.evaluation import EvaluationPlan, Evaluator, plan_evaluations
-from jgpt.training.plan import (
-    Plan,
-    bytes_of,
-    default_mesh,
-    format_bytes,
-    make_plan,
-    parameters_without_names,
-    require_feasible,
-    with_micro_batches,
-    with_process_memory,
-)
-from jgpt.training.step import (
-    TrainState,
-    abstract_state,
-    dropout_stream,
-    init_state,
-    is_finite,
-    make_train_steps,
-)
+from jgpt.training.memory import require_feasible, with_micro_batches
+from jgpt.training.placement import bytes_of, parameters_without_names
+from jgpt.training.plan import Plan, default_mesh, make_plan, with_process_memory
+from jgpt.training.state import TrainState, abstract_state, dropout_stream, init_state, is_finite
+from jgpt.training.step import make_train_steps
 from jgpt.user_code import changed_code, code_facts, describe_error, require_code, with_code
+from jgpt.words import format_bytes
 
 SECONDS_BETWEEN_SAVES = 30.0
 """Until the first evaluation a checkpoint is at most that old, if saving is quick."""

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jgpt.contracts import TypedCall, typed
-from jgpt.inside import ShapeTrace, edit, heard_trace
+from jgpt.shapes.capture import ShapeTrace, edit, heard_trace
+from jgpt.shapes.contract import TypedCall, typed
 
 TOKENS = 16
 """Of the trace in which the anatomy is found."""

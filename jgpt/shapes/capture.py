@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgpt.config import did_you_mean
-from jgpt.contracts import TypedCall, by_dimension, called_in, is_array, typed, watching
-from jgpt.sharding import current_mesh
+from jgpt.parallel.mesh import current_mesh
+from jgpt.shapes.contract import TypedCall, by_dimension, called_in, is_array, typed, watching
+from jgpt.words import did_you_mean
 
 
 @typed

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgpt.config import TrainConfig
-from jgpt.inside import ShapeTrace, shape_trace
 from jgpt.nn.models import CachedLanguageModel, abstract_model
-from jgpt.training.step import abstract_state, make_train_steps
+from jgpt.shapes.capture import ShapeTrace, shape_trace
+from jgpt.training.state import abstract_state
+from jgpt.training.step import make_train_steps
 
 
 def trace_forward(config: TrainConfig, batch: int, time: int) -> ShapeTrace:

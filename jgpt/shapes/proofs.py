@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.errors import InconclusiveDimensionOperation
 
-from jgpt.contracts import SIZE_FUNCTIONS, SYMBOLS, holding, typed
+from jgpt.shapes.contract import SIZE_FUNCTIONS, SYMBOLS, holding, typed
 
 MOST_CASES = 60
 COMPARISONS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
@@ -381,7 +381,7 @@ def _parts(question: str) -> list[str]:
 
 def _reason(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    skipped = (*LIBRARIES, __file__, sys.modules["jgpt.contracts"].__file__ or "")
+    skipped = (*LIBRARIES, __file__, sys.modules["jgpt.shapes.contract"].__file__ or "")
     asked = [frame for frame in frames if not frame.filename.startswith(skipped)]
     place = f" ({Path(asked[-1].filename).name}:{asked[-1].lineno})" if asked else ""
     lines = str(error).splitlines() or [type(error).__name__]

@@ -1,23 +1,17 @@
 """The device mesh, and the mesh axes that each dimension name is sharded over."""
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jgpt.config import MESH_AXES, mesh_sizes
-from jgpt.hardware import device_kinds
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+from jgpt.parallel.mesh import current_mesh
 
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
@@ -31,48 +25,6 @@ RULES: dict[str, tuple[str, ...]] = {
 Dimension = str | tuple[str, int] | None
 """A dimension name, with its shardable units when these are not single elements (heads)."""
 Dimensions = tuple[Dimension, ...]
-
-
-def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
-    sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
-    if (product := math.prod(sizes.values())) != found:
-        raise ValueError(
-            f"mesh={mesh} is of {product} devices, and there are {found}: give sizes whose product "
-            f"is {found}"
-        )
-    # automatic axes: XLA's partitioner decides what the rules leave open
-    kinds = (AxisType.Auto,) * len(MESH_AXES)
-    try:
-        return jax.make_mesh(tuple(sizes.values()), MESH_AXES, kinds, devices=devices)
-    except NotImplementedError as error:  # a torus of chips has axes of its own
-        raise ValueError(f"mesh={mesh} doesn't fit the chips' arrangement: {error}") from None
-
-
-def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
-    """Set the mesh of a text such as `data=2,fsdp=4`; none for None."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
-
-
-def abstract_mesh(mesh: str | None) -> AbstractMesh:
-    """A mesh without devices, to compute shardings; of one device for None."""
-    sizes = mesh_sizes(mesh or "data=1")
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
-
-
-def current_mesh() -> AbstractMesh:
-    """The mesh that is set, while tracing too; empty if there is none.
-
-    Raises ValueError if it has explicit axes, which `jax.make_mesh` gives it by default: XLA's
-    partitioner has to shard what the rules leave open.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.explicit_axes:
-        raise ValueError(
-            f"the mesh has explicit axes ({', '.join(map(str, mesh.explicit_axes))}): make it with "
-            "jgpt.sharding.make_mesh, or give jax.make_mesh axis_types of AxisType.Auto"
-        )
-    return mesh
 
 
 def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -125,68 +77,6 @@ def split_batch(x: Any, parts: int) -> Any:
     shape = (parts, x.shape[0] // parts, *x.shape[1:])
     names = (None, "batch", *[None] * (x.ndim - 1))
     return shard_by_name(x.reshape(shape), *names)
-
-
-def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
-    """The value of a parameter, gathered over fsdp in `dtype` if a mesh is set.
-
-    The gradient is sharded as the parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
-    """
-    value = parameter[...]
-    if current_mesh().empty:
-        return value
-    return _gathered(dimensions_of(parameter), dtype or value.dtype, value)
-
-
-def remembering(
-    function: Callable[Parameters, Result], *, nothing: bool = False, scanned: bool = False
-) -> Callable[Parameters, Result]:
-    """Rematerialise: store `nothing` for the backward pass, or all but gathered parameters.
-
-    Common subexpression elimination must not undo this; the two loops of a `scanned` function
-    share no subexpressions. Without fsdp nothing is gathered, but a scan would store a copy of the
-    weights.
-    """
-    if nothing:
-        return nnx.remat(function, graph_updates=False)
-    mesh = current_mesh()
-    if mesh.empty or not (scanned or axes_of("embed_dim", mesh)):
-        return function
-    return nnx.remat(function, policy=_is_kept, prevent_cse=not scanned, graph_updates=False)
-
-
-def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
-    """The policy of rematerialisation: store all results but those of casts and moves.
-
-    `_gathered` is one operation with a jaxpr of its own.
-    """
-    if "call_jaxpr" in parameters:
-        return any(_is_kept(each.primitive) for each in parameters["call_jaxpr"].eqns)
-    moves = ("convert_element_type", "optimization_barrier", "sharding_constraint")
-    return operation.name not in moves
-
-
-def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
-    """Gather a parameter once, for every later `read`.
-
-    The gradient keeps the sharding of the parameter.
-    """
-    if not current_mesh().empty:
-        parameter.set_value(read(parameter, dtype))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
-    # the barrier keeps XLA from gathering first and narrowing afterwards
-    narrow = lax.optimization_barrier(parameter.astype(dtype))
-    spec = spec_of(dimensions, parameter.shape, current_mesh(), exclude="fsdp")
-    return constrain(narrow, spec).astype(parameter.dtype)
-
-
-_gathered.defvjp(
-    lambda dimensions, dtype, parameter: (_gathered(dimensions, dtype, parameter), None),
-    lambda dimensions, dtype, _, gradient: (shard_by_name(gradient, *dimensions),),
-)
 
 
 def parameter(value: Any, *dimensions: Dimension) -> nnx.Param:

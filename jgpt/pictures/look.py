@@ -17,12 +17,12 @@ from flax import nnx
 from jaxtyping import Int
 
 from jgpt.config import counted
-from jgpt.contracts import TypedCall, typed, watching
 from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.generation.decoding import generate
-from jgpt.inside import Shape, ShapeTrace, edit
 from jgpt.nn.models import LanguageModel
-from jgpt.runs.anatomy import Anatomy, Heard, anatomy_of, hear, is_real, weights_of
+from jgpt.pictures.anatomy import Anatomy, Heard, anatomy_of, hear, is_real, weights_of
+from jgpt.shapes.capture import Shape, ShapeTrace, edit
+from jgpt.shapes.contract import TypedCall, typed, watching
 
 MOST_WEIGHTS = 4_000_000
 """The limit of a page, in attention weights."""

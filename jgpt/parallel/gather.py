@@ -1,0 +1,85 @@
+"""Parameters gathered over fsdp, and what is kept of them for the backward pass."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from jgpt.parallel.mesh import current_mesh
+from jgpt.parallel.rules import (
+    Dimensions,
+    axes_of,
+    constrain,
+    dimensions_of,
+    shard_by_name,
+    spec_of,
+)
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
+    """The value of a parameter, gathered over fsdp in `dtype` if a mesh is set.
+
+    The gradient is sharded as the parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
+    """
+    value = parameter[...]
+    if current_mesh().empty:
+        return value
+    return _gathered(dimensions_of(parameter), dtype or value.dtype, value)
+
+
+def remembering(
+    function: Callable[Parameters, Result], *, nothing: bool = False, scanned: bool = False
+) -> Callable[Parameters, Result]:
+    """Rematerialise: store `nothing` for the backward pass, or all but gathered parameters.
+
+    Common subexpression elimination must not undo this; the two loops of a `scanned` function
+    share no subexpressions. Without fsdp nothing is gathered, but a scan would store a copy of the
+    weights.
+    """
+    if nothing:
+        return nnx.remat(function, graph_updates=False)
+    mesh = current_mesh()
+    if mesh.empty or not (scanned or axes_of("embed_dim", mesh)):
+        return function
+    return nnx.remat(function, policy=_is_kept, prevent_cse=not scanned, graph_updates=False)
+
+
+def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
+    """The policy of rematerialisation: store all results but those of casts and moves.
+
+    `_gathered` is one operation with a jaxpr of its own.
+    """
+    if "call_jaxpr" in parameters:
+        return any(_is_kept(each.primitive) for each in parameters["call_jaxpr"].eqns)
+    moves = ("convert_element_type", "optimization_barrier", "sharding_constraint")
+    return operation.name not in moves
+
+
+def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
+    """Gather a parameter once, for every later `read`.
+
+    The gradient keeps the sharding of the parameter.
+    """
+    if not current_mesh().empty:
+        parameter.set_value(read(parameter, dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
+    # the barrier keeps XLA from gathering first and narrowing afterwards
+    narrow = lax.optimization_barrier(parameter.astype(dtype))
+    spec = spec_of(dimensions, parameter.shape, current_mesh(), exclude="fsdp")
+    return constrain(narrow, spec).astype(parameter.dtype)
+
+
+_gathered.defvjp(
+    lambda dimensions, dtype, parameter: (_gathered(dimensions, dtype, parameter), None),
+    lambda dimensions, dtype, _, gradient: (shard_by_name(gradient, *dimensions),),
+)

@@ -1,0 +1,54 @@
+"""The device mesh: made from text, set, and asked for."""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jgpt.config import MESH_AXES, mesh_sizes
+from jgpt.hardware import device_kinds
+
+
+def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
+    sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
+    if (product := math.prod(sizes.values())) != found:
+        raise ValueError(
+            f"mesh={mesh} is of {product} devices, and there are {found}: give sizes whose product "
+            f"is {found}"
+        )
+    # automatic axes: XLA's partitioner decides what the rules leave open
+    kinds = (AxisType.Auto,) * len(MESH_AXES)
+    try:
+        return jax.make_mesh(tuple(sizes.values()), MESH_AXES, kinds, devices=devices)
+    except NotImplementedError as error:  # a torus of chips has axes of its own
+        raise ValueError(f"mesh={mesh} doesn't fit the chips' arrangement: {error}") from None
+
+
+def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
+    """Set the mesh of a text such as `data=2,fsdp=4`; none for None."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
+
+
+def abstract_mesh(mesh: str | None) -> AbstractMesh:
+    """A mesh without devices, to compute shardings; of one device for None."""
+    sizes = mesh_sizes(mesh or "data=1")
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def current_mesh() -> AbstractMesh:
+    """The mesh that is set, while tracing too; empty if there is none.
+
+    Raises ValueError if it has explicit axes, which `jax.make_mesh` gives it by default: XLA's
+    partitioner has to shard what the rules leave open.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes:
+        raise ValueError(
+            f"the mesh has explicit axes ({', '.join(map(str, mesh.explicit_axes))}): make it with "
+            "jgpt.parallel.mesh.make_mesh, or give jax.make_mesh axis_types of AxisType.Auto"
+        )
+    return mesh

@@ -1,0 +1,1 @@
+"""Pictures of models and runs: plots, and pages to look inside."""

@@ -1,0 +1,1 @@
+"""Shapes: the contract, results inside a call, proofs."""

@@ -1,0 +1,104 @@
+"""The memory of the train steps, and whether it fits."""
+
+import dataclasses
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jgpt.config import TrainConfig
+from jgpt.hardware import host_memory
+from jgpt.parallel import rules
+from jgpt.parallel.mesh import abstract_mesh, current_mesh
+from jgpt.training.placement import bytes_on_each
+from jgpt.training.state import abstract_state, dropout_stream, state_specs
+from jgpt.training.step import make_train_steps
+from jgpt.words import format_bytes
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """The memory of the train steps on each device, in bytes, by XLA's analysis."""
+
+    state: int
+    """Parameters and optimizer state; on one device also the size of a checkpoint."""
+    working: int
+    """Activations, gradients and batches."""
+
+    def __str__(self) -> str:
+        state, working = format_bytes(self.state), format_bytes(self.working)
+        total = format_bytes(self.state + self.working)
+        return f"{total} ({state} parameters and optimizer, {working} activations and gradients)"
+
+
+def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
+    """The train steps of a config, compiled for the mesh that is set, or the default device."""
+    state = rules.abstract_arrays(abstract_state(config), state_specs(config))
+    shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
+    windows = jax.ShapeDtypeStruct(shape, jnp.int32)
+    key = jax.eval_shape(lambda: dropout_stream(config.seed))
+    return make_train_steps(config).lower(state, windows, key, 0, 0).compile()
+
+
+def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory | None:
+    """The memory of compiled train steps; None if the backend doesn't report it."""
+    analysis = steps.memory_analysis()
+    if analysis is None:
+        return None
+    total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    total += analysis.temp_size_in_bytes - analysis.alias_size_in_bytes  # the state is donated
+    mesh = current_mesh()
+    mesh = abstract_mesh(None) if mesh.empty else mesh
+    on_each = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
+    return TrainingMemory(on_each, max(total - on_each, 0))
+
+
+def training_memory(config: TrainConfig) -> TrainingMemory | None:
+    """Compile the train steps and analyse their memory; None if the backend doesn't report it."""
+    return memory_of(compile_steps(config), config)
+
+
+def with_micro_batches(config: TrainConfig, memory_limit: int | None) -> TrainConfig:
+    """The config with `micro_batches=auto` decided for the mesh that is set.
+
+    The fewest whose steps leave a tenth of `memory_limit` free, for evaluation, the data and
+    fragmentation; found by bisection, each compiled. Without a limit, as on CPUs, all devices have
+    half of the machine's memory. If none fits, a micro-batch is one sequence for each device.
+    """
+    if config.micro_batches != "auto":
+        return config
+    limit = host_memory() // (2 * max(current_mesh().size, 1))
+    if memory_limit is not None:
+        limit = memory_limit * 9 // 10
+    rows = config.batch_size // rules.shards_of("batch", current_mesh())
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+
+    def fits(count: int) -> bool:
+        try:
+            memory = training_memory(dataclasses.replace(config, micro_batches=count))
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what doesn't fit
+            if "RESOURCE_EXHAUSTED" in str(error):
+                return False
+            raise
+        return memory is None or memory.state + memory.working <= limit
+
+    chosen = counts[bisect_left(counts[:-1], True, key=fits)]
+    return dataclasses.replace(config, micro_batches=chosen)
+
+
+def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
+    """Raise ValueError if a device with `memory_limit` bytes can't run it; nothing is compiled."""
+    for name in ("dtype", "param_dtype"):
+        if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
+            raise ValueError(f"{name}=float64 needs JAX_ENABLE_X64=1 in the environment")
+    if memory_limit is None:
+        return
+    mesh = abstract_mesh(config.mesh)
+    state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
+    if state > memory_limit:
+        raise ValueError(
+            f"parameters and optimizer need {format_bytes(state)}, the device has "
+            f"{format_bytes(memory_limit)}: choose a smaller model, or "
+            "shard it over N devices with mesh=fsdp=N"
+        )

@@ -1,0 +1,40 @@
+"""Learning-rate schedules."""
+
+from typing import assert_never
+
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from jgpt.config import OptimizerConfig
+
+
+def learning_rate_schedule(
+    config: OptimizerConfig, steps: int, peak: float | None = None
+) -> optax.Schedule:
+    """The learning-rate schedule, with `peak` (the config's learning rate by default) at its top.
+
+    Linear warmup, then constant, cosine decay, or warmup-stable-decay with a linear decay (wsd:
+    Hu et al. 2024, section 4), which is shorter where the warmup reaches into it.
+    """
+    peak = config.learning_rate if peak is None else peak
+    steps, warmup = config.schedule_steps or steps, config.warmup_steps
+    after_warmup = max(steps - warmup, 1)
+    first = peak / (warmup + 1)  # not 0: the first step would change nothing
+    lowest = config.min_learning_rate / config.learning_rate
+    constant = optax.constant_schedule(peak)
+    pieces, boundaries = [optax.linear_schedule(first, peak, warmup)], [warmup]
+    match config.schedule:
+        case "constant":
+            pieces.append(constant)
+        case "cosine":
+            pieces.append(optax.cosine_decay_schedule(peak, after_warmup, alpha=lowest))
+        case "wsd":
+            decay = min(max(round(steps * config.decay_fraction), 1), after_warmup)
+            pieces += [constant, optax.linear_schedule(peak, peak * lowest, decay)]
+            boundaries.append(warmup + after_warmup - decay)
+        case _:
+            assert_never(config.schedule)
+    schedule = optax.join_schedules(pieces, boundaries)
+    # optax divides an integer step in float32 even with x64 enabled
+    return lambda step: schedule(jnp.asarray(step, jnp.result_type(float)))

@@ -1,0 +1,131 @@
+"""The train state: the first one, its shapes, its shardings, and as checkpoints have it."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from jgpt.config import TrainConfig
+from jgpt.nn import stacking
+from jgpt.nn.models import (
+    Weights,
+    abstract_model,
+    create_model,
+    weight_dimensions,
+    weights_of,
+)
+from jgpt.nn.precision import at_least_float32
+from jgpt.parallel import rules
+from jgpt.parallel.mesh import current_mesh
+from jgpt.shapes.contract import record, typed
+from jgpt.training.optimizer import make_optimizer
+
+_INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
+
+
+@record
+@dataclass(frozen=True)
+class TrainState:
+    """The train state. With `scan_layers`, the arrays of the blocks are stacked."""
+
+    weights: Weights
+    optimizer: PyTree[
+        Float[Array, "..."] | Int[Array, "..."] | Bool[Array, "..."] | Key[Array, "..."]
+    ]
+    step: Int[Array, ""]
+
+
+def init_state(config: TrainConfig) -> TrainState:
+    """Initial parameters, optimizer state and step 0 from the config's seed.
+
+    If a mesh is set, each device makes its own shards.
+    """
+
+    def make() -> TrainState:
+        rngs = nnx.Rngs(_stream(config.seed, _INIT_STREAM))
+        return _first_state(config, weights_of(create_model(config.model, rngs=rngs)))
+
+    if current_mesh().empty:
+        return make()  # not under one jit: a small program per shape compiles faster, to less code
+    return jax.jit(make, out_shardings=state_specs(config))()
+
+
+@typed
+def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
+    dimensions = weight_dimensions(config.model)
+    optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
+    optimizer_state = jax.jit(optimizer.init)(weights)
+    if config.optimizer.ema_decay > 0:
+        # the average: in 16 bits, what it moves by in a step would be rounded to nothing
+        weights = jax.tree.map(at_least_float32, weights)
+    state = TrainState(weights, optimizer_state, jnp.zeros((), jnp.int32))
+    return stacking.stack_blocks(state) if stacking.uses_stacked_blocks(config.model) else state
+
+
+@typed
+def dropout_stream(seed: int) -> Key[Array, ""]:
+    """The dropout key of a seed; each step folds in its number.
+
+    It is an argument of the steps, so that another seed needs no new compilation.
+    """
+    return _stream(seed, _DROPOUT_STREAM)
+
+
+def abstract_state(config: TrainConfig) -> TrainState:
+    """The shapes and dtypes of the train state."""
+    weights = weights_of(abstract_model(config.model))
+    return jax.eval_shape(functools.partial(_first_state, config), weights)
+
+
+def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
+    """How the train state is sharded over a mesh, by default the one that is set."""
+    mesh = current_mesh() if mesh is None else mesh
+    state, model = abstract_state(config), abstract_model(config.model)
+    specs = rules.weight_specs(model, mesh)
+    specs = rules.specs_like(state, stacking.stack_specs(specs) if _is_stacked(state) else specs)
+    # as compiled programs return them, or the train steps would be compiled for both spellings
+    return jax.tree.map(rules.without_trailing_none, specs)
+
+
+def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
+    """The state of train steps, from a state with each block's own arrays."""
+    if not stacking.uses_stacked_blocks(config.model):
+        return state
+    specs = None if current_mesh().empty else state_specs(config)
+    return jax.jit(stacking.stack_blocks, out_shardings=specs)(state)
+
+
+def unstack_state(state: TrainState) -> TrainState:
+    """The state with each block's own arrays, as in checkpoints."""
+    return jax.jit(stacking.unstack_blocks)(state) if _is_stacked(state) else state
+
+
+def is_finite(config: TrainConfig, state: TrainState) -> bool:
+    """Whether all values of a state are finite; in one of a custom optimizer, all parameters.
+
+    Optax has optimizers whose state begins at infinity, such as `reduce_on_plateau`.
+    """
+    tree = state.weights if config.optimizer.make is not None else state
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return bool(_all_finite(leaves))
+
+
+@jax.jit
+@typed
+def _all_finite(leaves: PyTree[Float[Array, "..."]]) -> Bool[Array, ""]:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(leaves)]).all()
+
+
+def _is_stacked(state: TrainState) -> bool:
+    blocks = state.weights.get("blocks")
+    return isinstance(blocks, dict) and stacking.STACKED.key in blocks
+
+
+@typed
+def _stream(seed: int, stream: int) -> Key[Array, ""]:
+    return jax.random.fold_in(jax.random.key(np.uint32(seed)), stream)

@@ -1,0 +1,63 @@
+"""What dimensions are called, and which word was meant."""
+
+import difflib
+from collections.abc import Iterable
+
+OTHER_NAMES = {
+    **{"lr": "learning_rate", "min_lr": "min_learning_rate", "wd": "weight_decay"},
+    **dict.fromkeys(("max_iters", "max_steps", "num_steps", "iters", "n_steps"), "steps"),
+    **dict.fromkeys(("n_layer", "n_layers", "layers", "depth"), "num_layers"),
+    **dict.fromkeys(("n_head", "n_heads", "heads"), "num_heads"),
+    **dict.fromkeys(("n_embd", "n_embed", "d_model", "hidden_size", "width"), "embed_dim"),
+    **dict.fromkeys(("context_length", "seq_len", "max_seq_len", "context"), "block_size"),
+    **{"grad_clip": "gradient_clip", "bs": "batch_size", "eval_iters": "eval_tokens"},
+    **{"dataset": "data", "output": "out", "out_dir": "out", "o": "out", "bias": "use_bias"},
+    **{"max_tokens": "max_new_tokens", "temp": "temperature", "n": "num_samples"},
+    **{"start": "prompt", "precision": "dtype", "file": "prompt_file"},
+}
+"""What other programs call a field or an option."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A suggestion for an unknown word, to append to a message, or an empty string."""
+    named = {name.lstrip("-").replace("-", "_"): name for name in known}
+    plain = word.lstrip("-").replace("-", "_")
+    close = difflib.get_close_matches(OTHER_NAMES.get(plain, plain), named, n=1)
+    return f" (did you mean {named[close[0]]!r}?)" if close else ""
+
+
+def format_bytes(size: int) -> str:
+    """Format a size in a binary unit, such as 1.5 MiB."""
+    units = "bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"
+    power = min(max(size.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{size / 1024**power:,.{min(power, 1)}f} {units[power]}"
+
+
+LEGEND: dict[str, str] = {
+    "batch": "sequences in a batch; `*batch` is any number of leading axes",
+    "time": "positions in a sequence",
+    "query": "positions of the queries",
+    "key": "positions of the keys and values",
+    "head_dim": "features of one head's queries and keys",
+    "value_dim": "features of one head's values",
+    "heads": "attention heads",
+    "layers": "transformer blocks",
+    "kv_heads": "key-value heads, each shared by a group of query heads",
+    "embed_dim": "features of the residual stream",
+    "vocab": "tokens in the vocabulary",
+    "choices": "candidates, one of which is drawn by weight",
+    "features": "features of all heads concatenated",
+    "in_features": "input features of a linear layer",
+    "out_features": "output features of a linear layer",
+    "rows": "any leading axes of an operation on the last axis",
+    "chunks": "chunks of a batch whose logits are computed in turn",
+    "chunk": "positions in a chunk",
+    "steps": "optimizer steps in a call",
+    "window": "a block of inputs and one more token, the last target",
+    "batches": "batches of evaluation windows",
+    "tokens": "tokens in a text, a split or a file",
+    "held_out": "tokens in the validation split",
+    "unseen": "tokens in the test split",
+    "shape": "the shape of a parameter; `?*shape` is each leaf's own",
+}
+"""The dimension names of all annotations. A module's own sizes are written `{self.name}`."""
