@@ -4,8 +4,6 @@ from typing import Any
 
 import lazy_loader
 
-from jgpt.words import did_you_mean as _did_you_mean
-
 # lazy imports: `jgpt --help` doesn't import jax
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
@@ -16,5 +14,7 @@ def __getattr__(name: str) -> Any:
 
         return version("jgpt")
     if name not in __all__:
-        raise AttributeError(f"jgpt has no attribute {name!r}{_did_you_mean(name, __all__)}")
+        from jgpt.words import did_you_mean
+
+        raise AttributeError(f"jgpt has no attribute {name!r}{did_you_mean(name, __all__)}")
     return _load(name)

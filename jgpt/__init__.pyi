@@ -1,10 +1,10 @@
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from .contracts import LEGEND, TypedCall, check, record, typed, watching
 from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
+from .fitting.loop import Run, fit
+from .fitting.progress import Progress
 from .generation.decoding import generate
 from .generation.text import generate_text, stream_text
 from .hardware import Platform, current_platform
-from .inside import ShapeTrace, capture, edit, shape_trace
 from .interop.huggingface import load_gpt2, load_hf, save_gpt2, save_hf
 from .nn.attention import attend, attention_weights, causal_mask
 from .nn.bigram import BigramLM
@@ -14,12 +14,13 @@ from .nn.loss import cross_entropy
 from .nn.models import LanguageModel, create_model
 from .nn.precision import for_platform
 from .nn.transformer import GPT, Block, FeedForward
+from .pictures.look import look
 from .presets import preset
-from .proofs import Proof, prove
 from .runs.checkpoints import load, save
-from .runs.look import look
-from .runs.loop import Run, fit
-from .runs.progress import Progress
+from .shapes.capture import ShapeTrace, capture, edit, shape_trace
+from .shapes.contract import TypedCall, check, record, typed, watching
+from .shapes.proofs import Proof, prove
+from .words import LEGEND
 
 __version__: str
 

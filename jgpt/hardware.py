@@ -17,7 +17,6 @@ import jax
 import jax.monitoring
 import platformdirs
 
-from jgpt.shapes.contract import typed
 from jgpt.words import did_you_mean
 
 
@@ -132,7 +131,6 @@ def peak_flops() -> float | None:
     return _PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-@typed
 def current_platform() -> Platform:
     """JAX's platform. Raises OSError if JAX_PLATFORMS names one that is not there."""
     try:

@@ -1,8 +1,8 @@
 """The page of a run, live: served on the loopback interface, to this machine alone.
 
-`python -m jgpt.pictures.live` serves it beside `jgpt train --live`, in a process of its own, which is
-told the run on its standard input. It reads the run's files without a lock, so training waits for
-no reader.
+`python -m jgpt.pictures.live` serves it beside `jgpt train --live`, in a process of its own, which
+is told the run on its standard input. It reads the run's files without a lock, so training waits
+for no reader.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Inside a call: results captured and edited by their path, and the tree of shapes."""
 
 import dataclasses
+import difflib
 import functools
 import html
 import itertools
@@ -14,9 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgpt.parallel.mesh import current_mesh
 from jgpt.shapes.contract import TypedCall, by_dimension, called_in, is_array, typed, watching
-from jgpt.words import did_you_mean
 
 
 @typed
@@ -32,7 +31,7 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
         raise ValueError("capture what? give a path, such as 'blocks.*.attention'")
 
     def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        if not current_mesh().empty:
+        if not jax.sharding.get_abstract_mesh().empty:
             raise ValueError("capture results without a mesh: there, each device has a part")
         found: dict[str, Any] = {}
 
@@ -140,10 +139,16 @@ def _call_watched(
         result = _in_turn(model)(*args, **kwargs)
     for pattern in patterns:
         if pattern not in used:
-            raise ValueError(
-                f"no typed call has the path {pattern!r}{did_you_mean(pattern, paths)}"
-            )
+            raise ValueError(f"no typed call has the path {pattern!r}{_suggestion(pattern, paths)}")
     return result
+
+
+def _suggestion(pattern: str, paths: Iterable[str]) -> str:
+    """The path that was perhaps meant, to append to a message, or an empty string."""
+    close = difflib.get_close_matches(pattern, paths, n=1)
+    if not close:
+        return ""
+    return f" (did you mean {close[0]!r}?)"
 
 
 def _in_turn(model: nnx.Module) -> Any:
