@@ -132,9 +132,9 @@ def fit(
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
     `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps, and
-    while the text is tokenized. `profile_steps` are traced into the run's folder `profile`. `platform`, by default the current
-    one, decides the config's `auto`. `progress` is by default shown on a terminal and in a
-    notebook; None is silent.
+    while the text is tokenized. `profile_steps` are traced into the run's folder `profile`.
+    `platform`, by default the current one, decides the config's `auto`. `progress` is by default
+    shown on a terminal and in a notebook; None is silent.
     Raises ValueError or OSError before anything is written or deleted; later OSError if something
     can't be written, FloatingPointError for a loss or gradient that is not finite, and
     TrainingStopped, each with the last good state in a checkpoint. A stop before the first step
