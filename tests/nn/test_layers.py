@@ -1,5 +1,7 @@
 """Projections and norms by hand, and how wide they compute."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,17 +27,25 @@ def test_a_wide_projection_has_a_derivative_forward_too():
 
 @pytest.mark.parametrize(
     ("rows", "features", "multiplied"),
-    [(129, 65, 65), (129, 1024, 1024), (129, 1030, 1152), (128, 1030, 1030)],
+    [
+        ((129,), 65, 65),
+        ((129,), 1024, 1024),
+        ((129,), 1030, 1152),
+        ((128,), 1030, 1030),
+        # of a batch, the rows are those of all its sequences
+        ((3, 43), 1030, 1152),
+        ((2, 64), 1030, 1030),
+    ],
 )
 def test_only_many_rows_and_features_are_padded(rows, features, multiplied):
     """And none in the products of a decode step, whose copy would take longer than they do."""
     kernel = jnp.ones((3, features))
     jaxpr = jax.make_jaxpr(lambda x: project_to_vocabulary(x, kernel, jnp.float32))(
-        jnp.ones((rows, 3))
+        jnp.ones((*rows, 3))
     )
     (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
-    assert product.outvars[0].aval.shape == (rows, multiplied)
-    assert jaxpr.out_avals[0].shape == (rows, features)
+    assert product.outvars[0].aval.shape == (math.prod(rows), multiplied)
+    assert jaxpr.out_avals[0].shape == (*rows, features)
 
 
 @pytest.mark.parametrize("activation", [None, "float32", "bfloat16"])

@@ -12,7 +12,7 @@ from jgpt import fit
 from jgpt.fitting import loop
 from jgpt.fitting.loop import TrainingStopped, plan
 from jgpt.runs.checkpoints import Checkpoints
-from jgpt.runs.directory import RunDirectory
+from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.runs.manifest import Manifest
 from jgpt.training import evaluation
 from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes
@@ -155,6 +155,49 @@ def test_the_state_is_on_disk_while_it_is_evaluated(quick):
         for step in checkpoints.steps():
             assert manifest(quick.out, step).validation_loss == losses[step]
             assert manifest(quick.out, step).unevaluated is None
+
+
+def test_metrics_are_on_disk_before_the_checkpoint_that_needs_them(quick, monkeypatch):
+    """After a power cut a run goes on from any checkpoint with the metrics of all steps before."""
+    durable: dict[int, dict[str, Any]] = {}
+    saved = []
+    evaluated = []
+    append, save, add_loss = RunDirectory.append, Checkpoints.save, Checkpoints.evaluated
+
+    def appended(self, name, lines, **options):
+        append(self, name, lines, **options)
+        if name == METRICS and options.get("durable"):
+            durable.update(lines_of(quick.out))
+
+    def saving(self, state, loss, **options):
+        saved.append((int(state.step), max(durable, default=None)))
+        save(self, state, loss, **options)
+
+    def evaluated_with(self, step, loss):
+        evaluated.append((step, durable.get(step, {}).get("validation_loss") == loss))
+        add_loss(self, step, loss)
+
+    monkeypatch.setattr(RunDirectory, "append", appended)
+    monkeypatch.setattr(Checkpoints, "save", saving)
+    monkeypatch.setattr(Checkpoints, "evaluated", evaluated_with)
+    monkeypatch.setattr(loop, "SECONDS_BETWEEN_SAVES", 1e9)  # the steps that are saved are fixed
+    fit(quick)
+    # the line of a step that is evaluated next is in its checkpoint
+    assert saved == [(1, 1), (4, 3), (8, 7), (11, 10)]
+    assert evaluated == [(4, True), (8, True), (11, True)]
+
+
+def test_a_run_places_its_evaluation_windows_once(quick, monkeypatch):
+    made = []
+
+    class Counted(evaluation.Evaluator):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(loop, "Evaluator", Counted)
+    fit(with_changes(quick, steps=4, eval_interval=2))
+    assert len(made) == 1
 
 
 def test_a_manifest_from_before_evaluations_were_interrupted_is_read(trained):

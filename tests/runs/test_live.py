@@ -222,9 +222,9 @@ def test_a_wrong_request_gets_one_line(look, asked, reason):
 
 
 @contextlib.contextmanager
-def at_work(run: Path):
+def at_work(run: Path, **options: Any):
     """The address of a run's page, with its server at work."""
-    with serving(RunPage(run, PROMPT)) as (address, server):
+    with serving(RunPage(run, PROMPT, **options)) as (address, server):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -284,6 +284,16 @@ def test_a_page_is_told_of_training_and_its_checkpoints(run, look, other):
     for wrong in (-1, 3, 10**4000):
         with pytest.raises(ValueError, match=f"has no checkpoint {wrong}: it has 0, 7"):
             page.look({"prompt": "a", "other": wrong})
+
+
+def test_the_checkpoint_that_was_asked_for_is_shown_first(run):
+    """Step 0 is neither the best nor the last one."""
+    page = RunPage(run, PROMPT, which=0)
+    assert page.look({"prompt": PROMPT})["checkpoint"] == 0
+    assert page.look({"prompt": PROMPT, "checkpoint": 7})["checkpoint"] == 7
+    with at_work(run, which=0) as address:
+        _, html = ask(address)
+    assert '"checkpoint":0' in html
 
 
 def test_a_long_curve_is_drawn_as_means(run, tmp_path, monkeypatch):
@@ -454,12 +464,19 @@ def test_the_first_checkpoint_finds_its_programs_compiled(run, tmp_path):
 
 def test_beside_training_the_programs_are_loaded_once_the_address_is_said(run, monkeypatch, capsys):
     said = []
+    shown = []
+
+    def warm_up(page):
+        said.append(capsys.readouterr().out)
+        shown.append(page.which)
+
     monkeypatch.setattr(live, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(RunPage, "warm_up", lambda _: said.append(capsys.readouterr().out))
+    monkeypatch.setattr(RunPage, "warm_up", warm_up)
     for line in ("", json.dumps([str(run), PROMPT, None]) + "\n"):  # training was refused, or began
         monkeypatch.setattr(sys, "stdin", io.StringIO(line))
         live.main()
         assert [text.startswith("http://127.0.0.1:") for text in said] == [True] * bool(line)
+    assert shown == ["last"]  # while a run is trained, not the best checkpoint so far
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

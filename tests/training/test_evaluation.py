@@ -146,6 +146,11 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
     assert evaluator.exact(weights) == expected
     again = [windows for _, windows in seen]
     assert [a is b for a, b in zip(first, again, strict=False)] == [resident] * 4
+    # an estimate is of some of the same windows, which are not on the device twice
+    of_the_estimate = first[4:]
+    assert of_the_estimate
+    for windows in of_the_estimate:
+        assert any(windows is other for other in first[:4]) == resident
     assert {step._cache_size() for step, _ in seen} == {1}
 
 
@@ -179,6 +184,43 @@ def test_of_a_large_split_only_the_windows_of_a_call_are_read(weights, monkeypat
     # no more than the call that is computed and the next one
     evaluator.exact(weights, lambda done, _: read.append(-done))
     assert read == [20, 0, 20, -120, 20, -240, 20, -360]
+
+
+class Unread:
+    """A sum of losses that is still computed; converting it waits for it."""
+
+    def __init__(self, total: Any, events: list[str]) -> None:
+        self._total = total
+        self._events = events
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self._events.append("waited")
+        return np.asarray(self._total, dtype)
+
+
+def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weights, monkeypatch):
+    events: list[str] = []
+    read = evaluation.windows_by_number
+
+    def windows_by_number(*arguments):
+        events.append("read")
+        return read(*arguments)
+
+    def make(config):
+        step = make_eval_step(config)
+
+        def call(*arguments):
+            events.append("dispatched")
+            return Unread(step(*arguments), events)
+
+        return call
+
+    monkeypatch.setattr(evaluation, "windows_by_number", windows_by_number)
+    monkeypatch.setattr(evaluation, "make_eval_step", make)
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", 2 * 121 * 4 * 6 * 9)
+    monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
+    Evaluator(SMALL, TOKENS, 121).exact(weights)
+    assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
 
 
 def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
