@@ -20,6 +20,7 @@ from jgpt import ModelConfig
 from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
 from jgpt.config import to_json
+from jgpt.fitting.loop import Evaluation
 from jgpt.presets import PRESETS
 from tests.commands import jgpt
 
@@ -283,6 +284,16 @@ def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
     assert "a warning" in done.stderr
     TYPED.setdefault("plan", set()).add("--json")
     TYPED.setdefault("train", set()).add("--json")
+
+
+def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
+    def warn(call):
+        call["progress"].warned("a warning")
+
+    calls.note("jgpt.fitting.loop.evaluate", Evaluation(0.5, 2.0, 3.0, 7), during=warn)
+    done = jgpt("eval", "run", "--json")
+    assert json.loads(done.stdout) == dataclasses.asdict(Evaluation(0.5, 2.0, 3.0, 7))
+    assert "a warning" in done.stderr
 
 
 def test_a_live_page_s_options_reach_the_page(calls, monkeypatch):

@@ -319,14 +319,26 @@ def test_a_run_that_is_overwritten_while_it_is_shown_is_shown_with_its_new_weigh
     """At the same step, as a run that is trained again in the same directory has it."""
     path = tmp_path / "run"
     jgpt.save(other.model, path, tokenizer=TOKENIZER, config=look.model.config)
-    page = RunPage(path)
+    page = RunPage(path, PROMPT)
     before = page.look({"prompt": PROMPT})
     assert before["log_probabilities"] == answer(other, {"prompt": PROMPT})["log_probabilities"]
+    assert page.snapshot({})["attention"] == before["attention"]
     shutil.rmtree(path)
     jgpt.save(look.model, path, tokenizer=TOKENIZER, config=look.model.config)
     after = page.look({"prompt": PROMPT})
     assert after["log_probabilities"] == answer(look, {"prompt": PROMPT})["log_probabilities"]
     assert after["log_probabilities"] != before["log_probabilities"]
+    assert page.snapshot({})["attention"] == after["attention"] != before["attention"]
+
+
+@pytest.mark.parametrize("changed", ["metrics.jsonl", "checkpoints"])
+def test_a_page_hears_of_new_metrics_and_of_new_checkpoints(run, tmp_path, changed):
+    path = shutil.copytree(run, tmp_path / "run")
+    page = RunPage(path, PROMPT)
+    seen = page.training({})["at"]
+    assert page.training({"since": seen}) == {"unchanged": True}
+    os.utime(path / changed, (1, 1))  # as if it was written at another time
+    assert page.training({"since": seen})["checkpoints"] == [0, 7]
 
 
 def test_a_run_that_is_deleted_while_it_is_shown(run, tmp_path):
