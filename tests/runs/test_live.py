@@ -680,6 +680,22 @@ def test_a_page_grows_with_the_run(page, run, tmp_path):
         assert page.errors == []
 
 
+@needs_chromium
+def test_an_open_page_forgets_a_run_that_is_overwritten(page, run, look, tmp_path):
+    """Step 0 of the new run has other weights than step 0 of the old one."""
+    path = shutil.copytree(run, tmp_path / "run")
+    sample = jgpt.generate_text(look.model, TOKENIZER, "", 100, temperature=0.8)
+    with at_work(path) as address:
+        opened_at(page, address)
+        assert page.run("snapshots.get(0).sample") != sample
+        shutil.rmtree(path)
+        jgpt.save(look.model, path, tokenizer=TOKENIZER, config=look.model.config)
+        until(page, "training.step === 0 && data.checkpoint === 0 && snapshots.has(0)")
+        until(page, f"snapshots.get(0)?.sample === {json.dumps(sample)}")
+        assert page.run("snapshots.size") == 1
+        assert page.errors == []
+
+
 def until(page, condition: str) -> None:
     end = time.monotonic() + 60
     while not page.run(f"Boolean({condition})"):
