@@ -649,7 +649,18 @@ def import_(
     )
     dataset = DataConfig(data, universal_newlines)
     model_config = dataclasses.replace(model.config, dtype=dtype)
-    config = TrainConfig(model_config, optimizer, dataset, name=path.name, out=out)
+    # by default the windows of a call of steps would be more tokens than a config allows, where the
+    # context is of millions
+    tokens_per_step = TrainConfig.batch_size * model_config.block_size
+    most_steps = max(1, (2**32 - 1) // tokens_per_step)
+    config = TrainConfig(
+        model_config,
+        optimizer,
+        dataset,
+        name=path.name,
+        out=out,
+        steps_per_call=min(TrainConfig.steps_per_call, most_steps),
+    )
     checkpoints.save(model, path, tokenizer=own_tokenizer, config=config, text_files=text_files)
     lines = []
     source_config = parse_text_file(text_files, HF_CONFIG)

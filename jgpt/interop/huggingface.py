@@ -13,7 +13,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
-from jgpt.durable import new_directory, prefix_errors, read_json
+from jgpt.durable import new_directory, prefix_errors, printable, read_json
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
@@ -98,6 +98,11 @@ def save_hf(
     folder that the model was loaded from: its special tokens, chat template and options of
     generation are saved too. Raises ValueError for a model that the format can't express.
     """
+    if any("\ud800" <= character <= "\udfff" for character in str(directory)):
+        raise ValueError(
+            f"{printable(str(directory))} has bytes in it that are not UTF-8, which safetensors "
+            "can't write: choose another directory"
+        )
     if not isinstance(model, GPT):
         raise ValueError("Hugging Face's format doesn't support architecture='bigram'")
     if model.config.make is None:  # a custom model has its own error

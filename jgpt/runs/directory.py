@@ -336,9 +336,10 @@ class RunDirectory:
         try:
             append(self.path / name, text.encode(), durable=durable)
         except OSError as error:
-            raise OSError(
-                f"{error}; the checkpoints are intact: free some space and use resume=True"
-            ) from error
+            advice = "nothing was saved yet: free some space and start again"
+            if self.checkpoint_steps():
+                advice = "the checkpoints are intact: free some space and use resume=True"
+            raise OSError(f"{error}; {advice}") from error
 
     def truncate(self, name: str, step: float) -> None:
         """Truncate a file after its last complete line up to `step`."""

@@ -266,6 +266,20 @@ def test_what_came_in_goes_out_with_the_padding_of_its_vocabulary(qwen3, tmp_pat
     assert (tokenizer.vocab_size, config.model.vocab_size) == (320, 320)
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_rejected_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"caf\\xe9 has bytes in it that are not UTF-8"):
+        jgpt.save_hf(random_gpt("gpt2"), tmp_path / "caf\udce9")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_context_of_millions_is_imported(qwen3, tmp_path):
+    """Calls of as many steps as usual would have more tokens than a config allows."""
+    run = tmp_path / "run"
+    worked("import", qwen3, "--out", run, "--block-size", 10_000_000)
+    config = load(run)[2]
+    assert (config.model.block_size, config.steps_per_call) == (10_000_000, 35)
+
+
 @pytest.mark.slow
 def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_path):
     """In bfloat16 on a mesh, with a batch, a text and a learning rate of its own."""
