@@ -111,7 +111,10 @@ def _has_type(value: Any, hint: Any) -> bool:
 def _in_words(hint: Any) -> str:
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
-        return "one of " * (len(kinds) > 1) + ", ".join(kinds)
+        words = ", ".join(kinds)
+        if len(kinds) == 1:
+            return words
+        return f"one of {words}"
     if get_origin(hint) is tuple:
         return f"a tuple, each item {_in_words(kinds[0])}"
     if kinds:

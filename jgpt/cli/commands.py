@@ -240,8 +240,10 @@ def sample(
         while rows := tuple(islice(prompts, BATCH_SIZE)):
             rules["key"] = jax.random.fold_in(key, first)
             pieces = stream_text(loaded, tokenizer, rows, max_new_tokens, **rules)
+            if first > 0:
+                print(SEPARATOR)
             # the first text is streamed
-            print(f"{SEPARATOR}\n" * bool(first) + rows[0], end="", flush=True)
+            print(rows[0], end="", flush=True)
             others = list(rows[1:])
             for piece, *more in pieces:
                 print(piece, end="", flush=True)
@@ -303,7 +305,8 @@ def chat(
                     print(piece, end="", flush=True)
             print()
         except EOFError:
-            print(end="\n" * bool(prompt))
+            if prompt:
+                print()
             return
         except KeyboardInterrupt:
             print()
@@ -405,8 +408,10 @@ def info(
     flops = flops_per_token(config.model)
     lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if memory is not None:
-        parts = f", micro_batches={decided.micro_batches}" * (decided.micro_batches != 1)
-        lines.append(f"training memory at batch_size={config.batch_size}{parts}: {memory}")
+        setting = f"batch_size={config.batch_size}"
+        if decided.micro_batches != 1:
+            setting += f", micro_batches={decided.micro_batches}"
+        lines.append(f"training memory at {setting}: {memory}")
     return lines
 
 

@@ -215,11 +215,14 @@ def read_blocks(
                     raise ValueError(f"{path} is damaged or cut short: {error}") from None
             if not length:
                 raise ValueError(f"{path} is empty")
-            changed += [path] * is_changed
+            if is_changed:
+                changed.append(path)
     if changed:
-        others = f" and {len(changed) - 1} more" * (len(changed) > 1)
+        named = str(changed[0])
+        if len(changed) > 1:
+            named += f" and {len(changed) - 1} more"
         warn(
-            f"{changed[0]}{others}: carriage returns are read as newlines and byte-order marks "
+            f"{named}: carriage returns are read as newlines and byte-order marks "
             "dropped; what is read with universal_newlines=False keeps them"
         )
 
@@ -272,7 +275,9 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
 
 def _wrong_checksum(data: bytes) -> str:
     found = hashlib.sha256(data).hexdigest()
-    return f"SHA-256 {found[:12]}…, not {SHAKESPEARE_SHA256[:12]}…" * (found != SHAKESPEARE_SHA256)
+    if found == SHAKESPEARE_SHA256:
+        return ""
+    return f"SHA-256 {found[:12]}…, not {SHAKESPEARE_SHA256[:12]}…"
 
 
 def _files(

@@ -346,9 +346,12 @@ def _prepare(
             "has names"
         )
     if used not in (None, decided.micro_batches):
+        differences = "gradients differ in rounding"
+        if model.dropout > 0:
+            differences += ", and dropout in its random numbers"
         progress.warned(
-            f"{decided.micro_batches} micro-batches fit here, {used} were used before: gradients "
-            "differ in rounding" + ", and dropout in its random numbers" * (model.dropout > 0)
+            f"{decided.micro_batches} micro-batches fit here, {used} were used before: "
+            f"{differences}"
         )
     return config, decided, dataset, out, evaluations
 

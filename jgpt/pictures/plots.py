@@ -200,8 +200,10 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
         axes.set_xticks(named, names, fontsize=small, fontfamily=families)
         axes.set_yticks(named, names, fontsize=small, fontfamily=families)
         axes.tick_params(length=0, pad=2)
-        axes.set_xlabel("key position" * (layer == layers - 1), fontsize=large)
-        axes.set_ylabel("query position" * (head == 0), fontsize=large)
+        if layer == layers - 1:
+            axes.set_xlabel("key position", fontsize=large)
+        if head == 0:
+            axes.set_ylabel("query position", fontsize=large)
     bar = figure.colorbar(panels[0, 0].get_images()[0], ax=panels, aspect=40)
     bar.set_label("attention weight", fontsize=large)
     return _image(figure, format)

@@ -272,7 +272,8 @@ class RunDirectory:
         for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
             if entry.name.isdecimal() and str(int(entry.name)) == entry.name:
                 refuse_foreign(entry)
-                steps += [int(entry.name)] * entry.is_dir()
+                if entry.is_dir():
+                    steps.append(int(entry.name))
         return sorted(steps)
 
     def delete_checkpoints(self, steps: Iterable[int]) -> None:
@@ -392,7 +393,9 @@ def require_storable(path: Path) -> None:
 def read_config(path: Path) -> TrainConfig:
     """Read a run's config. Raises ValueError if it is damaged."""
     if path.exists() and not path.is_file():
-        hint = f": give {path / CONFIG}" * RunDirectory.exists(path)
+        hint = ""
+        if RunDirectory.exists(path):
+            hint = f": give {path / CONFIG}"
         raise ValueError(f"{path} is not a file{hint}")
     return parse_file(path, functools.partial(from_json, TrainConfig))
 

@@ -37,7 +37,9 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
 
         def keep(path: str, result: Any) -> Any:
             calls = sum(name.partition("[")[0] == path for name in found)
-            found[path + f"[{calls}]" * (calls > 0)] = result
+            if calls > 0:
+                path = f"{path}[{calls}]"
+            found[path] = result
             return result
 
         keeping = lambda path, _: functools.partial(keep, path)  # noqa: E731
@@ -220,8 +222,10 @@ class ShapeTrace:
             for call, others in _alike(self.calls):
                 rows += call._rows(level + 1, depth, inside)
                 if others:
-                    to = f" to {others[-1].rpartition('.')[2]}" * (len(others) > 1)
-                    rows.append((level + 1, f"{others[0]}{to}: alike", []))
+                    names = others[0]
+                    if len(others) > 1:
+                        names += f" to {others[-1].rpartition('.')[2]}"
+                    rows.append((level + 1, f"{names}: alike", []))
         return rows
 
     def __str__(self) -> str:

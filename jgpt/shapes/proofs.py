@@ -86,11 +86,13 @@ class Proof:
         return "proven" in verdicts and verdicts <= {"proven", "refused"}
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"{case.verdict:<8}  {', '.join(case.where) or 'all sizes'}"
-            + f": {case.detail}" * bool(case.detail)
-            for case in self.cases
-        )
+        lines = []
+        for case in self.cases:
+            line = f"{case.verdict:<8}  {', '.join(case.where) or 'all sizes'}"
+            if case.detail:
+                line += f": {case.detail}"
+            lines.append(line)
+        return "\n".join(lines)
 
 
 @typed
@@ -372,7 +374,9 @@ def _parts(question: str) -> list[str]:
     match how:
         case "==":
             no_less = right == "0" or (right == "1" and left.isidentifier())
-            return [f"{left} == {right}", more] + [less] * (not no_less)
+            if no_less:
+                return [f"{left} == {right}", more]
+            return [f"{left} == {right}", more, less]
         case ">=" | "<":
             return [f"{left} >= {right}", less]
         case _:
