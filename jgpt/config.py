@@ -124,7 +124,8 @@ def _in_words(hint: Any) -> str:
 
 
 def _require_multiple(config: Any, name: str, of: str) -> None:
-    value, divisor = getattr(config, name), getattr(config, of)
+    value = getattr(config, name)
+    divisor = getattr(config, of)
     if isinstance(divisor, int) and value % divisor:
         raise ValueError(f"{name}={value} must be divisible by {of}={divisor}")
 
@@ -516,7 +517,8 @@ class TrainConfig(_Fields):
             )
         sizes = mesh_sizes("data=1" if self.mesh is None else self.mesh)
         count = 1 if self.micro_batches == "auto" else self.micro_batches
-        parts, batch = sizes["data"] * sizes["fsdp"], self.batch_size // count
+        parts = sizes["data"] * sizes["fsdp"]
+        batch = self.batch_size // count
         if batch % parts:
             raise ValueError(
                 f"mesh={self.mesh} shards each batch over data x fsdp = {parts} devices: "

@@ -164,7 +164,9 @@ def _is_own(path: Path) -> bool:
 
 def write_file(path: Path, data: str | bytes) -> None:
     """Write a file, or replace it: a crash leaves the old one or the new one."""
-    data, given, path = data.encode() if isinstance(data, str) else data, path, path.resolve()
+    data = data.encode() if isinstance(data, str) else data
+    given = path
+    path = path.resolve()
     if path.exists() and not path.is_file():  # a pipe or a device has to stay what it is
         path.write_bytes(data)
         return

@@ -47,7 +47,8 @@ class Chip:
     """What a chip can send to the others of its slice or NVLink domain, in bytes/s."""
 
 
-_TPU, _HOPPER = Platform("tpu"), Platform("gpu", 9.0)
+_TPU = Platform("tpu")
+_HOPPER = Platform("gpu", 9.0)
 CHIPS = {
     "v5e": Chip("TPU v5 lite", _TPU, 197e12, 16 << 30, 0.82e12, 200e9),
     "v5p": Chip("TPU v5", _TPU, 459e12, 95 << 30, 2.77e12, 600e9),

@@ -92,7 +92,8 @@ def _place_of(error: BaseException, files: set[Path]) -> str | None:
             code = getattr(frame.f_locals.get("function"), "__code__", None)
             if code is None or Path(code.co_filename) not in files:
                 continue
-            path, number = Path(code.co_filename), code.co_firstlineno
+            path = Path(code.co_filename)
+            number = code.co_firstlineno
             while linecache.getline(str(path), number).lstrip().startswith("@"):
                 number += 1
         line = linecache.getline(str(path), number).strip()
@@ -171,10 +172,12 @@ def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
         old, new = (getattr(each, part).make for each in (saved, given))
         if new is None:
             continue
-        old, new = old and Code.of(old), Code.of(new)
+        old = old and Code.of(old)
+        new = Code.of(new)
         if old is None or (old.name, old.sha256) != (new.name, new.sha256):
             lines.append(f"the {part} {new.named} has changed since the run began")
-        before, after = dict(old.modules if old else ()), dict(new.modules)
+        before = dict(old.modules if old else ())
+        after = dict(new.modules)
         if not before:  # not recorded; a file that imported nothing has changed if it does now
             continue
         for file in sorted(before | after):

@@ -136,7 +136,6 @@ def test_the_model_reads_as_mathematics(name):
     """What a reader of the lecture opens has no sharding, padding, scan or gradient of its own."""
     source = (PACKAGE / "nn" / f"{name}.py").read_text()
     assert [each for each in identifiers(source) if MACHINERY.search(each)] == []
-    assert len(source.splitlines()) <= 250
     depth = (PACKAGE / "nn" / "depth.py").read_text()
     assert {"shard_by_name", "remembering", "scan"} <= identifiers(depth)  # the control
 

@@ -83,7 +83,7 @@ def _run(args: list[str]) -> Iterable[str]:
             f"unknown command {name!r}{did_you_mean(name, COMMANDS)}; "
             f"the commands are {', '.join(COMMANDS)}"
         )
-    if {"-h", "--help", "--help-all"} & {*words}:
+    if {"-h", "--help", "--help-all"} & set(words):
         return help_of(COMMANDS[name], name, words).splitlines()
     return COMMANDS[name](**parse(COMMANDS[name], name, words)) or ()
 
@@ -123,7 +123,8 @@ def _without_echoes() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.unraisablehook, warnings.showwarning = report, show
+        sys.unraisablehook = report
+        warnings.showwarning = show
 
 
 def _discard_output() -> None:

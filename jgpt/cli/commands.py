@@ -177,7 +177,8 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
 
     if options.on is None:
         screen = open_console(stderr=options.json)
-        resume, overwrite = options.resume, options.overwrite
+        resume = options.resume
+        overwrite = options.overwrite
         with console.ConsoleProgress(screen, "reading the data") as progress:
             planned = loop.plan(config, resume=resume, overwrite=overwrite, progress=progress)
         lines = console.describe(planned)
@@ -289,7 +290,8 @@ def chat(
         rngs = nnx.Rngs(jax.random.key(np.uint32(seed)))
         rules = {"rngs": rngs, "temperature": temperature, "top_p": top_p}
         chat = Chat(loaded, tokenizer, system, max_new_tokens, **rules)
-    console, prompt = open_console(), ""
+    console = open_console()
+    prompt = ""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # Windows
             import readline  # noqa: F401  # history and editing, for input
@@ -449,7 +451,8 @@ def shapes(
         if decode or train:
             trace = programs.trace_decode if decode else programs.trace_train
         most = config.model.block_size
-        first, second = (batch or 2, time or max(most - 1, 1)), (batch or 3, time or most)
+        first = (batch or 2, time or max(most - 1, 1))
+        second = (batch or 3, time or most)
         traced = trace(config, *first)
         if first != second:
             symbols = {"b": (first[0], second[0]), "t": (first[1], second[1])}
@@ -526,7 +529,8 @@ def look(
                 raise ValueError(f"{option}={given} is for a page as a file: leave out live=True")
         return _serve(run, prompt, checkpoint, model, browser)
     out = out or "look.html"
-    path, name = _out(out, ".html"), Path(run).resolve().name
+    path = _out(out, ".html")
+    name = Path(run).resolve().name
     with _loaded(run, checkpoint, model=model) as (loaded, tokenizer, _):
         from jgpt.pictures.look import look_page
 
@@ -638,7 +642,8 @@ def import_(
 
         status.update(f"loading {source}")
         if from_ == "nanogpt":
-            folder, model = Path(source), nanogpt.load_nanogpt(source)
+            folder = Path(source)
+            model = nanogpt.load_nanogpt(source)
             text_files = {}
         else:
             folder = hub.find_model(source)

@@ -51,7 +51,8 @@ class _Bar(Progress):
             if not task.visible:
                 continue
             width = self.console.width - len("^C") - 1
-            seconds, left = task.time_remaining, "--:--"
+            seconds = task.time_remaining
+            left = "--:--"
             if seconds is not None:
                 left = str(timedelta(0, seconds)).removeprefix("0:")
             done = f"{task.completed:.0f}/{task.total}"
@@ -362,7 +363,8 @@ def _describe_process_memory(plan: Plan) -> list[str]:
 
 def describe_ahead(step: CompiledStep) -> list[str]:
     """A step compiled for other hardware as lines of text."""
-    chip, memory = step.chip, step.memory
+    chip = step.chip
+    memory = step.memory
     sent = format_bytes(sum(each.sent for each in step.collectives))
     kinds = [f"{each.count} {each.kind} ({format_bytes(each.sent)})" for each in step.collectives]
     rows = (
@@ -387,7 +389,8 @@ def describe_ahead(step: CompiledStep) -> list[str]:
 
 def describe_placements(config: TrainConfig) -> list[str]:
     """A line per parameter: how the config's mesh shards it."""
-    mesh, state = abstract_mesh(config.mesh), abstract_state(config)
+    mesh = abstract_mesh(config.mesh)
+    state = abstract_state(config)
     specs = state_specs(config, mesh)
     parameters = format_bytes(bytes_on_each(state.weights, specs.weights, mesh))
     everything = format_bytes(bytes_on_each(state, specs, mesh))

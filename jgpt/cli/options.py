@@ -139,7 +139,8 @@ class _Parser(argparse.ArgumentParser):
 
     def add(self, group: Any, name: str, kind: Any, shown: Shown, default: Any, help: str) -> None:
         """Add the option for a parameter or field; a switch that is None can be given as either."""
-        required, many = default is inspect.Parameter.empty, get_origin(kind) is tuple
+        required = default is inspect.Parameter.empty
+        many = get_origin(kind) is tuple
         if not required and default not in (None, "", ()) and not isinstance(default, bool):
             help += f" (default: {' '.join(map(str, default)) if many else default})"
         how: dict[str, Any] = {"help": (help or shown.help).replace("%", "%%")}
@@ -148,7 +149,8 @@ class _Parser(argparse.ArgumentParser):
         else:
             how["type"], metavar = _reader(get_args(kind)[0] if many else kind)
             if name == "optimizer":
-                read, metavar = how["type"], f"{metavar}|FILE:NAME"
+                read = how["type"]
+                metavar = f"{metavar}|FILE:NAME"
                 how["type"] = lambda text: text if ".py:" in text else read(text)
             how["metavar"] = shown.metavar or METAVARS.get(name, metavar)
         if shown.positional:
@@ -230,7 +232,8 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     first.add_argument("--model", nargs="?")
     model = first.parse_known_args(args)[0].model  # whose config may have fields of its own
     given = _parser(command, name, model=model).parse(args)
-    options, where = _made(RunOptions(), given), _made(ProcessOptions(), given)
+    options = _made(RunOptions(), given)
+    where = _made(ProcessOptions(), given)
     own = given.pop("optimizer") if ".py:" in given.get("optimizer", "") else None
     config = with_code(_base_config(given, options), model, own)
     parts = {part: _made(getattr(config, part), given) for part in GROUPS}
@@ -287,7 +290,8 @@ def _options(of: Any) -> Iterator[tuple[str, Any, Shown, Any, str]]:
     """The name, type, way to show, default and help of each option of a command or config."""
     source = of if inspect.isfunction(of) else type(of)
     texts = {each.arg_name: each.description or "" for each in _documentation(source).params}
-    kinds, annotated = get_type_hints(source), get_type_hints(source, include_extras=True)
+    kinds = get_type_hints(source)
+    annotated = get_type_hints(source, include_extras=True)
     for name, parameter in inspect.signature(source).parameters.items():
         default = parameter.default if source is of else getattr(of, name)
         if dataclasses.is_dataclass(default) or name in ("vocab_size", "make"):
@@ -343,13 +347,14 @@ def _raise_if_it_is_a_path(word: str) -> None:
 
 
 def _made(config: Any, given: dict[str, Any]) -> Any:
-    names = {field.name for field in dataclasses.fields(config)} & {*given}
+    names = {field.name for field in dataclasses.fields(config)} & set(given)
     return dataclasses.replace(config, **{name: given[name] for name in names})
 
 
 def describe_presets(width: int) -> list[str]:
     """A line for each preset, wrapped."""
-    marks, column = {DEFAULT_PRESET: " (the default)"}, max(map(len, PRESETS)) + 1
+    marks = {DEFAULT_PRESET: " (the default)"}
+    column = max(map(len, PRESETS)) + 1
     lines = [
         f"{name:<{column}}{summary}{marks.get(name, '')}; {config.steps:,} steps"
         for name, (summary, config) in PRESETS.items()
@@ -364,7 +369,8 @@ def in_flags(message: str, options: Collection[str] = TRAIN) -> str:
     """
 
     def flag(found: re.Match[str]) -> str:
-        name, value = found["name"], found["value"]
+        name = found["name"]
+        value = found["value"]
         if name not in (*options, *RENAMED) or not (value or found["part"] or "_" in name):
             return found[0]
         name = RENAMED.get(name, name).replace("_", "-")

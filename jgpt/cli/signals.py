@@ -26,7 +26,8 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
     A thread receives them through a wakeup socket: Python's handlers would run only when the main
     thread returns from a call of many steps, and merge two signals into one.
     """
-    codes, (here, there) = list[int](), socket.socketpair()
+    codes: list[int] = []
+    here, there = socket.socketpair()
     there.setblocking(False)
 
     def listen() -> None:

@@ -70,7 +70,8 @@ _PARQUET_ROWS, _PARQUET_BATCH = 1024, 1 << 26
 _PARQUET_RATIO, _LARGEST_PARQUET = 1000, 1 << 26
 """A file's bytes may stand for so many times as much text, and for this much at least. Text is
 compressed to a fifth; a dictionary and runs of its values let 500 bytes claim terabytes."""
-_ROWS_PER_BYTE, _MOST_ROWS = 64, 1 << 20
+_ROWS_PER_BYTE = 64
+_MOST_ROWS = 1 << 20
 _SMALL_PARQUET = 1 << 20
 """Bytes; the batches of smaller files heed what a dictionary makes of them."""
 _FIRST_BYTES = {
@@ -134,14 +135,16 @@ def text_chunks(
     A chunk ends where all tokenizers split a text, or inside a word that is longer than any.
     """
     longest_word = longest_word or LONGEST_WORD
-    pending, enough = "", chunk_size
+    pending = ""
+    enough = chunk_size
     for chunk in read_blocks(sources, chunk_size, **how):
         pending += chunk
         while len(pending) >= enough:
             split = last_split_point(pending)
             if split or enough >= longest_word:
                 yield pending[: split or enough]
-                pending, enough = pending[split or enough :], chunk_size
+                pending = pending[split or enough :]
+                enough = chunk_size
             else:
                 enough += chunk_size
     if pending:
@@ -207,9 +210,11 @@ def read_blocks(
                 try:
                     if suffix in RECORDS:
                         read = _parquet if suffix == ".parquet" else _json_lines
-                        pieces, end = read(opened, str(path), field), separator
+                        pieces = read(opened, str(path), field)
+                        end = separator
                     else:
-                        pieces, end = _decoded(opened, str(path), size), ""
+                        pieces = _decoded(opened, str(path), size)
+                        end = ""
                     length, is_changed = yield from _with_newlines(pieces, end, universal_newlines)
                 except errors as error:
                     raise ValueError(f"{path} is damaged or cut short: {error}") from None
@@ -491,7 +496,9 @@ def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
 def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
     """The text of UTF-8, decoded strictly in blocks; the last block is empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    received, block, beginning = 0, None, b""
+    received = 0
+    block = None
+    beginning = b""
     while block != b"":
         block = file.read(size)
         received += len(block)
@@ -577,13 +584,15 @@ def _with_newlines(
     Returns their length, and whether newlines or a byte-order mark were replaced.
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    length, marked = 0, False
+    length = 0
+    marked = False
     for piece in pieces:
         if universal_newlines:
             # a carriage return at the end of a block waits for the next block
             piece = newlines.decode(piece, final=bool(end) or not piece)
             if not (end or length or marked) and piece.startswith("\ufeff"):
-                marked, piece = True, piece[1:]
+                marked = True
+                piece = piece[1:]
         length += len(piece)
         if piece:
             yield piece + end

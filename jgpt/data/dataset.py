@@ -39,7 +39,9 @@ from jgpt.data.tokenizers import (
 from jgpt.durable import new_directory, own_file, read_file, write_file
 from jgpt.shapes.contract import host_record, typed
 
-TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "dataset.json", "tokenizer.json"
+TOKENS_FILE = "tokens.bin"
+INDEX_FILE = "dataset.json"
+TOKENIZER_FILE = "tokenizer.json"
 NANOGPT = "train.bin", "val.bin"
 DONE_FILE = "done.json"
 """The numbers of characters and tokens prepared so far."""
@@ -583,7 +585,8 @@ def _write_tokens(
 
     Continues what a process that was stopped has left in the folder.
     """
-    kept, done_file = partial / TOKENIZER_FILE, partial / DONE_FILE
+    kept = partial / TOKENIZER_FILE
+    done_file = partial / DONE_FILE
     if kept.is_file():
         tokenizer = read_tokenizer(kept)
     else:

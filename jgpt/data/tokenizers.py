@@ -201,7 +201,8 @@ class BPETokenizer:
         merges are learned from its text.
         """
         backend = _byte_level(tokenizers.models.BPE())
-        words, parts = backend.pre_tokenizer, tokenizers.pre_tokenizers.FixedLength(LONG_WORD)
+        words = backend.pre_tokenizer
+        parts = tokenizers.pre_tokenizers.FixedLength(LONG_WORD)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -373,9 +374,11 @@ class BPETokenizer:
     @functools.cached_property
     def _fast(self) -> tiktoken.Encoding | None:
         """tiktoken's encoder, or None for a tokenizer whose tokens might not be the same."""
-        values, plain = json.loads(self._backend.to_str()), _byte_level_json()
-        model, added = values["model"], values["added_tokens"]
-        fields = {*plain["model"]} - {"vocab", "merges", "unk_token", "fuse_unk"}
+        values = json.loads(self._backend.to_str())
+        plain = _byte_level_json()
+        model = values["model"]
+        added = values["added_tokens"]
+        fields = set(plain["model"]) - {"vocab", "merges", "unk_token", "fuse_unk"}
         if not (
             all(values[part] == plain[part] for part in ("normalizer", "pre_tokenizer"))
             and all((model.get(name) or None) == (plain["model"][name] or None) for name in fields)
@@ -387,13 +390,14 @@ class BPETokenizer:
         special = {token["content"]: token["id"] for token in added}
         ids = {word: id for word, id in model["vocab"].items() if word not in special}
         merged = ["".join(pair) for pair in model["merges"]]
-        ranks, bytes_of = [ids.get(word, -1) for word in merged], bytes_of_letters()
+        ranks = [ids.get(word, -1) for word in merged]
+        bytes_of = bytes_of_letters()
         # tiktoken merges the pair of the lowest token; all tokens must be made by their merges.
         # Byte 255 is in no text, and its token may have another name
         letters = {letter for letter in bytes_of if letter in ids or letter != _UNUSED_LETTER}
         if not (
             len(ids) == len(merged) + len(letters)
-            and {*ids} == {*merged, *letters}
+            and set(ids) == {*merged, *letters}
             and ranks == sorted(ranks)
             and all(len(self._backend.model.tokenize(word)) == 1 for word in merged)
         ):
@@ -682,7 +686,7 @@ def _growth(part: Any) -> int:
         return sum("Sequence" in piece for piece in part["single"])
     added = [text for name in ("content", "prepend") if isinstance(text := part.get(name), str)]
     own = 2 if kind == "ByteLevel" else 1 + len("".join(added))
-    return own * _growth([*part.values()])
+    return own * _growth(list(part.values()))
 
 
 def _regular_expressions(part: Any) -> Iterator[str]:
@@ -752,7 +756,7 @@ def bytes_of_letters() -> dict[str, int]:
     """The byte that each letter of the byte-level alphabet stands for."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     same = [ord(letter) for letter in letters if ord(letter) < 256]  # the others follow in order
-    return dict(zip(letters, same + sorted({*range(256)} - {*same}), strict=True))
+    return dict(zip(letters, same + sorted(set(range(256)) - set(same)), strict=True))
 
 
 def _with_unused_byte_named(backend: Any, name: str) -> Any:

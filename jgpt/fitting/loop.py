@@ -98,7 +98,8 @@ class TrainingStopped(Exception):
 
     def __init__(self, step: int, directory: Path) -> None:
         super().__init__(f"stopped after step {step}; its checkpoint is in {directory}")
-        self.step, self.directory = step, directory
+        self.step = step
+        self.directory = directory
 
 
 class StoppedBeforeTraining(TrainingStopped):
@@ -168,7 +169,8 @@ def fit(
         state = _starting_state(config, saved, run, resume=resume)
         train_steps = make_train_steps(config)
         _check_custom_code(config, state, train_steps, progress)
-        step, trackers = int(state.step), Trackers()
+        step = int(state.step)
+        trackers = Trackers()
         with together():
             if process_index() == 0:
                 with trackers_removed_on_error(run.path):
@@ -194,7 +196,8 @@ def fit(
                 run.truncate(METRICS, step - 1)
         progress.planned(replace(evaluations, interrupted=unevaluated is not None))
         progress.started(config, dataset, state, out)
-        tokens, chips = len(dataset.train), max(current_mesh().size, 1)
+        tokens = len(dataset.train)
+        chips = max(current_mesh().size, 1)
         logger = MetricsLogger(config, run, [trackers.log], tokens, chips, progress.stepped)
         if unevaluated is not None:
             logger.resume_unevaluated(unevaluated)
@@ -253,7 +256,8 @@ def plan(
     On a CPU its `process_memory` counts what this process has taken so far as what training takes
     beside its steps.
     """
-    progress, platform = progress or Progress(), platform or current_platform()
+    progress = progress or Progress()
+    platform = platform or current_platform()
     _, config, dataset, out, evaluations = _prepare(config, resume, overwrite, progress, platform)
     with use_mesh(config.mesh):
         made = make_plan(config, dataset, out, evaluations)
@@ -280,7 +284,8 @@ def _prepare(
     run = RunDirectory.open(out) if resume and RunDirectory.exists(out) else None
     lines, before = (run.provenance(), run.config()) if run else ([], config)
     tokenizer, checkpoints = (run.tokenizer(), run.checkpoint_steps()) if run else (None, [])
-    known, used = known_text(lines), known_micro_batches(lines)
+    known = known_text(lines)
+    used = known_micro_batches(lines)
     if known is not None:
         known = replace(known, sources=before.dataset.data)
     for part in ("model", "optimizer"):
@@ -289,7 +294,8 @@ def _prepare(
     # a run's text stays as it was first read, in runs from before universal newlines too
     universal = config.dataset.universal_newlines and before.dataset.universal_newlines
     data = replace(config.dataset, universal_newlines=universal)
-    size, warn = config.model.block_size, progress.warned
+    size = config.model.block_size
+    warn = progress.warned
 
     stop_is_asked = False
 
@@ -418,7 +424,8 @@ def _sample_or_warn(
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
-    prompt, key = jnp.asarray(default_prompt(tokenizer)), jax.random.key(np.uint32(seed))
+    prompt = jnp.asarray(default_prompt(tokenizer))
+    key = jax.random.key(np.uint32(seed))
     drawn = generate(model, prompt[None], tokens, key=key, temperature=0.8)
     text = drawn[0, len(tokenizer.begin) :]
     return tokenizer.decode(np.asarray(text))
@@ -440,10 +447,13 @@ class _Training:
     should_stop: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        config, dataset = self.config, self.dataset
-        self.tokens, self.key = resident(dataset.train), dropout_stream(config.seed)
+        config = self.config
+        dataset = self.dataset
+        self.tokens = resident(dataset.train)
+        self.key = dropout_stream(config.seed)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.weights))
-        held_out, spread_targets = dataset.validation, None
+        held_out = dataset.validation
+        spread_targets = None
         if self.evaluations.spread:
             spread_targets = self.evaluations.targets
         else:
@@ -474,7 +484,8 @@ class _Training:
 
         `evaluate_first`: the evaluation of the first state was interrupted.
         """
-        patience, is_warm = self.config.patience, False
+        patience = self.config.patience
+        is_warm = False
         with self.trace, contextlib.ExitStack() as watch, self._last_good_state_saved():
             if evaluate_first:
                 self._evaluate()
@@ -577,7 +588,9 @@ class _Training:
 
     def _take_steps(self) -> None:
         """One call, at most to the next evaluation or estimate, or to an end of the trace."""
-        config, first, traced = self.config, self.step, self.traced
+        config = self.config
+        first = self.step
+        traced = self.traced
         next_evaluation = (first // config.eval_interval + 1) * config.eval_interval
         pauses = {next_evaluation, config.steps, *self.early}
         if traced:

@@ -32,7 +32,10 @@ class MetricsLogger:
         devices: int = 1,
         report: Callable[[int, float, float | None], None] = lambda *_: None,
     ) -> None:
-        self._config, self._run, self._trackers, self._report = config, run, trackers, report
+        self._config = config
+        self._run = run
+        self._trackers = trackers
+        self._report = report
         self._training_tokens = training_tokens
         self._tokens_per_step = config.batch_size * config.model.block_size
         peak = peak_flops()
@@ -53,7 +56,8 @@ class MetricsLogger:
 
     def start_clock(self) -> None:
         """Measure throughput from now on: compilation and evaluation don't count."""
-        self._clock, self._tokens = time.perf_counter(), 0
+        self._clock = time.perf_counter()
+        self._tokens = 0
 
     def add(self, first_step: int, count: int, metrics: Metrics) -> None:
         """Record the previous call, and this one if it is ready."""
@@ -69,7 +73,8 @@ class MetricsLogger:
         """
         if self._pending is None:
             return
-        (first_step, count, metrics), self._pending = self._pending, None
+        first_step, count, metrics = self._pending
+        self._pending = None
         rows = (np.asarray(getattr(metrics, name))[:count].tolist() for name in EACH_STEP)
         for step, values in enumerate(zip(*rows, strict=True), first_step + 1):
             line = {"step": step, **dict(zip(EACH_STEP, values, strict=True))}
@@ -119,7 +124,8 @@ class MetricsLogger:
 
     def _measurements(self, step: int) -> dict[str, Any]:
         now = time.perf_counter()
-        tokens, seconds = step * self._tokens_per_step, round(now - self._started, 3)
+        tokens = step * self._tokens_per_step
+        seconds = round(now - self._started, 3)
         measured: dict[str, Any] = {"tokens": tokens, "seconds": seconds}
         if self._clock is not None:
             speed = self._tokens / (now - self._clock)
@@ -147,7 +153,8 @@ class MetricsLogger:
                     self.tracker_failure = self.tracker_failure or error
 
     def _not_finite_message(self, line: dict[str, Any]) -> str:
-        config, step = self._config, line["step"]
+        config = self._config
+        step = line["step"]
         steps = config.steps_per_call  # the shape that is compiled already
         sizes = self._training_tokens, config.batch_size, config.model.block_size
         starts = window_starts(config.seed, step - 1, steps, *sizes)[0].tolist()

@@ -89,7 +89,8 @@ class NotebookProgress(LineProgress):
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print where the run goes."""
         super().started(config, dataset, state, out)
-        self._run, self._picture = RunDirectory(out), None
+        self._run = RunDirectory(out)
+        self._picture = None
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line, and draw the curve in the place of the one before."""

@@ -40,7 +40,7 @@ def require_same_run(
     """
     may_differ = _MAY_DIFFER | ({"dataset.data"} if text_is_known else set())
     may_differ |= {f"optimizer.{name}" for name, _, _ in _lowered_rates(saved, given)}
-    if [*checkpoints] == [0]:
+    if list(checkpoints) == [0]:
         names = (name for name, _ in fields_of(saved))
         may_differ |= {name for name in names if not name.startswith(_OF_THE_STATE)}
     differences = [
@@ -85,7 +85,8 @@ def describe_learning_rate(
     ]
     if (same and not lowered) or not 0 < done < given.steps:
         return None
-    before, after = _learning_rate(saved), _learning_rate(given)
+    before = _learning_rate(saved)
+    after = _learning_rate(given)
     longer = [] if same else [f"{given.steps} steps instead of {saved.steps}"]
     changed = f"{', '.join(longer + lowered)}: the learning rate"
     if lowered:
@@ -154,7 +155,8 @@ def _describe_targets(targets: int, spread: bool, split_targets: int) -> str:
 def _lowered_rates(saved: TrainConfig, given: TrainConfig) -> Iterator[tuple[str, float, float]]:
     """The name, old and new value of each learning rate that was lowered."""
     for name in _MAY_BE_LOWERED:
-        old, new = getattr(saved.optimizer, name), getattr(given.optimizer, name)
+        old = getattr(saved.optimizer, name)
+        new = getattr(given.optimizer, name)
         if old is not None and new is not None and new < old:
             yield name, old, new
 

@@ -43,9 +43,11 @@ def require_tracker(name: TrackerName) -> Open:
     """How to open a tracker. Raises ModuleNotFoundError if its extra is not installed."""
     match name:
         case "tensorboard":
-            module, tracker = "tensorboardX", _TensorBoard
+            module = "tensorboardX"
+            tracker = _TensorBoard
         case "wandb":
-            module, tracker = "wandb", _Wandb
+            module = "wandb"
+            tracker = _Wandb
         case _:
             assert_never(name)
     try:

@@ -13,7 +13,8 @@ from jgpt.generation.sampling import Sampling
 from jgpt.generation.text import stream_continuations
 from jgpt.nn.models import LanguageModel
 
-START, END = "<|im_start|>", "<|im_end|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
 _REASONING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
 """What an answer may begin with. Tags further on are part of what it says, as spaces are."""
 
@@ -48,8 +49,10 @@ class Chat:
                 "smollm2-chat and qwen3 are models that have them (jgpt import)"
             )
         self._start, self._end = (tokenizer.encode_part(word).tolist() for word in (START, END))
-        self._model, self._tokenizer = model, tokenizer
-        self._max_new_tokens, self._rngs = max_new_tokens, rngs
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_new_tokens = max_new_tokens
+        self._rngs = rngs
         self._system = [] if system is None else self._turn("system", system)
         self._turns: list[list[int]] = []
 
@@ -59,16 +62,19 @@ class Chat:
         If the answer is closed early, the part so far stays in the conversation.
         Raises ValueError for a message that can't be encoded or leaves no room for an answer.
         """
-        turns, opening = [*self._turns, self._turn("user", message)], self._opening("assistant")
-        size, dropped = self._model.block_size, 0
+        turns = [*self._turns, self._turn("user", message)]
+        opening = self._opening("assistant")
+        size = self._model.block_size
+        dropped = 0
         most = size - min(self._max_new_tokens, size // 2)
-        while len(tokens := [*chain(self._system, *turns, opening)]) > most:
+        while len(tokens := list(chain(self._system, *turns, opening))) > most:
             if len(turns) == 1:
                 raise ValueError(
                     f"the message is too long: {len(tokens)} tokens with all that belongs to it, "
                     f"and {most} of block_size={size} are left"
                 )
-            turns, dropped = turns[2:], dropped + 2
+            turns = turns[2:]
+            dropped = dropped + 2
         pieces = stream_continuations(
             self._model,
             self._tokenizer,

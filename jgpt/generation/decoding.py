@@ -81,7 +81,8 @@ def stream(
             f"lengths={lengths.max()} is more than the prompt's {prompt.shape[1]} tokens"
         )
     require_in_vocabulary(prompt, model.vocab_size, "the prompt's token")
-    sampling, size = jax.tree.map(jnp.float32, sampling), model.block_size
+    sampling = jax.tree.map(jnp.float32, sampling)
+    size = model.block_size
     rows = [row[:n][-size:] for row, n in zip(np.asarray(prompt, np.int32), lengths, strict=True)]
     length = np.minimum(lengths, size).astype(np.int32)
     window = np.stack([np.pad(row, (size - len(row), 0)) for row in rows])
@@ -108,7 +109,9 @@ def stream(
     def pieces(calls):
         call = next(calls, None)
         while call is not None:
-            (drawn, finite, count), call = call, next(calls, None)  # dispatched before waiting
+            # dispatched before waiting
+            drawn, finite, count = call
+            call = next(calls, None)
             if not finite:
                 raise FloatingPointError(
                     "the model's logits are not finite: its weights have diverged or are damaged"
@@ -181,9 +184,11 @@ def _draw(
             hidden = model.hidden(tokens)
             x = jnp.take_along_axis(hidden, known[:, None, None] - 1, axis=1)
         else:
-            tokens, past = window[:, -1:], cache
+            tokens = window[:, -1:]
+            past = cache
             if whole_window:
-                tokens, past = window, model.empty_cache(batch)
+                tokens = window
+                past = model.empty_cache(batch)
                 past.set_lengths(known - size)
             x = model.hidden(tokens, cache=past)[:, -1:]
         logits = model.logits(x)[:, 0]

@@ -325,14 +325,16 @@ def _in_words_of(
 
 def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str | None:
     """The first field that a format can't express, in words."""
-    default, fields = ModelConfig(**format.implied), [ours for _, ours in format.fields]
+    default = ModelConfig(**format.implied)
+    fields = [ours for _, ours in format.fields]
     meant = {  # the values that None stands for
         "num_kv_heads": config.num_heads,
         "head_dim": config.embed_dim / config.num_heads,
         "attention_scale": config.head_size**-0.5,
     }
     for name in dict.fromkeys([*format.implied, *dataclasses.asdict(config)]):
-        value, only = getattr(config, name), getattr(default, name)
+        value = getattr(config, name)
+        only = getattr(default, name)
         if name in (*fields, *_IRRELEVANT) or value in (only, meant.get(name, only)):
             continue
         refused = f"{format.name}'s format doesn't support {name}={value!r}"

@@ -39,7 +39,8 @@ from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
-HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
+HF_WEIGHTS = "model.safetensors"
+HF_INDEX = "model.safetensors.index.json"
 _PRECISIONS = ("F32", "F16", "BF16", "F64")
 _HEADER_BYTES = 1 << 16
 """The limit of a file's header per layer; a layer's tensors need about 2,000."""
@@ -61,7 +62,7 @@ def load_hf(
             f"there is no folder {directory}: give one with {HF_CONFIG} and {HF_WEIGHTS}; "
             "jgpt import fetches models of the hub by name"
         )
-    known = [*HF_FORMATS] if model_type is None else [model_type]
+    known = list(HF_FORMATS) if model_type is None else [model_type]
     with prefix_errors(directory / HF_CONFIG):
         values = read_json(directory / HF_CONFIG)
         if (kind := values.get("model_type", "gpt2")) not in known:
@@ -172,7 +173,7 @@ def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> 
         found = _open_file(directory / shard, layers, stack)
         listed = plain_names(name for name, file in shard_of.items() if file == shard)
         with prefix_errors(Path(shard)):
-            require_names({*found}, {*listed})
+            require_names(set(found), set(listed))
         for name in found.keys() & entries.keys():
             raise ValueError(
                 f"{HF_INDEX} has {name} in two files, under two names: remove one of them"

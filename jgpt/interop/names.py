@@ -38,7 +38,8 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
     if len(blocks) != config.num_layers:  # before a wrong config makes a huge layout
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
     layout = _layout(config, format)
-    head, table = "lm_head.weight", f"{format.modules['token_embedding']}.weight"
+    head = "lm_head.weight"
+    table = f"{format.modules['token_embedding']}.weight"
     copies = {}
     if config.tie_embeddings and head in entries:
         if table in entries:
@@ -46,10 +47,10 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
         else:  # a tied table may be stored as the head alone
             entries = {**entries, table: entries[head]}
             del entries[head]
-    require_names({*entries}, {*layout, *copies})
+    require_names(set(entries), {*layout, *copies})
     for name, stored in (layout | copies).items():
-        if (shape := [*entries[name].shape]) != [*stored.shape]:
-            raise ValueError(f"{name} has shape {shape}, not {[*stored.shape]}")
+        if (shape := list(entries[name].shape)) != list(stored.shape):
+            raise ValueError(f"{name} has shape {shape}, not {list(stored.shape)}")
     if copies and not np.array_equal(entries[head].read(), entries[table].read()):
         raise ValueError(f"{head} differs from {table}, but tie_word_embeddings=True")
     leaves = {}
@@ -57,7 +58,7 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
         try:
             tensor = jnp.asarray(entries[name].read())
         except MemoryError:
-            raise ValueError(f"{name} of shape {[*stored.shape]} exceeds the memory") from None
+            raise ValueError(f"{name} of shape {list(stored.shape)} exceeds the memory") from None
         tensor = tensor.T if stored.transposed else tensor
         *ends, _ = itertools.accumulate(stored.parts.values())
         leaves |= zip(stored.parts, jnp.split(tensor, ends, axis=-1), strict=True)
@@ -67,14 +68,15 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
 @typed
 def write_tensors(model: GPT, format: Format) -> Tensors:
     """The inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2 has."""
-    config, leaves = model.config, named_parameters(model)
+    config = model.config
+    leaves = named_parameters(model)
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
     tensors = {}
     for name, stored in _layout(config, format).items():
         parts = [np.asarray(leaves[part].get_value(), dtype) for part in stored.parts]
         tensor = np.concatenate(parts, axis=-1)
         tensors[name] = tensor.T if stored.transposed else tensor
-    for name in [*tensors]:
+    for name in list(tensors):
         bias = name.removesuffix("weight") + "bias"
         has_bias = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
         if has_bias and bias not in tensors:
@@ -150,7 +152,8 @@ class _Stored(NamedTuple):
 
 def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
     """The tensors of another project for the parameters that a model has."""
-    leaves, parts = named_parameters(abstract_model(config)), {}
+    leaves = named_parameters(abstract_model(config))
+    parts = {}
     for ours, theirs in format.modules.items():
         for index in range(config.num_layers if "{}" in ours else 1):
             for kind in ("kernel", "scale", "embedding", "bias"):

@@ -20,9 +20,12 @@ from jgpt.data.tokenizers import (
 )
 from jgpt.durable import prefix_errors, read_json
 
-HF_CONFIG, GENERATION = "config.json", "generation_config.json"
-TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+HF_CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 OF_THE_MODEL = (HF_CONFIG, GENERATION)
 OF_THE_TOKENIZER = (

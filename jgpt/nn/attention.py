@@ -80,8 +80,10 @@ def apply_rotary(
         raise ValueError(f"head_dim={x.shape[-1]} must be even for rotary position embedding")
     frequency = base ** -(jnp.arange(half) / half)
     angle = position[..., None] * frequency
-    cosine, sine = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+    cosine = jnp.cos(angle).astype(x.dtype)
+    sine = jnp.sin(angle).astype(x.dtype)
+    first = x[..., :half]
+    second = x[..., half:]
     return jnp.concatenate(
         [first * cosine - second * sine, first * sine + second * cosine], axis=-1
     )

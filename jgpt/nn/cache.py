@@ -28,8 +28,10 @@ class LayerCache(Module):
         *,
         dtype: DTypeLike = jnp.float32,
     ) -> None:
-        self.batch, self.capacity = batch, capacity
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.batch = batch
+        self.capacity = capacity
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
         # batch and heads share an axis: XLA copies a cache with an axis of size 1 at each write
         shape = (batch * num_kv_heads, capacity, head_dim)
         self.keys, self.values = (nnx.Cache(jnp.zeros(shape, dtype)) for _ in range(2))
@@ -80,7 +82,8 @@ class LayerCache(Module):
         self, time: int, window: int | None = None
     ) -> Bool[Array, "{self.batch} {time} {self.capacity}"]:
         """True where one of the last `time` queries (row) may attend to a cached key (column)."""
-        capacity, newest = self.capacity, self.end[...] - 1
+        capacity = self.capacity
+        newest = self.end[...] - 1
         slot = newest - (newest - jnp.arange(capacity)) % capacity  # of the key at each index
         query = newest + 1 - time + jnp.arange(time)[:, None]
         mask = (slot <= query) & (slot > newest - self.length[...][:, None, None])
@@ -92,7 +95,9 @@ class KVCache(Module):
 
     @typed
     def __init__(self, layers: tuple[LayerCache, ...], *, batch: int, lookback: int = 0) -> None:
-        self.layers, self.batch, self.lookback = nnx.List(layers), batch, lookback
+        self.layers = nnx.List(layers)
+        self.batch = batch
+        self.lookback = lookback
         self.tokens = nnx.Cache(jnp.full((batch, lookback), -1, jnp.int32))
 
     @typed

@@ -32,7 +32,7 @@ def run_blocks(
     x = shard_by_name(x, "batch", "time", None)
     if config.scan_layers and cache is None:
         return _scanned(config, blocks, x, shortcut, rngs)
-    caches = [None] * len(blocks) if cache is None else [*cache.layers]
+    caches = [None] * len(blocks) if cache is None else list(cache.layers)
     if len(caches) != len(blocks):
         raise ValueError(
             f"the cache has {len(caches)} layers and the model {len(blocks)}: "
@@ -44,7 +44,8 @@ def run_blocks(
             return block(x, rngs=rngs)
 
     run = remembering(call, nothing=config.rematerialise)
-    embedded, states = x, []
+    embedded = x
+    states = []
     for i, (block, layer) in enumerate(zip(blocks, caches, strict=True)):
         if shortcut is not None:
             x = x + shortcut[i].astype(x.dtype) * embedded
@@ -78,7 +79,8 @@ def _scanned(
     streams = nnx.graphdef(rngs)  # the counts of the streams are carried along
 
     def call(carry, layer):
-        (x, drawn), (weights, scale) = carry, layer
+        x, drawn = carry
+        weights, scale = layer
         x = x if scale is None else x + scale * embedded
         rngs = nnx.merge(streams, drawn)
         with place("blocks.*"):

@@ -74,9 +74,14 @@ class Head(_Attention):
         dropout: float = 0.0,
         rngs: nnx.Rngs,
     ) -> None:
-        self.embed_dim, self.head_dim, self.dropout = embed_dim, head_dim, dropout
-        self.causal, self.window, self.scale = causal, window, scale
-        self.rotary, self.rotary_base = rotary, ModelConfig.rotary_base
+        self.embed_dim = embed_dim
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.causal = causal
+        self.window = window
+        self.scale = scale
+        self.rotary = rotary
+        self.rotary_base = ModelConfig.rotary_base
         norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=False)
         self.query_norm = norm() if qk_norm else None
         self.key_norm = norm() if qk_norm else None
@@ -123,19 +128,25 @@ class MultiHeadAttention(_Attention):
 
     @typed
     def __init__(self, config: ModelConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
-        self.embed_dim, self.head_dim = config.embed_dim, config.head_size
+        self.embed_dim = config.embed_dim
+        self.head_dim = config.head_size
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
-        self.causal, self.dropout = causal, config.dropout
-        self.window, self.scale = config.attention_window, config.attention_scale
+        self.causal = causal
+        self.dropout = config.dropout
+        self.window = config.attention_window
+        self.scale = config.attention_scale
         self.fused = kernels.uses_fused_kernel(config.attention_kernel)
-        self.rotary, self.rotary_base = config.positions == "rotary", config.rotary_base
+        self.rotary = config.positions == "rotary"
+        self.rotary_base = config.rotary_base
         options = {"use_scale": config.qk_norm_scale, "param_dtype": config.param_dtype}
         norm = functools.partial(RMSNorm, self.head_dim, epsilon=config.qk_norm_epsilon, **options)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
-        features, kv_features = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        heads, kv_heads = ("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)
+        features = self.num_heads * self.head_dim
+        kv_features = self.num_kv_heads * self.head_dim
+        heads = ("num_heads", self.num_heads)
+        kv_heads = ("num_kv_heads", self.num_kv_heads)
         linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
         qkv = functools.partial(linear, self.embed_dim, use_bias=config.qkv_bias)
         self.query = qkv(features, dimensions=("embed_dim", heads))

@@ -29,7 +29,8 @@ class Int8Linear(Module):
         self.in_features, self.out_features = kernel.shape
         rows, scale = quantise(kernel.T)
         # output features first: XLA's CPU backend multiplies these rows faster than columns
-        self.kernel, self.scale = nnx.Param(rows), nnx.Param(scale)
+        self.kernel = nnx.Param(rows)
+        self.scale = nnx.Param(scale)
         self.bias = None if bias is None else nnx.Param(bias)
 
     @typed

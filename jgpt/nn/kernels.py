@@ -61,7 +61,8 @@ def attend_windowed(
     Then each block of `window` queries attends to its own keys and to those of the block before
     (Beltagy et al. 2020, section 3.1).
     """
-    time, options = query.shape[-2], {"scale": scale, "dropout": dropout}
+    time = query.shape[-2]
+    options = {"scale": scale, "dropout": dropout}
     if mask is None or window is None or window >= time:
         return attend(query, key, value, mask, dropout_key=dropout_key, **options)
     mask = causal_mask(2 * window, window)
@@ -74,7 +75,9 @@ def attend_windowed(
     def with_previous_window(x):
         return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
 
-    query, key, value = split_windows(query), split_windows(key), split_windows(value)
+    query = split_windows(query)
+    key = split_windows(key)
+    value = split_windows(value)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     at = ..., slice(1), slice(None), slice(None)
     qkv = query[at], key[at], value[at]
@@ -130,7 +133,8 @@ def attend_over_cache(
     heads, time, head_dim = query.shape[1:]
     groups = query_groups(heads, cache.num_kv_heads)
     mask = cache.mask(time, window)
-    block, in_order = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS)), time == cache.capacity
+    block = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS))
+    in_order = time == cache.capacity
     query = query.reshape(-1, groups, time, head_dim).astype(cache.keys.dtype)
     attended = []
     for start in (i * block for i in range(MAX_QUERY_BLOCKS)):

@@ -42,8 +42,11 @@ class Linear(Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.in_features, self.out_features, self.product = in_features, out_features, product
-        self.dtype, self.activation_dtype = supported_dtype(dtype), activation_dtype
+        self.in_features = in_features
+        self.out_features = out_features
+        self.product = product
+        self.dtype = supported_dtype(dtype)
+        self.activation_dtype = activation_dtype
         shape = (in_features, out_features)
         param_dtype = supported_dtype(param_dtype)
         kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
@@ -86,7 +89,8 @@ class Embedding(Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.num_embeddings, self.embed_dim = num_embeddings, embed_dim
+        self.num_embeddings = num_embeddings
+        self.embed_dim = embed_dim
         shape = (num_embeddings, embed_dim)
         param_dtype = supported_dtype(param_dtype)
         table = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
@@ -128,7 +132,8 @@ class RMSNorm(Module):
         use_scale: bool = True,
         param_dtype: DTypeLike = jnp.float32,
     ) -> None:
-        self.embed_dim, self.epsilon = embed_dim, epsilon
+        self.embed_dim = embed_dim
+        self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones(embed_dim, param_dtype)) if use_scale else None
 
     @typed

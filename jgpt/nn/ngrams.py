@@ -19,7 +19,8 @@ class NGramEmbedding(Module):
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.sizes, self.num_rows = config.ngram_sizes, config.ngram_rows
+        self.sizes = config.ngram_sizes
+        self.num_rows = config.ngram_rows
         self.embed_dim = config.embed_dim
         rows = len(self.sizes) * self.num_rows
         self.table = Embedding(rows, self.embed_dim, param_dtype=config.param_dtype, rngs=rngs)

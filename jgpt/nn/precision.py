@@ -20,7 +20,9 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
     dtype, but float32 on CPUs: there 16-bit products are fast, and element-wise operations on
     16-bit numbers are slow because XLA converts each operand.
     """
-    dtype, activation, kernel = config.dtype, config.activation_dtype, config.attention_kernel
+    dtype = config.dtype
+    activation = config.activation_dtype
+    kernel = config.attention_kernel
     if dtype == "auto":
         fast = platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
         dtype = "bfloat16" if fast else "float32"

@@ -25,7 +25,8 @@ def project(
     Leading axes are flattened: XLA's CPU backend has no fast path for the gradient of a batched
     product.
     """
-    rows, in_features = x.shape[:-1], x.shape[-1]
+    rows = x.shape[:-1]
+    in_features = x.shape[-1]
     wide = jnp.promote_types(dtype, jnp.float32)
     flat = x.reshape(math.prod(rows), in_features).astype(wide)
     product = _low_precision_product if jnp.finfo(dtype).bits < 32 else _product
@@ -45,7 +46,8 @@ def project_to_vocabulary(
     GPT-2's 50,257 is slow to multiply. Up to 1,024 features, and for the few rows of a decode step,
     padding costs more than it saves.
     """
-    rows, features = math.prod(x.shape[:-1]), kernel.shape[1]
+    rows = math.prod(x.shape[:-1])
+    features = kernel.shape[1]
     padding = -features % TILE if features > PAD_MIN_FEATURES and _are_many(rows) else 0
     padded = jnp.pad(kernel, ((0, 0), (0, padding)))
     return project(x, padded, dtype, activation_dtype)[..., :features]

@@ -57,7 +57,8 @@ class FeedForward(Module):
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.embed_dim, self.dropout = config.embed_dim, config.dropout
+        self.embed_dim = config.embed_dim
+        self.dropout = config.dropout
         self.hidden_dim = config.hidden_dim or 4 * config.embed_dim
         self.activation: Activation = config.activation
         linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
@@ -119,9 +120,12 @@ class GPT(Module):
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config, config = config, portable(config)
-        self.dtype, self.activation_dtype = config.dtype, config.activation_dtype
-        self.vocab_size, self.embed_dim = config.vocab_size, config.embed_dim
+        self.config = config
+        config = portable(config)
+        self.dtype = config.dtype
+        self.activation_dtype = config.activation_dtype
+        self.vocab_size = config.vocab_size
+        self.embed_dim = config.embed_dim
         self.block_size = config.block_size
         new = {"param_dtype": config.param_dtype, "rngs": rngs}
         self.token_embedding = Embedding(

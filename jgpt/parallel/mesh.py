@@ -14,7 +14,8 @@ from jgpt.hardware import device_kinds
 
 def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
-    sizes, found = mesh_sizes(mesh), len(device_kinds() if devices is None else devices)
+    sizes = mesh_sizes(mesh)
+    found = len(device_kinds() if devices is None else devices)
     if (product := math.prod(sizes.values())) != found:
         raise ValueError(
             f"mesh={mesh} is of {product} devices, and there are {found}: give sizes whose product "

@@ -152,7 +152,7 @@ async def _wait_for_others(server: socket.socket, processes: int) -> None:
                 before = dict(there)
                 await asyncio.sleep(0.05)
     except TimeoutError:
-        absent = sorted({*range(1, processes)} - {*there})
+        absent = sorted(set(range(1, processes)) - set(there))
         raise ValueError(f"not started: process {', '.join(map(str, absent[:8]))}") from None
     for writer in there.values():
         writer.write(b"jgpt: go")
@@ -160,7 +160,8 @@ async def _wait_for_others(server: socket.socket, processes: int) -> None:
 
 def _ask(host: str, port: int, who: str) -> None:
     """Wait until process 0 says that all are there."""
-    answer, until = b"", time.monotonic() + START_SECONDS
+    answer = b""
+    until = time.monotonic() + START_SECONDS
     while not answer:
         if (left := until - time.monotonic()) < 0:
             raise ValueError(f"process 0 doesn't answer at {host}:{port}")
@@ -178,7 +179,8 @@ def _ask(host: str, port: int, who: str) -> None:
 def _silence_gloo() -> None:
     """Discard what gloo writes to standard output, a line per connection."""
     sys.stdout.flush()
-    kept, how = os.dup(1), {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+    kept = os.dup(1)
+    how = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
     sys.stdout = open(kept, "w", buffering=1 if os.isatty(kept) else -1, **how)  # noqa: SIM115
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -240,6 +242,7 @@ class Vote:
         mesh = jax.sharding.get_mesh()
         where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         votes = np.full(devices_of_processes()[process_index()], wanted, np.int32)
-        cast, asked = jax.make_array_from_process_local_data(where, votes), self._asked
+        cast = jax.make_array_from_process_local_data(where, votes)
+        asked = self._asked
         self._asked = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(cast)
         return asked is not None and bool(asked)

@@ -81,7 +81,7 @@ def anatomy_of(model: Any) -> Anatomy:
     tokens = jax.ShapeDtypeStruct((1, min(TOKENS, model.block_size)), jnp.int32)
 
     def look(tokens: Any) -> None:
-        calls = [*hear(model, tokens, {})[1].values()]
+        calls = list(hear(model, tokens, {})[1].values())
         blocks = _blocks(calls)
         branches = tuple(_branches(calls, block) for block in blocks)
         attention = [
@@ -111,7 +111,8 @@ def weights_of(call: Heard) -> Any:
 def _blocks(calls: list[Heard]) -> tuple[str, ...]:
     lists: dict[str, list[str]] = {}
     for call in calls:
-        given, numbered = call.given, re.fullmatch(r"(.*)\.(\d+)", call.path)
+        given = call.given
+        numbered = re.fullmatch(r"(.*)\.(\d+)", call.path)
         if call.module and numbered and given is not None and given.shape == call.result.shape:
             lists.setdefault(numbered[1], []).append(call.path)
     for stem in sorted(lists, key=lambda stem: stem.count(".")):

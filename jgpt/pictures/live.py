@@ -59,7 +59,8 @@ class RunPage:
         which: Which = "best",
         model: Make | str = None,
     ) -> None:
-        self.run, self._model = RunDirectory.open(directory), model
+        self.run = RunDirectory.open(directory)
+        self._model = model
         self.which: Which = which
         self.name, tokenizer = self.run.path.resolve().name, self.run.tokenizer()
         self.prompt = tokenizer.decode(default_prompt(tokenizer)) if prompt is None else prompt
@@ -87,16 +88,19 @@ class RunPage:
         at = [path.stat().st_mtime_ns if path.exists() else 0 for path in written]
         if asked.get("since") == str(at):
             return {"unchanged": True}
-        lines, losses = run.metrics(), {}
+        lines = run.metrics()
+        losses = {}
         for name in ("loss", "validation_loss", "validation_estimate"):
             losses[name] = [[line["step"], line[name]] for line in lines if name in line]
-        steps, each = losses["loss"], max(1, -(-len(losses["loss"]) // MOST_POINTS))
+        steps = losses["loss"]
+        each = max(1, -(-len(losses["loss"]) // MOST_POINTS))
         parts = [steps[first : first + each] for first in range(0, len(steps), each)]
         losses["loss"] = [np.mean(part, axis=0).tolist() for part in parts]
         with Checkpoints(run, read_only=True) as checkpoints:
             saved = checkpoints.steps()
             named = {name: checkpoints.step(name) for name in ("best", "last")} if saved else {}
-        last, of = lines[-1]["step"] if lines else 0, run.config().steps
+        last = lines[-1]["step"] if lines else 0
+        of = run.config().steps
         told = {"at": str(at), "each": each, "step": last, "steps": of}
         return losses | told | {"checkpoints": saved, "named": named}
 
@@ -141,7 +145,7 @@ class RunPage:
             like = next(iter(self._opened.values()), None)
             look = Look(model, tokenizer, self.name, like=like)
             self._opened[at] = look
-            for oldest in [*self._opened][:-MOST_OPEN]:
+            for oldest in list(self._opened)[:-MOST_OPEN]:
                 del self._opened[oldest]
         return at, self._opened[at]
 
@@ -153,13 +157,15 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
     Only requests with the secret, to this host and from this page are answered, and nothing but the
     page and its numbers.
     """
-    secret, room = secrets.token_urlsafe(16), threading.Semaphore(MOST_REQUESTS)
+    secret = secrets.token_urlsafe(16)
+    room = threading.Semaphore(MOST_REQUESTS)
     page = {"name": run.name, "live": True, "text": run.prompt, "checkpoint": run.which}
     answers = {"look": run.look, "training": run.training, "checkpoint": run.snapshot}
 
     class Handler(BaseHTTPRequestHandler):
         timeout = SECONDS
-        server_version, sys_version = "jgpt", ""
+        server_version = "jgpt"
+        sys_version = ""
 
         def do_GET(self) -> None:
             if self._allowed(f"/{secret}/"):
@@ -190,7 +196,7 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
         def _allowed(self, path: str) -> bool:
             here = {f"{name}:{server.server_port}" for name in ("127.0.0.1", "localhost")}
             origin = self.headers.get("Origin")
-            if not {*self.headers.get_all("Host", [""])} <= here:
+            if not set(self.headers.get_all("Host", [""])) <= here:
                 self._refuse(403, "this server answers to its own address alone")
             elif origin is not None and origin.removeprefix("http://") not in here:
                 self._refuse(403, "this server answers its own page alone")

@@ -98,11 +98,15 @@ class Look:
         *,
         like: "Look | None" = None,
     ) -> None:
-        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
         self._graph, weights = nnx.split(model)
         self._weights = nnx.to_pure_dict(weights)
         if like is not None and like._graph == self._graph:
-            self.anatomy, self._rows, self._program = like.anatomy, like._rows, like._program
+            self.anatomy = like.anatomy
+            self._rows = like._rows
+            self._program = like._program
         else:
             self.anatomy = anatomy_of(model)
             self._rows = functools.cache(self._rows_of)
@@ -115,7 +119,8 @@ class Look:
 
         Raises ValueError for too many tokens, and for a patch from a prompt of another length.
         """
-        before, streams = None, None
+        before = None
+        streams = None
         if changes != Changes():
             before = self._run(tokens, Changes())
         if changes.patch is not None:
@@ -136,7 +141,9 @@ class Look:
         return min(self.model.block_size, math.isqrt(2 * MOST_WEIGHTS // each))
 
     def _run(self, tokens: list[int], changes: Changes, streams: Any = None) -> dict[str, Any]:
-        time, layers, heads = len(tokens), len(self.anatomy.attention), self.anatomy.heads
+        time = len(tokens)
+        layers = len(self.anatomy.attention)
+        heads = self.anatomy.heads
         if time > self.model.block_size:
             raise ValueError(
                 f"the prompt has {time} tokens, more than block_size={self.model.block_size}"
@@ -158,7 +165,8 @@ class Look:
 
     def _unchanged(self, length: int) -> dict[str, Any]:
         """What the program is given, of so many tokens: nothing is changed."""
-        anatomy, blocks = self.anatomy, len(self.anatomy.blocks)
+        anatomy = self.anatomy
+        blocks = len(self.anatomy.blocks)
         return {
             "tokens": np.zeros((1, length), np.int32),
             "heads": np.ones((len(anatomy.attention), anatomy.heads), np.float32),
@@ -176,7 +184,8 @@ class Look:
         def patched(where: Any, stream: Any, x: Any) -> Any:
             return jnp.where(where[:, None], stream.astype(x.dtype), x)
 
-        anatomy, edits = self.anatomy, dict[str, Callable[[Any], Any]]()
+        anatomy = self.anatomy
+        edits: dict[str, Callable[[Any], Any]] = {}
         for path, factors in zip(anatomy.by_head, given["heads"], strict=True):
             if path is not None:
                 edits[path] = functools.partial(scaled, factors[:, None, None])
@@ -187,7 +196,9 @@ class Look:
         return hear(model, given["tokens"], edits)
 
     def _forward(self, weights: Any, given: dict[str, Any]) -> dict[str, Any]:
-        model, anatomy, tokens = nnx.merge(self._graph, weights), self.anatomy, given["tokens"]
+        model = nnx.merge(self._graph, weights)
+        anatomy = self.anatomy
+        tokens = given["tokens"]
         trace, heard = self._hear(model, given)
         calls = {call.path: call for call in heard.values() if call.module}
         blocks = [calls[path] for path in anatomy.blocks]
@@ -235,7 +246,8 @@ class Look:
             )
             return found
 
-        first, second = rows(length), rows(length - 1 if length > 1 else 2)
+        first = rows(length)
+        second = rows(length - 1 if length > 1 else 2)
         alike = [row[:2] for row in first] == [row[:2] for row in second]
         found = []
         for (name, path, shape, _), other in zip(first, second if alike else first, strict=True):
@@ -250,7 +262,8 @@ class Look:
         self, tokens: list[int], prompt: int, found: dict[str, Any], before: dict[str, Any] | None
     ) -> dict[str, Any]:
         """What the page draws, as plain data."""
-        anatomy, time = self.anatomy, len(tokens)
+        anatomy = self.anatomy
+        time = len(tokens)
         count = 10 if time > 1 else MOST_CANDIDATES
         found = jax.device_get(found)
         last = found["candidates"][-1, time - 1].tolist()
@@ -310,7 +323,7 @@ class Look:
                 continue
             shown.pop(same, None)  # what a module returns as it got it is shown as the module's
             shown[same] = row | {"sizes": kept.shape}, np.moveaxis(kept, axes[0], 0)
-        return [*shown.values()]
+        return list(shown.values())
 
 
 def _rows(trace: ShapeTrace, heard: dict[int, Heard]) -> list[tuple[str, str, Shape, Any]]:
@@ -346,7 +359,9 @@ def _rows(trace: ShapeTrace, heard: dict[int, Heard]) -> list[tuple[str, str, Sh
 
 def packed(array: Any, *, fine: bool = True) -> dict[str, Any]:
     """An array in two bytes an entry, or one, evenly between its least and its largest value."""
-    dtype, low, high = "<u2" if fine else "u1", float(array.min()), float(array.max())
+    dtype = "<u2" if fine else "u1"
+    low = float(array.min())
+    high = float(array.max())
     if not np.isfinite([low, high]).all():
         raise ValueError("the forward pass is not finite: the model has diverged")
     most = np.iinfo(dtype).max

@@ -47,9 +47,12 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
 def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     """The losses of several runs against steps, tokens and seconds, as an image."""
     figure = Figure(figsize=(15, 5.5), layout="constrained")
-    row, smoothed = figure.subplots(1, 3, sharey=True), list[Artist]()
+    row = figure.subplots(1, 3, sharey=True)
+    smoothed: list[Artist] = []
     for index, run in enumerate(runs):
-        config, metrics, colour = run.config(), run.metrics(), f"C{index}"
+        config = run.config()
+        metrics = run.metrics()
+        colour = f"C{index}"
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         steps = np.array([line["step"] for line in metrics])
@@ -189,7 +192,8 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     layers, heads, time, _ = maps.shape
     side = min(max(2.2, INCHES_PER_TOKEN * time), MOST_INCHES / max(layers, heads))
     named = range(0, time, math.ceil(INCHES_PER_TOKEN * time / side))
-    small, large = min(8.0, 72 * 0.85 * side / (len(named) + 4)), min(24.0, 7 + side)
+    small = min(8.0, 72 * 0.85 * side / (len(named) + 4))
+    large = min(24.0, 7 + side)
     figure = Figure(figsize=(heads * side + 1, layers * side + 0.5), layout="constrained")
     panels = figure.subplots(layers, heads, squeeze=False)
     names = [text_of_token(tokenizer, int(tokens[i])).translate(VISIBLE) for i in named]

@@ -180,7 +180,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for a pending save. Raises OSError if it failed."""
         if self._saving is not None:
-            saving, self._saving = self._saving, None
+            saving = self._saving
+            self._saving = None
             with together():
                 saving.result()
 
@@ -241,7 +242,7 @@ class Checkpoints:
                 state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
                 return step, self._read_arrays(step, {part: getattr(state, part) for part in parts})
             except (ValueError, OSError):
-                if {*before} <= {*self.steps()}:
+                if set(before) <= set(self.steps()):
                     raise
 
     def _by_loss(self) -> list[int]:
@@ -387,7 +388,8 @@ class Checkpoints:
 
     def _delete_old(self) -> None:
         """Delete all but the best, the last and every Nth."""
-        steps, config = self.steps(), self._config
+        steps = self.steps()
+        config = self._config
         try:
             kept = {*self._by_loss()[: config.keep_best], *steps[-config.keep_last :]}
         except ValueError:
@@ -415,7 +417,8 @@ def load(
     files is damaged.
     """
     run = RunDirectory.open(run_directory)
-    saved, tokenizer = run.config(), run.tokenizer()
+    saved = run.config()
+    tokenizer = run.tokenizer()
     config = with_code(saved, model, optimizer)
     for line in changed_code(saved, config):
         warnings.warn(line, stacklevel=2)

@@ -27,12 +27,20 @@ from jgpt.durable import (
 from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_files
 from jgpt.runs.manifest import MANIFEST, parse_file, refuse_foreign
 
-CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
-PROVENANCE, LOCK, PROFILE = "provenance.jsonl", "lock", "profile"
-CHECKPOINTS, SAMPLES, LOSS_PICTURE = "checkpoints", "samples.txt", "loss.png"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+METRICS = "metrics.jsonl"
+PROVENANCE = "provenance.jsonl"
+LOCK = "lock"
+PROFILE = "profile"
+CHECKPOINTS = "checkpoints"
+SAMPLES = "samples.txt"
+LOSS_PICTURE = "loss.png"
 IMPORTED = "imported"
 """The folder of what an imported model's own folder says about its text."""
-TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb.id"
+TENSORBOARD = "tensorboard"
+WANDB = "wandb"
+WANDB_ID = "wandb.id"
 _REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
 _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
@@ -145,7 +153,8 @@ class RunDirectory:
         """Open an existing run. Raises FileNotFoundError if there is none."""
         path = Path(path)
         if not cls.exists(path):
-            run, step = path.parent.parent, path.name
+            run = path.parent.parent
+            step = path.name
             if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
                 raise FileNotFoundError(
                     f"{path} is a checkpoint, not a run directory: give {run} and which={step}"
@@ -282,7 +291,8 @@ class RunDirectory:
         They are renamed first, durably: a directory named by a step is never partial.
         """
         self.require_in_place()
-        folder, steps = self.path / CHECKPOINTS, list(steps)
+        folder = self.path / CHECKPOINTS
+        steps = list(steps)
         for step in steps:
             os.replace(folder / str(step), folder / f"deleting-{step}")
         if steps:
@@ -305,7 +315,7 @@ class RunDirectory:
 
     def tracker_files(self) -> set[Path]:
         """The files and folders that trackers and the profiler have written."""
-        patterns = [*_BY_TRACKERS]
+        patterns: list[str] = list(_BY_TRACKERS)
         if (self.path / WANDB_ID).is_file():
             patterns.extend(_BY_WANDB)
         return {entry for pattern in patterns for entry in self.path.glob(pattern)}
@@ -346,7 +356,8 @@ class RunDirectory:
         """Truncate a file after its last complete line up to `step`."""
         self.require_in_place()
         ends = (end for line, end in self._lines(name) if line["step"] <= step)
-        end, path = max(ends, default=0), self.path / name
+        end = max(ends, default=0)
+        path = self.path / name
         if path.is_file():
             with own_file(path, os.O_WRONLY) as descriptor:
                 os.truncate(descriptor, end)

@@ -266,10 +266,12 @@ def heard_trace(
 ) -> ShapeTrace:
     """The tree of a call while it runs; `hear` gets each node, with the call and the result."""
     root = ShapeTrace("", getattr(function, "__name__", type(function).__name__), {})
-    stack, in_module = [root], [False]
+    stack = [root]
+    in_module = [False]
 
     def watch(call: TypedCall) -> Callable[[Any], Any]:
-        owner, name = call.arguments.get("self"), call.function.__name__
+        owner = call.arguments.get("self")
+        name = call.function.__name__
         if is_module := name == "__call__":
             name = call.path or type(owner).__name__
         shapes = {

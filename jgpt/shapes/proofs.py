@@ -107,7 +107,8 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
     """
     parsed = [_parsed(array) for array in arrays]
     names = sorted({name for _, text in parsed for name in _names(text)})
-    todo, cases = [(where,) if isinstance(where, str) else tuple(where)], []
+    todo = [(where,) if isinstance(where, str) else tuple(where)]
+    cases = []
     _require_readable(todo[0], names)
     while todo:
         case = todo.pop()
@@ -127,7 +128,7 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
             cases.append(Case(case, "proven"))
         except (InconclusiveDimensionOperation, _Open) as error:
             parts = _parts(str(error))
-            if not parts or set(parts) & {*case}:
+            if not parts or set(parts) & set(case):
                 cases.append(Case(case, "open", _reason(error)))
             else:
                 todo += [(*case, part) for part in reversed(parts)]
@@ -147,7 +148,7 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
 def _require_whole_reshapes(jaxpr: Any) -> None:
     """What JAX checks of a reshape only when its sizes are numbers."""
     for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=_is_jaxpr):
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
                 _require_whole_reshapes(getattr(inner, "jaxpr", inner))
         if equation.primitive.name == "reshape":
@@ -190,7 +191,7 @@ def _theirs(text: str) -> str:
 
 def _require_readable(where: tuple[str, ...], names: list[str]) -> None:
     """Raise ValueError for constraints that aren't any, of other sizes, or that contradict."""
-    if others := {name for each in where for name in _names(each)} - {*names}:
+    if others := {name for each in where for name in _names(each)} - set(names):
         raise ValueError(f"where={list(where)} names {min(others)}, a size that no array has")
     try:
         scope = _scope(where)
@@ -209,7 +210,7 @@ def _scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
     equal = [re.fullmatch(r"(\w+) == (\d+)", each) for each in case]
     fixed = {found[1]: int(found[2]) for found in equal if found}
     for each in case:  # JAX doesn't compare numbers with numbers
-        if fixed.keys() >= {*_names(each)} and not _holds(each, fixed):
+        if fixed.keys() >= set(_names(each)) and not _holds(each, fixed):
             raise ValueError("unsatisfiable")
     # sizes that are numbers first: JAX puts them into what comes later
     ordered = sorted(zip(equal, case, strict=True), key=lambda each: each[0] is None)
@@ -243,9 +244,13 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
     branch in silence. Libraries still get these answers, since they ask for speed only, and so
     do other threads.
     """
-    equal, power, isqrt = Size.__eq__, Size.__pow__, math.isqrt
-    divide, divide_into = Size.__truediv__, Size.__rtruediv__
-    multiply, multiply_into = Size.__mul__, Size.__rmul__
+    equal = Size.__eq__
+    power = Size.__pow__
+    isqrt = math.isqrt
+    divide = Size.__truediv__
+    divide_into = Size.__rtruediv__
+    multiply = Size.__mul__
+    multiply_into = Size.__rmul__
 
     def equals(self: Any, other: Any) -> bool:
         if isinstance(other, Size) and other.scope is not self.scope:
@@ -368,9 +373,11 @@ def _parts(question: str) -> list[str]:
     if not found:
         return []
     left, how, right = found.groups()
-    less, more = f"{left} <= {right} - 1", f"{left} >= {right} + 1"
+    less = f"{left} <= {right} - 1"
+    more = f"{left} >= {right} + 1"
     if right.isdigit():
-        less, more = f"{left} <= {int(right) - 1}", f"{left} >= {int(right) + 1}"
+        less = f"{left} <= {int(right) - 1}"
+        more = f"{left} >= {int(right) + 1}"
     match how:
         case "==":
             no_less = right == "0" or (right == "1" and left.isidentifier())

@@ -81,7 +81,8 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
                 raise
             reason = str(error).splitlines()[0]
             raise ValueError(f"a step doesn't fit into {on}: {reason}") from None
-        memory, text = memory_of(compiled, config), compiled.as_text()
+        memory = memory_of(compiled, config)
+        text = compiled.as_text()
     assert memory is not None and text is not None  # noqa: PT018  # these compilers report both
     sent = defaultdict(list)
     for kind, size in collectives(text):
@@ -143,7 +144,7 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
             for role, names in _CALLED.findall(line):
                 times = trips(line) if role == "body" else 1
                 for called in re.findall(r"[\w.-]+", names):
-                    yield from [*inside(called)] * times
+                    yield from list(inside(called)) * times
 
     def trips(line: str) -> int:
         """Trips of a loop, from its line or its condition, else 1."""
@@ -160,7 +161,9 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
 
 def _sent(found: re.Match[str], line: str) -> int:
     """The bytes that each device of a group sends, by ring algorithms."""
-    size, kind, devices = 0, found[2], _group(line)
+    size = 0
+    kind = found[2]
+    devices = _group(line)
     for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", found[1]):  # pred has no bits
         size += -(-int(bits or 8) // 8) * math.prod(map(int, filter(None, shape.split(","))))
     if found[3]:  # the type of an asynchronous start holds the operands too

@@ -27,7 +27,8 @@ class TrainingMemory:
     """Activations, gradients and batches."""
 
     def __str__(self) -> str:
-        state, working = format_bytes(self.state), format_bytes(self.working)
+        state = format_bytes(self.state)
+        working = format_bytes(self.working)
         total = format_bytes(self.state + self.working)
         return f"{total} ({state} parameters and optimizer, {working} activations and gradients)"
 

@@ -246,7 +246,8 @@ def average_weights(
         updates: LikeWeights, state: Any, params: LikeWeights | None = None
     ) -> tuple[LikeWeights, Any]:
         updates, inner = optimizer.update(updates, state.optimizer, state.trained)
-        trained, step = optax.apply_updates(state.trained, updates), state.step + 1
+        trained = optax.apply_updates(state.trained, updates)
+        step = state.step + 1
         rate = (1 - decay) / (1 - decay**step)
         towards = lambda new, old: (rate * (new - old)).astype(old.dtype)  # noqa: E731
         return jax.tree.map(towards, trained, params), AverageState(trained, inner, step)

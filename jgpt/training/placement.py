@@ -71,7 +71,8 @@ def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tup
     """Dimensions of parameters that a mesh doesn't divide, and the memory it costs."""
     costs: Counter[str] = Counter()
     for variable in named_parameters(abstract_model(config)).values():
-        dimensions, shape = rules.dimensions_of(variable), variable.shape
+        dimensions = rules.dimensions_of(variable)
+        shape = variable.shape
         spec = rules.spec_of(dimensions, shape, mesh)
         size = bytes_on_each(variable.get_value(), spec, mesh)
         for dimension, entries, axes in zip(dimensions, shape, spec, strict=True):

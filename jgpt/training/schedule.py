@@ -18,12 +18,14 @@ def learning_rate_schedule(
     Hu et al. 2024, section 4), which is shorter where the warmup reaches into it.
     """
     peak = config.learning_rate if peak is None else peak
-    steps, warmup = config.schedule_steps or steps, config.warmup_steps
+    steps = config.schedule_steps or steps
+    warmup = config.warmup_steps
     after_warmup = max(steps - warmup, 1)
     first = peak / (warmup + 1)  # not 0: the first step would change nothing
     lowest = config.min_learning_rate / config.learning_rate
     constant = optax.constant_schedule(peak)
-    pieces, boundaries = [optax.linear_schedule(first, peak, warmup)], [warmup]
+    pieces = [optax.linear_schedule(first, peak, warmup)]
+    boundaries = [warmup]
     match config.schedule:
         case "constant":
             pieces.append(constant)

@@ -25,7 +25,9 @@ from jgpt.parallel.mesh import current_mesh
 from jgpt.shapes.contract import record, typed
 from jgpt.training.optimizer import make_optimizer
 
-_INIT_STREAM, _DROPOUT_STREAM = 1, 2  # batches fold the step into the seed's key itself
+# batches fold the step into the seed's key itself
+_INIT_STREAM = 1
+_DROPOUT_STREAM = 2
 
 
 @record
@@ -85,7 +87,8 @@ def abstract_state(config: TrainConfig) -> TrainState:
 def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
     """How the train state is sharded over a mesh, by default the one that is set."""
     mesh = current_mesh() if mesh is None else mesh
-    state, model = abstract_state(config), abstract_model(config.model)
+    state = abstract_state(config)
+    model = abstract_model(config.model)
     specs = rules.weight_specs(model, mesh)
     specs = rules.specs_like(state, stacking.stack_specs(specs) if _is_stacked(state) else specs)
     # as compiled programs return them, or the train steps would be compiled for both spellings
