@@ -589,18 +589,30 @@ def prepare(
     """
     if not files + data:
         raise ValueError("give a text to prepare: a file, a folder or a corpus")
-    how = universal_newlines, tokenizer, bpe_vocab_size, tokenizer_files
-    config = DataConfig((*files, *data), *how, data_field=data_field)
+    config = DataConfig(
+        data=(*files, *data),
+        universal_newlines=universal_newlines,
+        tokenizer=tokenizer,
+        bpe_vocab_size=bpe_vocab_size,
+        tokenizer_files=tokenizer_files,
+        data_field=data_field,
+    )
 
     from rich.progress import Progress
 
     from jgpt.data import dataset
 
     console = open_console()
-    warn = lambda line: say(console, in_flags(line))  # noqa: E731
+
+    def warn(line: str) -> None:
+        say(console, in_flags(line))
+
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=1.0)
-        progress = lambda fraction: bar.update(task, completed=fraction)  # noqa: E731
+
+        def progress(fraction: float) -> None:
+            bar.update(task, completed=fraction)
+
         tokens = dataset.prepare(config, Path(out), warn=warn, progress=progress)
     return [f"{tokens:,} tokens in {out}; next: {_command('train', '--data', out)}"]
 

@@ -53,7 +53,10 @@ def unstack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "
 
 def stack_specs(specs: Any) -> Any:
     """The shardings of stacked arrays: those of each block, and a replicated first axis."""
-    stacked = lambda spec: PartitionSpec(None, *spec)  # noqa: E731
+
+    def stacked(spec):
+        return PartitionSpec(None, *spec)
+
     return _at_blocks(lambda blocks: {STACKED.key: jax.tree.map(stacked, blocks[0])}, specs)
 
 
@@ -92,9 +95,13 @@ def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
 
 def _at_blocks(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to the blocks of weights, and of trees like them in the optimizer state."""
-    is_weights = lambda node: isinstance(node, dict) and "blocks" in node  # noqa: E731
-    return jax.tree.map(
-        lambda node: {**node, "blocks": function(node["blocks"])} if is_weights(node) else node,
-        tree,
-        is_leaf=is_weights,
-    )
+
+    def is_weights(node):
+        return isinstance(node, dict) and "blocks" in node
+
+    def changed(node):
+        if not is_weights(node):
+            return node
+        return {**node, "blocks": function(node["blocks"])}
+
+    return jax.tree.map(changed, tree, is_leaf=is_weights)

@@ -208,7 +208,10 @@ class Look:
             # stream without its last blocks
             last = blocks[-1].result
             states = jnp.stack([*(block.given.astype(last.dtype) for block in blocks), last])
-            read = lambda x: edit(model, {anatomy.blocks[-1]: lambda _: x})(tokens)  # noqa: E731
+
+            def read(state):
+                return edit(model, {anatomy.blocks[-1]: lambda _: state})(tokens)
+
             logits = jax.vmap(read)(states)[:, 0]
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         lens = jax.nn.log_softmax(logits)

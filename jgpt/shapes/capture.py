@@ -42,7 +42,9 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
             found[path] = result
             return result
 
-        keeping = lambda path, _: functools.partial(keep, path)  # noqa: E731
+        def keeping(path: str, _: Any) -> Callable[[Any], Any]:
+            return functools.partial(keep, path)
+
         _call_watched(model, paths, keeping, *args, **kwargs)
         return found
 
@@ -87,8 +89,10 @@ class _EditedLanguageModel(_Edited):
         self.block_size = model.block_size
 
     def hidden(self, tokens: Any, *, rngs: nnx.Rngs | None = None) -> Any:
+        def unchanged(*_: Any) -> Callable[[Any], Any]:
+            return lambda result: result
+
         # a path may be in `logits` alone, so that only a whole call knows all paths
-        unchanged = lambda *_: lambda result: result  # noqa: E731
         whole_call = functools.partial(_call_watched, self.model, dict(self.edits), unchanged)
         jax.eval_shape(whole_call, tokens)
         model = _in_turn(self.model)

@@ -249,7 +249,10 @@ def average_weights(
         trained = optax.apply_updates(state.trained, updates)
         step = state.step + 1
         rate = (1 - decay) / (1 - decay**step)
-        towards = lambda new, old: (rate * (new - old)).astype(old.dtype)  # noqa: E731
+
+        def towards(new, old):
+            return (rate * (new - old)).astype(old.dtype)
+
         return jax.tree.map(towards, trained, params), AverageState(trained, inner, step)
 
     return optax.GradientTransformation(init, update)
