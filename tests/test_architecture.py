@@ -137,7 +137,7 @@ def test_the_model_reads_as_mathematics(name):
     source = (PACKAGE / "nn" / f"{name}.py").read_text()
     assert [each for each in identifiers(source) if MACHINERY.search(each)] == []
     depth = (PACKAGE / "nn" / "depth.py").read_text()
-    assert {"shard_by_name", "remembering", "scan"} <= identifiers(depth)  # the control
+    assert {"shard_by_name", "remat", "scan"} <= identifiers(depth)  # the control
 
 
 def test_every_public_name_is_there():

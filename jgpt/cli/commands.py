@@ -18,7 +18,14 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from jgpt.cli.options import File, ProcessOptions, RunOptions, Shown, describe_presets, in_flags
+from jgpt.cli.options import (
+    File,
+    OptionSpec,
+    ProcessOptions,
+    RunOptions,
+    describe_presets,
+    in_flags,
+)
 from jgpt.cli.terminal import importing, open_console, say, spinner
 from jgpt.config import (
     Code,
@@ -34,25 +41,32 @@ from jgpt.presets import PRESETS
 from jgpt.user_code import with_code
 from jgpt.words import did_you_mean
 
-Run = Annotated[str, Shown("RUN", "The run directory.", positional=True)]
+Run = Annotated[str, OptionSpec("RUN", "The run directory.", positional=True)]
 LatestRun = Annotated[
     str | None,
-    Shown("[RUN]", "The run directory; the latest one in runs/ unless given.", positional=True),
+    OptionSpec(
+        "[RUN]", "The run directory; the latest one in runs/ unless given.", positional=True
+    ),
 ]
-What = Annotated[str, Shown("PRESET|RUN", "A preset's name or a run directory.", positional=True)]
-Image = Annotated[str, Shown("FILE", "The image to write: .png or .svg.")]
-Probability = Annotated[float | None, Shown("P")]
-Texts = Annotated[tuple[str, ...], Shown("TEXT", once=True)]
+What = Annotated[
+    str, OptionSpec("PRESET|RUN", "A preset's name or a run directory.", positional=True)
+]
+Image = Annotated[str, OptionSpec("FILE", "The image to write: .png or .svg.")]
+Probability = Annotated[float | None, OptionSpec("P")]
+Texts = Annotated[tuple[str, ...], OptionSpec("TEXT", once=True)]
 Checkpoint = Annotated[
     Literal["best", "last"] | int,
-    Shown(help="The best by validation loss, the last, or a step."),
+    OptionSpec(help="The best by validation loss, the last, or a step."),
 ]
-Newlines = Annotated[bool, Shown(help="Read CR LF and CR as newlines and drop a byte-order mark.")]
+Newlines = Annotated[
+    bool, OptionSpec(help="Read CR LF and CR as newlines and drop a byte-order mark.")
+]
 ModelOption = Annotated[
-    str | None, Shown("FILE:NAME", "The model, where a run has its own, such as my_gpt.py:GPT.")
+    str | None,
+    OptionSpec("FILE:NAME", "The model, where a run has its own, such as my_gpt.py:GPT."),
 ]
 MeshOption = Annotated[
-    str | None, Shown("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")
+    str | None, OptionSpec("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")
 ]
 Lines = list[str]
 BATCH_SIZE = 16
@@ -196,7 +210,7 @@ def sample(
     prompt_file: File = None,
     max_new_tokens: int = 500,
     temperature: float = 0.8,
-    top_k: Annotated[int | None, Shown("K")] = None,
+    top_k: Annotated[int | None, OptionSpec("K")] = None,
     top_p: Probability = None,
     min_p: Probability = None,
     stop: Texts = (),
@@ -260,7 +274,7 @@ def _require_seed(seed: int) -> None:
 
 def chat(
     run: LatestRun = None,
-    system: Annotated[str | None, Shown("TEXT")] = None,
+    system: Annotated[str | None, OptionSpec("TEXT")] = None,
     max_new_tokens: int = 512,
     temperature: float = 0.6,
     top_p: Probability = 0.95,
@@ -383,7 +397,7 @@ def _config_of(what: str, model: str | None = None, optimizer: str | None = None
 def info(
     what: What,
     model: ModelOption = None,
-    optimizer: Annotated[str | None, Shown("FILE:NAME", "Likewise the optimizer.")] = None,
+    optimizer: Annotated[str | None, OptionSpec("FILE:NAME", "Likewise the optimizer.")] = None,
     mesh: MeshOption = None,
 ) -> Lines:
     """Show the parameters, bytes, FLOPs, training memory and proofs of a model."""
@@ -465,7 +479,7 @@ def shapes(
 
 
 def plot(
-    runs: Annotated[tuple[str, ...], Shown("RUN", positional=True)], out: Image = "losses.png"
+    runs: Annotated[tuple[str, ...], OptionSpec("RUN", positional=True)], out: Image = "losses.png"
 ) -> Lines:
     """Plot the losses of runs against steps, tokens and seconds.
 
@@ -482,7 +496,7 @@ def plot(
 
 
 def attention(
-    prompt: Annotated[str, Shown("TEXT")],
+    prompt: Annotated[str, OptionSpec("TEXT")],
     run: LatestRun = None,
     out: Image = "attention.png",
     checkpoint: Checkpoint = "best",
@@ -504,8 +518,10 @@ def attention(
 
 def look(
     run: LatestRun = None,
-    prompt: Annotated[str | None, Shown("TEXT")] = None,
-    out: Annotated[str | None, Shown("FILE", "The page to write, look.html unless given.")] = None,
+    prompt: Annotated[str | None, OptionSpec("TEXT")] = None,
+    out: Annotated[
+        str | None, OptionSpec("FILE", "The page to write, look.html unless given.")
+    ] = None,
     max_new_tokens: int | None = None,
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
@@ -557,7 +573,7 @@ def _serve(run: str, prompt: str | None, which: Any, model: str | None, browser:
 
 
 def new(
-    file: Annotated[str, Shown("FILE", "The Python file to write.", positional=True)],
+    file: Annotated[str, OptionSpec("FILE", "The Python file to write.", positional=True)],
 ) -> Lines:
     """Write a GPT of one file, to change and to train."""
     path = _out(file, ".py")
@@ -568,14 +584,14 @@ def new(
 
 
 def prepare(
-    out: Annotated[str, Shown("DIR", "The folder to write.")],
-    files: Annotated[tuple[str, ...], Shown("TEXT", positional=True)] = (),
-    data: Annotated[tuple[str, ...], Shown("TEXT")] = (),
-    data_field: Annotated[str, Shown("NAME")] = DataConfig.data_field,
+    out: Annotated[str, OptionSpec("DIR", "The folder to write.")],
+    files: Annotated[tuple[str, ...], OptionSpec("TEXT", positional=True)] = (),
+    data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = (),
+    data_field: Annotated[str, OptionSpec("NAME")] = DataConfig.data_field,
     universal_newlines: Newlines = DataConfig.universal_newlines,
     tokenizer: TokenizerName = "char",
     bpe_vocab_size: int = 1024,
-    tokenizer_files: Annotated[str | None, Shown("DIR")] = None,
+    tokenizer_files: Annotated[str | None, OptionSpec("DIR")] = None,
 ) -> Lines:
     """Tokenize text of any size, for `jgpt train --data`.
 
@@ -618,13 +634,13 @@ def prepare(
 
 
 def import_(
-    source: Annotated[str, Shown("DIR|FILE|NAME", positional=True)],
-    out: Annotated[str, Shown("RUN", "The run directory to write.")],
+    source: Annotated[str, OptionSpec("DIR|FILE|NAME", positional=True)],
+    out: Annotated[str, OptionSpec("RUN", "The run directory to write.")],
     from_: Literal["hf", "gpt2", "nanogpt"] = "hf",
-    block_size: Annotated[int | None, Shown("N")] = None,
+    block_size: Annotated[int | None, OptionSpec("N")] = None,
     dtype: ComputeDtype = "float32",
-    tokenizer: Annotated[str | None, Shown("DIR|FILE")] = None,
-    data: Annotated[tuple[str, ...], Shown("TEXT")] = DataConfig().data,
+    tokenizer: Annotated[str | None, OptionSpec("DIR|FILE")] = None,
+    data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = DataConfig().data,
     universal_newlines: Newlines = DataConfig.universal_newlines,
 ) -> Lines:
     """Import the weights of GPT-2, Llama, SmolLM2, Qwen3 or nanoGPT as a run.
@@ -714,7 +730,7 @@ def _tokenizer(source: Path, given: str | None, universal_newlines: bool, vocab_
 
 def export(
     run: Run,
-    out: Annotated[str, Shown("DIR", "The directory to write.")],
+    out: Annotated[str, OptionSpec("DIR", "The directory to write.")],
     zero_biases: bool = False,
     checkpoint: Checkpoint = "best",
 ) -> Lines:

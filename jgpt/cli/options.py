@@ -25,7 +25,7 @@ from jgpt.words import did_you_mean
 NAMES = {int: ("N", "a whole number"), float: ("X", "a number"), NoneType: ("None", "None")}
 GROUPS = ("model", "optimizer", "dataset")
 """The parts of a training config."""
-EVERYDAY = (
+COMMON_OPTIONS = (
     *("data", "out", "steps", "batch_size", "learning_rate", "eval_interval", "seed"),
     *("block_size", "num_layers", "num_heads", "embed_dim", "dropout"),
 )
@@ -50,7 +50,7 @@ INSTEAD = {
 
 
 @dataclass(frozen=True)
-class Shown:
+class OptionSpec:
     """How an annotated parameter or field is shown and given."""
 
     metavar: str | None = None
@@ -60,7 +60,7 @@ class Shown:
     """Each time one value of a list, not several."""
 
 
-File = Annotated[str | None, Shown("FILE")]
+File = Annotated[str | None, OptionSpec("FILE")]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RunOptions:
     """A run's config.json, used instead of a preset to repeat that run in another directory."""
     dry_run: bool = False
     """Show what the run takes, without training or writing."""
-    model: Annotated[str | None, Shown("FILE:NAME")] = None
+    model: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """Your own model: a class or function in a Python file, which is run."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
@@ -83,7 +83,7 @@ class RunOptions:
     """Serve a page that grows with the run."""
     browser: bool = True
     """With --live, open the browser."""
-    on: Annotated[str | None, Shown("CHIPS")] = None
+    on: Annotated[str | None, OptionSpec("CHIPS")] = None
     """With --dry-run, compile for chips like v5e:4x4, h100:8."""
     json: bool = False
     """With --dry-run, print one JSON object."""
@@ -95,11 +95,11 @@ class ProcessOptions:
 
     distributed: bool = False
     """Join the processes of a TPU pod, SLURM or Open MPI."""
-    coordinator: Annotated[str | None, Shown("HOST:PORT")] = None
+    coordinator: Annotated[str | None, OptionSpec("HOST:PORT")] = None
     """Join processes elsewhere: where process 0 listens."""
-    processes: Annotated[int | None, Shown("N")] = None
+    processes: Annotated[int | None, OptionSpec("N")] = None
     """The number of processes."""
-    process: Annotated[int | None, Shown("I")] = None
+    process: Annotated[int | None, OptionSpec("I")] = None
     """The number of this process, from 0."""
 
 
@@ -137,7 +137,9 @@ class _Parser(argparse.ArgumentParser):
         """Raise an error where argparse would exit."""
         raise OptionError(f"{message}; see {self.prog.replace('jgpt', 'jgpt help')}")
 
-    def add(self, group: Any, name: str, kind: Any, shown: Shown, default: Any, help: str) -> None:
+    def add(
+        self, group: Any, name: str, kind: Any, shown: OptionSpec, default: Any, help: str
+    ) -> None:
         """Add the option for a parameter or field; a switch that is None can be given as either."""
         required = default is inspect.Parameter.empty
         many = get_origin(kind) is tuple
@@ -232,12 +234,12 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     first.add_argument("--model", nargs="?")
     model = first.parse_known_args(args)[0].model  # whose config may have fields of its own
     given = _parser(command, name, model=model).parse(args)
-    options = _made(RunOptions(), given)
-    where = _made(ProcessOptions(), given)
+    options = _replace_given(RunOptions(), given)
+    where = _replace_given(ProcessOptions(), given)
     own = given.pop("optimizer") if ".py:" in given.get("optimizer", "") else None
     config = with_code(_base_config(given, options), model, own)
-    parts = {part: _made(getattr(config, part), given) for part in GROUPS}
-    return {"config": _made(config, given | parts), "options": options, "where": where}
+    parts = {part: _replace_given(getattr(config, part), given) for part in GROUPS}
+    return {"config": _replace_given(config, given | parts), "options": options, "where": where}
 
 
 def help_of(command: Callable[..., Any], name: str, args: list[str]) -> str:
@@ -268,25 +270,25 @@ def _parser(
         f"{textwrap.indent(presets, '  ')}\n\n"
         f"jgpt {name} --help-all shows the options for all fields of the config.",
     )
-    first = Shown("[PRESET]", "One of those above.", positional=True)
+    first = OptionSpec("[PRESET]", "One of those above.", positional=True)
     parser.add(parser, "preset", str | None, first, None, "")
     config = with_code(PRESETS[shown][1], model)
     parts = {"run": RunOptions(), "training": config}
     parts |= {part: getattr(config, part) for part in GROUPS} | {"processes": ProcessOptions()}
     groups = {title: list(_options(part)) for title, part in parts.items()}
     every = {option[0]: option for options in groups.values() for option in options}
-    for field in EVERYDAY:
+    for field in COMMON_OPTIONS:
         parser.add(parser, *every[field])
     for title, options in groups.items():
         if everything or title == "run":
             group = parser.add_argument_group(title)
             for option in options:
-                if option[0] not in EVERYDAY:
+                if option[0] not in COMMON_OPTIONS:
                     parser.add(group, *option)
     return parser
 
 
-def _options(of: Any) -> Iterator[tuple[str, Any, Shown, Any, str]]:
+def _options(of: Any) -> Iterator[tuple[str, Any, OptionSpec, Any, str]]:
     """The name, type, way to show, default and help of each option of a command or config."""
     source = of if inspect.isfunction(of) else type(of)
     texts = {each.arg_name: each.description or "" for each in _documentation(source).params}
@@ -299,7 +301,7 @@ def _options(of: Any) -> Iterator[tuple[str, Any, Shown, Any, str]]:
         if kinds[name] is bool and isinstance(of, CONFIGS):
             default = None  # a file's may be either
         notes = getattr(annotated[name], "__metadata__", ())
-        shown = next((note for note in notes if isinstance(note, Shown)), Shown())
+        shown = next((note for note in notes if isinstance(note, OptionSpec)), OptionSpec())
         yield name, kinds[name], shown, default, " ".join(texts.get(name, "").split())
 
 
@@ -346,7 +348,7 @@ def _raise_if_it_is_a_path(word: str) -> None:
         raise OptionError(f"{word} is a text, not a preset; to train on it: {command}")
 
 
-def _made(config: Any, given: dict[str, Any]) -> Any:
+def _replace_given(config: Any, given: dict[str, Any]) -> Any:
     names = {field.name for field in dataclasses.fields(config)} & set(given)
     return dataclasses.replace(config, **{name: given[name] for name in names})
 

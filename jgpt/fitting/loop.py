@@ -44,7 +44,7 @@ from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters, weights_of
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
-from jgpt.parallel.processes import Vote, require_same, together
+from jgpt.parallel.processes import Vote, raise_in_all_processes, require_same
 from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, PROFILE, SAMPLES, RunDirectory
 from jgpt.runs.provenance import known_micro_batches, known_text, provenance
@@ -148,7 +148,7 @@ def fit(
     platform = platform or current_platform()
     shown = default_progress() if progress == "auto" else progress or Progress()
     progress = shown if process_index() == 0 else Progress()
-    with together():
+    with raise_in_all_processes():
         saved, config, dataset, out, evaluations = _prepare(
             config, resume, overwrite, progress, platform, should_stop
         )
@@ -161,7 +161,7 @@ def fit(
     lock = None
     with use_mesh(config.mesh), contextlib.ExitStack() as stack:
         run = RunDirectory(out)
-        with together():
+        with raise_in_all_processes():
             if process_index() == 0:
                 lock = stack.enter_context(run.reserved())
                 run = replace(run, lock=lock)
@@ -171,7 +171,7 @@ def fit(
         _check_custom_code(config, state, train_steps, progress)
         step = int(state.step)
         trackers = Trackers()
-        with together():
+        with raise_in_all_processes():
             if process_index() == 0:
                 with trackers_removed_on_error(run.path):
                     earlier = run.tracker_files()
@@ -187,7 +187,7 @@ def fit(
                     )
                 run.truncate(METRICS, step)
                 run.append_provenance({"step": step} | start)
-        with together():
+        with raise_in_all_processes():
             run = replace(RunDirectory.open(out), lock=lock)
             checkpoints = stack.enter_context(Checkpoints(run))
             unevaluated = checkpoints.unevaluated(step)
@@ -221,7 +221,7 @@ def fit(
         trained, tokenizer, _ = load(run.path, model=saved.model.make, platform=platform)
         sample = _sample_or_warn(trained, tokenizer, saved, progress)
         release_memory()
-        with together():
+        with raise_in_all_processes():
             if process_index() == 0:
                 run.write(SAMPLES, sample)
                 picture = draw_losses(run, "png", progress.warned)
@@ -581,7 +581,7 @@ class _Training:
         if self.vote(self.should_stop() or failed):
             self._save()
             self.checkpoints.wait()
-            with together():
+            with raise_in_all_processes():
                 if self.logger.tracker_failure is not None:
                     raise self.logger.tracker_failure
             raise TrainingStopped(self.step, self.checkpoints.run.path)

@@ -11,7 +11,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.batches import window_starts
 from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.costs import flops_per_token
-from jgpt.parallel.processes import together
+from jgpt.parallel.processes import raise_in_all_processes
 from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.training.step import Metrics
 
@@ -118,7 +118,7 @@ class MetricsLogger:
         self._started = time.perf_counter() - line.get("seconds", 0.0)
 
     def _raise_failure(self) -> None:
-        with together():
+        with raise_in_all_processes():
             if self.failure is not None:
                 raise self.failure
 

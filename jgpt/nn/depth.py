@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.nn.cache import KVCache
-from jgpt.parallel.gather import remembering
+from jgpt.parallel.gather import remat
 from jgpt.parallel.rules import shard_by_name, stacked
 from jgpt.shapes.contract import place, typed
 
@@ -43,7 +43,7 @@ def run_blocks(
         with place("blocks.*"):  # a copy that rematerialisation makes, once for all blocks
             return block(x, rngs=rngs)
 
-    run = remembering(call, nothing=config.rematerialise)
+    run = remat(call, full=config.rematerialise)
     embedded = x
     states = []
     for i, (block, layer) in enumerate(zip(blocks, caches, strict=True)):
@@ -88,7 +88,7 @@ def _scanned(
         y = shard_by_name(y, "batch", "time", None)
         return (y, nnx.to_pure_dict(nnx.state(rngs))), x
 
-    call = remembering(call, nothing=config.rematerialise, scanned=True)
+    call = remat(call, full=config.rematerialise, scanned=True)
     drawn = nnx.to_pure_dict(nnx.state(rngs))
     (x, drawn), states = jax.lax.scan(call, (x, drawn), (weights, scales))
     nnx.update(rngs, drawn)

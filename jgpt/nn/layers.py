@@ -14,7 +14,7 @@ from jgpt.config import ModelConfig
 from jgpt.nn.module import Module, require_in_vocabulary
 from jgpt.nn.precision import at_least_float32, portable, supported_dtype
 from jgpt.nn.products import project, project_to_vocabulary
-from jgpt.parallel.gather import read
+from jgpt.parallel.gather import gather_parameter
 from jgpt.parallel.rules import Dimension, Dimensions, parameter
 from jgpt.shapes.contract import typed
 
@@ -59,7 +59,7 @@ class Linear(Module):
         self, x: Float[Array, "*rows {self.in_features}"]
     ) -> Float[Array, "*rows {self.out_features}"]:
         """Apply the layer to the last axis."""
-        kernel = read(self.kernel, self.dtype)
+        kernel = gather_parameter(self.kernel, self.dtype)
         y = self.product(x, kernel, self.dtype, self.activation_dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
@@ -100,7 +100,7 @@ class Embedding(Module):
     def __call__(self, index: Int[Array, "*rows"]) -> Float[Array, "*rows {self.embed_dim}"]:
         """Look up each index, in at least float32. Raises ValueError for one outside the table."""
         require_in_vocabulary(index, self.num_embeddings)
-        return look_up(read(self.embedding), index)
+        return look_up(gather_parameter(self.embedding), index)
 
 
 @typed

@@ -35,7 +35,7 @@ def stack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..
     def stack(blocks):
         return jax.tree.map(lambda *arrays: jnp.stack(arrays), *map(blocks.get, sorted(blocks)))
 
-    return _at_blocks(lambda blocks: {STACKED.key: stack(blocks)}, tree)
+    return _map_blocks(lambda blocks: {STACKED.key: stack(blocks)}, tree)
 
 
 @typed
@@ -48,7 +48,7 @@ def unstack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "
         stacked = blocks[STACKED.key]
         return {i: jax.tree.map(lambda array, i=i: array[i], stacked) for i in range(count)}
 
-    return _at_blocks(unstack, tree)
+    return _map_blocks(unstack, tree)
 
 
 def stack_specs(specs: Any) -> Any:
@@ -57,10 +57,10 @@ def stack_specs(specs: Any) -> Any:
     def stacked(spec):
         return PartitionSpec(None, *spec)
 
-    return _at_blocks(lambda blocks: {STACKED.key: jax.tree.map(stacked, blocks[0])}, specs)
+    return _map_blocks(lambda blocks: {STACKED.key: jax.tree.map(stacked, blocks[0])}, specs)
 
 
-def merge_with(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
+def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
     """A function from weights, with stacked blocks or not, to a model.
 
     The parameters get the dtypes of the config's model: averages of 16-bit weights are wider.
@@ -93,7 +93,7 @@ def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
     return merge
 
 
-def _at_blocks(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_blocks(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to the blocks of weights, and of trees like them in the optimizer state."""
 
     def is_weights(node):

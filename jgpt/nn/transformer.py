@@ -31,7 +31,7 @@ from jgpt.nn.module import Module, require_in_block
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.nn.precision import portable
 from jgpt.nn.products import project_to_tied_vocabulary
-from jgpt.parallel.gather import read
+from jgpt.parallel.gather import gather_parameter
 from jgpt.shapes.contract import check, typed
 
 
@@ -228,7 +228,7 @@ class GPT(Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
         if self.head is None:
-            table = read(self.token_embedding.embedding, self.dtype)
+            table = gather_parameter(self.token_embedding.embedding, self.dtype)
             logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)
         else:
             logits = self.head(x)

@@ -23,7 +23,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
+def gather_parameter(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
     """The value of a parameter, gathered over fsdp in `dtype` if a mesh is set.
 
     The gradient is sharded as the parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
@@ -34,16 +34,16 @@ def read(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
     return _gathered(dimensions_of(parameter), dtype or value.dtype, value)
 
 
-def remembering(
-    function: Callable[Parameters, Result], *, nothing: bool = False, scanned: bool = False
+def remat(
+    function: Callable[Parameters, Result], *, full: bool = False, scanned: bool = False
 ) -> Callable[Parameters, Result]:
-    """Rematerialise: store `nothing` for the backward pass, or all but gathered parameters.
+    """Rematerialise: in `full`, or store all but gathered parameters for the backward pass.
 
     Common subexpression elimination must not undo this; the two loops of a `scanned` function
     share no subexpressions. Without fsdp nothing is gathered, but a scan would store a copy of the
     weights.
     """
-    if nothing:
+    if full:
         return nnx.remat(function, graph_updates=False)
     mesh = current_mesh()
     if mesh.empty or not (scanned or axes_of("embed_dim", mesh)):
@@ -68,7 +68,7 @@ def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
     The gradient keeps the sharding of the parameter.
     """
     if not current_mesh().empty:
-        parameter.set_value(read(parameter, dtype))
+        parameter.set_value(gather_parameter(parameter, dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

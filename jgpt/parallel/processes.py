@@ -197,7 +197,7 @@ def gather(value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def raise_in_all_processes() -> Iterator[None]:
     """Run a block in all processes; an error of one is raised in all."""
     failure = None
     try:

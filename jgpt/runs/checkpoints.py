@@ -41,7 +41,7 @@ from jgpt.nn.models import (
 )
 from jgpt.nn.precision import run_for_platform
 from jgpt.nn.transformer import GPT
-from jgpt.parallel.processes import together
+from jgpt.parallel.processes import raise_in_all_processes
 from jgpt.parallel.rules import abstract_arrays, shardings
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory, require_storable
 from jgpt.runs.manifest import MANIFEST, Manifest, files_below, parse_file, sha256_of, verify
@@ -130,7 +130,7 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps():
             return
-        with together():
+        with raise_in_all_processes():
             self.run.require_in_place()  # or the checkpoint would be another run's
         self._save_began = time.monotonic()
         self._save_ended = None
@@ -160,7 +160,7 @@ class Checkpoints:
     def discard(self, step: int) -> None:
         """Delete the checkpoint of a state whose loss is not finite."""
         self.wait()
-        with together():
+        with raise_in_all_processes():
             if self._writes and step in self.steps():
                 self.run.delete_checkpoints([step])
 
@@ -182,7 +182,7 @@ class Checkpoints:
         if self._saving is not None:
             saving = self._saving
             self._saving = None
-            with together():
+            with raise_in_all_processes():
                 saving.result()
 
     def have_failed(self) -> bool:
@@ -259,7 +259,7 @@ class Checkpoints:
 
     def _verified_step(self, which: Which) -> int:
         step = self.step(which)
-        with together():
+        with raise_in_all_processes():
             manifest = self._read(verify if process_index() == 0 else Manifest.read, step)
         # tuples become lists, as in the manifest
         given = json.loads(json.dumps(as_dict(self._config.model)))

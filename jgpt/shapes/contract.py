@@ -269,7 +269,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
         bound.apply_defaults()
         symbols = SYMBOLS.get() or _symbols_in(bound.arguments.values(), own_names)
         for name, size in symbols.items():  # jaxtyping binds them as it binds sizes
-            _jaxtyping_mismatch(Shaped[Any, name], _sized(size))
+            _jaxtyping_mismatch(Shaped[Any, name], _fake_array(size))
         for name, kind in kinds.items():
             values = bound.arguments[name]
             if kind is inspect.Parameter.VAR_KEYWORD:
@@ -505,7 +505,7 @@ def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _sized(size: Any) -> Any:
+def _fake_array(size: Any) -> Any:
     """What jaxtyping takes for an array of one dimension, whose size may be anything."""
     return types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
 
@@ -544,7 +544,7 @@ class _Shapes(reprlib.Repr):
 _described = _Shapes().repr
 
 
-_NO_SIZE = np.broadcast_to(np.False_, 987_654_321)  # one byte of memory
+_IMPOSSIBLE_SIZE = np.broadcast_to(np.False_, 987_654_321)  # one byte of memory
 
 
 def _sizes(expected: str) -> Iterable[tuple[str, str]]:
@@ -556,7 +556,7 @@ def _sizes(expected: str) -> Iterable[tuple[str, str]]:
     for dimension in dict.fromkeys(dimensions):
         for spelled in (dimension, f"*{dimension}"):
             with contextlib.suppress(Exception):  # a brace that can't be evaluated is the reason
-                said = _jaxtyping_mismatch(Shaped[np.ndarray, spelled], _NO_SIZE)
+                said = _jaxtyping_mismatch(Shaped[np.ndarray, spelled], _IMPOSSIBLE_SIZE)
                 if found := re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", said):
                     yield dimension, found[1]
                     break

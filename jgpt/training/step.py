@@ -46,7 +46,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     """
     if (micro_batches := config.micro_batches) == "auto":
         raise ValueError("micro_batches=auto has to be decided first, by plan.with_micro_batches")
-    merge = stacking.merge_with(config.model)
+    merge = stacking.model_merger(config.model)
     dimensions = weight_dimensions(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
@@ -134,7 +134,7 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
     batches may be split over calls and the sum stays the same to the last bit. A batch without
     counted targets is skipped at run time.
     """
-    merge = stacking.merge_with(config)
+    merge = stacking.model_merger(config)
 
     @jax.jit
     @typed

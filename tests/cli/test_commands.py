@@ -160,10 +160,10 @@ def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
         text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)
         said.append((text, json.loads(worked("eval", *ask, "--json"))))
     assert meshes == [{}] * 3 + [{"data": 2, "fsdp": 2, "tensor": 2}] * 3
-    (text, alone), (same, together) = said
+    (text, alone), (same, raise_in_all_processes) = said
     assert text == same
-    assert alone["tokens"] == together["tokens"]
-    assert alone["loss"] == pytest.approx(together["loss"], rel=1e-6)
+    assert alone["tokens"] == raise_in_all_processes["tokens"]
+    assert alone["loss"] == pytest.approx(raise_in_all_processes["loss"], rel=1e-6)
 
 
 def test_training_is_not_begun_where_too_few_files_may_be_open(tmp_path, monkeypatch):

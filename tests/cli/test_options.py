@@ -9,7 +9,7 @@ import pytest
 from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS, import_, train
 from jgpt.cli.options import (
-    EVERYDAY,
+    COMMON_OPTIONS,
     ProcessOptions,
     RunOptions,
     describe_presets,
@@ -139,7 +139,7 @@ def test_the_help_of_train_begins_with_what_people_change():
     assert max(map(len, lines)) <= 80
     listed = [line.split()[0] for line in lines[4:23] if line.startswith("  ") and line[2] != " "]
     assert listed == [*PRESETS]
-    common = [name.replace("_", "-") for name in EVERYDAY]
+    common = [name.replace("_", "-") for name in COMMON_OPTIONS]
     assert flags(said)[: len(common)] == common
     assert "Sequences per step." in said
     assert "(default: 200)" in said  # the steps of the preset

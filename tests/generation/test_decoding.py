@@ -159,10 +159,10 @@ def test_a_mesh_generates_the_same_tokens():
 
 def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
     alone = generate(model, PROMPT[:1], 9, key=KEY)
-    together = generate(model, PROMPT, 9, key=KEY)
+    raise_in_all_processes = generate(model, PROMPT, 9, key=KEY)
     twice = generate(model, PROMPT[jnp.array([0, 0])], 9, key=KEY)
-    assert jnp.array_equal(together[0], alone[0])
-    assert jnp.array_equal(together[0], twice[0])
+    assert jnp.array_equal(raise_in_all_processes[0], alone[0])
+    assert jnp.array_equal(raise_in_all_processes[0], twice[0])
     assert not jnp.array_equal(twice[0], twice[1])
 
 

@@ -23,7 +23,7 @@ from jax.errors import JaxRuntimeError
 
 import jgpt
 from jgpt.parallel import processes as module
-from jgpt.parallel.processes import Vote, gather, require_same, together
+from jgpt.parallel.processes import Vote, gather, raise_in_all_processes, require_same
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.manifest import sha256_of
 
@@ -305,7 +305,7 @@ def test_a_process_alone_agrees_with_itself():
     vote = Vote()
     assert [vote(wanted) for wanted in (False, True, False)] == [False, True, False]
     failure = ValueError("mine")
-    with pytest.raises(ValueError, match="mine") as raised, together():
+    with pytest.raises(ValueError, match="mine") as raised, raise_in_all_processes():
         raise failure
     assert raised.value is failure
 

@@ -60,12 +60,12 @@ def bits(tree):
 
 
 def test_grouping_steps_into_calls_changes_no_bit(train_steps, initial):
-    together, metrics = run(train_steps, initial(), [7])
+    raise_in_all_processes, metrics = run(train_steps, initial(), [7])
     for calls in ([1] * 7, [3, 3, 1], [2, 5]):
         apart, same = run(train_steps, initial(), calls)
-        assert bits(apart) == bits(together)
+        assert bits(apart) == bits(raise_in_all_processes)
         assert same.tobytes() == metrics.tobytes()
-    assert int(together.step) == 7
+    assert int(raise_in_all_processes.step) == 7
     assert metrics.shape == (3, 7)
     assert np.isfinite(metrics).all()
 
