@@ -74,7 +74,7 @@ suppress_warnings = ["toc.not_included"]  # reports are reached by links
 nitpicky = True
 # other projects' types are no links, nor are type variables
 nitpick_ignore_regex = [
-    ("py:.*", r"(?!jgpt).*|jgpt\.contracts\.(Parameters|Result|Record)|.*\bTexts")
+    ("py:.*", r"(?!jgpt).*|jgpt\.shapes\.contract\.(Parameters|Result|Record)|.*\bTexts")
 ]
 
 html_theme = "furo"
