@@ -74,7 +74,7 @@ def _require_stored(file: BinaryIO) -> None:
 
 
 def _require_no_bytearray(file: IO[bytes]) -> None:
-    """Raise ValueError if a pickle makes a `bytearray`. Its operations are listed and not run."""
+    """Raise ValueError if a pickled file makes a `bytearray`. Its operations are listed and not run."""
     for argument in _strings_of_pickles(file):
         if argument.split(" ")[-1] == "bytearray":
             raise ValueError("it makes a bytearray, which no nanoGPT checkpoint has")
@@ -88,7 +88,7 @@ def _strings_of_pickles(file: IO[bytes]) -> Iterator[str]:
                 if isinstance(argument, str):
                     yield argument
         except (ValueError, EOFError):
-            return  # what follows is no pickle
+            return  # what follows is not of this format
 
 
 def _read(name: str, tensor: Any) -> Any:

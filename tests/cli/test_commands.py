@@ -86,7 +86,8 @@ def test_a_description_is_as_it_was(title, monkeypatch):
         return TrainingMemory(state=3 * MIB, working=rows * MIB // 64)
 
     monkeypatch.setattr("jgpt.training.memory.training_memory", memory)
-    monkeypatch.setattr("jgpt.training.plan.host_memory", lambda: 7 * MIB)
+    monkeypatch.setattr("jgpt.training.plan.training_memory", memory)
+    monkeypatch.setattr("jgpt.training.memory.host_memory", lambda: 7 * MIB)
     _, _, rest = EXPECTED.partition(f"=== {title}\n")
     assert DESCRIBED[title]() == rest.partition("\n\n")[0].splitlines()
 
@@ -130,7 +131,7 @@ def test_a_plan_for_other_hardware(command, capsys, monkeypatch):
 
 def test_a_plan_as_json(capsys, monkeypatch, poem):
     memory = TrainingMemory(state=3 * MIB, working=MIB // 2)
-    monkeypatch.setattr("jgpt.training.memory.training_memory", lambda config: memory)
+    monkeypatch.setattr("jgpt.training.plan.training_memory", lambda config: memory)
     main(["plan", "tiny", "--data", str(poem), "--block-size", "4", "--json"])
     said = json.loads(capsys.readouterr().out)
     assert said["memory"]["state"] == 3 * MIB

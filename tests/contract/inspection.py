@@ -94,7 +94,7 @@ def with_arrays(package: ModuleType) -> list[str]:
     """The full names of all callables that take or return arrays, those in functions too."""
     found: dict[str, None] = {}
     for module in modules(package):
-        if module.__name__ == f"{package.__name__}.contracts":  # it can't check itself
+        if module.__name__ == f"{package.__name__}.shapes.contract":  # it can't check itself
             continue
         names = [name for name, function in callables(module) if handles_arrays(function)]
         nested = nested_functions(source_of(module))
@@ -115,7 +115,8 @@ def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
     """What takes or returns arrays, a module's sizes, or is one of the package's public functions.
 
     Sizes are those that make a module, and those of its public methods. A public function that
-    takes a name alone refuses the wrong ones by itself.
+    takes a name alone rejects the wrong ones by itself, and one that takes nothing has no wrong
+    call.
     """
     names = name.split(".")
     parent = getattr(sys.modules[function.__module__], names[-2], None)
@@ -123,7 +124,7 @@ def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
     has_sizes = not names[-1].startswith("_") and int in _parameters(function)
     makes_module = of_module and (names[-1] == "__init__" or has_sizes)
     is_public = not names[-1].startswith("_") and getattr(package, names[-1], None) is function
-    is_public = is_public and set(_parameters(function)) != {str}
+    is_public = is_public and set(_parameters(function)) not in (set(), {str})
     return handles_arrays(function) or makes_module or is_public
 
 
@@ -141,7 +142,7 @@ def violations(package: ModuleType, legend: set[str]) -> list[str]:
         found += _nested_violations(module)
         found += [
             f"{module.__name__}: dimension {name!r} is not in LEGEND: use a name that is there, or "
-            "add it to jgpt/shapes/contract.py with its meaning"
+            "add it to jgpt/words.py with its meaning"
             for name in sorted(dimension_names(source_of(module)) - legend)
         ]
     return found

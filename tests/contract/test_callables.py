@@ -50,8 +50,8 @@ LOOSE = {
     "generation.text.default_prompt",
     "nn.consistency._logits_and_leak",
     "nn.loss._chunked",
-    "runs.anatomy.hear.<locals>.__call__",
-    "runs.look.encode_text",
+    "pictures.anatomy.hear.<locals>.__call__",
+    "pictures.look.encode_text",
 }
 """Where sizes of the result depend on what is in the arguments: its ranks and dtypes are left."""
 STEPS = Float[Array, "steps"]

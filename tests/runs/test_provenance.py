@@ -13,7 +13,7 @@ from jgpt.data.batches import windows_by_number
 from jgpt.fitting.loop import evaluate
 from jgpt.fitting.loop import plan as plan_of_run
 from jgpt.runs.directory import RunDirectory
-from jgpt.training import evaluation, memory, plan
+from jgpt.training import evaluation, memory
 from jgpt.training.memory import TrainingMemory
 from tests.runs.harness import BIGRAM, Heard, with_changes
 
@@ -100,7 +100,7 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
         return windows_by_number(tokens, numbers, block_size)
 
     monkeypatch.setattr(memory, "training_memory", memory_of_rows)
-    monkeypatch.setattr(plan, "host_memory", lambda: 2 * 6)
+    monkeypatch.setattr(memory, "host_memory", lambda: 2 * 6)
     monkeypatch.setattr(evaluation, "windows_by_number", spy)
     config = TrainConfig(
         model=ModelConfig(architecture="bigram", block_size=7, dropout=0.1),
@@ -115,7 +115,7 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
     run = RunDirectory.open(out)
     assert run.config().micro_batches == "auto"
     assert [line["micro_batches"] for line in run.provenance()] == [2]
-    monkeypatch.setattr(plan, "host_memory", lambda: 2 * 3)
+    monkeypatch.setattr(memory, "host_memory", lambda: 2 * 3)
     progress = Heard()
     fit(dataclasses.replace(config, steps=3), resume=True, progress=progress)
     assert [line["micro_batches"] for line in run.provenance()] == [2, 4]

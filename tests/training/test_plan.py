@@ -48,7 +48,7 @@ FORWARD = 2 * (BLOCK + HEAD) + 2 * (2 * 7 * 12)
 
 def test_a_plan_by_hand(small_run, poem, monkeypatch):
     memory = TrainingMemory(1, 2)
-    monkeypatch.setattr(memory, "training_memory", lambda config: memory)
+    monkeypatch.setattr(plan, "training_memory", lambda config: memory)
     model = dataclasses.replace(small_run.model, vocab_size=21)
     config = dataclasses.replace(small_run, model=model)
     characters = len(poem.read_text())
@@ -204,7 +204,7 @@ def test_the_fewest_micro_batches_that_fit_and_divide(limit, mesh, chosen, monke
         assert with_micro_batches(given, 1) is given
         # all of a CPU's devices have half of the machine's
         devices = 1 if mesh is None else 8
-        monkeypatch.setattr(plan, "host_memory", lambda: 2 * devices * limit)
+        monkeypatch.setattr(memory, "host_memory", lambda: 2 * devices * limit)
         assert with_micro_batches(AUTO, None).micro_batches == chosen
 
 
