@@ -377,7 +377,12 @@ def forward_pass(config):
         (OptimizerConfig, "optimizer", "training/optimizer.py", lambda its: make_optimizer(its, 9)),
         (OptimizerConfig, "schedule", "training/schedule.py", lambda its: make_optimizer(its, 9)),
         (DataConfig, "tokenizer", "data/dataset.py", lambda its: load_dataset(its, 8)),
-        (TrainConfig, "trackers", "fitting/trackers.py", lambda its: require_tracker(*its.trackers)),
+        (
+            TrainConfig,
+            "trackers",
+            "fitting/trackers.py",
+            lambda its: require_tracker(*its.trackers),
+        ),
     ],
 )
 def test_a_word_without_a_case_is_refused_by_the_file_to_add_it_in(

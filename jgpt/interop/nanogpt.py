@@ -74,7 +74,7 @@ def _require_stored(file: BinaryIO) -> None:
 
 
 def _require_no_bytearray(file: IO[bytes]) -> None:
-    """Raise ValueError if a pickled file makes a `bytearray`. Its operations are listed and not run."""
+    """Raise ValueError if a pickled file makes a `bytearray`. Its operations aren't run."""
     for argument in _strings_of_pickles(file):
         if argument.split(" ")[-1] == "bytearray":
             raise ValueError("it makes a bytearray, which no nanoGPT checkpoint has")
