@@ -17,7 +17,7 @@ from jgpt import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn import depth, loss, models
 from jgpt.nn.models import abstract_model
-from jgpt.parallel import rules
+from jgpt.parallel import gather, rules
 from jgpt.parallel.gather import _gathered
 from jgpt.parallel.mesh import abstract_mesh, make_mesh, use_mesh
 from jgpt.parallel.rules import abstract_arrays, axes_of, dimensions_of, replicate
@@ -369,7 +369,7 @@ def itself(x, *_):
     return x
 
 
-NOT_GATHERED = replaced(rules, "_gathered", lambda dimensions, dtype, x: x)
+NOT_GATHERED = replaced(gather, "_gathered", lambda dimensions, dtype, x: x)
 COMMUNICATED = {
     "the MLP is replicated": (
         "tensor=8",
@@ -377,12 +377,12 @@ COMMUNICATED = {
     ),
     "gathered in float32": (
         "fsdp=8",
-        replaced(rules, "_gathered", lambda names, dtype, x: gathered_in(names, x.dtype, x)),
+        replaced(gather, "_gathered", lambda names, dtype, x: gathered_in(names, x.dtype, x)),
     ),
-    "gathered once and kept": ("fsdp=8", replaced(rules, "_is_kept", lambda *_, **__: True)),
+    "gathered once and kept": ("fsdp=8", replaced(gather, "_is_kept", lambda *_, **__: True)),
     "gathered once and kept, but for the casts": (
         "fsdp=8",
-        replaced(rules, "_is_kept", lambda of, *_, **__: of.name != "convert_element_type"),
+        replaced(gather, "_is_kept", lambda of, *_, **__: of.name != "convert_element_type"),
     ),
     "not gathered": ("fsdp=8", NOT_GATHERED),
     "activations are gathered": (
