@@ -17,9 +17,11 @@ from .nn.transformer import GPT, Block, FeedForward
 from .pictures.look import look
 from .presets import preset
 from .runs.checkpoints import load, save
-from .shapes.capture import ShapeTrace, capture, edit, shape_trace
-from .shapes.contract import TypedCall, check, record, typed, watching
+from .shapes.calls import TypedCall, watching
+from .shapes.capture import capture, edit
+from .shapes.contract import check, record, typed
 from .shapes.proofs import Proof, prove
+from .shapes.trace import ShapeTrace, shape_trace
 from .words import LEGEND
 
 __version__: str

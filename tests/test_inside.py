@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, TypeCheckError
 import jgpt
 from jgpt import TypedCall
 from jgpt.nn.attention import split_heads
-from jgpt.shapes.capture import with_symbols
+from jgpt.shapes.trace import with_symbols
 from tests.commands import on_terminal, refused, worked
 from tests.models import random_gpt
 

@@ -26,7 +26,8 @@ from jgpt.nn.loss import cross_entropy_from, token_losses, token_losses_from
 from jgpt.nn.models import abstract_model
 from jgpt.parallel.mesh import use_mesh
 from jgpt.presets import PRESETS, preset
-from jgpt.shapes.proofs import Proof, Size, prove
+from jgpt.shapes.proofs import Proof, prove
+from jgpt.shapes.sizes import Size
 from jgpt.training.state import abstract_state
 from jgpt.training.step import make_eval_step, make_train_steps
 from tests.quick import only

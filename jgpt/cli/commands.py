@@ -457,7 +457,7 @@ def shapes(
     if decode and train:
         raise ValueError("decode=True and train=True are two pictures: give one")
     with importing():
-        from jgpt.shapes import capture
+        from jgpt.shapes.trace import name_colours, with_symbols
         from jgpt.training import programs
 
         config = dataclasses.replace(_config_of(what, model), micro_batches=1)
@@ -470,11 +470,11 @@ def shapes(
         traced = trace(config, *first)
         if first != second:
             symbols = {"b": (first[0], second[0]), "t": (first[1], second[1])}
-            traced = capture.with_symbols(traced, trace(config, *second), symbols)
+            traced = with_symbols(traced, trace(config, *second), symbols)
     if json:
         return [dumps(traced.as_json())]
     lines = traced.lines(depth)
-    say(open_console(), *lines, colours=capture.name_colours("\n".join(lines)))
+    say(open_console(), *lines, colours=name_colours("\n".join(lines)))
     return []
 
 

@@ -11,7 +11,8 @@ from jgpt.config import ModelConfig
 from jgpt.nn.cache import KVCache
 from jgpt.parallel.gather import remat
 from jgpt.parallel.rules import shard_by_name, stacked
-from jgpt.shapes.contract import place, typed
+from jgpt.shapes.calls import place
+from jgpt.shapes.contract import typed
 
 
 @typed

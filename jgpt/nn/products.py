@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jgpt.shapes.contract import SYMBOLS, typed
+from jgpt.shapes.contract import typed
+from jgpt.shapes.matching import SYMBOLS
 
 PAD_MIN_FEATURES, PAD_MIN_ROWS, TILE = 1024, 128, 128
 """Products of more rows with more features are padded to a multiple of the tile size."""

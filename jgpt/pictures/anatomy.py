@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jgpt.shapes.capture import ShapeTrace, edit, heard_trace
-from jgpt.shapes.contract import TypedCall, typed
+from jgpt.shapes.calls import TypedCall
+from jgpt.shapes.capture import edit
+from jgpt.shapes.contract import typed
+from jgpt.shapes.trace import ShapeTrace, heard_trace
 
 TOKENS = 16
 """Of the trace in which the anatomy is found."""

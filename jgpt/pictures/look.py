@@ -21,8 +21,10 @@ from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.generation.decoding import generate
 from jgpt.nn.models import LanguageModel
 from jgpt.pictures.anatomy import Anatomy, Heard, anatomy_of, hear, is_real, weights_of
-from jgpt.shapes.capture import Shape, ShapeTrace, edit
-from jgpt.shapes.contract import TypedCall, typed, watching
+from jgpt.shapes.calls import TypedCall, watching
+from jgpt.shapes.capture import edit
+from jgpt.shapes.contract import typed
+from jgpt.shapes.trace import Shape, ShapeTrace
 
 MOST_WEIGHTS = 4_000_000
 """The limit of a page, in attention weights."""

@@ -6,7 +6,7 @@ from flax import nnx
 
 from jgpt.config import TrainConfig
 from jgpt.nn.models import CachedLanguageModel, abstract_model
-from jgpt.shapes.capture import ShapeTrace, shape_trace
+from jgpt.shapes.trace import ShapeTrace, shape_trace
 from jgpt.training.state import abstract_state
 from jgpt.training.step import make_train_steps
 

@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jaxtyping import TypeCheckError, jaxtyped
 
 from jgpt.shapes import contract
+from jgpt.shapes.describe import by_dimension
 from tests.contract.inspection import handles_arrays
 
 KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
@@ -182,7 +183,7 @@ class Call:
         return {
             dimension: tuple(sizes)
             for name, value in self.good.items()
-            for dimension, sizes in contract.by_dimension(
+            for dimension, sizes in by_dimension(
                 array_hint(self.hints[name], self.leaves[self.span[name].start]), value.shape
             )
         }
