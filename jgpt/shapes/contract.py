@@ -10,21 +10,20 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from jaxtyping import Shaped, TypeCheckError, config, jaxtyped
+from jaxtyping import TypeCheckError, config, jaxtyped
 
-from jgpt.shapes.calls import _WATCHES, _program_context, _watched
-from jgpt.shapes.describe import _described, _spelled, is_array
+from jgpt.shapes.calls import call_watched, is_watched, program_context
+from jgpt.shapes.describe import describe_annotation, describe_value, is_array
 from jgpt.shapes.matching import (
     SYMBOLS,
-    _array_mismatch,
-    _fake_array,
-    _jaxtyping_mismatch,
-    _mismatch,
-    _sizes,
-    _symbols_in,
+    array_mismatch,
+    bind_size,
+    bound_sizes,
+    mismatch,
+    symbols_in,
 )
 
 Parameters = ParamSpec("Parameters")
@@ -40,8 +39,11 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     """
     if isinstance(function, type) or not callable(function):
         raise TypeError(f"@typed is for functions and methods, not for {function!r}")
+
     # annotations are resolved at the first call, so that imports stay cheap
-    checked = functools.cache(lambda: _checked(function))
+    @functools.cache
+    def checked() -> Callable[..., tuple[Any, Exception | None]]:
+        return _checked(function)
 
     @functools.wraps(function)
     def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -52,6 +54,7 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
             result, error = checked()(*args, **kwargs)
         except TypeError as misfit:  # from binding the arguments: all else is returned
             raise TypeError(f"{function.__qualname__}() {misfit}") from None
+        # raised here, outside of `jaxtyped`, which would add a note to it
         if error is not None:
             raise error
         return result
@@ -70,9 +73,10 @@ def check(value: Result, annotation: Any) -> Result:
     if not is_array(annotation):
         raise TypeError(
             f"check() needs an array annotation, such as Float[Array, 'batch'], "
-            f"not {_spelled(annotation)}"
+            f"not {describe_annotation(annotation)}"
         )
-    if reason := _array_mismatch(annotation, value):
+    reason = array_mismatch(annotation, value)
+    if reason:
         frame = sys._getframe(1)
         name = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
         raise _error(f"{name}() computed a wrong intermediate", annotation, value, reason)
@@ -92,18 +96,25 @@ def record(kind: type[Record]) -> type[Record]:
     """
     import jax
 
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    names = [field.name for field in fields if not field.metadata.get("static")]
-    static = [field.name for field in fields if field.metadata.get("static")]
+    dynamic = []
+    static = []
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.metadata.get("static"):
+            static.append(field.name)
+        else:
+            dynamic.append(field.name)
 
-    def flatten(made):
-        leaves = [(jax.tree_util.GetAttrKey(name), getattr(made, name)) for name in names]
-        return leaves, tuple(getattr(made, name) for name in static)
+    def flatten(instance: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        leaves = [(jax.tree_util.GetAttrKey(name), getattr(instance, name)) for name in dynamic]
+        fixed = tuple(getattr(instance, name) for name in static)
+        return leaves, fixed
 
-    def unflatten(fixed, values):
-        made = object.__new__(kind)
-        vars(made).update(zip([*names, *static], [*values, *fixed], strict=True))
-        return made
+    def unflatten(fixed: tuple[Any, ...], leaves: Iterable[Any]) -> Record:
+        # without `__init__`, whose checks would reject what JAX puts in place of arrays
+        instance = object.__new__(kind)
+        vars(instance).update(zip(dynamic, leaves, strict=True))
+        vars(instance).update(zip(static, fixed, strict=True))
+        return instance
 
     jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
     return host_record(kind)
@@ -114,57 +125,88 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
 
     `jaxtyped` adds a note to exceptions that pass through it, which would hide the reason.
     """
-    _program_context()
+    # programs that were compiled outside JAX's context of watchers would be compiled anew in it
+    program_context()
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function, include_extras=True)
-    # in signature order, which is the order in which sizes are bound
-    kinds = {
-        name: parameter.kind for name, parameter in signature.parameters.items() if name in hints
-    }
     subject = f"{function.__module__}.{function.__qualname__}()"
-    own_names = set(
-        re.findall(r"\w+", re.sub(r"\{[^}]*\}", "", " ".join(map(str, hints.values()))))
-    )
+    own_names = _dimension_names(hints)
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
         __tracebackhide__ = True
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        symbols = SYMBOLS.get() or _symbols_in(bound.arguments.values(), own_names)
-        for name, size in symbols.items():  # jaxtyping binds them as it binds sizes
-            _jaxtyping_mismatch(Shaped[Any, name], _fake_array(size))
-        for name, kind in kinds.items():
-            values = bound.arguments[name]
-            if kind is inspect.Parameter.VAR_KEYWORD:
-                values = values.values()
-            elif kind is not inspect.Parameter.VAR_POSITIONAL:
-                values = (values,)
-            for value in values:
-                if reason := _mismatch(hints[name], value):
-                    what = f"{subject} got a wrong argument `{name}`"
-                    return None, _error(what, hints[name], value, reason)
+        _bind_symbols(bound, own_names)
+        wrong_argument = _argument_error(subject, bound, hints)
+        if wrong_argument is not None:
+            return None, wrong_argument
         try:
-            if watches := _WATCHES.get():
-                result = _watched(watches, function, bound, hints)
+            if is_watched():
+                result = call_watched(function, bound, hints)
             else:
                 result = function(*args, **kwargs)
         except Exception as error:
             return None, error
-        if reason := _mismatch(hints.get("return", Any), result):
+        reason = mismatch(hints.get("return", Any), result)
+        if reason:
             what = f"{subject} returned a wrong result"
             return None, _error(what, hints["return"], result, reason)
         return result, None
 
-    call.__signature__ = signature  # type: ignore[attr-defined]  # of what braces may name
+    # jaxtyping reads from it what braces may name
+    call.__signature__ = signature  # type: ignore[attr-defined]
     return jaxtyped(call, typechecker=None)
 
 
+def _dimension_names(hints: dict[str, Any]) -> set[str]:
+    """All words in the annotations but those in braces, the names of dimensions among them."""
+    text = " ".join(map(str, hints.values()))
+    return set(re.findall(r"\w+", re.sub(r"\{[^}]*\}", "", text)))
+
+
+def _bind_symbols(bound: inspect.BoundArguments, own_names: set[str]) -> None:
+    """Bind the symbols of a proof, or those in the arguments, so that braces may name them."""
+    symbols = SYMBOLS.get()
+    if not symbols:  # as nearly always: then there are some under `jax.export` alone
+        symbols = symbols_in(bound.arguments.values(), own_names)
+    for name, size in symbols.items():
+        bind_size(name, size)
+
+
+def _argument_error(
+    subject: str, bound: inspect.BoundArguments, hints: dict[str, Any]
+) -> TypeCheckError | None:
+    """The error of the first argument that does not match, and None if all match.
+
+    Binds sizes in the order of the signature.
+    """
+    for name, parameter in bound.signature.parameters.items():
+        if name not in hints:
+            continue
+        match parameter.kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                values = bound.arguments[name]
+            case inspect.Parameter.VAR_KEYWORD:
+                values = bound.arguments[name].values()
+            case _:
+                values = (bound.arguments[name],)
+        for value in values:
+            reason = mismatch(hints[name], value)
+            if reason:
+                what = f"{subject} got a wrong argument `{name}`"
+                return _error(what, hints[name], value, reason)
+    return None
+
+
 def _error(what: str, hint: Any, value: Any, reason: str) -> TypeCheckError:
-    expected = _spelled(hint)
-    sizes = ", ".join(f"{name}={size}" for name, size in _sizes(expected))
+    """The four lines of an error: what is wrong, what was expected, what came, and why."""
+    expected = describe_annotation(hint)
+    sizes = ", ".join(f"{name}={size}" for name, size in bound_sizes(expected))
+    if sizes:
+        expected += f" with {sizes}"
     return TypeCheckError(
         f"{what}.\n"
-        f"Expected: {expected}{' with ' if sizes else ''}{sizes}\n"
-        f"Got: {_described(value)}\n"
+        f"Expected: {expected}\n"
+        f"Got: {describe_value(value)}\n"
         f"Reason: {reason.rstrip('.')}."
     )

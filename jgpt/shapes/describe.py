@@ -16,39 +16,54 @@ def is_array(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
 
-def by_dimension(hint: Any, each: Sequence[Value]) -> Iterator[tuple[str, Sequence[Value]]]:
-    """The dimensions of an array annotation, with their parts of `each`: several for `*batch`."""
+def by_dimension(hint: Any, values: Sequence[Value]) -> Iterator[tuple[str, Sequence[Value]]]:
+    """Pair each dimension of an array annotation with its part of `values`, such as a shape.
+
+    A dimension such as `*batch` has a part of any length.
+    """
     names = hint.dim_str.split()
-    several = len(each) - len(names) + 1
+    # an annotation has at most one such dimension, so that all others have one value each
+    length_of_variadic = len(values) - len(names) + 1
+    start = 0
     for name in names:
-        count = several if name.lstrip("?").startswith(("*", "...")) else 1
-        yield name, each[:count]
-        each = each[count:]
+        length = 1
+        if name.lstrip("?").startswith(("*", "...")):
+            length = length_of_variadic
+        yield name, values[start : start + length]
+        start += length
 
 
-def _is_shaped(value: Any) -> bool:
-    """Whether a value is like an array: `nnx.Rngs` has every attribute."""
+def is_shaped(value: Any) -> bool:
+    """Whether a value is like an array."""
+    # a `shape` alone would not do: `nnx.Rngs` makes a stream of any attribute that is asked for
     return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
 
 
-class _Shapes(reprlib.Repr):
+class _Repr(reprlib.Repr):
     """Formats arrays, in containers too, as dtype and shape; other objects as their class."""
 
     def repr1(self, x: Any, level: int) -> str:
-        if _is_shaped(x):
+        if is_shaped(x):
             return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        # the text of an object may be pages long, as that of a module with its weights is
         if type(x).__module__ != "builtins":
             return f"{type(x).__name__} object"
         return super().repr1(x, level)
 
 
-_described = _Shapes().repr
+def describe_value(value: Any) -> str:
+    """A value in one short line: `float32[2,5]`, `GPT object`, `'text'`."""
+    return _Repr().repr(value)
 
 
-def _spelled(hint: Any) -> str:
+def describe_annotation(hint: Any) -> str:
     """An annotation as it is written in source, without module names."""
     if hint is types.NoneType:
         return "None"
-    text = hint.__name__ if isinstance(hint, type) else str(hint)
-    text = re.sub(r"('[^']*')|\b(?:\w+\.)+(?=\w)", lambda match: match[1] or "", text)
+    text = str(hint)
+    if isinstance(hint, type):
+        text = hint.__name__
+    # dots between quotes are the dimensions' (`{self.embed_dim}`), all others are of modules
+    quoted_or_module = r"('[^']*')|\b(?:\w+\.)+(?=\w)"
+    text = re.sub(quoted_or_module, lambda match: match[1] or "", text)
     return text.replace("'", '"')

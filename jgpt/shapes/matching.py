@@ -6,7 +6,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, get_args, get_origin
 
@@ -16,18 +16,23 @@ from beartype.door import die_if_unbearable, is_bearable
 from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import AnnotationError, Shaped
 
-from jgpt.shapes.describe import _described, _is_shaped, _spelled, is_array
+from jgpt.shapes.describe import describe_annotation, describe_value, is_array, is_shaped
 
-_BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)  # 0 is a valid float
-_UNIONS = (typing.Union, types.UnionType)
+# with PEP 484's numeric tower an int is a float: 0 is a valid `dropout: float`
+_BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)
+_UNIONS = (typing.Union, types.UnionType)  # `Optional[int]` and `int | None`
+
 SYMBOLS: ContextVar[dict[str, Any]] = ContextVar("symbols", default={})  # noqa: B039  never changed
 """During a proof: symbolic sizes, and the functions that braces may use."""
 SIZE_FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
 """Functions in JAX's text of a symbolic size that Python lacks."""
-_IMPOSSIBLE_SIZE = np.broadcast_to(np.False_, 987_654_321)  # one byte of memory
+_IMPOSSIBLE_SIZE = np.broadcast_to(np.False_, 987_654_321)  # a view of one byte
 
 
-def _mismatch(hint: Any, value: Any) -> str:
+# --- any annotation ------------------------------------------------------------------------------
+
+
+def mismatch(hint: Any, value: Any) -> str:
     """The reason why a value does not match an annotation, or an empty string.
 
     Binds the sizes that the annotation names.
@@ -35,37 +40,140 @@ def _mismatch(hint: Any, value: Any) -> str:
     if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
         return ""
     if is_array(hint):
-        return _array_mismatch(hint, value)
+        return array_mismatch(hint, value)
     if get_origin(hint) in _UNIONS:
-        first, *others = (part for part in get_args(hint) if part is not types.NoneType)
-        if others:
-            matches = is_bearable(_with_numbers(value), hint, conf=_BEARTYPE)
-        else:
-            matches = value is None
-        return "" if matches else _mismatch(first, value)
+        return _union_mismatch(hint, value)
+    # beartype would check the items of a tuple too, but say less of the one that is wrong
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
-        parts = get_args(hint)
-        if not isinstance(value, tuple) or len(value) != len(parts):
-            return f"it is not a tuple of {len(parts)}"
-        for i, (part, item) in enumerate(zip(parts, value, strict=True)):
-            if reason := _mismatch(part, item):
-                return f"item {i} is {_described(item)}: {reason}"
-        return ""
+        return _tuple_mismatch(hint, value)
     if _is_tree_of_arrays(hint):
         return _tree_mismatch(hint, value)
     return _other_mismatch(hint, value)
 
 
+def _union_mismatch(hint: Any, value: Any) -> str:
+    first, *others = (part for part in get_args(hint) if part is not types.NoneType)
+    matches = value is None
+    if others:
+        matches = is_bearable(_with_numbers(value), hint, conf=_BEARTYPE)
+    if matches:
+        return ""
+    # of several alternatives, the first one is what the message speaks of
+    return mismatch(first, value)
+
+
+def _tuple_mismatch(hint: Any, value: Any) -> str:
+    parts = get_args(hint)
+    if not isinstance(value, tuple) or len(value) != len(parts):
+        return f"it is not a tuple of {len(parts)}"
+    for index, (part, item) in enumerate(zip(parts, value, strict=True)):
+        reason = mismatch(part, item)
+        if reason:
+            return f"item {index} is {describe_value(item)}: {reason}"
+    return ""
+
+
+def _other_mismatch(hint: Any, value: Any) -> str:
+    """beartype's reason, shortened."""
+    try:
+        die_if_unbearable(_with_numbers(value), hint, conf=_BEARTYPE)
+    except BeartypeCallHintViolation as violation:
+        if is_shaped(value):  # beartype would print the numbers
+            return f"an array is no {describe_annotation(hint)}"
+        reason = str(violation).partition(", as ")[2].strip()
+        return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
+    return ""
+
+
+# --- one array -----------------------------------------------------------------------------------
+
+
+def array_mismatch(hint: Any, value: Any) -> str:
+    """jaxtyping's reason, except where it lists dtypes or names classes."""
+    import jax
+
+    reason = _jaxtyping_mismatch(hint, value)
+    dtype = hint.__name__.partition("[")[0]
+    advice = ""
+    if dtype == "Key":
+        advice = ": jax.random.key makes one"
+
+    if "array type" not in reason:
+        return re.sub(", not .* as expected.*", f", which is no {dtype}{advice}", reason)
+
+    library = "JAX"
+    function = "jnp.asarray"
+    if hint.array_type is np.ndarray:
+        library = "NumPy"
+        function = "np.asarray"
+    can_be_converted = is_shaped(value) or isinstance(value, (list, tuple, int, float))
+    if can_be_converted and not advice:
+        advice = f": {function} makes one"
+    what = type(value).__name__
+    if isinstance(value, jax.Array):  # its class is `ArrayImpl` or a tracer's
+        what = "a JAX array"
+    return f"{what} is not a {library} array{advice}"
+
+
+def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
+    """jaxtyping's reason why a value does not match an array annotation, or an empty string."""
+    try:
+        return hint.__instancecheck_str__(value)
+    except AnnotationError:
+        raise
+    except Exception as error:  # raised inside the annotation's braces
+        return f"{type(error).__name__}: {error}"
+
+
+def bind_size(name: str, size: Any) -> None:
+    """Bind a name to a size that may be anything, for the enclosing typed call."""
+    # jaxtyping binds the sizes of arrays alone
+    _jaxtyping_mismatch(Shaped[Any, name], _fake_array(size))
+
+
+def _fake_array(size: Any) -> Any:
+    """What jaxtyping takes for an array of one dimension, whose size may be anything."""
+    return types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
+
+
+def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
+    """The sizes bound to the names and braces in the text of an annotation.
+
+    jaxtyping has no function that tells them, but states a bound size when it rejects an array of
+    a size that nothing has.
+    """
+    quoted = " ".join(re.findall(r'"([^"]*)"', annotation))
+    dimensions = re.findall(r"\{[^}]*\}|\w+", quoted)
+    for dimension in dict.fromkeys(dimensions):
+        # a name may be bound as one dimension or as several
+        for pattern in (dimension, f"*{dimension}"):
+            with contextlib.suppress(Exception):  # a brace that can't be evaluated is the reason
+                reason = _jaxtyping_mismatch(Shaped[np.ndarray, pattern], _IMPOSSIBLE_SIZE)
+                found = re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", reason)
+                if found:
+                    yield dimension, found[1]
+                    break
+
+
+# --- trees of arrays -----------------------------------------------------------------------------
+
+
 def _is_tree_of_arrays(hint: Any) -> bool:
+    """Whether an annotation is a PyTree of arrays, all of NumPy or JAX."""
     leaf: Any = getattr(hint, "leaftype", None)
     if leaf is None:
         return False
 
     import jax
 
-    leaves: Any = get_args(leaf) if get_origin(leaf) in _UNIONS else (leaf,)
-    known = all(is_array(each) and each.array_type in (jax.Array, np.ndarray) for each in leaves)
-    return known and ("?" not in str(leaf) or len(leaves) == 1)
+    alternatives: Any = (leaf,)
+    if get_origin(leaf) in _UNIONS:
+        alternatives = get_args(leaf)
+    for alternative in alternatives:
+        if not is_array(alternative) or alternative.array_type not in (jax.Array, np.ndarray):
+            return False
+    # `?size` in one of several alternatives has no name that could be made the leaf's
+    return "?" not in str(leaf) or len(alternatives) == 1
 
 
 def _tree_mismatch(hint: Any, tree: Any) -> str:
@@ -80,72 +188,42 @@ def _tree_mismatch(hint: Any, tree: Any) -> str:
     has_own_sizes = "?" in str(hint.leaftype)
     for index, leaf in enumerate(jax.tree.leaves(tree)):
         suffix = f"_{hint.structure}{index}"
-        of_leaf = _of_leaf(hint.leaftype, suffix) if has_own_sizes else hint.leaftype
-        if reason := _mismatch(of_leaf, leaf).replace(suffix, ""):
+        leaf_hint = hint.leaftype
+        if has_own_sizes:
+            leaf_hint = _leaf_annotation(leaf_hint, suffix)
+        reason = mismatch(leaf_hint, leaf).replace(suffix, "")
+        if reason:
+            # paths are costly, so only the wrong leaf's is made
             path, _ = jax.tree_util.tree_leaves_with_path(tree)[index]
-            where = jax.tree_util.keystr(path, simple=True, separator=".")
-            return f"its leaf {where} is {_described(leaf)}: {reason}" if path else reason
+            if not path:  # the tree is one leaf
+                return reason
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return f"its leaf {name} is {describe_value(leaf)}: {reason}"
     return ""
 
 
 @functools.cache
-def _of_leaf(hint: Any, suffix: str) -> Any:
+def _leaf_annotation(hint: Any, suffix: str) -> Any:
     """An array annotation for one leaf: `?size` becomes `size_LEAF`."""
     dimensions = re.sub(r"\?(\*?\w+)", rf"\1{suffix}", hint.dim_str)
     return hint.dtype[hint.array_type, dimensions]
 
 
-def _other_mismatch(hint: Any, value: Any) -> str:
-    try:
-        die_if_unbearable(_with_numbers(value), hint, conf=_BEARTYPE)
-    except BeartypeCallHintViolation as violation:
-        if _is_shaped(value):  # beartype would print the numbers
-            return f"an array is no {_spelled(hint)}"
-        reason = str(violation).partition(", as ")[2].strip()
-        return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
-    return ""
+# --- symbolic sizes ------------------------------------------------------------------------------
 
 
 def _with_numbers(value: Any) -> Any:
     """The value with an integer in place of each symbolic size."""
     if type(value) is tuple:
         return tuple(map(_with_numbers, value))
-    return 1 if _is_symbolic(value) else value
-
-
-def _array_mismatch(hint: Any, value: Any) -> str:
-    """jaxtyping's reason, except where it lists dtypes or names classes."""
-    import jax
-
-    reason = _jaxtyping_mismatch(hint, value)
-    kind = hint.__name__.partition("[")[0]
-    advice = ": jax.random.key makes one" if kind == "Key" else ""
-    if "array type" in reason:
-        on_host = hint.array_type is np.ndarray
-        if _is_shaped(value) or isinstance(value, (list, tuple, int, float)):
-            advice = advice or f": {'np' if on_host else 'jnp'}.asarray makes one"
-        given = "a JAX array" if isinstance(value, jax.Array) else type(value).__name__
-        return f"{given} is not a {'NumPy' if on_host else 'JAX'} array{advice}"
-    return re.sub(", not .* as expected.*", f", which is no {kind}{advice}", reason)
-
-
-def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
-    """jaxtyping's reason why a value does not match an array annotation, or an empty string."""
-    try:
-        return hint.__instancecheck_str__(value)
-    except AnnotationError:
-        raise
-    except Exception as error:  # raised inside the annotation's braces
-        return f"{type(error).__name__}: {error}"
-
-
-def _fake_array(size: Any) -> Any:
-    """What jaxtyping takes for an array of one dimension, whose size may be anything."""
-    return types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
+    if _is_symbolic(value):
+        return 1
+    return value
 
 
 def _is_symbolic(value: Any) -> bool:
     """Whether a value is a symbolic size, as in a proof and in `jax.export`."""
+    # most values are none of these, and data needs the contract without loading JAX
     if value is None or isinstance(value, (int, float, str)):
         return False
 
@@ -154,14 +232,16 @@ def _is_symbolic(value: Any) -> bool:
     return jax.export.is_symbolic_dim(value)
 
 
-def _symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
+def symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
     """The symbols in the sizes of a call's arrays and integers, as braces may spell them.
 
     A symbol with the name of a dimension of the call is left to that dimension.
     """
     found: dict[str, Any] = {}
     for value in values:
-        sizes = value.shape if _is_shaped(value) else (value,)
+        sizes = (value,)
+        if is_shaped(value):
+            sizes = value.shape
         for size in sizes:
             if _is_symbolic(size):
                 found |= _symbols_of(size)
@@ -169,27 +249,13 @@ def _symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
 
 
 def _symbols_of(size: Any) -> dict[str, Any]:
+    """The symbols and functions in JAX's text of a size, such as `b*floordiv(t, 2)`."""
     import jax
 
     found: dict[str, Any] = {}
     for name in re.findall(r"[A-Za-z_]\w*", str(size)):
         if name in SIZE_FUNCTIONS:
             found[name] = SIZE_FUNCTIONS[name]
-        elif name not in ("max", "min"):
+        elif name not in ("max", "min"):  # those are Python's own
             (found[name],) = jax.export.symbolic_shape(name, scope=size.scope)
     return found
-
-
-def _sizes(expected: str) -> Iterable[tuple[str, str]]:
-    """The sizes bound to the names and braces of an annotation.
-
-    jaxtyping states a bound size when it refuses an array of a size that nothing has.
-    """
-    dimensions = re.findall(r"\{[^}]*\}|\w+", " ".join(re.findall(r'"([^"]*)"', expected)))
-    for dimension in dict.fromkeys(dimensions):
-        for spelled in (dimension, f"*{dimension}"):
-            with contextlib.suppress(Exception):  # a brace that can't be evaluated is the reason
-                said = _jaxtyping_mismatch(Shaped[np.ndarray, spelled], _IMPOSSIBLE_SIZE)
-                if found := re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", said):
-                    yield dimension, found[1]
-                    break

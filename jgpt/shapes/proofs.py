@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.errors import InconclusiveDimensionOperation
 
-from jgpt.shapes.calls import holding
+from jgpt.shapes.calls import set_context
 from jgpt.shapes.contract import typed
 from jgpt.shapes.matching import SIZE_FUNCTIONS, SYMBOLS
 from jgpt.shapes.sizes import (
@@ -248,7 +248,7 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
         for owner, name, ours, theirs in patches:
             patch = mock.patch.object(owner, name, _here(ours, theirs), create=True)
             stack.enter_context(patch)
-        with holding(SYMBOLS, known):
+        with set_context(SYMBOLS, known):
             yield
 
 
