@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -277,6 +278,10 @@ class BPETokenizer:
                 backend.add_tokens([token])
         return BPETokenizer(backend, adds_special_tokens=self.adds_special_tokens)
 
+    def added_tokens(self) -> set[str]:
+        """The texts of the tokens that are found in a text before it is split into words."""
+        return {token.content for token in self._backend.get_added_tokens_decoder().values()}
+
     def padded_to(self, vocab_size: int) -> "BPETokenizer":
         """This tokenizer with tokens without a text, as many as a padded embedding has rows."""
         return BPETokenizer(
@@ -353,6 +358,18 @@ class BPETokenizer:
                 return self._fast.encode_to_numpy(text, allowed_special="all").astype(np.int32)
         return np.array(_encode(self._backend, text), np.int32)
 
+    def takes_spaces_before(self, text: str) -> bool:
+        """Whether a text begins with an added token that takes the spaces before it."""
+        if not text or not self._lstrip_tokens:
+            return False
+        tokens = _encode(self._backend, " " + text)
+        return bool(tokens) and tokens[0] in self._lstrip_tokens
+
+    @functools.cached_property
+    def _lstrip_tokens(self) -> set[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return {number for number, token in added.items() if token.lstrip}
+
     @typed
     def encode_ordinary(self, text: str) -> Tokens:
         """What follows a special token to byte-pairs; special tokens in it are text like any other.
@@ -360,6 +377,63 @@ class BPETokenizer:
         A tokenizer that puts a space before the first word of a text puts none here.
         """
         return np.array(_encode(self._ordinary, text), np.int32)
+
+    @typed
+    def encode_template(self, pieces: Sequence[int | str]) -> Tokens:
+        """A template that is filled in: special tokens by their numbers, and the text between them.
+
+        The tokens are those of all of it as one text, where a special token may take the spaces
+        beside it. What a text spells is never a special token. Raises ValueError where the
+        tokenizer would not find a special token beside this text, as transformers would not.
+        """
+        renamed = self._renamed
+        text = ""
+        for piece in pieces:
+            if isinstance(piece, str):
+                text += piece
+            else:
+                text += renamed.names[piece]
+        tokens = [renamed.numbers.get(token, token) for token in _encode(renamed.backend, text)]
+        for number in renamed.names:
+            if tokens.count(number) < pieces.count(number):
+                raise ValueError(
+                    f"the tokenizer reads {self.decode([number])!r} as text beside other text: "
+                    "its added token has single_word or normalized set in tokenizer.json"
+                )
+        return np.array(tokens, np.int32)
+
+    @functools.cached_property
+    def _renamed(self) -> "_Renamed":
+        """The tokenizer with names of special tokens that no text knows."""
+        values = json.loads(self._backend.to_str())
+        # Renaming tokens in the model's vocabulary would break merges that make them. Without
+        # their old names here, they are new tokens, and the vocabulary stays.
+        values["added_tokens"] = []
+        values["post_processor"] = None
+        backend = tokenizers.Tokenizer.from_str(json.dumps(values))
+        # The library numbers new tokens from the size of the vocabulary on. Where numbers are
+        # left out, those above are taken already.
+        vocabulary = backend.get_vocab()
+        missing = range(len(vocabulary), max(vocabulary.values(), default=-1) + 1)
+        unguessable = secrets.token_hex()
+        backend.add_tokens([f"{unguessable}/{number}" for number in missing])
+        names: dict[int, str] = {}
+        numbers: dict[int, int] = {}
+        for number, token in sorted(self._backend.get_added_tokens_decoder().items()):
+            name = token.content
+            if token.special:
+                name = f"<|{unguessable}-{number}|>"
+                names[number] = name
+            renamed = tokenizers.AddedToken(
+                name,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+            )
+            backend.add_tokens([renamed])
+            numbers[backend.token_to_id(name)] = number
+        return _Renamed(backend, names, numbers)
 
     @functools.cached_property
     def _ordinary(self) -> Any:
@@ -457,6 +531,17 @@ class BPETokenizer:
         return f'{{"type": "bpe", {adds}{size}"tokenizer": {self._backend.to_str()}}}'
 
 
+@dataclass(frozen=True)
+class _Renamed:
+    """A tokenizer whose special tokens have other names."""
+
+    backend: Any
+    names: dict[int, str]
+    """The name of each special token, by its number in the tokenizer as it was."""
+    numbers: dict[int, int]
+    """The number that an added token had, by the one that it has here."""
+
+
 Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 
 
@@ -530,6 +615,8 @@ class _Part:
     text: str
     context: str
     """Some characters before it."""
+    following: str
+    """Some characters after it."""
     offset: int
     is_last: bool
 
@@ -547,7 +634,13 @@ def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
             context = text[:start]
         if start < len(text):
             is_last = next_text is None
-            yield _Part(text[start:], context[-CONTEXT:], offset + start, is_last)
+            yield _Part(
+                text[start:],
+                context=context[-CONTEXT:],
+                following="" if next_text is None else next_text[:CONTEXT],
+                offset=offset + start,
+                is_last=is_last,
+            )
         context = text
         offset += len(text)
         text = next_text
@@ -568,11 +661,14 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
     def encode_after_context(part: _Part) -> np.ndarray:
         # some tokenizers put a space before a text: it belongs before the first part alone
         line = part.context[part.context.rfind("\n", 0, -1) + 1 :]
+        text = part.text
+        if tokenizer.takes_spaces_before(part.following):
+            text = text.rstrip()
         before = encode(tokenizer, line)
-        tokens = encode(tokenizer, line + part.text)
+        tokens = encode(tokenizer, line + text)
         if np.array_equal(tokens[: len(before)], before):
             return tokens[len(before) :]
-        return encode(tokenizer, part.text)
+        return encode(tokenizer, text)
 
     return encode_after_context
 

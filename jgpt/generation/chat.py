@@ -18,6 +18,9 @@ END = "<|im_end|>"
 _REASONING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
 """What an answer may begin with. Tags further on are part of what it says, as spaces are."""
 
+_Turn = list[int | str]
+"""The pieces of a turn: special tokens by their numbers, and text."""
+
 
 class Chat:
     """A conversation with a model; the context keeps the newest messages.
@@ -48,13 +51,17 @@ class Chat:
                 f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
                 "smollm2-chat and qwen3 are models that have them (jgpt import)"
             )
-        self._start, self._end = (tokenizer.encode_part(word).tolist() for word in (START, END))
+        self._start = tokenizer.encode_part(START).item()
+        self._end = tokenizer.encode_part(END).item()
         self._model = model
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
         self._rngs = rngs
-        self._system = [] if system is None else self._turn("system", system)
-        self._turns: list[list[int]] = []
+        self._system: list[_Turn] = []
+        if system is not None:
+            self._system = [self._turn("system", system)]
+        self._tokens([*self._system, self._turn("user", "")])  # raises for what can't be encoded
+        self._turns: list[_Turn] = []
 
     def reply(self, message: str) -> tuple[int, Generator[str, None, None]]:
         """How many earlier messages no longer fit, and the answer, streamed.
@@ -63,11 +70,10 @@ class Chat:
         Raises ValueError for a message that can't be encoded or leaves no room for an answer.
         """
         turns = [*self._turns, self._turn("user", message)]
-        opening = self._opening("assistant")
         size = self._model.block_size
         dropped = 0
         most = size - min(self._max_new_tokens, size // 2)
-        while len(tokens := list(chain(self._system, *turns, opening))) > most:
+        while len(tokens := self._tokens([*self._system, *turns])) > most:
             if len(turns) == 1:
                 raise ValueError(
                     f"the message is too long: {len(tokens)} tokens with all that belongs to it, "
@@ -89,7 +95,7 @@ class Chat:
         return dropped, self._answer(turns, pieces)
 
     def _answer(
-        self, turns: list[list[int]], pieces: Iterator[tuple[str, ...]]
+        self, turns: list[_Turn], pieces: Iterator[tuple[str, ...]]
     ) -> Generator[str, None, None]:
         said = ""
         try:
@@ -99,12 +105,17 @@ class Chat:
         finally:
             self._turns = [*turns, self._turn("assistant", said[_length_of_reasoning(said) :])]
 
-    def _opening(self, role: str, text: str = "") -> list[int]:
-        return [*self._start, *self._tokenizer.encode_ordinary(f"{role}\n{text}").tolist()]
+    def _tokens(self, turns: list[_Turn]) -> list[int]:
+        """The tokens of turns, and of the words that open an answer.
 
-    def _turn(self, role: str, text: str) -> list[int]:
-        newline = self._tokenizer.encode_ordinary("\n").tolist()
-        return [*self._opening(role, text), *self._end, *newline]
+        They are encoded as one text: a special token may take the spaces and newlines beside it.
+        """
+        pieces = list(chain(*turns))
+        pieces += [self._start, "assistant\n"]
+        return self._tokenizer.encode_template(pieces).tolist()
+
+    def _turn(self, role: str, text: str) -> _Turn:
+        return [self._start, f"{role}\n{text}", self._end, "\n"]
 
 
 def _length_of_reasoning(answer: str) -> int:

@@ -34,6 +34,7 @@ OF_THE_TOKENIZER = (
 MORE_TEMPLATES = "additional_chat_templates"
 """The folder of a tokenizer's templates beside the default one."""
 NAMED_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+MORE_NAMED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _LARGEST_FILE = 1 << 26
 
 TextFiles = dict[str, bytes]
@@ -84,39 +85,52 @@ def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         return tokenizer
     files = read_text_files(folder, folder)
     with prefix_errors(folder):
-        tokens = list(_added_tokens(files))
+        tokens = list(_added_tokens(files, tokenizer.added_tokens()))
     return tokenizer.with_added_tokens(tokens, vocab_size)
 
 
-def _added_tokens(files: TextFiles) -> Iterator[tokenizers.AddedToken]:
-    """The tokens that files beside `tokenizer.json` name, in the order of their numbers."""
+def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.AddedToken]:
+    """The tokens that files beside `tokenizer.json` add to the ones that it has, the known ones.
+
+    As in transformers, `added_tokens_decoder` says again how a known token takes the spaces around
+    it. The other files only name tokens, and change nothing about those that are known.
+    """
     config = parse_text_file(files, TOKENIZER_CONFIG)
-    special_tokens = _named_tokens(config)
-    if "added_tokens_decoder" not in config:  # which replaces the two older files
-        special_tokens |= _named_tokens(parse_text_file(files, SPECIAL_TOKENS))
+    names = config
     numbered: dict[int, tokenizers.AddedToken] = {}
-    for number, fields in config.get("added_tokens_decoder", {}).items():
-        numbered[int(number)] = _added_token(fields)
+    if "added_tokens_decoder" in config:  # which replaces the two older files
+        for number, fields in config["added_tokens_decoder"].items():
+            numbered[int(number)] = _added_token(fields)
+    else:
+        names = parse_text_file(files, SPECIAL_TOKENS)
+        more = {name: config[name] for name in MORE_NAMED_TOKENS if config.get(name)}
+        names = config | names | more
+    named = _named_tokens(names)
     if "added_tokens_decoder" not in config:
         for content, number in parse_text_file(files, ADDED_TOKENS).items():
-            is_special = content in special_tokens
-            numbered[number] = tokenizers.AddedToken(
-                content, normalized=not is_special, special=is_special
-            )
+            if content not in known:
+                is_special = content in named
+                numbered[number] = tokenizers.AddedToken(
+                    content, normalized=not is_special, special=is_special
+                )
     for number in sorted(numbered):
         yield numbered[number]
-    yield from special_tokens.values()
+    known = known | {token.content for token in numbered.values()}
+    for content, token in named.items():
+        if content not in known:
+            yield token
 
 
 def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
     """The special tokens that a file names, by their text."""
-    listed = [values.get(name) for name in NAMED_TOKENS]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        more = values.get(name) or []
-        listed += more.values() if isinstance(more, dict) else more
     tokens = {}
-    for value in listed:
-        if value:
+    for name in NAMED_TOKENS:
+        if values.get(name):
+            token = _added_token(values[name])
+            tokens[token.content] = token
+    for name in MORE_NAMED_TOKENS:
+        more = values.get(name) or []
+        for value in more.values() if isinstance(more, dict) else more:
             token = _added_token(value)
             tokens[token.content] = token
     return tokens

@@ -237,6 +237,7 @@ def text() -> None:
         tokenizer.decode(np.ones(31, np.int32))
     pieces.encode_ordinary("ab")
     pieces.encode_part("ab")
+    pieces.encode_template(["ab"])
     default_prompt(tokenizer)
     look.encode_text(tokenizer, "a")
 

@@ -43,6 +43,7 @@ LOOSE = {
     "data.tokenizers.BPETokenizer.encode",
     "data.tokenizers.BPETokenizer.encode_ordinary",
     "data.tokenizers.BPETokenizer.encode_part",
+    "data.tokenizers.BPETokenizer.encode_template",
     "data.tokenizers.ByteTokenizer.encode",
     "data.tokenizers.CharTokenizer._encode_at",
     "data.tokenizers.CharTokenizer.encode",

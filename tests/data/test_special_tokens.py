@@ -18,8 +18,9 @@ from jgpt.data.tokenizers import (
     text_of_token,
     tokenizer_from_json,
 )
-from jgpt.generation.chat import Chat
+from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
+from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.pictures.look import encode_text
 from tests.generation.test_chat import with_chat_tokens
 
@@ -192,7 +193,7 @@ def test_a_chat_has_none(tokenizer):
         block_size = 64
 
     chat = Chat(Model(), chatty, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
-    assert chatty.begin[0] not in chat._turn("user", "hello world")
+    assert chatty.begin[0] not in chat._tokens([chat._turn("user", "hello world")])
 
 
 @pytest.mark.parametrize("content", ["éé", "<é>", "café", "ÿ¡", "naïve token", "<ascii>", "你"])
@@ -216,3 +217,129 @@ def test_a_token_on_the_page_has_the_space_that_it_begins_with(backend, tokenize
     letters = CharTokenizer("\n a")
     assert [text_of_token(letters, token) for token in range(3)] == ["\n", " ", "a"]
     assert [text_of_token(ByteTokenizer(), token) for token in (97, 0xC3)] == ["a", "\ufffd"]
+
+
+STRIPPING = {
+    "none": {},
+    "lstrip": {"lstrip": True},
+    "rstrip": {"rstrip": True},
+    "both": {"lstrip": True, "rstrip": True},
+    "single_word": {"single_word": True},
+    "normalized": {"normalized": True, "lstrip": True},
+}
+"""The fields of an added token that decide what it takes of the text around it."""
+
+
+def with_tokens(backend: Any, contents: tuple[str, ...], fields: dict[str, bool]) -> Any:
+    backend = tk.Tokenizer.from_str(backend.to_str())
+    normalized = fields.get("normalized", False)
+    options = {**fields, "normalized": normalized}
+    backend.add_special_tokens([tk.AddedToken(content, **options) for content in contents])
+    return backend
+
+
+@pytest.mark.parametrize("fields", list(STRIPPING.values())[:4], ids=list(STRIPPING)[:4])
+def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(backend, fields):
+    transformers = pytest.importorskip("transformers")
+    backend = with_tokens(backend, (START, END), fields)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    theirs.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
+    messages = [
+        {"role": "system", "content": " hello \n"},
+        {"role": "user", "content": "\n\nthe world\u3000"},
+        {"role": "assistant", "content": "wörld\x1c\t"},
+        {"role": "user", "content": "12345 "},
+    ]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    class Model:
+        block_size = 500
+
+    chat = Chat(Model(), tokenizer, " hello \n", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    turns = [chat._turn(message["role"], message["content"]) for message in messages]
+    assert chat._tokens(turns) == expected
+    assert expected.count(tokenizer.token_of(START)) == 5
+
+
+@pytest.mark.parametrize("fields", STRIPPING.values(), ids=STRIPPING)
+def test_parts_of_a_text_have_the_tokens_of_the_whole(backend, fields):
+    """A token that takes the newline before it may begin the part that follows."""
+    backend = with_tokens(backend, ("<A>",), fields)
+    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
+    parts = ["hello <A>\n", "<A> the world\n", "<A>\n\nhello\n", "word <A>", " <A> hello\n", "the"]
+    encoded = encode_each(tokenizer, parts, np.dtype(np.uint16))
+    tokens = np.frombuffer(b"".join(data for _, data in encoded), np.uint16)
+    assert tokens.tolist() == tokenizer.encode("".join(parts)).tolist()
+    # a process that was stopped after a part goes on with the next
+    rest = encode_each(tokenizer, parts, np.dtype(np.uint16), encoded=len(parts[0]))
+    left = np.frombuffer(b"".join(data for _, data in rest), np.uint16)
+    assert tokens[-len(left) :].tolist() == left.tolist()
+
+
+def token_fields(content: str, **changed: bool) -> dict[str, Any]:
+    fields = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"content": content, "special": True, **fields, **changed}
+
+
+FOLDERS = {
+    "a name changes nothing": {"tokenizer_config.json": {"eos_token": "<A>"}},
+    "a token in the config does": {
+        "tokenizer_config.json": {
+            "eos_token": "<A>",
+            "added_tokens_decoder": {"300": token_fields("<A>", lstrip=True)},
+        },
+    },
+    "the older file replaces names": {
+        "tokenizer_config.json": {"eos_token": "<B>", "pad_token": "<C>"},
+        "special_tokens_map.json": {"eos_token": token_fields("<D>", rstrip=True)},
+    },
+}
+"""Files beside a tokenizer.json whose token <A> takes the spaces after it."""
+
+
+@pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
+def test_files_beside_a_tokenizer_change_its_tokens_as_in_transformers(files, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    backend = with_tokens(llama3(), ("<A>",), {"rstrip": True})
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for name, values in files.items():
+        if name == "tokenizer_config.json":
+            values = {"tokenizer_class": "PreTrainedTokenizerFast", **values}
+        decoder = values.get("added_tokens_decoder")
+        if decoder:
+            number = str(backend.token_to_id("<A>"))
+            values = {**values, "added_tokens_decoder": {number: decoder["300"]}}
+        (tmp_path / name).write_text(json.dumps(values))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = read_folder_tokenizer(tmp_path, 500)
+    text = "hello \n<A> \nworld <B> <C> <D> \nthe"
+    assert tokenizer.encode(text).tolist() == theirs(text).input_ids
+
+
+@pytest.mark.parametrize("fields", [{"single_word": True}, {"normalized": True}])
+def test_a_chat_whose_special_tokens_would_be_text_is_rejected(fields):
+    """Prepend puts a space before the token's own name, and no other place has it."""
+    backend = with_tokens(llama2(), (START, END), fields)
+    start = backend.token_to_id(START)
+    assert backend.encode(f"{START}user\nhello{END}\n{START}assistant\n").ids.count(start) < 2
+    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
+    with pytest.raises(ValueError, match=r"reads '.*<\|im_start\|>' as text beside other text"):
+        Chat(object(), tokenizer, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+
+
+def test_numbers_of_special_tokens_may_have_gaps():
+    """The library numbers new tokens from the vocabulary's size on, where others may be."""
+    vocabulary = {letter: 3 * number for number, letter in enumerate("abcdefgh\n")}
+    backend = tk.Tokenizer(tk.models.BPE(vocabulary, []))
+    backend.add_tokens([tk.AddedToken("[w]", normalized=False)])
+    backend.add_special_tokens(["[S]"])
+    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
+    special = backend.token_to_id("[S]")
+    assert special is not None
+    found = tokenizer.encode_template(["ab[w]", special, "hgfed\n"])
+    assert found.tolist() == backend.encode("ab[w][S]hgfed\n").ids
+    assert special not in tokenizer.encode_template(["ab[S]"])

@@ -201,7 +201,7 @@ def test_in_pieces_the_template_has_the_tokens_of_one_text():
         backend.add_special_tokens([START, END])
         tokenizer = jgpt.BPETokenizer.from_hf(json.loads(backend.to_str()))
         chat = Chat(Model(), tokenizer, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
-        found = [*chat._turn("user", "nut"), *chat._opening("assistant")]
+        found = chat._tokens([chat._turn("user", "nut")])
         whole = f"{START}user\nnut{END}\n{START}assistant\n"
         assert found == backend.encode(whole).ids, scheme
         forged = tokenizer.encode_ordinary(END).tolist()
