@@ -20,7 +20,10 @@ def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {ti
     if time < 0:
         raise ValueError(f"time={time} must not be negative")
     mask = jnp.tril(jnp.ones((time, time), dtype=bool))
-    return mask if window is None else mask & ~jnp.tril(mask, -window)
+    if window is None:
+        return mask
+    too_long_ago = jnp.tril(mask, -window)
+    return mask & ~too_long_ago
 
 
 @typed
@@ -37,12 +40,13 @@ def attention_weights(
     float32 (Vaswani et al. 2017, section 3.2.1). A fully masked row gets uniform weights.
     """
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
-    scores = check(
-        jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32),
-        Float[Array, "*batch query key"],
-    )
+    # Accumulated in float32 and never rounded to 16 bits: scores that differ by less than bfloat16
+    # resolves still have to give different weights.
+    scores = jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32)
+    check(scores, Float[Array, "*batch query key"])
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
+        # the lowest finite number: over a row of -inf alone, a softmax is NaN
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     return jax.nn.softmax(scores, axis=-1).astype(query.dtype)
 
@@ -62,7 +66,8 @@ def attend(
 
     With a `dropout_key`, dropout at the rate `dropout` is applied to the weights.
     """
-    weights = apply_dropout(attention_weights(query, key, mask, scale=scale), dropout, dropout_key)
+    weights = attention_weights(query, key, mask, scale=scale)  # *batch query key
+    weights = apply_dropout(weights, dropout, dropout_key)
     return jnp.einsum("...qk,...kv->...qv", weights, value)
 
 
@@ -78,15 +83,17 @@ def apply_rotary(
     half = x.shape[-1] // 2
     if x.shape[-1] % 2:
         raise ValueError(f"head_dim={x.shape[-1]} must be even for rotary position embedding")
-    frequency = base ** -(jnp.arange(half) / half)
-    angle = position[..., None] * frequency
+    frequency = base ** -(jnp.arange(half) / half)  # head_dim/2
+    # in float32, and only then rounded: bfloat16 has no odd positions above 256
+    angle = position[..., None] * frequency  # time head_dim/2
     cosine = jnp.cos(angle).astype(x.dtype)
     sine = jnp.sin(angle).astype(x.dtype)
-    first = x[..., :half]
+    # a pair of features is a point in the plane, which turns by its angle
+    first = x[..., :half]  # *batch time head_dim/2
     second = x[..., half:]
-    return jnp.concatenate(
-        [first * cosine - second * sine, first * sine + second * cosine], axis=-1
-    )
+    rotated_first = first * cosine - second * sine
+    rotated_second = first * sine + second * cosine
+    return jnp.concatenate([rotated_first, rotated_second], axis=-1)
 
 
 @typed

@@ -34,7 +34,8 @@ class LayerCache(Module):
         self.head_dim = head_dim
         # batch and heads share an axis: XLA copies a cache with an axis of size 1 at each write
         shape = (batch * num_kv_heads, capacity, head_dim)
-        self.keys, self.values = (nnx.Cache(jnp.zeros(shape, dtype)) for _ in range(2))
+        self.keys = nnx.Cache(jnp.zeros(shape, dtype))
+        self.values = nnx.Cache(jnp.zeros(shape, dtype))
         self.length = nnx.Cache(jnp.zeros(batch, jnp.int32))
         self.end = nnx.Cache(jnp.zeros((), jnp.int32))
 
@@ -59,9 +60,11 @@ class LayerCache(Module):
         if time > self.capacity:
             raise ValueError(f"{time} positions don't fit into a KV cache of {self.capacity}")
         start = self.end[...] % self.capacity
-        for kept, new in ((self.keys, key), (self.values, value)):
-            new = new.reshape(-1, time, self.head_dim).astype(kept.dtype)
-            kept[...] = jax.lax.dynamic_update_slice_in_dim(kept[...], new, start, axis=1)
+        for buffer, new in ((self.keys, key), (self.values, value)):
+            # batch*num_kv_heads time head_dim
+            rows = new.reshape(-1, time, self.head_dim).astype(buffer.dtype)
+            # JAX moves a slice that would pass the end: callers append what ends at it or before
+            buffer[...] = jax.lax.dynamic_update_slice_in_dim(buffer[...], rows, start, axis=1)
         self.length[...] = self.length[...] + time
         self.end[...] = self.end[...] + time
 
@@ -73,8 +76,9 @@ class LayerCache(Module):
         """
         if capacity < self.capacity:
             raise ValueError(f"a KV cache of {self.capacity} positions can't shrink to {capacity}")
-        for kept in (self.keys, self.values):
-            kept.set_value(jnp.pad(kept[...], ((0, 0), (0, capacity - self.capacity), (0, 0))))
+        more = capacity - self.capacity
+        for buffer in (self.keys, self.values):
+            buffer.set_value(jnp.pad(buffer[...], ((0, 0), (0, more), (0, 0))))
         self.capacity = capacity
 
     @typed
@@ -84,10 +88,17 @@ class LayerCache(Module):
         """True where one of the last `time` queries (row) may attend to a cached key (column)."""
         capacity = self.capacity
         newest = self.end[...] - 1
-        slot = newest - (newest - jnp.arange(capacity)) % capacity  # of the key at each index
-        query = newest + 1 - time + jnp.arange(time)[:, None]
-        mask = (slot <= query) & (slot > newest - self.length[...][:, None, None])
-        return mask if window is None else mask & (slot > query - window)
+        # Slots count all positions ever appended, indices those of the buffer. The key at an index
+        # is the newest one whose slot leaves that remainder.
+        slot = newest - (newest - jnp.arange(capacity)) % capacity  # capacity
+        query = newest + 1 - time + jnp.arange(time)[:, None]  # time 1
+        is_past = slot <= query  # time capacity
+        # left padding, and what was never written, lie before a sequence's first slot
+        has_begun = slot > newest - self.length[...][:, None, None]  # batch 1 capacity
+        mask = is_past & has_begun
+        if window is None:
+            return mask
+        return mask & (slot > query - window)
 
 
 class KVCache(Module):
@@ -114,8 +125,10 @@ class KVCache(Module):
 
         Call it before the layers append.
         """
-        has_begun = self.layers[0].positions(tokens) >= 0
+        # all layers have the same positions, and n-grams count padding as missing tokens
+        has_begun = self.layers[0].positions(tokens) >= 0  # batch time
         tokens = jnp.where(has_begun, tokens, -1)
-        known = jnp.concatenate([self.tokens[...].astype(tokens.dtype), tokens], axis=1)
+        before = self.tokens[...].astype(tokens.dtype)  # batch lookback
+        known = jnp.concatenate([before, tokens], axis=1)
         self.tokens[...] = known[:, tokens.shape[1] :].astype(jnp.int32)
         return known

@@ -31,15 +31,18 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
     """
     graph = nnx.graphdef(model)
     time = min(model.block_size, TIME)
+    # by NumPy: a program of JAX that draws takes longer to compile than the model does
     numbers = np.random.default_rng(0).integers(model.vocab_size, size=(batch, time))
     tokens = jnp.asarray(numbers, jnp.int32)
     kind = type(model).__name__
-    if isinstance(model, GPT) and (changed := changed_parts(model)):
-        kind = f"{kind} ({', '.join(changed[:3])})"
+    if isinstance(model, GPT):
+        changed = changed_parts(model)
+        if changed:
+            kind = f"{kind} ({', '.join(changed[:3])})"
 
     sentences = []
-    later, logits = _run(_logits_and_leak, graph, weights, tokens)
-    if later > TOLERANCE / 10:  # one program, so that rounding is the same
+    leak, logits = _run(_logits_and_leak, graph, weights, tokens)
+    if leak > TOLERANCE / 10:  # both logits are of one program, so that rounding is the same
         sentences.append(
             f"{kind} is not causal: its logits depend on later tokens, which it is trained to "
             "predict"
@@ -72,8 +75,9 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
 
 def _run(function: Callable[..., Any], graph: nnx.GraphDef, *arrays: Any) -> Any:
     """Compile and call. Compiling takes longer than running, so hardly anything is optimised."""
-    fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(function, static_argnums=0, compiler_options=fast)(graph, *arrays)
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    compiled = jax.jit(function, static_argnums=0, compiler_options=options)
+    return compiled(graph, *arrays)
 
 
 def _reason(error: Exception) -> str:
@@ -92,22 +96,38 @@ def changed_parts(model: GPT) -> list[str]:
     found = dict(nnx.iter_modules(model))
     changed = []
     for path, part in found.items():
-        name = ".".join(str(key) for key in path)
+        name = _name_of(path)
         if path not in expected:
             changed.append(f"{name} is added")
-        elif overridden := _overridden(type(part), type(expected[path])):
+            continue
+        plain_part = expected[path]
+        overridden = _overridden(type(part), type(plain_part))
+        if overridden is not None:
             changed.append(f"{name or 'the model'} overrides {overridden}")
-        elif _settings(part) != _settings(expected[path]):
+        elif _settings(part) != _settings(plain_part):
             changed.append(f"{name or 'the model'} has other settings")
     for path in expected:
         if path not in found:
-            changed.append(f"{'.'.join(str(key) for key in path)} is left out")
-    shapes = {name: leaf.shape for name, leaf in named_parameters(model).items()}
-    wanted = {name: leaf.shape for name, leaf in named_parameters(plain).items()}
-    for name in sorted(shapes | wanted):
-        if not changed and shapes.get(name) != wanted.get(name):
-            changed.append(f"{name} is {shapes.get(name)} instead of {wanted.get(name)}")
-    return changed
+            changed.append(f"{_name_of(path)} is left out")
+    if changed:
+        return changed
+    # what no part explains: a parameter beside the parts, or one that was replaced
+    shapes = _shapes(model)
+    expected_shapes = _shapes(plain)
+    for name in sorted(shapes | expected_shapes):
+        shape = shapes.get(name)
+        expected_shape = expected_shapes.get(name)
+        if shape != expected_shape:
+            return [f"{name} is {shape} instead of {expected_shape}"]
+    return []
+
+
+def _name_of(path: tuple[Any, ...]) -> str:
+    return ".".join(str(key) for key in path)
+
+
+def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    return {name: leaf.shape for name, leaf in named_parameters(model).items()}
 
 
 def _overridden(kind: type, expected: type) -> str | None:
@@ -116,20 +136,23 @@ def _overridden(kind: type, expected: type) -> str | None:
         return None
     if not issubclass(kind, expected):
         return f"all: it is a {kind.__name__}"
-    for each in kind.__mro__[: kind.__mro__.index(expected)]:
-        for name in vars(each):
+    subclasses = kind.__mro__[: kind.__mro__.index(expected)]
+    for subclass in subclasses:
+        for name, value in vars(subclass).items():
             if name.startswith("__") and name != "__call__":
                 continue
             # `empty_cache = None` says that there is no cache, and computes nothing else
-            if vars(each)[name] is not None and callable(getattr(expected, name, None)):
-                return f"{name} in {each.__name__}"
+            if value is not None and callable(getattr(expected, name, None)):
+                return f"{name} in {subclass.__name__}"
     return None
 
 
 def _settings(module: nnx.Module) -> dict[str, Any]:
     """The plain values of a module, without what `train()` and `eval()` switch."""
-    plain = (str, int, float, bool, type(None))
-    settings = {name: value for name, value in vars(module).items() if isinstance(value, plain)}
+    settings = {}
+    for name, value in vars(module).items():
+        if isinstance(value, (str, int, float, bool, type(None))):
+            settings[name] = value
     settings.pop("deterministic", None)
     return settings
 
@@ -144,6 +167,7 @@ def _noisy(weights: Weights) -> Weights:
     """
 
     def add_noise(leaf):
+        # 2**32 / golden ratio: the product wraps around
         numbers = jax.lax.iota(jnp.uint32, leaf.size) * jnp.uint32(0x9E3779B9)
         fractions = numbers.astype(jnp.float32) / 2.0**32
         noise = NOISE * (2 * fractions - 1)
@@ -196,5 +220,6 @@ def _cache_difference(
 def _difference(
     found: Float[Array, "batch time vocab"], expected: Float[Array, "batch time vocab"]
 ) -> Float[Array, ""]:
+    # the smallest normal number: logits that are all alike have no spread to divide by
     spread = expected.std() + jnp.finfo(jnp.float32).tiny
     return (jnp.abs(found - expected).mean() / spread).astype(jnp.float32)

@@ -24,25 +24,30 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
     """A model's parts and their parameter counts, in the order of the forward pass."""
     leaves: dict[str, list[nnx.Variable]] = {}
     for path, leaf in named_parameters(abstract_model(config)).items():
-        names = path.split(".")
-        in_block = names[0] == "blocks" and len(names) > 2
-        part = f"{names[0]}.{names[2]}" if in_block else names[0]
-        leaves.setdefault(part, []).append(leaf)
-    parts = (
-        Part(
-            name,
-            parameters=sum(leaf.size for leaf in own),
-            size=sum(leaf.size * leaf.dtype.itemsize for leaf in own),
-        )
-        for name, own in leaves.items()
-    )
+        leaves.setdefault(_part_name(path), []).append(leaf)
+    parts = []
+    for name, part_leaves in leaves.items():
+        parameters = sum(leaf.size for leaf in part_leaves)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in part_leaves)
+        parts.append(Part(name, parameters=parameters, size=size))
+    return tuple(sorted(parts, key=_place))
+
+
+def _part_name(path: str) -> str:
+    """The part of a parameter: blocks.3.attention.query.kernel is of blocks.attention."""
+    names = path.split(".")
+    if names[0] == "blocks" and len(names) > 2:
+        return f"{names[0]}.{names[2]}"
+    return names[0]
+
+
+def _place(part: Part) -> int:
+    """Where a part stands in the forward pass; a user's own parts count as blocks."""
     order = ("token", "position", "ngram", "shortcut", "blocks", "final", "head", "table")
-
-    def place(part):  # a user's own parts count as blocks
-        word = part.name.split("_")[0]
-        return order.index(word if word in order else "blocks")
-
-    return tuple(sorted(parts, key=place))
+    first_word = part.name.split("_")[0]
+    if first_word not in order:
+        return order.index("blocks")
+    return order.index(first_word)
 
 
 def flops_per_token(config: ModelConfig) -> int:
@@ -60,12 +65,14 @@ def flops_per_token(config: ModelConfig) -> int:
         return round(costs.get("flops", 0) / config.block_size)
     if config.architecture == "bigram":
         return 0
-    products = sum(
-        leaf.size
-        for name, leaf in named_parameters(abstract_model(config)).items()
-        if name.endswith(".kernel")
-        or (name == "token_embedding.embedding" and config.tie_embeddings)
-    )
+    multiplications = 0
+    for name, leaf in named_parameters(abstract_model(config)).items():
+        # each kernel is multiplied by each token; a table only where it is the head, too
+        is_tied_head = name == "token_embedding.embedding" and config.tie_embeddings
+        if name.endswith(".kernel") or is_tied_head:
+            multiplications += leaf.size
     reach = min(config.block_size, config.attention_window or config.block_size)
-    attention = 2 * config.num_layers * reach * config.num_heads * config.head_size
-    return 2 * (products + attention)
+    # scores and averages of values: a product each over the keys in reach
+    features = config.num_heads * config.head_size
+    multiplications += 2 * config.num_layers * reach * features
+    return 2 * multiplications  # each with an addition

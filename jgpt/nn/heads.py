@@ -34,9 +34,10 @@ class _Attention(Module):
     ) -> Float[Array, "*batch time {self.head_dim}"]:
         """QK-norm, then rotary embedding, if the module has them."""
         if norm is not None:
-            x = norm(x).astype(x.dtype)
+            x = norm(x).astype(x.dtype)  # norms return float32, attention is in the dtype of x
         if self.rotary:
-            position = jnp.arange(x.shape[-2]) if position is None else position
+            if position is None:
+                position = jnp.arange(x.shape[-2])
             x = apply_rotary(x, position, self.rotary_base)
         return x
 
@@ -50,11 +51,14 @@ class _Attention(Module):
             raise ValueError(
                 f"window={self.window} needs causal=True: it limits how far back a query attends"
             )
-        # cross-attention and encoders have no causal order
-        return causal_mask(x.shape[1], self.window) if self.causal and context is None else None
+        if not self.causal or context is not None:
+            return None  # encoders and cross-attention have no causal order
+        return causal_mask(x.shape[1], self.window)
 
     def source_length(self, x: Any, context: Any) -> int:
-        return (x if context is None else context).shape[1]
+        if context is None:
+            return x.shape[1]
+        return context.shape[1]
 
 
 class Head(_Attention):
@@ -82,6 +86,7 @@ class Head(_Attention):
         self.scale = scale
         self.rotary = rotary
         self.rotary_base = ModelConfig.rotary_base
+        # defaults of a config's heads: Head is a lesson's module, with few options of its own
         norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=False)
         self.query_norm = norm() if qk_norm else None
         self.key_norm = norm() if qk_norm else None
@@ -99,10 +104,13 @@ class Head(_Attention):
     ) -> Float[Array, "batch time {self.head_dim}"]:
         """Attend from `x` to itself, or to `context`."""
         source = x if context is None else context
+        query = self._normalise_and_rotate(self.query(x), self.query_norm)  # batch time head_dim
+        key = self._normalise_and_rotate(self.key(source), self.key_norm)  # batch key head_dim
+        value = self.value(source)  # batch key head_dim
         return kernels.attend_windowed(
-            self._normalise_and_rotate(self.query(x), self.query_norm),
-            self._normalise_and_rotate(self.key(source), self.key_norm),
-            self.value(source),
+            query,
+            key,
+            value,
             self._mask(x, context),
             self.window,
             scale=self.scale,
@@ -131,6 +139,7 @@ class MultiHeadAttention(_Attention):
         self.embed_dim = config.embed_dim
         self.head_dim = config.head_size
         self.num_heads = config.num_heads
+        # fewer key-value heads than query heads: grouped-query attention (Ainslie et al. 2023)
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.causal = causal
         self.dropout = config.dropout
@@ -139,21 +148,30 @@ class MultiHeadAttention(_Attention):
         self.fused = kernels.uses_fused_kernel(config.attention_kernel)
         self.rotary = config.positions == "rotary"
         self.rotary_base = config.rotary_base
-        options = {"use_scale": config.qk_norm_scale, "param_dtype": config.param_dtype}
-        norm = functools.partial(RMSNorm, self.head_dim, epsilon=config.qk_norm_epsilon, **options)
+        norm = functools.partial(
+            RMSNorm,
+            self.head_dim,
+            epsilon=config.qk_norm_epsilon,
+            use_scale=config.qk_norm_scale,
+            param_dtype=config.param_dtype,
+        )
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
         features = self.num_heads * self.head_dim
         kv_features = self.num_kv_heads * self.head_dim
+        # heads are sharded whole: each device of a mesh has some of them, with all their features
         heads = ("num_heads", self.num_heads)
         kv_heads = ("num_kv_heads", self.num_kv_heads)
         linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
-        qkv = functools.partial(linear, self.embed_dim, use_bias=config.qkv_bias)
-        self.query = qkv(features, dimensions=("embed_dim", heads))
-        self.key = qkv(kv_features, dimensions=("embed_dim", kv_heads))
-        self.value = qkv(kv_features, dimensions=("embed_dim", kv_heads))
+        input_linear = functools.partial(linear, self.embed_dim, use_bias=config.qkv_bias)
+        self.query = input_linear(features, dimensions=("embed_dim", heads))
+        self.key = input_linear(kv_features, dimensions=("embed_dim", kv_heads))
+        self.value = input_linear(kv_features, dimensions=("embed_dim", kv_heads))
         self.projection = linear(
-            features, self.embed_dim, init_std=residual_std(config), dimensions=(heads, "embed_dim")
+            features,
+            self.embed_dim,
+            init_std=residual_std(config),
+            dimensions=(heads, "embed_dim"),
         )
 
     @typed
@@ -169,25 +187,43 @@ class MultiHeadAttention(_Attention):
 
         With a `cache`, keys and values of `x` are appended to it, and `x` attends over it.
         """
-        trains = rngs is not None and self.dropout > 0
-        if cache is not None and (context is not None or trains or not self.causal):
+        drops_weights = rngs is not None and self.dropout > 0
+        if cache is not None and (context is not None or drops_weights or not self.causal):
             raise ValueError("a KV cache is for causal self-attention in evaluation")
-        position = None if cache is None else jnp.maximum(cache.positions(x), 0)
-        query, key, value = self._project(x, x if context is None else context, position)
+        source = x if context is None else context
+        position = None
+        if cache is not None:
+            # left padding has negative positions: any rotation does, since no query attends to it
+            position = jnp.maximum(cache.positions(x), 0)  # batch time
+        query, key, value = self._project(x, source, position)
         mask = self._mask(x, context)
-        dropout_key = self.next_dropout_key(rngs, self.dropout)
-        options: dict[str, Any] = {"window": self.window, "scale": self.scale}
+        # drawn even where the weights are never seen, so that the keys after it are the same
+        weights_key = self.next_dropout_key(rngs, self.dropout)
         if cache is not None:
             cache.append(key, value)
-            heads = kernels.attend_over_cache(query, cache, **options)
-        elif self.fused and not trains:  # the kernel has no dropout
-            heads = kernels.fused_attend(query, key, value, causal=mask is not None, **options)
+            heads = kernels.attend_over_cache(query, cache, window=self.window, scale=self.scale)
+        elif self.fused and not drops_weights:  # the kernel has no dropout
+            heads = kernels.fused_attend(
+                query,
+                key,
+                value,
+                causal=mask is not None,
+                window=self.window,
+                scale=self.scale,
+            )
         else:
-            options |= {"dropout": self.dropout, "dropout_key": dropout_key}
-            key, value = (kernels.repeat_heads(each, self.num_heads) for each in (key, value))
-            heads = kernels.attend_windowed(query, key, value, mask, **options)
+            heads = kernels.attend_windowed(
+                query,
+                kernels.repeat_heads(key, self.num_heads),
+                kernels.repeat_heads(value, self.num_heads),
+                mask,
+                self.window,
+                scale=self.scale,
+                dropout=self.dropout,
+                dropout_key=weights_key,
+            )
         check(heads, Float[Array, "batch {self.num_heads} time {self.head_dim}"])
-        y = self.projection(merge_heads(heads))
+        y = self.projection(merge_heads(heads))  # batch time embed_dim
         return apply_dropout(y, self.dropout, self.next_dropout_key(rngs, self.dropout))
 
     @typed
@@ -203,17 +239,20 @@ class MultiHeadAttention(_Attention):
     ]:
         """Queries, keys and values, split into heads."""
 
-        def prepared(x, norm):
+        def prepare(heads, norm):
             if position is None:
-                return self._normalise_and_rotate(x, norm)
-            # positions of each sequence
-            return jax.vmap(lambda x, at: self._normalise_and_rotate(x, norm, at))(x, position)
+                return self._normalise_and_rotate(heads, norm)
 
-        return (
-            prepared(split_heads(self.query(x), self.num_heads), self.query_norm),
-            prepared(split_heads(self.key(source), self.num_kv_heads), self.key_norm),
-            split_heads(self.value(source), self.num_kv_heads),
-        )
+            # over a cache, each sequence of the batch has positions of its own
+            def prepare_sequence(heads, position):
+                return self._normalise_and_rotate(heads, norm, position)
+
+            return jax.vmap(prepare_sequence)(heads, position)
+
+        query = prepare(split_heads(self.query(x), self.num_heads), self.query_norm)
+        key = prepare(split_heads(self.key(source), self.num_kv_heads), self.key_norm)
+        value = split_heads(self.value(source), self.num_kv_heads)
+        return query, key, value
 
     @typed
     def weights(
@@ -222,7 +261,8 @@ class MultiHeadAttention(_Attention):
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch {self.num_heads} time {self.source_length(x,context)}"]:
         """The attention weights of each head."""
-        query, key, _ = self._project(x, x if context is None else context)
+        source = x if context is None else context
+        query, key, _ = self._project(x, source)
         key = kernels.repeat_heads(key, self.num_heads)
         return attention_weights(query, key, self._mask(x, context), scale=self.scale)
 
@@ -231,15 +271,28 @@ class MultiHeadAttention(_Attention):
         """A copy of head `index` as a `Head`. Raises ValueError if there is none."""
         if not 0 <= index < self.num_heads:
             raise ValueError(f"there is no head {index}: the heads are 0 to {self.num_heads - 1}")
-        names = ("causal", "window", "scale", "rotary", "dropout")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        options["qk_norm"] = self.query_norm is not None
-        head = Head(self.embed_dim, self.head_dim, **options, rngs=nnx.Rngs(0))
+        head = Head(
+            self.embed_dim,
+            self.head_dim,
+            causal=self.causal,
+            window=self.window,
+            scale=self.scale,
+            rotary=self.rotary,
+            qk_norm=self.query_norm is not None,
+            dropout=self.dropout,
+            rngs=nnx.Rngs(0),  # these weights are replaced below
+        )
         head.rotary_base = self.rotary_base
         if self.query_norm is not None:
-            head.query_norm, head.key_norm = nnx.clone((self.query_norm, self.key_norm))
-        kv_index = index * self.num_kv_heads // self.num_heads
-        for name, i in (("query", index), ("key", kv_index), ("value", kv_index)):
-            layer = getattr(self, name)
-            setattr(head, name, columns(layer, i * self.head_dim, (i + 1) * self.head_dim))
+            head.query_norm = nnx.clone(self.query_norm)
+            head.key_norm = nnx.clone(self.key_norm)
+
+        def columns_of_head(layer, index):
+            start = index * self.head_dim
+            return columns(layer, start, start + self.head_dim)
+
+        kv_index = index * self.num_kv_heads // self.num_heads  # of the group that shares it
+        head.query = columns_of_head(self.query, index)
+        head.key = columns_of_head(self.key, kv_index)
+        head.value = columns_of_head(self.value, kv_index)
         return head

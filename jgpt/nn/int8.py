@@ -44,9 +44,12 @@ class Int8Linear(Module):
         product = jax.lax.dot_general(
             rows, self.kernel[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
         )
-        y = product[: scale.shape[0]] * scale[:, None] * self.scale[...]
+        # a scale of each row and one of each column: they are taken out of the sum over features
+        y = product[: scale.shape[0]] * scale[:, None] * self.scale[...]  # rows out_features
         y = y.reshape(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        if self.bias is None:
+            return y
+        return y + self.bias[...].astype(y.dtype)
 
 
 @typed
@@ -55,8 +58,8 @@ def quantise(
 ) -> tuple[Int8[Array, "rows features"], Float[Array, " rows"]]:
     """Rows as integers from -127 to 127, and the scale of each row."""
     x = x.astype(jnp.float32)
-    largest = jnp.abs(x).max(axis=-1)
-    scale = jnp.where(largest > 0, largest, 1) / 127
+    largest = jnp.abs(x).max(axis=-1)  # rows
+    scale = jnp.where(largest > 0, largest, 1) / 127  # a row of zeros has no scale of its own
     return jnp.round(x / scale[:, None]).astype(jnp.int8), scale
 
 
@@ -80,6 +83,7 @@ def with_int8_weights(model: LanguageModel) -> GPT:
             )
     model = nnx.clone(model)
     if model.head is None:
+        # a tied head gets weights of its own: the table stays as it is for looking up
         model.head = nnx.data(Int8Linear(model.token_embedding.embedding[...].T))  # type: ignore[assignment]
     for _, module in list(nnx.iter_modules(model)):
         for name, layer in list(vars(module).items()):

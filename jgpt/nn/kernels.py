@@ -12,8 +12,10 @@ from jgpt.nn.attention import attend, causal_mask
 from jgpt.nn.cache import LayerCache
 from jgpt.shapes.contract import typed
 
-MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 128, 8
+MIN_QUERY_BLOCK = 128
 """Long inputs attend over a KV cache in blocks of queries, so that weights fit a CPU's cache."""
+MAX_QUERY_BLOCKS = 8
+"""Each block is unrolled in the program, which grows no further for longer inputs."""
 
 
 def uses_fused_kernel(kernel: AttentionKernel) -> bool:
@@ -41,7 +43,9 @@ def repeat_heads(
 ) -> Float[Array, "batch {heads} key head_dim"]:
     """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
     groups = query_groups(heads, x.shape[1])
-    return x if groups == 1 else jnp.repeat(x, groups, axis=-3)
+    if groups == 1:
+        return x
+    return jnp.repeat(x, groups, axis=-3)
 
 
 @typed
@@ -65,27 +69,51 @@ def attend_windowed(
     options = {"scale": scale, "dropout": dropout}
     if mask is None or window is None or window >= time:
         return attend(query, key, value, mask, dropout_key=dropout_key, **options)
-    mask = causal_mask(2 * window, window)
     windows = -(-time // window)
+    padded_time = windows * window
 
     def split_windows(x):
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, windows * window - time), (0, 0)])
-        return x.reshape(*x.shape[:-2], windows, window, x.shape[-1])
+        # padding is at the end: no query of the text attends to it
+        padding = [(0, 0)] * (x.ndim - 2) + [(0, padded_time - time), (0, 0)]
+        return jnp.pad(x, padding).reshape(*x.shape[:-2], windows, window, x.shape[-1])
+
+    def first_window(x):
+        return x[..., :1, :, :]
+
+    def other_windows(x):
+        return x[..., 1:, :, :]
 
     def with_previous_window(x):
         return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
 
-    query = split_windows(query)
+    # of two windows of keys; a query of the second one reaches back into the first
+    mask = causal_mask(2 * window, window)
+    query = split_windows(query)  # *batch windows window head_dim
     key = split_windows(key)
     value = split_windows(value)
-    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    at = ..., slice(1), slice(None), slice(None)
-    qkv = query[at], key[at], value[at]
-    first = attend(*qkv, mask[:window, :window], dropout_key=keys[0], **options)
-    qkv = query[..., 1:, :, :], with_previous_window(key), with_previous_window(value)
-    others = attend(*qkv, mask[window:], dropout_key=keys[1], **options)
-    heads = jnp.concatenate([first, others], axis=-3)
-    return heads.reshape(*heads.shape[:-3], windows * window, heads.shape[-1])[..., :time, :]
+    dropout_keys = (None, None)
+    if dropout_key is not None:
+        dropout_keys = jax.random.split(dropout_key)
+    # the first window has none before it
+    first = attend(
+        first_window(query),
+        first_window(key),
+        first_window(value),
+        mask[:window, :window],
+        dropout_key=dropout_keys[0],
+        **options,
+    )
+    others = attend(
+        other_windows(query),
+        with_previous_window(key),
+        with_previous_window(value),
+        mask[window:],
+        dropout_key=dropout_keys[1],
+        **options,
+    )
+    heads = jnp.concatenate([first, others], axis=-3)  # *batch windows window value_dim
+    merged = heads.reshape(*heads.shape[:-3], padded_time, heads.shape[-1])
+    return merged[..., :time, :]
 
 
 @typed
@@ -105,17 +133,24 @@ def fused_attend(
     2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN has it.
     """
     query_groups(query.shape[1], key.shape[1])
-    # jax.nn.dot_product_attention wants time before heads
-    query, key, value = (x.astype(query.dtype).swapaxes(1, 2) for x in (query, key, value))
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
+    dtype = query.dtype
+
+    def time_before_heads(x):  # as JAX wants them, in one dtype
+        return x.astype(dtype).swapaxes(1, 2)
+
+    keys_before_and_after = None
+    if causal and window is not None:
+        keys_before_and_after = (window - 1, 0)  # JAX's windows leave out the query's own position
+    heads = jax.nn.dot_product_attention(
+        time_before_heads(query),
+        time_before_heads(key),
+        time_before_heads(value),
         scale=scale,
         is_causal=causal,
-        local_window_size=(window - 1, 0) if causal and window is not None else None,
+        local_window_size=keys_before_and_after,
         implementation=implementation,
-    ).swapaxes(1, 2)
+    )
+    return heads.swapaxes(1, 2)
 
 
 @typed
@@ -133,23 +168,32 @@ def attend_over_cache(
     heads, time, head_dim = query.shape[1:]
     groups = query_groups(heads, cache.num_kv_heads)
     mask = cache.mask(time, window)
-    block = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS))
+    block_size = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS))
+    # If these positions fill the buffer, its order is theirs. Else all of it is read: XLA copies
+    # a slice of the filled part, which was no faster.
     in_order = time == cache.capacity
+    # the cache has batch and heads in one axis: batch*num_kv_heads groups time head_dim
     query = query.reshape(-1, groups, time, head_dim).astype(cache.keys.dtype)
-    attended = []
-    for start in (i * block for i in range(MAX_QUERY_BLOCKS)):
+    attend_rows = jax.vmap(functools.partial(attend, scale=scale))
+    blocks = []
+    for i in range(MAX_QUERY_BLOCKS):
+        start = i * block_size
         if start >= time:
             break
-        end = min(start + block, time)
-        first = 0 if window is None else max(0, start + 1 - window)
-        keys = slice(first, end) if in_order else slice(None)
-        tiled = jnp.tile(mask[:, start:end, keys], (1, groups, 1))
-        of_block = jax.vmap(functools.partial(attend, scale=scale))(
-            # query heads that share a key-value head are folded into the time axis
-            query[:, :, start:end].reshape(query.shape[0], -1, head_dim),
+        end = min(start + block_size, time)
+        keys = slice(None)
+        if in_order:
+            first = 0 if window is None else max(0, start + 1 - window)
+            keys = slice(first, end)
+        # query heads that share a key-value head are folded into the time axis: one product of
+        # more rows instead of a copy of the keys for each of them
+        queries = query[:, :, start:end].reshape(query.shape[0], -1, head_dim)
+        tiled_mask = jnp.tile(mask[:, start:end, keys], (1, groups, 1))  # batch groups*query key
+        attended = attend_rows(
+            queries,
             cache.keys[:, keys],
             cache.values[:, keys],
-            jnp.repeat(tiled, cache.num_kv_heads, axis=0),
+            jnp.repeat(tiled_mask, cache.num_kv_heads, axis=0),
         )
-        attended.append(of_block.reshape(query.shape[0], groups, end - start, head_dim))
-    return jnp.concatenate(attended, axis=2).reshape(-1, heads, time, head_dim)
+        blocks.append(attended.reshape(query.shape[0], groups, end - start, head_dim))
+    return jnp.concatenate(blocks, axis=2).reshape(-1, heads, time, head_dim)

@@ -51,6 +51,7 @@ class Linear(Module):
         param_dtype = supported_dtype(param_dtype)
         kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         bias = jnp.zeros(out_features, param_dtype)
+        # dimension names say which axes of a mesh a parameter is sharded over
         self.kernel = parameter(kernel, *dimensions)
         self.bias = parameter(bias, dimensions[1]) if use_bias else None
 
@@ -61,7 +62,9 @@ class Linear(Module):
         """Apply the layer to the last axis."""
         kernel = gather_parameter(self.kernel, self.dtype)
         y = self.product(x, kernel, self.dtype, self.activation_dtype)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        if self.bias is None:
+            return y
+        return y + self.bias[...].astype(y.dtype)
 
 
 @typed
@@ -116,8 +119,10 @@ def look_up(
 @typed
 def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
     """Divide the last axis by its root mean square, in at least float32."""
+    # first widened: squares of large features don't fit into float16
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + epsilon)
+    mean_square = jnp.square(x).mean(axis=-1, keepdims=True)  # *rows 1
+    return x * jax.lax.rsqrt(mean_square + epsilon)
 
 
 class RMSNorm(Module):
@@ -142,7 +147,9 @@ class RMSNorm(Module):
     ) -> Float[Array, "*rows {self.embed_dim}"]:
         """Normalise the last axis."""
         y = rms_norm(x, self.epsilon)
-        return y if self.scale is None else y * self.scale[...].astype(y.dtype)
+        if self.scale is None:
+            return y
+        return y * self.scale[...].astype(y.dtype)
 
 
 class LayerNorm(RMSNorm):
@@ -166,8 +173,11 @@ class LayerNorm(RMSNorm):
     ) -> Float[Array, "*rows {self.embed_dim}"]:
         """Normalise the last axis."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y = super().__call__(x - x.mean(axis=-1, keepdims=True))
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        centred = x - x.mean(axis=-1, keepdims=True)
+        y = super().__call__(centred)  # the mean square of what has mean 0 is its variance
+        if self.bias is None:
+            return y
+        return y + self.bias[...].astype(y.dtype)
 
 
 @typed
@@ -183,13 +193,17 @@ def apply_dropout(
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    # scaled up here, so that expectations are the same in evaluation, where nothing is dropped
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
 def make_norm(config: ModelConfig) -> RMSNorm:
     """The norm that a config describes."""
-    options: dict[str, Any] = {"epsilon": config.norm_epsilon, "use_scale": config.norm_scale}
-    options["param_dtype"] = config.param_dtype
+    options: dict[str, Any] = {
+        "epsilon": config.norm_epsilon,
+        "use_scale": config.norm_scale,
+        "param_dtype": config.param_dtype,
+    }
     match config.norm:
         case "layer":
             return LayerNorm(config.embed_dim, use_bias=config.use_bias, **options)
@@ -202,8 +216,12 @@ def make_norm(config: ModelConfig) -> RMSNorm:
 def linear_options(config: ModelConfig) -> dict[str, Any]:
     """The options of `Linear` that a config decides for all layers."""
     config = portable(config)
-    names = ("use_bias", "dtype", "activation_dtype", "param_dtype")
-    return {name: getattr(config, name) for name in names}
+    return {
+        "use_bias": config.use_bias,
+        "dtype": config.dtype,
+        "activation_dtype": config.activation_dtype,
+        "param_dtype": config.param_dtype,
+    }
 
 
 def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
@@ -222,4 +240,7 @@ def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
 
 def residual_std(config: ModelConfig) -> float:
     """The initial std of residual projections (Radford et al. 2019, section 2.3)."""
-    return 0.0 if config.zero_init else INIT_STD / math.sqrt(2 * config.num_layers)
+    if config.zero_init:
+        return 0.0
+    # each block adds two branches to the stream, whose variance would grow with the depth
+    return INIT_STD / math.sqrt(2 * config.num_layers)

@@ -44,7 +44,8 @@ def _losses_of_known_targets(
     """`token_losses` of targets from a dataset, which are in the vocabulary: nothing is masked."""
     require_in_vocabulary(targets, logits.shape[-1], "target")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    chosen = _target_logits(logits, targets)
+    chosen = _target_logits(logits, targets)  # *rows
+    # -log softmax(logits)[target], without an array of all the other log probabilities
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
@@ -80,19 +81,23 @@ def token_losses_from(
     x: Float[Array, "batch time embed_dim"],
     targets: Int[Array, "batch time"],
     head: LanguageModelHead,
-    at_once: int,
+    max_rows: int,
 ) -> Float[Array, "batch time"]:
-    """`token_losses(head(x), targets)`, materialising at most `at_once` rows of logits.
+    """`token_losses(head(x), targets)`, materialising at most `max_rows` rows of logits.
 
     For targets of a dataset, which are known to be in the vocabulary.
     """
-    if targets.size <= at_once:
+    if targets.size <= max_rows:
         return _losses_of_known_targets(head(x), targets)
-    xs, parts, _ = _chunked(x, targets, at_once)
-    losses = jax.lax.map(
-        lambda chunk: _losses_of_known_targets(head(chunk[0]), chunk[1]), (xs, parts)
-    )
-    return jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1)[:, : targets.shape[1]]
+
+    def losses_of_chunk(chunk):
+        x, targets = chunk
+        return _losses_of_known_targets(head(x), targets)
+
+    x_chunks, target_chunks, _ = _chunked(x, targets, max_rows)
+    losses = jax.lax.map(losses_of_chunk, (x_chunks, target_chunks))  # chunks batch chunk
+    flat = jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1)
+    return flat[:, : targets.shape[1]]  # without padding of the last chunk
 
 
 @typed
@@ -100,9 +105,9 @@ def cross_entropy_from(
     x: Float[Array, "batch time embed_dim"],
     targets: Int[Array, "batch time"],
     head: LanguageModelHead,
-    at_once: int,
+    max_rows: int,
 ) -> Float[Array, ""]:
-    """`cross_entropy(head(x), targets)`, materialising at most `at_once` rows of logits.
+    """`cross_entropy(head(x), targets)`, materialising at most `max_rows` rows of logits.
 
     Fused linear cross entropy (Hsu et al. 2024): a chunk's gradient is computed with its loss, so
     its logits are neither kept nor recomputed for the backward pass. For targets of a dataset,
@@ -110,61 +115,72 @@ def cross_entropy_from(
     """
     if targets.size == 0:
         raise ValueError("there are no targets, so their mean loss is undefined")
-    if targets.size <= at_once:
+    if targets.size <= max_rows:
         return _losses_of_known_targets(head(x), targets).mean()
     rows = targets.size
-    xs, parts, counts = _chunked(x, targets, at_once)
+    x_chunks, target_chunks, is_counted = _chunked(x, targets, max_rows)
     # closed-over weights get a gradient only as arguments
-    head, weights = jax.closure_convert(head, xs[0])
+    head, weights = jax.closure_convert(head, x_chunks[0])
 
-    def loss_of(x, weights, targets, counts):
-        losses = _losses_of_known_targets(head(x, *weights), targets)
-        return jnp.where(counts, losses, 0).sum() / rows
+    def chunk_loss(x, weights, targets, is_counted):
+        losses = _losses_of_known_targets(head(x, *weights), targets)  # batch chunk
+        return jnp.where(is_counted, losses, 0).sum() / rows
 
-    def loss_and_gradients(xs, weights, parts, counts):
-        def add(total, chunk):
-            value, (of_x, of_weights) = jax.value_and_grad(loss_of, argnums=(0, 1))(
-                chunk[0], weights, *chunk[1:]
-            )
-            return jax.tree.map(jnp.add, total, of_weights), (value, of_x)
+    # Forward, the gradients are computed with the loss and saved in place of the logits: the
+    # backward pass only scales them.
+    def forward(x_chunks, weights, target_chunks, is_counted):
+        def add_chunk(weight_gradients, chunk):
+            x, targets, is_counted = chunk
+            loss_and_gradients = jax.value_and_grad(chunk_loss, argnums=(0, 1))
+            loss, (x_gradient, gradients) = loss_and_gradients(x, weights, targets, is_counted)
+            return jax.tree.map(jnp.add, weight_gradients, gradients), (loss, x_gradient)
 
         # in float32 also for 16-bit weights: small gradients would be lost in a large sum
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(at_least_float32(leaf)), weights)
-        of_weights, (values, of_xs) = jax.lax.scan(add, zeros, (xs, parts, counts))
-        return values.sum(), (of_xs, of_weights)
-
-    def gradients(saved, cotangent):
-        scaled = jax.tree.map(
-            lambda leaf, primal: (leaf * cotangent).astype(primal.dtype), saved, (xs, weights)
+        weight_gradients, (losses, x_gradients) = jax.lax.scan(
+            add_chunk, zeros, (x_chunks, target_chunks, is_counted)
         )
-        return *scaled, None, None
+        return losses.sum(), (x_gradients, weight_gradients)
 
-    differentiable = jax.custom_vjp(lambda *arrays: loss_and_gradients(*arrays)[0])
-    differentiable.defvjp(loss_and_gradients, gradients)
-    return differentiable(xs, weights, parts, counts)
+    def backward(gradients, cotangent):
+        def scale(gradient, primal):
+            return (gradient * cotangent).astype(primal.dtype)
+
+        x_gradients, weight_gradients = jax.tree.map(scale, gradients, (x_chunks, weights))
+        return x_gradients, weight_gradients, None, None  # targets and mask have no gradient
+
+    @jax.custom_vjp
+    def loss(x_chunks, weights, target_chunks, is_counted):
+        value, _ = forward(x_chunks, weights, target_chunks, is_counted)
+        return value
+
+    loss.defvjp(forward, backward)
+    return loss(x_chunks, weights, target_chunks, is_counted)
 
 
 @typed
 def _chunked(
-    x: Float[Array, "batch time embed_dim"], targets: Int[Array, "batch time"], at_once: int
+    x: Float[Array, "batch time embed_dim"], targets: Int[Array, "batch time"], max_rows: int
 ) -> tuple[
     Float[Array, "chunks batch chunk embed_dim"],
     Int[Array, "chunks batch chunk"],
     Bool[Array, "chunks batch chunk"],
 ]:
-    """A batch cut along time into chunks of at most `at_once` rows, and which of them are real.
+    """A batch cut along time into chunks of at most `max_rows` rows, and which of them are real.
 
     Along time, so that a batch sharded over devices stays sharded.
     """
     batch, time = targets.shape
-    size = max(1, at_once // batch)
-    chunks = -(-time // size)
-    size = -(-time // chunks)  # balance the chunks
+    longest = max(1, max_rows // batch)
+    chunks = -(-time // longest)
+    size = -(-time // chunks)  # as few chunks, but of equal size: less of the last one is padding
     padding = chunks * size - time
 
     def cut(array):
-        padded = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2))
-        return jnp.moveaxis(padded.reshape(batch, chunks, size, *array.shape[2:]), 1, 0)
+        features = array.shape[2:]
+        padded = jnp.pad(array, ((0, 0), (0, padding), *[(0, 0)] * len(features)))
+        chunked = padded.reshape(batch, chunks, size, *features)
+        return jnp.moveaxis(chunked, 1, 0)  # a scan goes over the first axis
 
     return cut(x), cut(targets), cut(jnp.ones_like(targets, bool))
 

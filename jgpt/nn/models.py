@@ -103,23 +103,20 @@ def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
     kind = type(model).__name__
     if not isinstance(model, nnx.Module):
         raise ValueError(f"the model must be a flax.nnx.Module, not {kind}")
-    missing = [
-        name
-        for name in ("vocab_size", "block_size", "hidden", "logits", "__call__")
-        if not hasattr(model, name)
-    ]
+    # before `isinstance` of a protocol, which doesn't say what is missing
+    required = ("vocab_size", "block_size", "hidden", "logits", "__call__")
+    missing = [name for name in required if not hasattr(model, name)]
     if missing:
         raise ValueError(f"a {kind} lacks {', '.join(missing)}, which jgpt.LanguageModel has")
     for name in ("vocab_size", "block_size"):
-        if getattr(model, name) != getattr(config, name):
-            raise ValueError(
-                f"{kind}.{name} is {getattr(model, name)}, not the config's {getattr(config, name)}"
-            )
-    others = {
-        type(leaf).__name__
-        for _, leaf in nnx.to_flat_state(nnx.state(model))
-        if not isinstance(leaf, nnx.Param)
-    }
+        value = getattr(model, name)
+        expected = getattr(config, name)
+        if value != expected:
+            raise ValueError(f"{kind}.{name} is {value}, not the config's {expected}")
+    others = set()
+    for _, leaf in nnx.to_flat_state(nnx.state(model)):
+        if not isinstance(leaf, nnx.Param):
+            others.add(type(leaf).__name__)
     if others:
         raise ValueError(
             f"a {kind} holds {', '.join(sorted(others))}: a model holds nnx.Param alone, and keys "
@@ -132,8 +129,8 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
     if config.make is not None:  # code that a notebook may change
         return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    traced = _traced(config, jax.sharding.get_abstract_mesh(), x64)
-    return nnx.merge(*traced, copy=True)
+    graph, state = _traced(config, jax.sharding.get_abstract_mesh(), x64)
+    return nnx.merge(graph, state, copy=True)  # callers may change it: the cached one stays
 
 
 def weights_of(model: Any) -> dict[str, Any]:
@@ -143,8 +140,11 @@ def weights_of(model: Any) -> dict[str, Any]:
 
 def named_parameters(model: Any) -> dict[str, nnx.Variable]:
     """A model's parameters by path, such as blocks.0.attention.query.kernel."""
-    found = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {".".join(map(str, path)): parameter for path, parameter in found}
+    named = {}
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        name = ".".join(str(key) for key in path)
+        named[name] = parameter
+    return named
 
 
 def weight_dimensions(config: ModelConfig) -> dict[str, Dimensions]:
@@ -155,5 +155,9 @@ def weight_dimensions(config: ModelConfig) -> dict[str, Dimensions]:
 
 @functools.lru_cache(maxsize=8)
 def _traced(config: ModelConfig, *_context: object) -> tuple[nnx.GraphDef, nnx.State]:
-    """A cached abstract model: tracing it takes a tenth of a second."""
-    return nnx.split(nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0))))
+    """A cached abstract model: tracing it takes a tenth of a second.
+
+    `_context` is what its arrays depend on besides the config, so that each has an entry.
+    """
+    model = nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
+    return nnx.split(model)

@@ -38,9 +38,8 @@ class Module(nnx.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        signature = inspect.signature(cls.__init__)
-        shown = list(signature.parameters.values())[1:]  # without self
-        cls.__signature__ = inspect.Signature(shown)
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()  # without self
+        cls.__signature__ = inspect.Signature(parameters)
 
     @typed
     def next_dropout_key(self, rngs: nnx.Rngs | None, rate: float) -> Key[Array, ""] | None:
@@ -72,14 +71,18 @@ def require_in_vocabulary(
     if isinstance(tokens, Tracer):
         return
     values = np.asarray(tokens)
-    outside = np.argwhere((values < 0) | (values >= vocab_size))
-    if len(outside):
-        *batch, position = outside[0].tolist() or [0]
-        place = "".join(f"batch index {index}, " for index in batch) + f"position {position}"
-        raise ValueError(
-            f"{what} {values[tuple(outside[0])]} at {place} is outside the vocabulary of "
-            f"{vocab_size}: 0 to {vocab_size - 1}"
-        )
+    places = np.argwhere((values < 0) | (values >= vocab_size))
+    if len(places) == 0:
+        return
+    first = places[0]
+    *batch, position = first.tolist() or [0]  # one token alone, without an axis, has no index
+    place = f"position {position}"
+    for index in reversed(batch):
+        place = f"batch index {index}, {place}"
+    raise ValueError(
+        f"{what} {values[tuple(first)]} at {place} is outside the vocabulary of "
+        f"{vocab_size}: 0 to {vocab_size - 1}"
+    )
 
 
 @typed

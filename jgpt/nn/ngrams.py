@@ -37,14 +37,18 @@ class NGramEmbedding(Module):
         """The table row of each size's n-gram, by hash."""
         longest = max(self.sizes)
         padded = jnp.pad(tokens, ((0, 0), (longest - 1, 0)), constant_values=-1)
-        mixed = jnp.zeros(tokens.shape, jnp.uint32)
+        # The hash of an n-gram is that of the last n - 1 tokens, with one more mixed in: one pass
+        # backwards makes those of all sizes.
+        hashed = jnp.zeros(tokens.shape, jnp.uint32)  # batch time
         rows = []
         for size in range(1, longest + 1):
-            ago = padded[:, longest - size : padded.shape[1] - size + 1]
+            # the token `size - 1` before each position
+            earlier = padded[:, longest - size : padded.shape[1] - size + 1]
             # Fibonacci hashing: multiply by 2**32 / golden ratio, then fold high bits into low ones
-            mixed = (mixed + (ago + 1).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
-            mixed = mixed ^ (mixed >> 15)
+            hashed = (hashed + (earlier + 1).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+            hashed = hashed ^ (hashed >> 15)
             if size in self.sizes:
-                row = (mixed % jnp.uint32(self.num_rows)).astype(jnp.int32)
+                row = (hashed % jnp.uint32(self.num_rows)).astype(jnp.int32)
+                # the rows of each size lie behind those of the sizes before
                 rows.append(len(rows) * self.num_rows + row)
         return jnp.stack(rows, axis=-1)

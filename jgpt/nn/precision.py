@@ -20,20 +20,21 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
     dtype, but float32 on CPUs: there 16-bit products are fast, and element-wise operations on
     16-bit numbers are slow because XLA converts each operand.
     """
+    # in this order: each choice depends on those before it
     dtype = config.dtype
-    activation = config.activation_dtype
-    kernel = config.attention_kernel
     if dtype == "auto":
-        fast = platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
-        dtype = "bfloat16" if fast else "float32"
-    if activation == "auto":
-        is_cpu = platform.name == "cpu"
-        activation = jnp.promote_types(dtype, jnp.float32 if is_cpu else dtype).name
+        bfloat16_is_fast = platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
+        dtype = "bfloat16" if bfloat16_is_fast else "float32"
+    activation_dtype = config.activation_dtype
+    if activation_dtype == "auto":
+        narrowest = jnp.float32 if platform.name == "cpu" else dtype
+        activation_dtype = jnp.promote_types(dtype, narrowest).name
+    kernel = config.attention_kernel
     if kernel == "auto":
-        fused = cudnn_attends(activation, config.head_size, platform)
+        fused = cudnn_attends(activation_dtype, config.head_size, platform)
         kernel = "cudnn" if fused else "xla"
     return dataclasses.replace(
-        config, dtype=dtype, activation_dtype=activation, attention_kernel=kernel
+        config, dtype=dtype, activation_dtype=activation_dtype, attention_kernel=kernel
     )
 
 
@@ -57,12 +58,10 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
     above 128.
     """
     capability = platform.cuda_capability or 0.0
-    return (
-        capability >= 8.0
-        and jnp.finfo(dtype).bits == 16
-        and head_dim % 8 == 0
-        and head_dim <= (256 if capability >= 9.0 else 128)
-    )
+    if capability < 8.0 or jnp.finfo(dtype).bits != 16:
+        return False
+    largest = 256 if capability >= 9.0 else 128
+    return head_dim <= largest and head_dim % 8 == 0
 
 
 @typed
@@ -78,10 +77,11 @@ def supported_dtype(dtype: DTypeLike) -> DTypeLike:
     """
     try:
         is_floating = jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:
+    except TypeError:  # it is no dtype at all
         is_floating = False
     if not is_floating:
         raise ValueError(f"dtype {dtype!r} must be floating-point, such as float32 or bfloat16")
+    # JAX would take float32 instead, without a word
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"dtype {jnp.dtype(dtype)} needs JAX_ENABLE_X64=1 in the environment")
     return dtype

@@ -4,6 +4,7 @@ The number of arrays in a program then doesn't depend on the depth. Checkpoints,
 user sees, keep each block's own arrays.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,18 +25,23 @@ STACKED = jax.tree_util.DictKey("stacked")
 
 def uses_stacked_blocks(config: ModelConfig) -> bool:
     """Whether the train state of a model has stacked blocks."""
-    ours = config.make is None and config.architecture == "gpt"
-    return ours and config.scan_layers and config.num_layers > 1
+    if config.make is not None or config.architecture != "gpt":
+        return False
+    return config.scan_layers and config.num_layers > 1
 
 
 @typed
 def stack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..."]]:
     """Stack the arrays of all blocks on a new first axis."""
 
-    def stack(blocks):
-        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *map(blocks.get, sorted(blocks)))
+    def stack_arrays(*arrays):
+        return jnp.stack(arrays)
 
-    return _map_blocks(lambda blocks: {STACKED.key: stack(blocks)}, tree)
+    def stack(blocks):
+        in_order = [blocks[index] for index in sorted(blocks)]
+        return {STACKED.key: jax.tree.map(stack_arrays, *in_order)}
+
+    return _map_blocks(stack, tree)
 
 
 @typed
@@ -46,7 +52,10 @@ def unstack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "
 
     def unstack(blocks):
         stacked = blocks[STACKED.key]
-        return {i: jax.tree.map(lambda array, i=i: array[i], stacked) for i in range(count)}
+        unstacked = {}
+        for index in range(count):
+            unstacked[index] = jax.tree.map(operator.itemgetter(index), stacked)
+        return unstacked
 
     return _map_blocks(unstack, tree)
 
@@ -57,7 +66,10 @@ def stack_specs(specs: Any) -> Any:
     def stacked(spec):
         return PartitionSpec(None, *spec)
 
-    return _map_blocks(lambda blocks: {STACKED.key: jax.tree.map(stacked, blocks[0])}, specs)
+    def stack(blocks):  # which are all sharded alike
+        return {STACKED.key: jax.tree.map(stacked, blocks[0])}
+
+    return _map_blocks(stack, specs)
 
 
 def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
@@ -69,6 +81,7 @@ def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
     merge_all = _merge_like(model)
     if not (isinstance(model, GPT) and uses_stacked_blocks(config)):
         return merge_all
+    # one block that holds the stacked weights of all: `run_blocks` scans over them
     model.blocks = nnx.List(model.blocks[:1])
     merge_one = _merge_like(model)
 
@@ -84,10 +97,13 @@ def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
 def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
     """A function from weights to a model with the structure and dtypes of an abstract one."""
     graph = nnx.graphdef(model)
-    wanted = weights_of(model)
+    model_weights = weights_of(model)
+
+    def as_in_model(leaf, model_leaf):
+        return leaf.astype(model_leaf.dtype)
 
     def merge(weights: Weights) -> LanguageModel:
-        narrowed = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), weights, wanted)
+        narrowed = jax.tree.map(as_in_model, weights, model_weights)
         return nnx.merge(graph, narrowed)
 
     return merge
@@ -99,9 +115,9 @@ def _map_blocks(function: Callable[[Any], Any], tree: Any) -> Any:
     def is_weights(node):
         return isinstance(node, dict) and "blocks" in node
 
-    def changed(node):
+    def change(node):
         if not is_weights(node):
             return node
         return {**node, "blocks": function(node["blocks"])}
 
-    return jax.tree.map(changed, tree, is_leaf=is_weights)
+    return jax.tree.map(change, tree, is_leaf=is_weights)

@@ -40,9 +40,9 @@ def activation(name: Activation) -> Callable[[Array], Array]:
     match name:
         case "relu":
             return jax.nn.relu
-        case "gelu":
+        case "gelu":  # exact, as PyTorch's default is: JAX's default is the approximation
             return functools.partial(jax.nn.gelu, approximate=False)
-        case "gelu_tanh":
+        case "gelu_tanh":  # GPT-2's; on a CPU it takes half the time of the exact one
             return functools.partial(jax.nn.gelu, approximate=True)
         case "silu":
             return jax.nn.silu
@@ -62,10 +62,11 @@ class FeedForward(Module):
         self.hidden_dim = config.hidden_dim or 4 * config.embed_dim
         self.activation: Activation = config.activation
         linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
-        names = ("embed_dim", "hidden_dim")
-        expand = functools.partial(linear, self.embed_dim, self.hidden_dim, dimensions=names)
-        self.expansion = expand()
-        self.gate = expand() if config.gated else None
+        expanding_linear = functools.partial(
+            linear, self.embed_dim, self.hidden_dim, dimensions=("embed_dim", "hidden_dim")
+        )
+        self.expansion = expanding_linear()
+        self.gate = expanding_linear() if config.gated else None
         self.projection = linear(
             self.hidden_dim,
             self.embed_dim,
@@ -80,9 +81,14 @@ class FeedForward(Module):
         """Apply the MLP to each position."""
         activate = activation(self.activation)
         hidden = self.expansion(x)
-        hidden = activate(hidden) if self.gate is None else activate(self.gate(x)) * hidden
+        if self.gate is None:
+            hidden = activate(hidden)
+        else:
+            # the activation is the gate's alone: with SiLU this is SwiGLU (Shazeer 2020, section 2)
+            gate = activate(self.gate(x))  # batch time hidden_dim
+            hidden = gate * hidden
         check(hidden, Float[Array, "batch time {self.hidden_dim}"])
-        y = self.projection(hidden)
+        y = self.projection(hidden)  # batch time embed_dim
         return apply_dropout(y, self.dropout, self.next_dropout_key(rngs, self.dropout))
 
 
@@ -106,6 +112,8 @@ class Block(Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Apply the block; a `cache` is appended to and attended over."""
+        # Norms are on the branches: the residual stream goes from the embeddings to the head with
+        # nothing but additions, and gradients come back the same way.
         x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs)
         return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
 
@@ -120,28 +128,31 @@ class GPT(Module):
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
+        self.config = config  # as it was given: export and comparison of models read `auto` in it
         config = portable(config)
         self.dtype = config.dtype
         self.activation_dtype = config.activation_dtype
         self.vocab_size = config.vocab_size
         self.embed_dim = config.embed_dim
         self.block_size = config.block_size
-        new = {"param_dtype": config.param_dtype, "rngs": rngs}
-        self.token_embedding = Embedding(
-            config.vocab_size, config.embed_dim, dimension="vocab_size", **new
+        embedding = functools.partial(Embedding, param_dtype=config.param_dtype, rngs=rngs)
+        self.token_embedding = embedding(
+            config.vocab_size, config.embed_dim, dimension="vocab_size"
         )
         match config.positions:
             case "learned":
-                self.position_embedding = Embedding(config.block_size, config.embed_dim, **new)
+                self.position_embedding = embedding(config.block_size, config.embed_dim)
             case "rotary":  # attention rotates queries and keys
                 self.position_embedding = None
             case _:
                 assert_never(config.positions)
+        # Learned positions move with the context: past `block_size` every key would be another one.
+        # Rotary ones are relative, so that keys in the cache stay true.
         self.supports_rolling_cache = config.positions == "rotary"
         self.ngram_embedding = NGramEmbedding(config, rngs=rngs) if config.ngram_sizes else None
-        scales = jnp.zeros(config.num_layers, config.param_dtype)
-        self.shortcut = nnx.Param(scales) if config.embedding_shortcut else None
+        # zeros: a model begins without the shortcut, and learns how much of it each block needs
+        shortcut_scales = jnp.zeros(config.num_layers, config.param_dtype)
+        self.shortcut = nnx.Param(shortcut_scales) if config.embedding_shortcut else None
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
         self.final_norm = make_norm(config)
         self.head = None if config.tie_embeddings else vocabulary_head(config, rngs=rngs)
@@ -208,16 +219,22 @@ class GPT(Module):
         if self.position_embedding is not None:
             position = jnp.arange(time)
             if cache is not None:
-                position = jnp.maximum(cache.layers[0].positions(tokens), 0)
+                # left padding has negative positions: any row does, since no query attends to it
+                position = jnp.maximum(cache.layers[0].positions(tokens), 0)  # batch time
                 require_in_block(position, self.block_size)
             x = x + self.position_embedding(position)
         if self.ngram_embedding is not None:
-            whole = jnp.ones((*tokens.shape, 1), x.dtype)
-            rate = self.config.ngram_dropout
-            kept = apply_dropout(whole, rate, self.next_dropout_key(rngs, rate))
-            known = tokens if cache is None else cache.append_tokens(tokens)
-            x = x + kept * self.ngram_embedding(known)[:, -time:]
-        # the residual stream is never below float32
+            # All features of a position at once: the table can learn the training text by heart,
+            # so in training some positions have to do without it.
+            ones = jnp.ones((*tokens.shape, 1), x.dtype)  # batch time 1
+            ngram_rate = self.config.ngram_dropout
+            keep = apply_dropout(ones, ngram_rate, self.next_dropout_key(rngs, ngram_rate))
+            # n-grams of the first tokens begin in those before them, which a cache remembers
+            known_tokens = tokens if cache is None else cache.append_tokens(tokens)
+            ngrams = self.ngram_embedding(known_tokens)[:, -time:]  # batch time embed_dim
+            x = x + keep * ngrams
+        # The residual stream is never below float32: it is a sum over all blocks, and a small
+        # addition to a large number is lost in 16 bits.
         x = x.astype(jnp.promote_types(self.dtype, jnp.float32))
         rate = self.config.dropout
         return apply_dropout(x, rate, self.next_dropout_key(rngs, rate))
@@ -233,22 +250,36 @@ class GPT(Module):
         else:
             logits = self.head(x)
         cap = self.config.logit_softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        if cap is None:
+            return logits
+        return cap * jnp.tanh(logits / cap)
 
     @typed
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
         """An empty KV cache for `batch` sequences of `capacity` positions, or of `block_size`."""
-        attention = self.blocks[0].attention
-        capacity = self.block_size if capacity is None else capacity
-        sizes = (batch, capacity, attention.num_kv_heads, attention.head_dim)
-        layers = tuple(LayerCache(*sizes, dtype=self.activation_dtype) for _ in self.blocks)
-        lookback = max(self.config.ngram_sizes, default=1) - 1
-        return KVCache(layers, batch=batch, lookback=lookback)
+        if capacity is None:
+            capacity = self.block_size
+        layers = []
+        for block in self.blocks:
+            layer = LayerCache(
+                batch,
+                capacity,
+                num_kv_heads=block.attention.num_kv_heads,
+                head_dim=block.attention.head_dim,
+                dtype=self.activation_dtype,
+            )
+            layers.append(layer)
+        longest_ngram = max(self.config.ngram_sizes, default=1)
+        return KVCache(tuple(layers), batch=batch, lookback=longest_ngram - 1)
 
     @typed
     def attention_weights(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
         """The attention weights of every layer and head in the forward pass of `tokens`."""
-        pairs = zip(self.blocks, self.hidden_states(tokens)[:-1], strict=True)
-        return jnp.stack([block.attention.weights(block.attention_norm(x)) for block, x in pairs])
+        inputs = self.hidden_states(tokens)[:-1]  # the last state is the output of all blocks
+        weights = []
+        for block, x in zip(self.blocks, inputs, strict=True):
+            normalised = block.attention_norm(x)  # batch time embed_dim
+            weights.append(block.attention.weights(normalised))  # batch num_heads time time
+        return jnp.stack(weights)

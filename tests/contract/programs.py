@@ -143,8 +143,8 @@ def functions() -> None:
     traced(cross_entropy, FLOAT(BATCH, TIME, 17), INT(BATCH, TIME))
     head = jax.tree_util.Partial(lambda x: jnp.zeros((*x.shape[:2], 17), x.dtype))
     for loss in (cross_entropy_from, token_losses_from):
-        for at_once in (1 << 20, 6):
-            whole = functools.partial(loss, head=head, at_once=at_once)
+        for max_rows in (1 << 20, 6):
+            whole = functools.partial(loss, head=head, max_rows=max_rows)
             traced(whole, FLOAT(BATCH, TIME, 22), TOKENS)
 
 
