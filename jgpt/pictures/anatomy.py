@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
-from jgpt.shapes.trace import ShapeTrace, heard_trace
+from jgpt.shapes.trace import ShapeTrace, trace_calls
 
 TOKENS = 16
 """Of the trace in which the anatomy is found."""
@@ -56,7 +56,7 @@ def hear(
     ) -> Float[Array, "batch time vocab"]:
         return edit(model, edits)(tokens)
 
-    return heard_trace(__call__, keep, tokens), heard
+    return trace_calls(__call__, keep, tokens), heard
 
 
 @dataclass(frozen=True)

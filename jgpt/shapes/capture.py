@@ -32,9 +32,9 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
         found: dict[str, Any] = {}
 
         def keep(path: str, result: Any) -> Any:
-            calls = sum(name.partition("[")[0] == path for name in found)
-            if calls > 0:
-                path = f"{path}[{calls}]"
+            earlier_calls = sum(name.partition("[")[0] == path for name in found)
+            if earlier_calls > 0:
+                path = f"{path}[{earlier_calls}]"
             found[path] = result
             return result
 
@@ -57,8 +57,9 @@ def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
     nothing has.
     """
     is_language_model = hasattr(model, "hidden") and hasattr(model, "logits")
-    kind = _EditedLanguageModel if is_language_model else _Edited
-    return kind(model, edits)
+    if is_language_model:
+        return _EditedLanguageModel(model, edits)
+    return _Edited(model, edits)
 
 
 class _Edited(nnx.Module):
@@ -72,7 +73,11 @@ class _Edited(nnx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         edits = dict(self.edits)
-        return _call_watched(self.model, edits, lambda _, pattern: edits[pattern], *args, **kwargs)
+
+        def replacing(_: str, pattern: str) -> Callable[[Any], Any]:
+            return edits[pattern]
+
+        return _call_watched(self.model, edits, replacing, *args, **kwargs)
 
 
 class _EditedLanguageModel(_Edited):
@@ -85,12 +90,7 @@ class _EditedLanguageModel(_Edited):
         self.block_size = model.block_size
 
     def hidden(self, tokens: Any, *, rngs: nnx.Rngs | None = None) -> Any:
-        def unchanged(*_: Any) -> Callable[[Any], Any]:
-            return lambda result: result
-
-        # a path may be in `logits` alone, so that only a whole call knows all paths
-        whole_call = functools.partial(_call_watched, self.model, dict(self.edits), unchanged)
-        jax.eval_shape(whole_call, tokens)
+        self._require_paths(tokens)
         model = _in_turn(self.model)
         with called_in(model), watching(self._watch):
             return model.hidden(tokens, rngs=rngs)
@@ -99,8 +99,24 @@ class _EditedLanguageModel(_Edited):
         model = _in_turn(self.model)
         with called_in(model), watching(self._watch):
             logits = model.logits(x)
-        of_model = dict(self.edits).get("")  # the model's own call isn't made
-        return logits if of_model is None else of_model(logits)
+        # the model's own call, whose path is empty, isn't made
+        edit_of_model = dict(self.edits).get("")
+        if edit_of_model is None:
+            return logits
+        return edit_of_model(logits)
+
+    def _require_paths(self, tokens: Any) -> None:
+        """Raise ValueError for a path that nothing has.
+
+        A path may be in `logits` alone, so that only a whole call knows all paths. It is traced,
+        and nothing is computed.
+        """
+
+        def unchanged(*_: Any) -> Callable[[Any], Any]:
+            return lambda result: result
+
+        whole_call = functools.partial(_call_watched, self.model, dict(self.edits), unchanged)
+        jax.eval_shape(whole_call, tokens)
 
     def _watch(self, call: TypedCall) -> Callable[[Any], Any] | None:
         for pattern, function in self.edits:
@@ -110,7 +126,9 @@ class _EditedLanguageModel(_Edited):
 
 
 def _fits(pattern: str, path: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), path) is not None
+    """Whether a path is of a pattern, in which `*` stands for one part."""
+    expression = re.escape(pattern).replace(r"\*", r"[^.]+")
+    return re.fullmatch(expression, path) is not None
 
 
 def _call_watched(
@@ -157,8 +175,10 @@ def _in_turn(model: nnx.Module) -> Any:
     """The model with blocks in a loop, where a result belongs to no inner trace."""
     config = getattr(model, "config", None)
     options = {"scan_layers": False, "rematerialise": False}
+    # a custom model may have neither a config nor these fields in it
     if config is None or not any(getattr(config, name, False) for name in options):
         return model
+    # a copy of the module's structure, with the same arrays
     copy: Any = nnx.merge(*nnx.split(model))
     copy.config = dataclasses.replace(config, **options)
     return copy

@@ -26,21 +26,25 @@ from jgpt.shapes.contract import typed
 from jgpt.shapes.matching import SIZE_FUNCTIONS, SYMBOLS
 from jgpt.shapes.sizes import (
     Size,
-    _is_open,
-    _names,
-    _parsed,
-    _parts,
-    _require_readable,
-    _scope,
-    _shape,
-    _theirs,
+    is_open,
+    make_scope,
+    make_shape,
+    names_in,
+    parse_array,
+    require_readable,
+    restore_names,
+    split_question,
 )
 
 MOST_CASES = 60
+"""A program that asks something of each of `t` positions would be split for ever."""
 LIBRARIES = tuple(
     f"{Path(str(module.__file__)).parent}/"
     for module in (jax, flax, optax, jaxtyping, beartype, np)
 )
+"""The folders of those who ask about a size to be faster, and not to compute something else."""
+_Patch = tuple[Any, str, Callable[..., Any], Callable[..., Any]]
+"""An owner, the name of its attribute, our function and the one that it replaces."""
 _LOCK = threading.RLock()
 """Held by the thread that proves: methods of JAX's class of sizes are replaced for it."""
 
@@ -56,10 +60,14 @@ class _Scale(float):
         raise _Open("a power or a quotient of a size decides a shape or a branch")
 
     def _scales(self, other: Any = 0, mod: Any = None) -> Any:
-        return self if isinstance(other, (int, float)) else NotImplemented
+        if isinstance(other, (int, float)):
+            return self
+        return NotImplemented  # an array computes with it as with any float
 
     def __eq__(self, other: object) -> bool:
-        return float(self) == other if _a_library_asks() else self._decides()
+        if _a_library_asks():
+            return float(self) == other
+        return self._decides()
 
     def __ne__(self, other: object) -> bool:
         # as in JAX's initialisers, which ask whether a mean of sizes is 0
@@ -111,80 +119,131 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
     annotation isn't met (or can't be shown to be), or `open`. Equal shapes are proven, not values.
     Raises ValueError for an array or a constraint that can't be read, and where no size can be.
     """
-    parsed = [_parsed(array) for array in arrays]
-    names = sorted({name for _, text in parsed for name in _names(text)})
-    todo = [(where,) if isinstance(where, str) else tuple(where)]
+    parsed = [parse_array(array) for array in arrays]
+    all_dimensions = " ".join(dimensions for _, dimensions in parsed)
+    names = sorted(set(names_in(all_dimensions)))
+    constraints = (where,) if isinstance(where, str) else tuple(where)
+    require_readable(constraints, names)
+
     cases = []
-    _require_readable(todo[0], names)
+    todo = [constraints]
     while todo:
-        case = todo.pop()
+        constraints = todo.pop()
         if len(cases) + len(todo) >= MOST_CASES:
-            cases.append(Case(case, "open", f"there are more than {MOST_CASES} cases"))
+            cases.append(Case(constraints, "open", f"there are more than {MOST_CASES} cases"))
             break
-        try:
-            scope = _scope(case)
-        except ValueError:
-            continue  # no sizes are in this case
-        sizes = dict(zip(names, _shape(" ".join(names), scope), strict=True))
-        structs = [jax.ShapeDtypeStruct(_shape(text, scope), dtype) for dtype, text in parsed]
-        try:
-            with _LOCK, _splitting(sizes):
-                traced = jax.make_jaxpr(lambda *given: (function(*given), None)[1])(*structs)
-                _require_whole_reshapes(traced.jaxpr)
-            cases.append(Case(case, "proven"))
-        except (InconclusiveDimensionOperation, _Open) as error:
-            parts = _parts(str(error))
-            if not parts or set(parts) & set(case):
-                cases.append(Case(case, "open", _reason(error)))
-            else:
-                todo += [(*case, part) for part in reversed(parts)]
-        except jaxtyping.TypeCheckError as error:
-            cases.append(Case(case, "violated", _reason(error)))
-        except ValueError as error:
-            if "nsatisfiable" in str(error):
-                continue
-            last = traceback.extract_tb(error.__traceback__)[-1].filename
-            verdict = "open" if last.startswith(LIBRARIES) else "refused"
-            cases.append(Case(case, verdict, _reason(error)))
-        except Exception as error:
-            cases.append(Case(case, "open", _reason(error)))
+        outcome = _try_case(function, parsed, names, constraints)
+        if isinstance(outcome, Case):
+            cases.append(outcome)
+        else:
+            # the last is taken first, so that cases are listed in the order of their text
+            todo += [(*constraints, part) for part in reversed(outcome)]
     return Proof(tuple(cases))
+
+
+def _try_case(
+    function: Callable[..., Any],
+    arrays: list[tuple[Any, str]],
+    names: list[str],
+    constraints: tuple[str, ...],
+) -> Case | list[str]:
+    """Trace a case: its verdict, or the further constraints that it must be split by.
+
+    The result is an empty list if the constraints hold for no sizes.
+    """
+    try:
+        scope = make_scope(constraints)
+    except ValueError:
+        return []
+    sizes = dict(zip(names, make_shape(" ".join(names), scope), strict=True))
+    structs = []
+    for dtype, dimensions in arrays:
+        structs.append(jax.ShapeDtypeStruct(make_shape(dimensions, scope), dtype))
+
+    def call(*arguments: Any) -> None:
+        function(*arguments)  # its result may be no array
+
+    try:
+        with _LOCK, _raise_on_open_questions(sizes):
+            traced = jax.make_jaxpr(call)(*structs)
+            _require_whole_reshapes(traced.jaxpr)
+    except (InconclusiveDimensionOperation, _Open) as error:
+        parts = split_question(str(error))
+        # a question that was answered comes again if JAX can't use the answer
+        is_new = set(parts).isdisjoint(constraints)
+        if parts and is_new:
+            return parts
+        return Case(constraints, "open", _describe_error(error))
+    except jaxtyping.TypeCheckError as error:
+        return Case(constraints, "violated", _describe_error(error))
+    except ValueError as error:
+        if "nsatisfiable" in str(error):  # JAX's, with a capital letter or without
+            return []
+        # the program's own error is a verdict, one of a library may be a limit of tracing
+        last = traceback.extract_tb(error.__traceback__)[-1].filename
+        verdict = "open" if last.startswith(LIBRARIES) else "refused"
+        return Case(constraints, verdict, _describe_error(error))
+    except Exception as error:
+        return Case(constraints, "open", _describe_error(error))
+    return Case(constraints, "proven")
 
 
 def _require_whole_reshapes(jaxpr: Any) -> None:
     """What JAX checks of a reshape only when its sizes are numbers."""
     for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                _require_whole_reshapes(getattr(inner, "jaxpr", inner))
-        if equation.primitive.name == "reshape":
-            shapes = [it.aval.shape for it in (equation.invars[0], equation.outvars[0])]
-            before, after = map(math.prod, shapes)
-            if not isinstance(before - after, int) and _is_open(before - after):
-                raise _Open(f"'{before}' == '{after}'")
-            if not (isinstance(before - after, int) and before == after):
-                raise jaxtyping.TypeCheckError(f"a reshape of {before} entries to {after}")
+        # the programs inside, such as the body of a scan
+        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(parameter):
+                _require_whole_reshapes(getattr(parameter, "jaxpr", parameter))
+        if equation.primitive.name != "reshape":
+            continue
+        before = math.prod(equation.invars[0].aval.shape)
+        after = math.prod(equation.outvars[0].aval.shape)
+        difference = before - after  # an int if the symbols cancel
+        if not isinstance(difference, int) and is_open(difference):
+            raise _Open(f"'{before}' == '{after}'")
+        if not (isinstance(difference, int) and before == after):
+            raise jaxtyping.TypeCheckError(f"a reshape of {before} entries to {after}")
 
 
 def _is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
 
 
+# --- JAX's class of sizes, patched for one thread ------------------------------------------------
+
+
 @contextlib.contextmanager
-def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
+def _raise_on_open_questions(sizes: dict[str, Any]) -> Iterator[None]:
     """Within it, an open equality or truth of a size is an error, as an open order is.
 
     JAX answers an open `t == 1` with False and an open `if t % 4` with True, which would drop a
     branch in silence. Libraries still get these answers, since they ask for speed only, and so
     do other threads.
     """
+    symbols: dict[str, Any] = {}
+    for size in sizes.values():
+        if isinstance(size, Size):
+            symbols[str(size)] = size
+    if symbols:
+        symbols |= SIZE_FUNCTIONS
+    patches = [
+        *_patched_comparisons(),
+        *_patched_arithmetic(),
+        _patched_root(sizes, symbols),
+        *_patched_fans(),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, ours, theirs in patches:
+            chosen = _in_this_thread(ours, theirs)
+            stack.enter_context(mock.patch.object(owner, name, chosen, create=True))
+        with set_context(SYMBOLS, symbols):
+            yield
+
+
+def _patched_comparisons() -> list[_Patch]:
+    """Equality and truth of sizes, which raise where JAX would decide an open question."""
     equal = Size.__eq__
-    power = Size.__pow__
-    isqrt = math.isqrt
-    divide = Size.__truediv__
-    divide_into = Size.__rtruediv__
-    multiply = Size.__mul__
-    multiply_into = Size.__rmul__
 
     def equals(self: Any, other: Any) -> bool:
         if isinstance(other, Size) and other.scope is not self.scope:
@@ -192,78 +251,92 @@ def _splitting(sizes: dict[str, Any]) -> Iterator[None]:
         same = equal(self, other)
         if same is True or not isinstance(other, (int, Size)) or _a_library_asks():
             return same
-        if _is_open(self - other):
+        if is_open(self - other):
             raise _Open(f"'{self}' == '{other}'")
         return same
 
+    def differs(self: Any, other: Any) -> bool:
+        return not equals(self, other)
+
     def truth(self: Any) -> bool:
-        if _is_open(self) and not _a_library_asks():
+        if is_open(self) and not _a_library_asks():
             raise _Open(f"'{self}' == '0'")
         return True
 
+    def always_true(self: Any) -> bool:
+        return True  # as Python answers for a class without `__bool__`
+
+    return [
+        (Size, "__eq__", equals, equal),
+        (Size, "__ne__", differs, Size.__ne__),
+        (Size, "__bool__", truth, always_true),
+    ]
+
+
+def _patched_arithmetic() -> list[_Patch]:
+    """Powers and quotients of sizes as `_Scale`, and what is multiplied with one."""
+    power = Size.__pow__
+    divide = Size.__truediv__
+    divide_into = Size.__rtruediv__
+    multiply = Size.__mul__
+    multiply_into = Size.__rmul__
+
     def to_power(self: Any, exponent: Any, modulo: Any = None) -> Any:
-        return _Scale(1) if isinstance(exponent, float) else power(self, exponent, modulo)
+        if isinstance(exponent, float):
+            return _Scale(1)
+        return power(self, exponent, modulo)
 
     # a quotient is a float at all sizes; JAX makes it an array, which decides nothing either
     def quotient(self: Any, divisor: Any) -> Any:
-        return _Scale(1) if isinstance(divisor, (int, float, Size)) else divide(self, divisor)
+        if isinstance(divisor, (int, float, Size)):
+            return _Scale(1)
+        return divide(self, divisor)
 
     def quotient_of(self: Any, dividend: Any) -> Any:
-        return _Scale(1) if isinstance(dividend, (int, float)) else divide_into(self, dividend)
+        if isinstance(dividend, (int, float)):
+            return _Scale(1)
+        return divide_into(self, dividend)
 
     def times(self: Any, factor: Any) -> Any:
-        return factor if isinstance(factor, _Scale) else multiply(self, factor)
+        if isinstance(factor, _Scale):
+            return factor
+        return multiply(self, factor)
 
     def times_into(self: Any, factor: Any) -> Any:
-        return factor if isinstance(factor, _Scale) else multiply_into(self, factor)
+        if isinstance(factor, _Scale):
+            return factor
+        return multiply_into(self, factor)
 
-    def root(size: Any) -> Any:
-        """Any size at all: what is proven for it is proven for the root."""
-        if not isinstance(size, Size):
-            return isqrt(size)
-        name = f"isqrt_{_theirs(str(size))}"
-        if not name.isidentifier():
-            raise _Open(f"the square root of {_theirs(str(size))}")
-        if name not in sizes:
-            (sizes[name],) = _shape(name, size.scope)
-            known[str(sizes[name])] = sizes[name]
-        return sizes[name]
-
-    fans = _replaced_fans()
-    symbols = {str(size): size for size in sizes.values() if isinstance(size, Size)}
-    known: dict[str, Any] = symbols and symbols | SIZE_FUNCTIONS
-    patches = (
-        (Size, "__eq__", equals, equal),
-        (Size, "__ne__", lambda a, b: not equals(a, b), Size.__ne__),
-        (Size, "__bool__", truth, lambda size: True),
+    return [
         (Size, "__pow__", to_power, power),
         (Size, "__truediv__", quotient, divide),
         (Size, "__rtruediv__", quotient_of, divide_into),
         (Size, "__mul__", times, multiply),
         (Size, "__rmul__", times_into, multiply_into),
-        (math, "isqrt", root, isqrt),
-        *fans,
-    )
-    with contextlib.ExitStack() as stack:
-        for owner, name, ours, theirs in patches:
-            patch = mock.patch.object(owner, name, _here(ours, theirs), create=True)
-            stack.enter_context(patch)
-        with set_context(SYMBOLS, known):
-            yield
+    ]
 
 
-def _here(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for this thread, another for others."""
-    thread = threading.get_ident()
+def _patched_root(sizes: dict[str, Any], symbols: dict[str, Any]) -> _Patch:
+    """The integer root of a size, as one more size, which is added to both dictionaries."""
+    isqrt = math.isqrt
 
-    def chosen(*args: Any, **named: Any) -> Any:
-        function = ours if threading.get_ident() == thread else theirs
-        return function(*args, **named)
+    def root(size: Any) -> Any:
+        """Any size at all: what is proven for it is proven for the root."""
+        if not isinstance(size, Size):
+            return isqrt(size)
+        name = f"isqrt_{restore_names(str(size))}"
+        if not name.isidentifier():  # the root of an expression such as `2*t`
+            raise _Open(f"the square root of {restore_names(str(size))}")
+        # the root of a size is the same wherever it is asked for
+        if name not in sizes:
+            (sizes[name],) = make_shape(name, size.scope)
+            symbols[str(sizes[name])] = sizes[name]
+        return sizes[name]
 
-    return chosen
+    return (math, "isqrt", root, isqrt)
 
 
-def _replaced_fans() -> list[tuple[Any, str, Any, Any]]:
+def _patched_fans() -> list[_Patch]:
     """A patch of the fans that random weights are scaled by.
 
     JAX 0.12 asks whether an open fan, which is a traced number, is zero, and fails. The function is
@@ -283,22 +356,46 @@ def _replaced_fans() -> list[tuple[Any, str, Any, Any]]:
     return [(initializers, "_compute_fans", fans, compute_fans)]
 
 
+def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for this thread, another for others."""
+    thread = threading.get_ident()
+
+    def chosen(*args: Any, **named: Any) -> Any:
+        if threading.get_ident() == thread:
+            return ours(*args, **named)
+        return theirs(*args, **named)
+
+    return chosen
+
+
+# --- who asks, and what is said ------------------------------------------------------------------
+
+
 def _a_library_asks() -> bool:
+    """Whether a question comes from a library, rather than from the program that is proven."""
     frame = sys._getframe(1)
+    # this file's frames are those of the patches: who asks has called the outermost of them
     while frame.f_code.co_filename == __file__ and frame.f_back:
         frame = frame.f_back
     file = frame.f_code.co_filename
+    if file.startswith(LIBRARIES):
+        return True
+    # other people's packages are often in a folder of the standard library's
     standard = sysconfig.get_paths()["stdlib"]
-    return file.startswith(LIBRARIES) or (file.startswith(standard) and "-packages" not in file)
+    return file.startswith(standard) and "-packages" not in file
 
 
-def _reason(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    skipped = (*LIBRARIES, f"{Path(__file__).parent}/")
-    asked = [frame for frame in frames if not frame.filename.startswith(skipped)]
-    place = f" ({Path(asked[-1].filename).name}:{asked[-1].lineno})" if asked else ""
+def _describe_error(error: BaseException) -> str:
+    """An error in one line, with the last place in the program that is proven."""
     lines = str(error).splitlines() or [type(error).__name__]
-    text = (
-        f"{lines[0]} {lines[-1]}" if isinstance(error, TypeError) and len(lines) > 1 else lines[0]
-    )
-    return _theirs(text) + place
+    text = lines[0]
+    # of the four lines of a typed call's error, the last is the reason
+    if isinstance(error, TypeError) and len(lines) > 1:
+        text += f" {lines[-1]}"
+    text = restore_names(text)
+
+    skipped = (*LIBRARIES, f"{Path(__file__).parent}/")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(skipped):
+            return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
+    return text

@@ -14,106 +14,162 @@ from jgpt.shapes.matching import SIZE_FUNCTIONS
 
 COMPARISONS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
+"""JAX's class of symbolic sizes, which has no public name."""
+_NAME = r"[A-Za-z_]\w*"
 
 
-def _parsed(array: str) -> tuple[Any, str]:
+# --- arrays and names ----------------------------------------------------------------------------
+
+
+def parse_array(array: str) -> tuple[Any, str]:
+    """The dtype and the dimensions in a text such as `float32[b t 8]`."""
     found = re.fullmatch(r"(\w+)\[([^\],]*)\]", array.strip())
+    # an unknown dtype is a TypeError, an expression that JAX can't read a ValueError
     with contextlib.suppress(TypeError, ValueError):
         if found:
-            sizes = _shape(found[2], jax.export.SymbolicScope())
+            sizes = make_shape(found[2], jax.export.SymbolicScope())
             if all(isinstance(size, Size) or size >= 0 for size in sizes):
                 return jnp.dtype(found[1]), found[2]
     raise ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
 
 
-def _names(text: str) -> list[str]:
+def make_shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:
+    """Sizes; those that the case fixes are numbers."""
+    with_commas = ", ".join(dimensions.split())
+    return jax.export.symbolic_shape(rename_for_jax(with_commas), scope=scope)
+
+
+def names_in(text: str) -> list[str]:
     """The sizes that a text names, not functions."""
     functions = ("max", "min", *SIZE_FUNCTIONS)
-    return [name for name in re.findall(r"[A-Za-z_]\w*", text) if name not in functions]
+    return [name for name in re.findall(_NAME, text) if name not in functions]
 
 
-def _ours(text: str) -> str:
-    """Rename sizes to names that no dimension has."""
-    return re.sub(r"[A-Za-z_]\w*", lambda it: f"{it[0]}_symbol" if _names(it[0]) else it[0], text)
+def rename_for_jax(text: str) -> str:
+    """Rename sizes to names that no dimension has.
+
+    A typed call binds the symbols by their names: one called `time` would be taken for its
+    dimension `time`.
+    """
+
+    def rename(match: re.Match[str]) -> str:
+        name = match[0]
+        if names_in(name):
+            return f"{name}_symbol"
+        return name  # a function
+
+    return re.sub(_NAME, rename, text)
 
 
-def _theirs(text: str) -> str:
+def restore_names(text: str) -> str:
+    """Undo `rename_for_jax`, in messages."""
     return re.sub(r"\b(\w+?)_symbol\b", r"\1", text)
 
 
-def _require_readable(where: tuple[str, ...], names: list[str]) -> None:
+# --- constraints ---------------------------------------------------------------------------------
+
+
+def require_readable(where: tuple[str, ...], names: list[str]) -> None:
     """Raise ValueError for constraints that aren't any, of other sizes, or that contradict."""
-    if others := {name for each in where for name in _names(each)} - set(names):
-        raise ValueError(f"where={list(where)} names {min(others)}, a size that no array has")
+    unknown = set(names_in(" ".join(where))) - set(names)
+    if unknown:
+        raise ValueError(f"where={list(where)} names {min(unknown)}, a size that no array has")
     try:
-        scope = _scope(where)
-        for each in where:
-            low, how, high = _sides(each, scope)
-            with contextlib.suppress(InconclusiveDimensionOperation):
-                if (low < high if how != "<=" else low > high) is True:
-                    raise ValueError("unsatisfiable")
+        scope = make_scope(where)
+        for constraint in where:
+            if _is_never_met(constraint, scope):
+                raise ValueError("unsatisfiable")
     except Exception as error:
-        said = "holds for no sizes" if "nsatisfiable" in str(error) else f"can't be read: {error}"
-        raise ValueError(f"where={list(where)} {said}") from None
+        problem = f"can't be read: {error}"
+        if "nsatisfiable" in str(error):  # JAX's error or ours
+            problem = "holds for no sizes"
+        raise ValueError(f"where={list(where)} {problem}") from None
 
 
-def _scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
+def _is_never_met(constraint: str, scope: jax.export.SymbolicScope) -> bool:
+    """Whether JAX knows that a constraint holds for no sizes of a scope."""
+    low, comparison, high = _sides(constraint, scope)
+    with contextlib.suppress(InconclusiveDimensionOperation):
+        if comparison == "<=":
+            return (low > high) is True
+        return (low < high) is True
+    return False
+
+
+def make_scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
     """The constraints of a case, for JAX. Raises ValueError if no sizes meet them."""
-    equal = [re.fullmatch(r"(\w+) == (\d+)", each) for each in case]
-    fixed = {found[1]: int(found[2]) for found in equal if found}
-    for each in case:  # JAX doesn't compare numbers with numbers
-        if fixed.keys() >= set(_names(each)) and not _holds(each, fixed):
+    fixing = []  # such as `t == 8`
+    others = []
+    numbers: dict[str, int] = {}
+    for constraint in case:
+        found = re.fullmatch(r"(\w+) == (\d+)", constraint)
+        if found:
+            fixing.append(constraint)
+            numbers[found[1]] = int(found[2])
+        else:
+            others.append(constraint)
+    # JAX doesn't compare numbers with numbers
+    for constraint in case:
+        are_fixed = numbers.keys() >= set(names_in(constraint))
+        if are_fixed and not _holds(constraint, numbers):
             raise ValueError("unsatisfiable")
     # sizes that are numbers first: JAX puts them into what comes later
-    ordered = sorted(zip(equal, case, strict=True), key=lambda each: each[0] is None)
-    return jax.export.SymbolicScope([_ours(each) for _, each in ordered])
+    return jax.export.SymbolicScope(list(map(rename_for_jax, [*fixing, *others])))
 
 
-def _holds(constraint: str, sizes: dict[str, int]) -> bool:
+def _holds(constraint: str, numbers: dict[str, int]) -> bool:
     """Whether a constraint holds for sizes that are numbers."""
-    low, how, high = _sides(constraint, jax.export.SymbolicScope())
-    ours = {_ours(name): size for name, size in sizes.items()}
-    low, high = (it._evaluate(ours) if isinstance(it, Size) else it for it in (low, high))
-    return COMPARISONS[how](low, high)
+    left, comparison, right = _sides(constraint, jax.export.SymbolicScope())
+    values = {rename_for_jax(name): number for name, number in numbers.items()}
+    return COMPARISONS[comparison](_evaluate(left, values), _evaluate(right, values))
+
+
+def _evaluate(size: Any, values: dict[str, int]) -> int:
+    # not public: in a scope where `b == 1`, JAX leaves `mod(1, 8)` as it is. A test says what broke
+    # if JAX changes the method
+    return size._evaluate(values) if isinstance(size, Size) else size
 
 
 def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, Any]:
-    left, how, right = re.split("(==|>=|<=)", constraint)
-    low, high = _shape(f"{left.replace(' ', '')} {right.replace(' ', '')}", scope)
-    return low, how, high
+    """The two sides of a constraint as sizes, and the comparison between them."""
+    left, comparison, right = re.split("(==|>=|<=)", constraint)
+    # a shape of two dimensions, which spaces separate
+    dimensions = f"{left.replace(' ', '')} {right.replace(' ', '')}"
+    left_size, right_size = make_shape(dimensions, scope)
+    return left_size, comparison, right_size
 
 
-def _shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:
-    """Sizes; those that the case fixes are numbers."""
-    return jax.export.symbolic_shape(_ours(", ".join(dimensions.split())), scope=scope)
+# --- open questions ------------------------------------------------------------------------------
 
 
-def _is_open(size: Any) -> bool:
+def is_open(size: Any) -> bool:
     """Whether a size may be 0 and may be something else."""
-    for way in (size, -size):
+    for signed in (size, -size):
         with contextlib.suppress(InconclusiveDimensionOperation):
-            if (way >= 1) is True:
+            if (signed >= 1) is True:
                 return False
     return True
 
 
-def _parts(question: str) -> list[str]:
-    """The cases of a question that is open: all sizes are in one of them."""
-    found = re.search(r"'([^']*)' (>=|>|<=|<|==) '([^']*)'", _theirs(question))
+def split_question(question: str) -> list[str]:
+    """The cases of an open question, JAX's text of a comparison: all sizes are in one of them."""
+    found = re.search(r"'([^']*)' (>=|>|<=|<|==) '([^']*)'", restore_names(question))
     if not found:
         return []
-    left, how, right = found.groups()
+    left, comparison, right = found.groups()
     less = f"{left} <= {right} - 1"
     more = f"{left} >= {right} + 1"
     if right.isdigit():
         less = f"{left} <= {int(right) - 1}"
         more = f"{left} >= {int(right) + 1}"
-    match how:
+    match comparison:
         case "==":
-            no_less = right == "0" or (right == "1" and left.isidentifier())
-            if no_less:
-                return [f"{left} == {right}", more]
-            return [f"{left} == {right}", more, less]
+            equal = f"{left} == {right}"
+            # no expression that is compared with 0 is negative, and no size is below 1
+            has_none_below = right == "0" or (right == "1" and left.isidentifier())
+            if has_none_below:
+                return [equal, more]
+            return [equal, more, less]
         case ">=" | "<":
             return [f"{left} >= {right}", less]
         case _:

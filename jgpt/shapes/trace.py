@@ -24,7 +24,11 @@ COLOURS = ("#008b8b", "#b0489c", "#3b8c3b", "#a87400", "#3a73c9")
 
 def name_colours(text: str) -> dict[str, str]:
     """A colour for each dimension name in printed shapes, in order of appearance."""
-    return dict(zip(dict.fromkeys(re.findall(NAME, text)), itertools.cycle(COLOURS), strict=False))
+    names = dict.fromkeys(re.findall(NAME, text))
+    return dict(zip(names, itertools.cycle(COLOURS), strict=False))
+
+
+# --- the tree ------------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -36,10 +40,12 @@ class Shape:
     dimensions: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        if not self.dimensions and " " in self.dtype:
+        if not self.dimensions and " " in self.dtype:  # `5 arrays`
             return self.dtype
-        sizes = " ".join(f"{name}={size}" if name else str(size) for name, size in self.dimensions)
-        return f"{self.dtype}[{sizes}]"
+        sizes = []
+        for name, size in self.dimensions:
+            sizes.append(f"{name}={size}" if name else str(size))
+        return f"{self.dtype}[{' '.join(sizes)}]"
 
 
 @jax.tree_util.register_dataclass
@@ -55,30 +61,38 @@ class ShapeTrace:
 
     def lines(self, depth: int | None = None) -> list[str]:
         """The tree to a depth: what is called, and the shapes of its results."""
-        given = ", ".join(
-            f"{name}: {', '.join(map(str, shapes))}" for name, shapes in self.arguments.items()
-        )
+        # the call itself is the first line, and its results are the last ones
         rows = self._rows(0, depth, "")[1:]
-        rows.append((0, "result", self.results))
-        width = max(2 * level + len(name) for level, name, shapes in rows if shapes)
-        lines = [f"{self.name}({given})"]
-        for level, name, shapes in rows:
-            label = "  " * level + name
-            lines += [f"{label:<{width}}  {shape}" for shape in shapes[:1]] or [label]
-            lines += [f"{'':<{width}}  {shape}" for shape in shapes[1:]]
+        rows.append(_Row(0, "result", self.results))
+        width = max(2 * row.level + len(row.name) for row in rows if row.shapes)
+
+        arguments = []
+        for name, shapes in self.arguments.items():
+            arguments.append(f"{name}: {', '.join(map(str, shapes))}")
+        lines = [f"{self.name}({', '.join(arguments)})"]
+        for row in rows:
+            label = "  " * row.level + row.name
+            if not row.shapes:
+                lines.append(label)
+            for shape in row.shapes:
+                lines.append(f"{label:<{width}}  {shape}")
+                label = ""  # further results are below the first
         return lines
 
-    def _rows(self, level: int, depth: int | None, path: str) -> list[tuple[int, str, list[Shape]]]:
-        rows = [(level, self.name.removeprefix(f"{path}."), self.results)]
-        if depth is None or level < depth:
-            inside = self.path if self.path == self.name else path
-            for call, others in _alike(self.calls):
-                rows += call._rows(level + 1, depth, inside)
-                if others:
-                    names = others[0]
-                    if len(others) > 1:
-                        names += f" to {others[-1].rpartition('.')[2]}"
-                    rows.append((level + 1, f"{names}: alike", []))
+    def _rows(self, level: int, depth: int | None, path: str) -> list["_Row"]:
+        rows = [_Row(level, self.name.removeprefix(f"{path}."), self.results)]
+        if depth is not None and level >= depth:
+            return rows
+        # a module's calls are named from it on; a function has no path of its own
+        is_module = self.path == self.name
+        path_inside = self.path if is_module else path
+        for call, names_alike in _without_repetition(self.calls):
+            rows += call._rows(level + 1, depth, path_inside)
+            if names_alike:
+                text = names_alike[0]
+                if len(names_alike) > 1:
+                    text += f" to {names_alike[-1].rpartition('.')[2]}"
+                rows.append(_Row(level + 1, f"{text}: alike", []))
         return rows
 
     def __str__(self) -> str:
@@ -87,12 +101,50 @@ class ShapeTrace:
     def _repr_html_(self) -> str:
         text = html.escape(str(self))
         colours = name_colours(text)
-        spans = {name: f'<span style="color:{its}">{name}</span>' for name, its in colours.items()}
-        return f"<pre>{re.sub(NAME, lambda name: spans[name[0]], text)}</pre>"
+
+        def coloured(match: re.Match[str]) -> str:
+            name = match[0]
+            return f'<span style="color:{colours[name]}">{name}</span>'
+
+        return f"<pre>{re.sub(NAME, coloured, text)}</pre>"
 
     def as_json(self) -> dict[str, Any]:
         """The tree as plain data."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A call in the printed tree."""
+
+    level: int
+    name: str
+    shapes: list[Shape]
+
+
+def _without_repetition(calls: list[ShapeTrace]) -> Iterator[tuple[ShapeTrace, list[str]]]:
+    """Each call, with the names of the next ones if they differ in a number only."""
+    position = 0
+    while position < len(calls):
+        first = calls[position]
+        position += 1
+        names_alike = []
+        while position < len(calls) and _are_alike(first, calls[position]):
+            names_alike.append(calls[position].name)
+            position += 1
+        yield first, names_alike
+
+
+def _are_alike(first: ShapeTrace, second: ShapeTrace) -> bool:
+    # two calls of one name, such as `split_heads` of query and of key, are both shown
+    return first.name != second.name and _unnumbered(first) == _unnumbered(second)
+
+
+def _unnumbered(trace: ShapeTrace) -> str:
+    return re.sub(r"\.\d+\b", ".*", repr(trace))
+
+
+# --- tracing -------------------------------------------------------------------------------------
 
 
 @typed
@@ -104,50 +156,53 @@ def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Shap
     """
     found: list[ShapeTrace] = []
 
+    def ignore(*_: Any) -> None:
+        pass
+
     def trace(*args: Any, **kwargs: Any) -> None:
-        found.append(heard_trace(function, lambda *_: None, *args, **kwargs))
+        found.append(trace_calls(function, ignore, *args, **kwargs))
 
     jax.eval_shape(trace, *args, **kwargs)
     return found[0]
 
 
-def heard_trace(
+def trace_calls(
     function: Callable[..., Any],
-    hear: Callable[[ShapeTrace, TypedCall, Any], None],
+    on_call: Callable[[ShapeTrace, TypedCall, Any], None],
     *args: Any,
     **kwargs: Any,
 ) -> ShapeTrace:
-    """The tree of a call while it runs; `hear` gets each node, with the call and the result."""
+    """The tree of a call while it runs; `on_call` gets each node, with the call and the result."""
     root = ShapeTrace("", getattr(function, "__name__", type(function).__name__), {})
+    # the calls that are running, and whether a module's call is among them
     stack = [root]
     in_module = [False]
 
     def watch(call: TypedCall) -> Callable[[Any], Any]:
         owner = call.arguments.get("self")
         name = call.function.__name__
-        if is_module := name == "__call__":
+        is_module = name == "__call__"
+        if is_module:
             name = call.path or type(owner).__name__
-        shapes = {
-            each: shapes_of(call.annotations.get(each), value)
-            for each, value in call.arguments.items()
-        }
-        given = {each: its for each, its in shapes.items() if its}
-        traced = ShapeTrace(call.path, name, given)
+        traced = ShapeTrace(call.path, name, _shapes_of_arguments(call))
         stack.append(traced)
         in_module.append(in_module[-1] or isinstance(owner, nnx.Module))
 
         def leave(result: Any) -> Any:
             traced.results = shapes_of(call.annotations.get("return"), result)
             stack.pop()
-            calls_modules = any(it.path == it.name for it in traced.calls)
-            passes_on = in_module.pop() and not is_module and calls_modules
-            is_super = is_module and len(stack) > 1 and stack[-1].name == traced.name
+            was_in_module = in_module.pop()
+            caller = stack[-1]
+            calls_modules = any(inner.path == inner.name for inner in traced.calls)
+            passes_on = was_in_module and not is_module and calls_modules
+            # the call of a base class: the module's own is in the tree
+            is_super = is_module and len(stack) > 1 and caller.name == traced.name
             is_private = not is_module and name.startswith("_")
             if passes_on or is_super or is_private or not traced.results:
-                stack[-1].calls += traced.calls
+                caller.calls += traced.calls
             else:
-                stack[-1].calls.append(traced)
-                hear(traced, call, result)
+                caller.calls.append(traced)
+                on_call(traced, call, result)
             return result
 
         return leave
@@ -156,49 +211,79 @@ def heard_trace(
         function(*args, **kwargs)
     if not root.calls:
         raise ValueError(f"{root.name} makes no typed call: decorate functions with @jgpt.typed")
-    return root.calls[0] if len(root.calls) == 1 else root
+    # a function that makes one typed call is that call
+    if len(root.calls) == 1:
+        return root.calls[0]
+    return root
+
+
+def _shapes_of_arguments(call: TypedCall) -> dict[str, list[Shape]]:
+    """The shapes of the arguments that have some."""
+    found = {}
+    for name, value in call.arguments.items():
+        shapes = shapes_of(call.annotations.get(name), value)
+        if shapes:
+            found[name] = shapes
+    return found
 
 
 def shapes_of(annotation: Any, value: Any) -> list[Shape]:
     """The shapes of the arrays in a value, with the dimension names of its annotation."""
     if is_array(annotation):
-        if not hasattr(value, "shape"):
-            return []
-        dtype = "key" if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value.dtype.name
-        dimensions = [
-            (_plain(name) if len(sizes) == 1 else "", size)
-            for name, sizes in by_dimension(annotation, value.shape)
-            for size in sizes
-        ]
-        return [Shape(dtype, tuple(dimensions))]
-    if leaf := getattr(annotation, "leaftype", None):
-        shapes = [shape for each in jax.tree.leaves(value) for shape in shapes_of(leaf, each)]
-        return shapes if len(shapes) < 4 else [Shape(f"{len(shapes)} arrays", ())]
+        return _shapes_of_array(annotation, value)
+    leaf_annotation = getattr(annotation, "leaftype", None)
+    if leaf_annotation:
+        return _shapes_of_tree(leaf_annotation, value)
+
     parts = get_args(annotation)
     if isinstance(value, tuple) and len(parts) == len(value):
-        return [shape for each in zip(parts, value, strict=True) for shape in shapes_of(*each)]
-    found = (shapes_of(part, value) for part in parts)
-    return next((shapes for shapes in found if shapes), [])
+        shapes = []
+        for part, item in zip(parts, value, strict=True):
+            shapes += shapes_of(part, item)
+        return shapes
+    # of a union, the first alternative that has shapes
+    for part in parts:
+        shapes = shapes_of(part, value)
+        if shapes:
+            return shapes
+    return []
+
+
+def _shapes_of_array(annotation: Any, value: Any) -> list[Shape]:
+    if not hasattr(value, "shape"):  # None, where an array is optional
+        return []
+    dtype = value.dtype.name
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):  # its own name is `key<fry>`
+        dtype = "key"
+    dimensions = []
+    for name, sizes in by_dimension(annotation, value.shape):
+        # the sizes of `*batch` share a name that is none of theirs
+        plain_name = _plain(name) if len(sizes) == 1 else ""
+        for size in sizes:
+            dimensions.append((plain_name, size))
+    return [Shape(dtype, tuple(dimensions))]
+
+
+def _shapes_of_tree(leaf_annotation: Any, tree: Any) -> list[Shape]:
+    shapes = []
+    for leaf in jax.tree.leaves(tree):
+        shapes += shapes_of(leaf_annotation, leaf)
+    # the weights of a model would be pages
+    if len(shapes) >= 4:
+        return [Shape(f"{len(shapes)} arrays", ())]
+    return shapes
 
 
 def _plain(name: str) -> str:
     """The name of a dimension without marks, empty for an expression or `...`."""
+    # `{self.config.embed_dim}` is embed_dim
     plain = re.sub(r"^[*#?]*\{?(?:\w+\.)*(\w+)\}?$", r"\1", name).lstrip("?*#")
-    return plain if re.fullmatch(r"\w+(\*\w+)?", plain) else ""
+    if re.fullmatch(r"\w+(\*\w+)?", plain):
+        return plain
+    return ""
 
 
-def _alike(calls: list[ShapeTrace]) -> Iterator[tuple[ShapeTrace, list[str]]]:
-    """Each call, with the names of the next ones if they differ in a number only."""
-    while calls:
-        first, *calls = calls
-        others = []
-        while calls and first.name != calls[0].name and _unnumbered(calls[0]) == _unnumbered(first):
-            others.append(calls.pop(0).name)
-        yield first, others
-
-
-def _unnumbered(trace: ShapeTrace) -> str:
-    return re.sub(r"\.\d+\b", ".*", repr(trace))
+# --- sizes named by symbols ----------------------------------------------------------------------
 
 
 def with_symbols(
@@ -208,11 +293,17 @@ def with_symbols(
 
     `symbols` has the two sizes of each name. Other sizes that differ are `?`.
     """
-    named = {sizes: name for name, sizes in symbols.items()}
-    one, other = (math.prod(sizes) for sizes in zip(*symbols.values(), strict=True))
-    named[one, other] = "*".join(symbols)
-    named |= {(a + 1, b + 1): f"{name}+1" for name, (a, b) in symbols.items()}
+    names = {sizes: name for name, sizes in symbols.items()}
+    # a product of all, such as a batch's tokens in one dimension
+    first_product, second_product = map(math.prod, zip(*symbols.values(), strict=True))
+    names[first_product, second_product] = "*".join(symbols)
+    # one more than each, such as a text's tokens with their targets
+    for name, (first_size, second_size) in symbols.items():
+        names[first_size + 1, second_size + 1] = f"{name}+1"
 
-    return jax.tree.map(
-        lambda one, other: one if one == other else named.get((one, other), "?"), first, second
-    )
+    def named(first_leaf: Any, second_leaf: Any) -> Any:
+        if first_leaf == second_leaf:
+            return first_leaf
+        return names.get((first_leaf, second_leaf), "?")
+
+    return jax.tree.map(named, first, second)
