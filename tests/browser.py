@@ -20,6 +20,9 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SECONDS = 60
+TWO_FRAMES = (
+    "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))"
+)
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 
 
@@ -29,6 +32,7 @@ class Page:
     def __init__(self, to: int, of: int) -> None:
         self._to, self._of, self._buffer, self._ids = to, of, b"", itertools.count(1)
         self._session: dict[str, str] = {}
+        self._metrics: dict[str, Any] = {}
         self.errors: list[str] = []
         self.requests: list[str] = []
         (target,) = [
@@ -73,13 +77,13 @@ class Page:
     def open(self, path: Path | str, width: int = 1280, scheme: str = "light") -> None:
         """Open a file or address at a width, in light or dark; a small width emulates a phone."""
         phone = width < 600
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=844 if phone else 900,
-            deviceScaleFactor=2 if phone else 1,
-            mobile=phone,
-        )
+        self._metrics = {
+            "width": width,
+            "height": 844 if phone else 900,
+            "deviceScaleFactor": 2 if phone else 1,
+            "mobile": phone,
+        }
+        self.call("Emulation.setDeviceMetricsOverride", **self._metrics)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
@@ -118,8 +122,19 @@ class Page:
 
     def screenshot(self, *, whole: bool = True) -> bytes:
         """A PNG of the whole page, or of the visible part."""
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-        return base64.b64decode(data)
+        if not whole:
+            return self._capture()
+        # `captureBeyondViewport` does not wait for what it has to draw: on a busy machine most of
+        # the page is missing
+        height = self.run("document.documentElement.scrollHeight")
+        self.call("Emulation.setDeviceMetricsOverride", **(self._metrics | {"height": height}))
+        self.run(TWO_FRAMES)
+        picture = self._capture()
+        self.call("Emulation.setDeviceMetricsOverride", **self._metrics)
+        return picture
+
+    def _capture(self) -> bytes:
+        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
 
 @contextlib.contextmanager
