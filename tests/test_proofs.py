@@ -286,9 +286,17 @@ def wrong_unless_one(x: Float[Array, "batch time"]) -> Float[Array, "batch"]:
     return x[:, 0] if x.shape[1] != 1 else x
 
 
+@jgpt.typed
+def wrong_below_4(x: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    if x.shape[1] - 4:
+        return x if x.shape[1] > 4 else x[:, :-1]
+    return x
+
+
 @pytest.mark.parametrize(
     ("function", "where"),
     [
+        (wrong_below_4, "t <= 3"),
         (wrong_at_7, "t == 7"),
         (wrong_from_41, "b >= 41"),
         (wrong_in_fours, "mod(t, 4) == 0"),
@@ -305,6 +313,19 @@ def test_a_mistake_at_some_sizes_is_found(function, where):
     assert "returned a wrong result" in violated[0].detail
     assert "proven" in {case.verdict for case in proof.cases}
     assert f"violated  {where}: " in str(proof)
+
+
+def test_an_equality_that_jax_can_t_use_is_an_open_case():
+    def wrong_where_equal(x: Array, y: Array) -> Array:
+        return x.sum() + (jnp.ones(2) + jnp.ones(3) if sum(x.shape) == y.shape[0] else 0)
+
+    proof = prove(wrong_where_equal, "float32[a b]", "float32[c]")
+    assert {case.where[0]: case.verdict for case in proof.cases} == {
+        "b + a == c": "open",
+        "b + a >= c + 1": "proven",
+        "b + a <= c - 1": "proven",
+    }
+    assert proof.cases[0].detail == "JAX can't use the constraint b + a == c"
 
 
 def test_a_reshape_to_another_number_of_entries_is_found():

@@ -153,8 +153,11 @@ def _try_case(
     """
     try:
         scope = make_scope(constraints)
-    except ValueError:
-        return []
+    except ValueError as error:
+        if "nsatisfiable" in str(error):
+            return []
+        # earlier constraints were used before: it is the last one, an equality of two sums
+        return Case(constraints, "open", f"JAX can't use the constraint {constraints[-1]}")
     sizes = dict(zip(names, make_shape(" ".join(names), scope), strict=True))
     structs = []
     for dtype, dimensions in arrays:

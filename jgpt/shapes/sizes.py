@@ -157,6 +157,11 @@ def split_question(question: str) -> list[str]:
     if not found:
         return []
     left, comparison, right = found.groups()
+    # JAX takes no equality of a difference: `t - 4 == 0` is `t == 4`
+    difference = re.fullmatch(r"(.+) - (\d+)", left)
+    if comparison == "==" and difference and right.isdigit():
+        left = difference[1]
+        right = str(int(right) + int(difference[2]))
     less = f"{left} <= {right} - 1"
     more = f"{left} >= {right} + 1"
     if right.isdigit():
@@ -165,9 +170,10 @@ def split_question(question: str) -> list[str]:
     match comparison:
         case "==":
             equal = f"{left} == {right}"
-            # no expression that is compared with 0 is negative, and no size is below 1
-            has_none_below = right == "0" or (right == "1" and left.isidentifier())
-            if has_none_below:
+            # no size is below 1, and what nothing is subtracted from is not below 0
+            is_least = right == "1" and left.isidentifier()
+            is_least = is_least or (right == "0" and "-" not in left)
+            if is_least:
                 return [equal, more]
             return [equal, more, less]
         case ">=" | "<":
