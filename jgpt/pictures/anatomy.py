@@ -39,7 +39,7 @@ def is_real(value: Any) -> bool:
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
-def hear(
+def record_calls(
     model: Any, tokens: Any, edits: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[ShapeTrace, dict[int, Heard]]:
     """The trace of a forward pass with edits, and its calls by the id of their traces, in order."""
@@ -83,7 +83,7 @@ def anatomy_of(model: Any) -> Anatomy:
     tokens = jax.ShapeDtypeStruct((1, min(TOKENS, model.block_size)), jnp.int32)
 
     def look(tokens: Any) -> None:
-        calls = list(hear(model, tokens, {})[1].values())
+        calls = list(record_calls(model, tokens, {})[1].values())
         blocks = _blocks(calls)
         branches = tuple(_branches(calls, block) for block in blocks)
         attention = [

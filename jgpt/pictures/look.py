@@ -20,7 +20,7 @@ from jgpt.config import counted
 from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.generation.decoding import generate
 from jgpt.nn.models import LanguageModel
-from jgpt.pictures.anatomy import Anatomy, Heard, anatomy_of, hear, is_real, weights_of
+from jgpt.pictures.anatomy import Anatomy, Heard, anatomy_of, is_real, record_calls, weights_of
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
@@ -195,7 +195,7 @@ class Look:
             edits |= dict.fromkeys(paths, functools.partial(scaled, factor))
         for path, *how in zip(anatomy.blocks, given["replaced"], given["streams"], strict=True):
             edits[path] = functools.partial(patched, *how)
-        return hear(model, given["tokens"], edits)
+        return record_calls(model, given["tokens"], edits)
 
     def _forward(self, weights: Any, given: dict[str, Any]) -> dict[str, Any]:
         model = nnx.merge(self._graph, weights)

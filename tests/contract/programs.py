@@ -179,7 +179,7 @@ def transformers() -> None:
         )
     table = model_of(BIGRAM)
     traced(lambda model, tokens: model(tokens), table, TOKENS)
-    traced(lambda tokens: anatomy.hear(model_of(MODERN), tokens, {}) and None, TOKENS)
+    traced(lambda tokens: anatomy.record_calls(model_of(MODERN), tokens, {}) and None, TOKENS)
     gpt = model_of(LECTURE)
     consistency.inconsistencies(gpt, nnx.to_pure_dict(nnx.state(gpt, nnx.Param)), BATCH)
 
