@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Generator, Iterator
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -43,10 +42,7 @@ class Chat:
         self._sampling = Sampling(**sampling)
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be positive")
-        if not isinstance(tokenizer, BPETokenizer) or not all(
-            len(tokenizer.encode_part(word)) == 1 < len(tokenizer.encode_ordinary(word))
-            for word in (START, END)
-        ):
+        if not isinstance(tokenizer, BPETokenizer) or not _has_chat_tokens(tokenizer):
             raise ValueError(
                 f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
                 "smollm2-chat and qwen3 are models that have them (jgpt import)"
@@ -69,18 +65,10 @@ class Chat:
         If the answer is closed early, the part so far stays in the conversation.
         Raises ValueError for a message that can't be encoded or leaves no room for an answer.
         """
-        turns = [*self._turns, self._turn("user", message)]
+        all_turns = [*self._turns, self._turn("user", message)]
+        turns, tokens = self._fit_context(all_turns)
+        dropped = len(all_turns) - len(turns)
         size = self._model.block_size
-        dropped = 0
-        most = size - min(self._max_new_tokens, size // 2)
-        while len(tokens := self._tokens([*self._system, *turns])) > most:
-            if len(turns) == 1:
-                raise ValueError(
-                    f"the message is too long: {len(tokens)} tokens with all that belongs to it, "
-                    f"and {most} of block_size={size} are left"
-                )
-            turns = turns[2:]
-            dropped = dropped + 2
         pieces = stream_continuations(
             self._model,
             self._tokenizer,
@@ -94,23 +82,42 @@ class Chat:
         )
         return dropped, self._answer(turns, pieces)
 
+    def _fit_context(self, turns: list[_Turn]) -> tuple[list[_Turn], list[int]]:
+        """The newest turns that leave room for an answer, and the tokens of the whole context."""
+        size = self._model.block_size
+        # an answer may be long, but at most half of the context is kept free for it
+        max_tokens = size - min(self._max_new_tokens, size // 2)
+        while True:
+            tokens = self._tokens([*self._system, *turns])
+            if len(tokens) <= max_tokens:
+                return turns, tokens
+            if len(turns) == 1:
+                raise ValueError(
+                    f"the message is too long: {len(tokens)} tokens with all that belongs to it, "
+                    f"and {max_tokens} of block_size={size} are left"
+                )
+            turns = turns[2:]  # a question goes with its answer
+
     def _answer(
         self, turns: list[_Turn], pieces: Iterator[tuple[str, ...]]
     ) -> Generator[str, None, None]:
-        said = ""
+        answer = ""
         try:
             for (text,) in pieces:
-                said += text
+                answer += text
                 yield text
-        finally:
-            self._turns = [*turns, self._turn("assistant", said[_length_of_reasoning(said) :])]
+        finally:  # also when the caller stops reading: what was read stays in the conversation
+            remembered = answer[_length_of_reasoning(answer) :]
+            self._turns = [*turns, self._turn("assistant", remembered)]
 
     def _tokens(self, turns: list[_Turn]) -> list[int]:
         """The tokens of turns, and of the words that open an answer.
 
         They are encoded as one text: a special token may take the spaces and newlines beside it.
         """
-        pieces = list(chain(*turns))
+        pieces: _Turn = []
+        for turn in turns:
+            pieces += turn
         pieces += [self._start, "assistant\n"]
         return self._tokenizer.encode_template(pieces).tolist()
 
@@ -118,7 +125,17 @@ class Chat:
         return [self._start, f"{role}\n{text}", self._end, "\n"]
 
 
+def _has_chat_tokens(tokenizer: BPETokenizer) -> bool:
+    for word in (START, END):
+        # a special token is one token, and as ordinary text several: no message can contain it
+        if len(tokenizer.encode_part(word)) != 1 or len(tokenizer.encode_ordinary(word)) <= 1:
+            return False
+    return True
+
+
 def _length_of_reasoning(answer: str) -> int:
     """The length of the reasoning that an answer begins with, which the template forgets."""
     found = _REASONING.match(answer)
-    return found.end() if found else 0
+    if found is None:
+        return 0
+    return found.end()

@@ -17,6 +17,7 @@ from jgpt.nn.module import require_in_vocabulary
 from jgpt.shapes.contract import typed
 
 TOKENS_PER_CALL = 32
+"""Tokens of each row that a call of the compiled loop draws, before the host reads them."""
 
 
 @typed
@@ -43,14 +44,16 @@ def generate(
     all rows as soon as the longest one needs it. So do a user's models without a KV cache, always.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    ends = np.full(prompt.shape[0], prompt.shape[1]) if lengths is None else lengths
-    pieces = stream(model, prompt, ends, max_new_tokens, sampling, key=key)
-    new = np.concatenate([np.zeros((len(ends), 0), np.int32), *pieces], axis=1)
-    whole = np.pad(np.asarray(prompt), ((0, 0), (0, max_new_tokens)))
-    for row, end in enumerate(ends):
-        whole[row, end:] = 0
-        whole[row, end : end + max_new_tokens] = new[row]
-    return jax.device_put(whole)
+    if lengths is None:
+        lengths = np.full(prompt.shape[0], prompt.shape[1])
+    pieces = stream(model, prompt, lengths, max_new_tokens, sampling, key=key)
+    no_tokens = np.zeros((len(lengths), 0), np.int32)  # for max_new_tokens=0
+    new_tokens = np.concatenate([no_tokens, *pieces], axis=1)
+    continued = np.pad(np.asarray(prompt), ((0, 0), (0, max_new_tokens)))
+    for row, length in enumerate(lengths):
+        continued[row, length:] = 0  # what the prompt was padded with may be any token
+        continued[row, length : length + max_new_tokens] = new_tokens[row]
+    return jax.device_put(continued)
 
 
 @typed
@@ -63,15 +66,67 @@ def stream(
     *,
     key: Key[Array, ""] | nnx.Rngs,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
-    """The tokens that `generate` appends, in pieces, as they are sampled."""
+    """The tokens that `generate` appends, in pieces, as they are sampled.
+
+    An invalid request raises here, and not when the first piece is read.
+    """
     graph, weights = nnx.split(model)
-    key = key() if isinstance(key, nnx.Rngs) else key
+    if isinstance(key, nnx.Rngs):
+        key = key()
     prompt = jnp.asarray(prompt)
     arrays = jax.tree.leaves((weights, prompt, key, jax.device_put(0)))  # under jit all are traced
     if any(isinstance(array, Tracer) for array in arrays):
         raise ValueError(
             "generate can't be called under jit, vmap or grad: its loop is compiled already"
         )
+    _require_valid(prompt, lengths, max_new_tokens, model.vocab_size)
+
+    size = model.block_size
+    window = _left_padded(np.asarray(prompt, np.int32), lengths, size)
+    length = np.minimum(lengths, size).astype(np.int32)
+    width, capacity = _cache_sizes(int(length.max()), max_new_tokens, size)
+    window, length, cache = _prefill(
+        weights, window, length, graph=graph, width=width, capacity=capacity
+    )
+    # Learned positions shift with the context, so that nothing in a cache stays true. A full
+    # context is good for one more token before that.
+    recomputes = not isinstance(model, CachedLanguageModel) or (
+        not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
+    )
+    draw = functools.partial(_compiled_draw, graph=graph, recomputes=recomputes)
+    # as arrays of one dtype: Python's int and float would each have a program
+    sampling = jax.tree.map(jnp.float32, sampling)
+
+    def dispatch_calls(window, length, cache):
+        for start in range(0, max_new_tokens, TOKENS_PER_CALL):
+            count = min(TOKENS_PER_CALL, max_new_tokens - start)
+            window, length, cache, drawn, finite = draw(
+                weights, window, length, cache, start, count, key, sampling
+            )
+            yield drawn, finite, count
+
+    def read_calls(calls):
+        call = next(calls, None)
+        while call is not None:
+            drawn, finite, count = call
+            # the next one is dispatched before this one is waited for: the device is never idle
+            call = next(calls, None)
+            if not finite:
+                raise FloatingPointError(
+                    "the model's logits are not finite: its weights have diverged or are damaged"
+                )
+            yield np.asarray(drawn)[:, :count]
+
+    return read_calls(dispatch_calls(window, length, cache))
+
+
+@typed
+def _require_valid(
+    prompt: Int[Array, "batch time"],
+    lengths: Int[np.ndarray, " batch"],
+    max_new_tokens: int,
+    vocab_size: int,
+) -> None:
     if not 0 <= max_new_tokens < 2**31:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be 0 or more, below 2**31")
     if prompt.size == 0 or lengths.min() < 1:
@@ -80,45 +135,40 @@ def stream(
         raise ValueError(
             f"lengths={lengths.max()} is more than the prompt's {prompt.shape[1]} tokens"
         )
-    require_in_vocabulary(prompt, model.vocab_size, "the prompt's token")
-    sampling = jax.tree.map(jnp.float32, sampling)
-    size = model.block_size
-    rows = [row[:n][-size:] for row, n in zip(np.asarray(prompt, np.int32), lengths, strict=True)]
-    length = np.minimum(lengths, size).astype(np.int32)
-    window = np.stack([np.pad(row, (size - len(row), 0)) for row in rows])
-    context = int(length.max()) - 1  # without the last token, which the decode loop starts with
-    # padded to a power of two, so that few programs serve prompts of all lengths
-    width = min(size, 1 << (context - 1).bit_length()) if context else 0
-    # every token reads the whole cache: no larger than this text needs, by powers of two again
+    require_in_vocabulary(prompt, vocab_size, "the prompt's token")
+
+
+@typed
+def _left_padded(
+    prompt: Int[np.ndarray, "batch time"], lengths: Int[np.ndarray, " batch"], block_size: int
+) -> Int[np.ndarray, "batch {block_size}"]:
+    """The last tokens of right-padded prompts, left-padded: then all of them end together."""
+    window = np.zeros((len(prompt), block_size), np.int32)
+    for row, length in enumerate(lengths):
+        tokens = prompt[row, :length][-block_size:]
+        window[row, block_size - len(tokens) :] = tokens
+    return window
+
+
+@typed
+def _cache_sizes(length: int, max_new_tokens: int, block_size: int) -> tuple[int, int]:
+    """The width of the prefill, and the capacity of the cache, of a prompt of `length` tokens.
+
+    Both are powers of two, so that few programs serve prompts of all lengths.
+    """
+    context = length - 1  # without the last token, which the decode loop starts with
+    width = 0
+    if context > 0:
+        width = min(block_size, _next_power_of_two(context))
+    # every token reads the whole cache: no larger than this text needs
     longest = max(context + max_new_tokens, width, TOKENS_PER_CALL)
-    sizes = {"width": width, "capacity": min(size, 1 << (longest - 1).bit_length())}
-    window, length, cache = _prefill(weights, window, length, graph=graph, **sizes)
-    recomputes = not isinstance(model, CachedLanguageModel) or (
-        not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
-    )
-    draw = functools.partial(_compiled_draw, graph=graph, recomputes=recomputes)
+    return width, min(block_size, _next_power_of_two(longest))
 
-    def calls(window, length, cache):
-        for start in range(0, max_new_tokens, TOKENS_PER_CALL):
-            count = min(TOKENS_PER_CALL, max_new_tokens - start)
-            window, length, cache, drawn, finite = draw(
-                weights, window, length, cache, start, count, key, sampling
-            )
-            yield drawn, finite, count
 
-    def pieces(calls):
-        call = next(calls, None)
-        while call is not None:
-            # dispatched before waiting
-            drawn, finite, count = call
-            call = next(calls, None)
-            if not finite:
-                raise FloatingPointError(
-                    "the model's logits are not finite: its weights have diverged or are damaged"
-                )
-            yield np.asarray(drawn)[:, :count]
-
-    return pieces(calls(window, length, cache))
+@typed
+def _next_power_of_two(count: int) -> int:
+    """The least power of two that is not below a count."""
+    return 1 << (count - 1).bit_length()
 
 
 # With all weights kept, the results are committed to devices if these are, as those of the decode
@@ -142,10 +192,11 @@ def _prefill(
     batch, size = window.shape
     if not isinstance(model, CachedLanguageModel):
         return window, length, KVCache((), batch=batch)
+    # as large as the prompt: attention over a cache that is full skips the keys after each query
     cache = model.empty_cache(batch, width or capacity)
-    cache.set_lengths(length - 1 - width)
+    cache.set_lengths(length - 1 - width)  # negative: the number of slots of padding
     if width:
-        tokens = jnp.pad(window, ((0, 0), (1, 0)))[:, size - width : size]
+        tokens = jnp.pad(window, ((0, 0), (1, 0)))[:, size - width : size]  # batch width
         model.hidden(tokens, cache=cache)
         for layer in cache.layers:
             layer.grow(capacity)
@@ -176,35 +227,43 @@ def _draw(
     model = nnx.merge(graph, weights)
     batch, size = window.shape
 
-    def step(whole_window, i, carry):
-        window, cache, drawn, finite = carry
-        known = jnp.minimum(length + i, size)
-        if not isinstance(model, CachedLanguageModel):  # what follows a causal model ignores
+    def last_hidden(whole_window, window, cache, known):  # batch 1 features
+        if not isinstance(model, CachedLanguageModel):
+            # right-padded, since a causal model ignores what follows a token, but not what precedes
             tokens = jax.vmap(jnp.roll)(window, known)
             hidden = model.hidden(tokens)
-            x = jnp.take_along_axis(hidden, known[:, None, None] - 1, axis=1)
-        else:
-            tokens = window[:, -1:]
-            past = cache
-            if whole_window:
-                tokens = window
-                past = model.empty_cache(batch)
-                past.set_lengths(known - size)
-            x = model.hidden(tokens, cache=past)[:, -1:]
-        logits = model.logits(x)[:, 0]
+            return jnp.take_along_axis(hidden, known[:, None, None] - 1, axis=1)
+        if whole_window:
+            empty = model.empty_cache(batch)
+            empty.set_lengths(known - size)
+            return model.hidden(window, cache=empty)[:, -1:]
+        return model.hidden(window[:, -1:], cache=cache)[:, -1:]
+
+    def step(whole_window, i, carry):
+        window, cache, drawn, finite = carry
+        known = jnp.minimum(length + i, size)  # tokens of each row in the window
+        x = last_hidden(whole_window, window, cache, known)
+        logits = model.logits(x)[:, 0]  # batch vocab
+        # by the number of the token, so that calls of any length draw the same
         token = next_token(logits, jax.random.fold_in(key, start + i), sampling)
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
-        return window, cache, drawn.at[:, i].set(token), finite & jnp.isfinite(logits).all()
+        drawn = drawn.at[:, i].set(token)
+        # read by the host with the tokens: to raise here would wait for the device at each step
+        finite = finite & jnp.isfinite(logits).all()
+        return window, cache, drawn, finite
 
     drawn = jnp.zeros((batch, TOKENS_PER_CALL), jnp.int32)
     carry = (window, cache, drawn, jnp.array(True))
-    # a full context is good for one more token from the cache; then learned positions shift
     count = count.astype(jnp.int32)
-    cached = jnp.clip(size + 1 - length.max(), 0, count) if recomputes else count
-    cached = cached if isinstance(model, CachedLanguageModel) else jnp.int32(0)
-    carry = jax.lax.fori_loop(0, cached, functools.partial(step, False), carry)
+    from_cache = count
+    if not isinstance(model, CachedLanguageModel):
+        from_cache = jnp.int32(0)
+    elif recomputes:
+        # a full context is good for one more token from the cache; then learned positions shift
+        from_cache = jnp.clip(size + 1 - length.max(), 0, count)
+    carry = jax.lax.fori_loop(0, from_cache, functools.partial(step, False), carry)
     if recomputes:
-        carry = jax.lax.fori_loop(cached, count, functools.partial(step, True), carry)
+        carry = jax.lax.fori_loop(from_cache, count, functools.partial(step, True), carry)
     window, cache, drawn, finite = carry
     return window, length + count, cache, drawn, finite
 

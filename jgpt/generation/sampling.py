@@ -44,10 +44,16 @@ def next_token(
     `top_p` and temperature 0 prefer those of the lowest index.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    draw = functools.partial(_sample, key=key, sampling=sampling)
     # below the smallest normal number, division overflows
-    warm = sampling.temperature >= jnp.finfo(jnp.float32).tiny
-    drawn = functools.partial(_sample, key=key, sampling=sampling)
-    return jax.lax.cond(warm, drawn, lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32), logits)
+    is_warm = sampling.temperature >= jnp.finfo(jnp.float32).tiny
+    # decided at run time: another temperature, 0 too, compiles nothing
+    return jax.lax.cond(is_warm, draw, _most_likely, logits)
+
+
+@typed
+def _most_likely(logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @typed
@@ -57,30 +63,53 @@ def _sample(
     # shifted to a maximum of 0, logits can't overflow at any temperature
     logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1]
-        count = jnp.full(logits.shape[0], sampling.top_k)
-        logits = _keep_largest(logits, smallest, count)
+        logits = _keep_top_k(logits, sampling.top_k)
     if sampling.top_p is not None:
-        descending = jnp.sort(logits, axis=-1)[:, ::-1]
-        cumulative = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1)
-        # A token is in the nucleus while those before it fall short of `top_p`. Their sum is read
-        # off the cumulative one: `cumulative - probability` rounds, and 0.9 - 0.1 is below 0.8.
-        count = 1 + (cumulative[:, :-1] < sampling.top_p).sum(axis=-1)
-        smallest = jnp.take_along_axis(descending, count[:, None] - 1, axis=-1)[:, 0]
-        logits = _keep_largest(logits, smallest, count)
+        logits = _keep_nucleus(logits, sampling.top_p)
     if sampling.min_p is not None:
-        logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)  # the maximum is 0
-    # by inverse transform, first a block of tokens and then a token in it: two random numbers a
-    # row, where the Gumbel trick of `jax.random.categorical` needs one for each token
-    batch, vocab = logits.shape
-    size = math.isqrt(vocab)
-    count = -(-vocab // size)
-    padded = jnp.pad(jnp.exp(logits), ((0, 0), (0, count * size - vocab)))
-    blocks = padded.reshape(batch, count, size)
-    uniform = jax.random.uniform(key, (batch, 2), logits.dtype)
-    block = _inverse_transform(blocks.sum(axis=-1), uniform[:, 0])
-    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * size + _inverse_transform(within, uniform[:, 1])
+        # a fraction of the highest probability, whose logit is 0
+        logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)
+    return _draw_by_weight(jnp.exp(logits), key)
+
+
+@typed
+def _keep_top_k(logits: Float[Array, "batch vocab"], top_k: int) -> Float[Array, "batch vocab"]:
+    largest, _ = jax.lax.top_k(logits, top_k)  # batch top_k, descending
+    count = jnp.full(logits.shape[0], top_k)
+    return _keep_largest(logits, largest[:, -1], count)
+
+
+@typed
+def _keep_nucleus(
+    logits: Float[Array, "batch vocab"], top_p: Float[Array, ""] | float
+) -> Float[Array, "batch vocab"]:
+    descending = jnp.sort(logits, axis=-1)[:, ::-1]
+    cumulative = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1)  # batch vocab
+    # A token is in the nucleus while those before it fall short of `top_p`. Their sum is read
+    # off the cumulative one: `cumulative - probability` rounds, and 0.9 - 0.1 is below 0.8.
+    count = 1 + (cumulative[:, :-1] < top_p).sum(axis=-1)  # batch
+    smallest = jnp.take_along_axis(descending, count[:, None] - 1, axis=-1)[:, 0]
+    return _keep_largest(logits, smallest, count)
+
+
+@typed
+def _draw_by_weight(
+    weights: Float[Array, "batch vocab"], key: Key[Array, ""]
+) -> Int[Array, " batch"]:
+    """A token for each row, by inverse transform: first a block of tokens, then a token in it.
+
+    That takes two random numbers for a row, where the Gumbel trick of `jax.random.categorical`
+    needs one for each token.
+    """
+    batch, vocab = weights.shape
+    block_size = math.isqrt(vocab)  # as many blocks as tokens in each: both sums are short
+    num_blocks = -(-vocab // block_size)
+    padded = jnp.pad(weights, ((0, 0), (0, num_blocks * block_size - vocab)))
+    blocks = padded.reshape(batch, num_blocks, block_size)
+    uniform = jax.random.uniform(key, (batch, 2), weights.dtype)
+    block = _inverse_transform(blocks.sum(axis=-1), uniform[:, 0])  # batch
+    chosen_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * block_size + _inverse_transform(chosen_block, uniform[:, 1])
 
 
 @typed

@@ -61,30 +61,39 @@ def stream_text(
     texts = (prompts,) if isinstance(prompts, str) else prompts
     if not texts:
         raise ValueError("prompts is empty: give at least one, which may be an empty string")
-    stop = (stop,) if isinstance(stop, str) else stop
+    if isinstance(stop, str):
+        stop = (stop,)
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    rows = [tokenizer.encode(text) if text else default_prompt(tokenizer) for text in texts]
+    if key is None:
+        key = jax.random.key(0)
+    rows = []
+    contexts = []
+    for text in texts:
+        if text:
+            row = tokenizer.encode(text)
+            context = row[len(tokenizer.begin) :].tolist()
+        else:
+            row = default_prompt(tokenizer)
+            context = []  # what stands for an empty prompt is no part of the text
+        rows.append(row)
+        contexts.append(tuple(context))
     lengths = np.array([len(row) for row in rows])
-    tokens = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows])
-    key = jax.random.key(0) if key is None else key
-    contexts = tuple(
-        # what stands for an empty prompt is no part of the text
-        tuple(row[len(tokenizer.begin) :].tolist()) if text else ()
-        for row, text in zip(rows, texts, strict=True)
-    )
+    padded = [np.pad(row, (0, lengths.max() - len(row))) for row in rows]
     pieces: Any = stream_continuations(
         model,
         tokenizer,
-        tokens,
+        np.stack(padded),
         lengths,
         max_new_tokens,
         Sampling(**sampling),
         key=key,
         stop=stop,
-        contexts=contexts,
+        contexts=tuple(contexts),
     )
-    return (text for (text,) in pieces) if isinstance(prompts, str) else pieces
+    if isinstance(prompts, str):
+        return (text for (text,) in pieces)
+    return pieces
 
 
 @typed
@@ -117,6 +126,7 @@ def _texts(
         yield tuple(writer.write(row) for writer, row in zip(writers, piece, strict=True))
         if all(writer.ended for writer in writers):
             return
+    # no token more: what waited for one, as half a character does, is written as it is
     nothing = np.zeros(0, np.int32)
     yield tuple(writer.write(nothing, final=True) for writer in writers)
 
@@ -161,8 +171,8 @@ class _Detokenizer:
         self._tokenizer = tokenizer
         self._stop = stop
         self._set_context(list(context))
-        self._pending: list[int] = []
-        self._held = ""
+        self._pending: list[int] = []  # tokens that wait for the rest of a character
+        self._unwritten = ""  # text that may be the beginning of a stop string
         self.ended = False
 
     def _set_context(self, tokens: list[int]) -> None:
@@ -174,14 +184,17 @@ class _Detokenizer:
         """Add tokens; return the text that has become certain."""
         if self.ended:
             return ""
-        self._held += self._new_text(tokens.tolist(), final)
-        found = [self._held.find(stop) for stop in self._stop if stop in self._held]
-        self.ended = bool(found)
-        end = min(found, default=len(self._held))
-        if not found and not final:
+        self._unwritten += self._new_text(tokens.tolist(), final)
+        places = [self._unwritten.find(stop) for stop in self._stop if stop in self._unwritten]
+        if places:  # the first in the text, and not in the order in which they are listed
+            self.ended = True
+            end = min(places)
+        elif final:
+            end = len(self._unwritten)
+        else:
             end = self._begin_of_stop()
-        text = self._held[:end]
-        self._held = self._held[end:]
+        text = self._unwritten[:end]
+        self._unwritten = self._unwritten[end:]
         return text
 
     def _new_text(self, tokens: list[int], final: bool) -> str:
@@ -191,10 +204,11 @@ class _Detokenizer:
         if count == 0:
             return ""
         complete = self._pending[:count]
-        new = self._tokenizer.decode(self._context + complete)[self._context_length :]
+        text = self._tokenizer.decode(self._context + complete)
+        new_text = text[self._context_length :]
         self._set_context(complete)
         self._pending = self._pending[count:]
-        return new
+        return new_text
 
     def _count_complete(self) -> int:
         """How many of the pending tokens end with a whole character."""
@@ -204,12 +218,17 @@ class _Detokenizer:
             # an incomplete character decodes to the replacement character
             if not self._tokenizer.decode(tokens).endswith("\N{REPLACEMENT CHARACTER}"):
                 return pending - waiting
-        return pending if pending > MOST_PENDING else 0
+        if pending > MOST_PENDING:
+            return pending
+        return 0
 
     def _begin_of_stop(self) -> int:
         """Where the text ends that can't begin a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for place in range(max(0, len(self._held) - longest), len(self._held)):
-            if any(stop.startswith(self._held[place:]) for stop in self._stop):
+        longest = max((len(stop) for stop in self._stop), default=1)
+        # a whole stop string was looked for before: all but its last character may be there
+        first = max(0, len(self._unwritten) - (longest - 1))
+        for place in range(first, len(self._unwritten)):
+            rest = self._unwritten[place:]
+            if any(stop.startswith(rest) for stop in self._stop):
                 return place
-        return len(self._held)
+        return len(self._unwritten)

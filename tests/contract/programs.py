@@ -226,7 +226,8 @@ def sampling() -> None:
         jgpt.generate(model, prompt, lengths=lengths, **options)
     for count in (0, 31):
         prompts = ("\0" * TIME,) * BATCH
-        jgpt.generate_text(gpt, tokenizers.ByteTokenizer(), prompts, count, key=key, top_p=0.9)
+        filters: dict[str, Any] = {"top_k": 3, "top_p": 0.9}
+        jgpt.generate_text(gpt, tokenizers.ByteTokenizer(), prompts, count, key=key, **filters)
 
 
 def text() -> None:
