@@ -128,7 +128,7 @@ class GPT(Module):
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config  # as it was given: export and comparison of models read `auto` in it
+        self.config = config  # as it was given, with what is `auto` in it
         config = portable(config)
         self.dtype = config.dtype
         self.activation_dtype = config.activation_dtype
