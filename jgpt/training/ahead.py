@@ -84,16 +84,18 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         memory = memory_of(compiled, config)
         text = compiled.as_text()
     assert memory is not None and text is not None  # noqa: PT018  # these compilers report both
-    sent = defaultdict(list)
-    for kind, size in collectives(text):
-        sent[kind].append(size)
+    by_kind = _by_kind(text)
+    sent = sum(collective.sent for collective in by_kind)
     tokens = config.batch_size * config.model.block_size
+    # the backward pass takes twice the forward pass: a gradient for each operand of a product
     flops = 3 * flops_per_token(config.model) * tokens // len(devices)
+    # lower bounds: each as if the chip did nothing else, and what is held were moved once
     seconds = {
         "compute": flops / chip.peak_flops,
         "memory": 2 * (memory.state + memory.working) / chip.memory_bandwidth,
-        "interconnect": sum(map(sum, sent.values())) / chip.interconnect,
+        "interconnect": sent / chip.interconnect,
     }
+    kernels = set(re.findall(r'custom_call_target="([^"]+)"', text))
     return CompiledStep(
         on=on,
         chip=chip,
@@ -103,23 +105,36 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         memory=memory,
         fits=memory.state + memory.working <= chip.memory,
         flops=flops,
-        collectives=tuple(Collective(kind, len(s), sum(s)) for kind, s in sorted(sent.items())),
-        kernels=tuple(sorted(set(re.findall(r'custom_call_target="([^"]+)"', text)))),
-        **{f"{name}_seconds": least for name, least in seconds.items()},
+        collectives=by_kind,
+        kernels=tuple(sorted(kernels)),
+        compute_seconds=seconds["compute"],
+        memory_seconds=seconds["memory"],
+        interconnect_seconds=seconds["interconnect"],
         bound=max(seconds, key=lambda name: seconds[name]),
     )
+
+
+def _by_kind(text: str) -> tuple[Collective, ...]:
+    """The collectives of a step, those of one kind together."""
+    sizes = defaultdict(list)
+    for kind, size in collectives(text):
+        sizes[kind].append(size)
+    summed = []
+    for kind in sorted(sizes):
+        summed.append(Collective(kind, count=len(sizes[kind]), sent=sum(sizes[kind])))
+    return tuple(summed)
 
 
 @contextlib.contextmanager
 def _without_compilation_cache() -> Iterator[None]:
     """The cache could be written, but not be read without the hardware."""
-    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    was_enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it is used
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
         compilation_cache.reset_cache()
 
 
@@ -151,10 +166,16 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
         if found := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
             return int(found[1])
         condition = re.search(r"condition=%?([\w.-]+)", line)
-        lines = "\n".join(bodies[condition[1]]) if condition else ""
+        if condition is None:
+            return 1
+        lines = "\n".join(bodies[condition[1]])
         root = re.search(r"ROOT .* compare\(.*%([\w.-]+)\), direction=LT", lines)
-        limit = root and re.search(rf"%{re.escape(root[1])} = .*constant\((\d+)\)", lines)
-        return int(limit[1]) if limit else 1
+        if root is None:
+            return 1
+        limit = re.search(rf"%{re.escape(root[1])} = .*constant\((\d+)\)", lines)
+        if limit is None:
+            return 1
+        return int(limit[1])
 
     yield from inside(next(name for entry, name, _ in computations if entry))
 
@@ -176,15 +197,25 @@ def _sent(found: re.Match[str], line: str) -> int:
                 size //= 2
     if kind == "collective-permute":
         return size
-    of_each = {"all-reduce": 2 * size / devices, "reduce-scatter": size}.get(kind, size / devices)
-    return round(of_each * (devices - 1))
+    # in a ring each device sends a part to the next one, devices - 1 times
+    match kind:
+        case "all-reduce":  # a reduce-scatter and an all-gather
+            part = 2 * size / devices
+        case "reduce-scatter":  # its type is that of the result, a part already
+            part = size
+        case _:
+            part = size / devices
+    return round(part * (devices - 1))
 
 
 def _group(line: str) -> int:
+    """How many devices take part, in any of the notations for their groups."""
     if found := re.search(r"replica_groups=mesh\[([^]]*)\][^{]*\{([^}]*)\}", line):
         axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
         return math.prod(int(axes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(found[1])
     found = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
-    return len(found[1].split(",")) if found else 1
+    if found is None:
+        return 1
+    return len(found[1].split(","))

@@ -79,7 +79,7 @@ def plan_evaluations(
     budget = training // TRAINING_TO_EVALUATIONS
     spread = False
     exact_last = False
-    if config.eval_tokens is None:
+    if config.eval_tokens is None:  # an evaluation is of the whole split
         targets = split
     elif config.eval_tokens != "auto":
         targets = min(config.eval_tokens - 1, split)
@@ -147,16 +147,17 @@ class Evaluator:
         self._block_size = config.model.block_size
         self._rows = config.batch_size // config.micro_batches
         self.targets = len(held_out) - 1
-        self._covering = -(-self.targets // self._block_size)
-        self._windows = self._covering
+        self._covering = -(-self.targets // self._block_size)  # windows that cover the split
+        self._windows = self._covering  # those of them that are evaluated
         if spread_targets is not None:
             self.targets = spread_targets
             self._windows = spread_targets // self._block_size
         self._batches = -(-self._windows // self._rows)
+        work_per_batch = 2 * parameters * self._rows * self._block_size
+        affordable_batches = max(WORK_PER_CALL // work_per_batch, 1)
         # of all windows that cover the split: a part and the whole are evaluated by one program
-        most_batches = -(-self._covering // self._rows)
-        work = 2 * parameters * self._rows * self._block_size
-        self._batches_per_call = min(max(WORK_PER_CALL // work, 1), most_batches)
+        covering_batches = -(-self._covering // self._rows)
+        self._batches_per_call = min(affordable_batches, covering_batches)
         self._evaluate_windows = make_eval_step(config.model)
         self._zero = np.zeros((), loss_dtype(config.model))
         self._all_batches = np.ones(self._batches, bool)
@@ -164,15 +165,20 @@ class Evaluator:
         self._resident: tuple[list[Call], list[Call]] | None = None
         size = 4 * self._batches * self._rows * (self._block_size + 1)
         if size <= RESIDENT_WINDOWS:
-            calls = list(self._calls(self._all_batches))
-            placed = {call.first_batch: call.windows for call in calls}
-            self._resident = calls, list(self._calls(self._few_batches, placed))
+            all_calls = list(self._calls(self._all_batches))
+            # an estimate counts others of the same windows, which are on the device once
+            placed = {call.first_batch: call.windows for call in all_calls}
+            few_calls = list(self._calls(self._few_batches, placed))
+            self._resident = (all_calls, few_calls)
 
     @typed
     def exact(self, weights: Weights, between: Between = lambda done, targets: None) -> float:
         """The mean loss of all targets. `between` may raise an exception to end it early."""
-        calls = self._calls(self._all_batches) if self._resident is None else self._resident[0]
-        return self._mean(weights, iter(calls), self.targets, between)
+        if self._resident is None:
+            calls = self._calls(self._all_batches)
+        else:
+            calls = iter(self._resident[0])
+        return self._mean(weights, calls, self.targets, between)
 
     @typed
     def estimate(self, weights: Weights) -> float:
@@ -180,9 +186,12 @@ class Evaluator:
 
         All estimates of a run take about 1% of its time.
         """
-        calls = self._calls(self._few_batches) if self._resident is None else self._resident[1]
+        if self._resident is None:
+            calls = self._calls(self._few_batches)
+        else:
+            calls = iter(self._resident[1])
         targets = sum(self._targets_of(int(batch)) for batch in np.flatnonzero(self._few_batches))
-        return self._mean(weights, iter(calls), targets, lambda done, targets: None)
+        return self._mean(weights, calls, targets, between=lambda done, targets: None)
 
     @typed
     def _mean(
@@ -210,11 +219,12 @@ class Evaluator:
 
     @typed
     def _spread_batches(self) -> Bool[np.ndarray, "{self._batches}"]:
-        at_once = self._rows * self._block_size
-        few = max(self._config.steps // 200, -(-ESTIMATE_TOKENS // at_once))
-        spread = np.linspace(0, self._batches - 1, min(few, self._batches)).astype(int)
+        """The batches of an estimate, spread evenly over all."""
+        targets_per_batch = self._rows * self._block_size
+        count = max(self._config.steps // 200, -(-ESTIMATE_TOKENS // targets_per_batch))
+        numbers = np.linspace(0, self._batches - 1, min(count, self._batches)).astype(int)
         chosen = np.zeros(self._batches, bool)
-        chosen[spread] = True
+        chosen[numbers] = True
         return chosen
 
     @typed
@@ -225,18 +235,20 @@ class Evaluator:
     ) -> Iterator[Call]:
         """The calls that evaluate the chosen batches; `placed` are windows on the device."""
         for first in range(0, self._batches, self._batches_per_call):
-            wanted = np.zeros(self._batches_per_call, bool)
+            # every call has as many batches, so that there is one program
+            is_chosen = np.zeros(self._batches_per_call, bool)
             part = chosen[first : first + self._batches_per_call]
-            wanted[: len(part)] = part
-            if wanted.any():
-                windows, counts = self._read(first)
-                counts &= wanted[:, None, None]
-                if placed is None:
-                    on_device = shard_by_name(jnp.asarray(windows), None, "batch", None)
-                else:
-                    on_device = placed[first]
-                counted = shard_by_name(jnp.asarray(counts), None, "batch", None)
-                yield Call(first, on_device, counted)
+            is_chosen[: len(part)] = part
+            if not is_chosen.any():
+                continue
+            windows, counts = self._read(first)
+            counts &= is_chosen[:, None, None]
+            if placed is None:
+                device_windows = shard_by_name(jnp.asarray(windows), None, "batch", None)
+            else:
+                device_windows = placed[first]
+            device_counts = shard_by_name(jnp.asarray(counts), None, "batch", None)
+            yield Call(first, device_windows, device_counts)
 
     @typed
     def _read(
@@ -249,12 +261,13 @@ class Evaluator:
         last_batch = first_batch + self._batches_per_call
         numbers = np.arange(first_batch * self._rows, last_batch * self._rows)
         padding = numbers >= self._windows
-        if self._windows < self._covering:
+        if self._windows < self._covering:  # spread evenly over the split
             numbers = numbers * self._covering // self._windows
-        numbers[padding] = self._covering
+        numbers[padding] = self._covering  # past the last one: all of its targets are uncounted
         shape = (self._batches_per_call, self._rows)
         return windows_by_number(self._tokens, numbers.reshape(shape), self._block_size)
 
     def _targets_of(self, batch: int) -> int:
-        at_once = self._rows * self._block_size
-        return min(self.targets - batch * at_once, at_once)
+        """The counted targets of a batch; the last one has fewer."""
+        targets_per_batch = self._rows * self._block_size
+        return min(self.targets - batch * targets_per_batch, targets_per_batch)

@@ -1,7 +1,7 @@
 """The memory of the train steps, and whether it fits."""
 
 import dataclasses
-from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -50,9 +50,10 @@ def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory
     total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
     total += analysis.temp_size_in_bytes - analysis.alias_size_in_bytes  # the state is donated
     mesh = current_mesh()
-    mesh = abstract_mesh(None) if mesh.empty else mesh
-    on_each = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
-    return TrainingMemory(on_each, max(total - on_each, 0))
+    if mesh.empty:
+        mesh = abstract_mesh(None)
+    state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
+    return TrainingMemory(state=state, working=max(total - state, 0))
 
 
 def training_memory(config: TrainConfig) -> TrainingMemory | None:
@@ -69,8 +70,9 @@ def with_micro_batches(config: TrainConfig, memory_limit: int | None) -> TrainCo
     """
     if config.micro_batches != "auto":
         return config
-    limit = host_memory() // (2 * max(current_mesh().size, 1))
-    if memory_limit is not None:
+    if memory_limit is None:
+        limit = host_memory() // (2 * max(current_mesh().size, 1))
+    else:
         limit = memory_limit * 9 // 10
     rows = config.batch_size // rules.shards_of("batch", current_mesh())
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
@@ -84,8 +86,23 @@ def with_micro_batches(config: TrainConfig, memory_limit: int | None) -> TrainCo
             raise
         return memory is None or memory.state + memory.working <= limit
 
-    chosen = counts[bisect_left(counts[:-1], True, key=fits)]
-    return dataclasses.replace(config, micro_batches=chosen)
+    return dataclasses.replace(config, micro_batches=_first_that_fits(counts, fits))
+
+
+def _first_that_fits(counts: list[int], fits: Callable[[int], bool]) -> int:
+    """The first count that fits, by bisection: a larger count takes less memory.
+
+    The last one is not asked about, and taken if no other fits: each question is a compilation.
+    """
+    first = 0
+    last = len(counts) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if fits(counts[middle]):
+            last = middle
+        else:
+            first = middle + 1
+    return counts[first]
 
 
 def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:

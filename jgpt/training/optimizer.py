@@ -30,14 +30,18 @@ The train step shards the new weights."""
 @typed
 def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, "Weights"]:
     """True where weight decay applies: matrices and embeddings, not biases and scales."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: dimensions_in_block(path, leaf) >= 2, weights
-    )
+
+    def decays(path, leaf):  # as nanoGPT groups them
+        return dimensions_in_block(path, leaf) >= 2
+
+    return jax.tree_util.tree_map_with_path(decays, weights)
 
 
 def dimensions_in_block(path: tuple[Any, ...], leaf: Any) -> int:
     """The number of dimensions of a parameter in one block."""
-    return leaf.ndim - (STACKED in path)
+    if STACKED in path:
+        return leaf.ndim - 1
+    return leaf.ndim
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
@@ -48,7 +52,8 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
     @typed
     def clip(gradients: LikeWeights, weights: LikeWeights | None = None) -> LikeWeights:
-        scale = jnp.minimum(limit / (optax.tree.norm(gradients) + 1e-6), 1.0)
+        norm = optax.tree.norm(gradients)
+        scale = jnp.minimum(limit / (norm + 1e-6), 1.0)  # small gradients are never scaled up
         return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
 
     return optax.stateless(clip)
@@ -78,8 +83,10 @@ def partition(
     def group(path, leaf):
         if config.embedding_learning_rate is not None and _is_embedding(path, known):
             return "embedding"
-        is_matrix = path[0].key == "blocks" and dimensions_in_block(path, leaf) == 2
-        return "muon" if config.optimizer == "muon" and is_matrix else "adamw"
+        is_block_matrix = path[0].key == "blocks" and dimensions_in_block(path, leaf) == 2
+        if config.optimizer == "muon" and is_block_matrix:
+            return "muon"
+        return "adamw"
 
     return jax.tree_util.tree_map_with_path(group, weights)
 
@@ -90,11 +97,17 @@ def _is_embedding(path: tuple[Any, ...], dimensions: Mapping[str, Dimensions]) -
     A table of positions or n-grams has no name for its rows. Such a parameter of a block is taken
     for a matrix of a product.
     """
-    names = [0 if key == STACKED else key.key for key in path]  # each block has the same names
-    found = dimensions.get(".".join(map(str, names)), ())
-    if len(found) != 2 or found[1] != "embed_dim":
+    names = []
+    for key in path:
+        # stacked arrays have the dimension names of the first block, as all blocks have the same
+        names.append("0" if key == STACKED else str(key.key))
+    parameter_dimensions = dimensions.get(".".join(names), ())
+    if len(parameter_dimensions) != 2:
         return False
-    return found[0] == "vocab_size" or (found[0] is None and names[0] != "blocks")
+    rows, columns = parameter_dimensions
+    if columns != "embed_dim":
+        return False
+    return rows == "vocab_size" or (rows is None and names[0] != "blocks")
 
 
 def make_optimizer(
@@ -112,25 +125,28 @@ def make_optimizer(
         optimizer = _in_float32(_custom(config, steps))
     else:
         optimizer = _in_float32(_built_in(config, steps, dimensions))
-    return average_weights(optimizer, config.ema_decay) if config.ema_decay > 0 else optimizer
+    if config.ema_decay > 0:
+        return average_weights(optimizer, config.ema_decay)
+    return optimizer
 
 
 def _custom(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The user's optimizer, given clipped gradients."""
-    made = require_code(config.make, "optimizer")(config, steps)
-    if not isinstance(made, optax.GradientTransformation):
-        kind = type(made).__name__
+    make = require_code(config.make, "optimizer")
+    optimizer = make(config, steps)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        kind = type(optimizer).__name__
         raise ValueError(f"optimizer= must make an optax.GradientTransformation, not {kind}")
     if config.gradient_clip == 0:
-        return made
+        return optimizer
     clip = clip_by_global_norm(config.gradient_clip)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         # not optax.chain, whose state is a pair: runs from before have the optimizer's own state
         clipped, _ = clip.update(updates, clip.init(params), params)
-        return made.update(clipped, state, params)
+        return optimizer.update(clipped, state, params)
 
-    return optax.GradientTransformation(made.init, update)
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -205,14 +221,22 @@ def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
         if not stacked:
             return muon_update(updates, state, params)
 
-        def of_layer(layer):  # one layer's matrices at a time: all of them gathered are too large
+        # one layer's matrices at a time: all of them gathered are too large
+        def update_layer(layer):
             matrices = iter(layer)
-            given = [next(matrices) if STACKED in path else leaf for path, leaf in leaves]
-            return muon_update(*structure.unflatten(given))
+            layer_leaves = []
+            for path, leaf in leaves:
+                # what is not stacked, such as the count of steps, is the same for all layers
+                layer_leaves.append(next(matrices) if STACKED in path else leaf)
+            return muon_update(*structure.unflatten(layer_leaves))
 
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if STACKED in path else leaf[-1], jax.lax.map(of_layer, stacked)
-        )
+        def merge_layers(path, leaf):
+            if STACKED in path:
+                return leaf
+            return leaf[-1]  # each layer has made the same one
+
+        by_layer = jax.lax.map(update_layer, stacked)
+        return jax.tree_util.tree_map_with_path(merge_layers, by_layer)
 
     return optax.GradientTransformation(muon.init, update)
 
@@ -245,15 +269,18 @@ def average_weights(
     def update(
         updates: LikeWeights, state: Any, params: LikeWeights | None = None
     ) -> tuple[LikeWeights, Any]:
-        updates, inner = optimizer.update(updates, state.optimizer, state.trained)
+        updates, optimizer_state = optimizer.update(updates, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
         step = state.step + 1
+        # the weight of the newest in a mean of `step` weights: 1 at first, then towards 1 - decay
         rate = (1 - decay) / (1 - decay**step)
 
-        def towards(new, old):
-            return (rate * (new - old)).astype(old.dtype)
+        def move_average(trained_leaf, average_leaf):
+            return (rate * (trained_leaf - average_leaf)).astype(average_leaf.dtype)
 
-        return jax.tree.map(towards, trained, params), AverageState(trained, inner, step)
+        # the average is what checkpoints and evaluations take for the weights
+        average_updates = jax.tree.map(move_average, trained, params)
+        return average_updates, AverageState(trained, optimizer_state, step)
 
     return optax.GradientTransformation(init, update)
 
@@ -261,4 +288,6 @@ def average_weights(
 @typed
 def trained_weights(weights: LikeWeights, state: Any) -> LikeWeights:
     """The weights to differentiate at: `weights`, or the trained ones if these are an average."""
-    return state.trained if isinstance(state, AverageState) else weights
+    if isinstance(state, AverageState):
+        return state.trained
+    return weights

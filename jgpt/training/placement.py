@@ -24,10 +24,11 @@ def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
 
 def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
     """The bytes of a tree of arrays on each device of a mesh."""
-    return sum(
-        math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
-    )
+    total = 0
+    for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+        shard = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+        total += math.prod(shard) * leaf.dtype.itemsize
+    return total
 
 
 @dataclass(frozen=True)
@@ -43,28 +44,37 @@ class Placement:
 
 def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement]:
     """How each parameter of a model is sharded over a mesh."""
-    found = []
+    placed = []
     for name, variable in named_parameters(abstract_model(config)).items():
         spec = rules.spec_of(rules.dimensions_of(variable), variable.shape, mesh)
-        parts = (
-            f"{size}@{axes if isinstance(axes, str) else ','.join(axes)}" if axes else str(size)
-            for size, axes in zip(variable.shape, spec, strict=True)
-        )
-        placed = f"{variable.dtype}[{', '.join(parts)}]"
+        dimensions = []
+        for size, axes in zip(variable.shape, spec, strict=True):
+            dimensions.append(_sharded_size(size, axes))
+        sharding = f"{variable.dtype}[{', '.join(dimensions)}]"
         on_each = bytes_on_each(variable.get_value(), spec, mesh)
-        found.append(Placement(name, placed, on_each))
-    return found
+        placed.append(Placement(name, sharding, on_each))
+    return placed
+
+
+def _sharded_size(size: int, axes: str | tuple[str, ...] | None) -> str:
+    """A size with the mesh axes that it is sharded over, such as `384@fsdp`."""
+    if not axes:
+        return str(size)
+    if isinstance(axes, tuple):
+        axes = ",".join(axes)
+    return f"{size}@{axes}"
 
 
 def parameters_without_names(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[str]:
     """A user's own parameters that a mesh would split if their dimensions had names."""
     if config.make is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return []
-    return [
-        name
-        for name, variable in named_parameters(abstract_model(config)).items()
-        if len(variable.shape) > 1 and not any(rules.dimensions_of(variable))
-    ]
+    nameless = []
+    for name, variable in named_parameters(abstract_model(config)).items():
+        # vectors are small: they are replicated anyway
+        if len(variable.shape) > 1 and not any(rules.dimensions_of(variable)):
+            nameless.append(name)
+    return nameless
 
 
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -75,14 +85,21 @@ def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tup
         shape = variable.shape
         spec = rules.spec_of(dimensions, shape, mesh)
         size = bytes_on_each(variable.get_value(), spec, mesh)
-        for dimension, entries, axes in zip(dimensions, shape, spec, strict=True):
-            wanted = rules.axes_of(dimension, mesh)
-            if len(shape) > 1 and wanted and not axes:
-                name, pieces = dimension if isinstance(dimension, tuple) else (dimension, entries)
-                over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted)
-                saved = size - size // rules.shards_of(dimension, mesh)
-                costs[f"{name}={pieces} is not divided by {over}"] += saved
-    return tuple(
-        f"{reason} and is replicated: {format_bytes(cost)} more parameters on each device"
-        for reason, cost in costs.items()
-    )
+        if len(shape) == 1:  # vectors are small
+            continue
+        for dimension, units, axes in zip(dimensions, shape, spec, strict=True):
+            wanted_axes = rules.axes_of(dimension, mesh)
+            if not wanted_axes or axes:
+                continue
+            name = dimension
+            if isinstance(dimension, tuple):  # heads are sharded whole
+                name, units = dimension
+            divisors = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted_axes)
+            saved = size - size // rules.shards_of(dimension, mesh)
+            costs[f"{name}={units} is not divided by {divisors}"] += saved
+    sentences = []
+    for reason, cost in costs.items():
+        sentences.append(
+            f"{reason} and is replicated: {format_bytes(cost)} more parameters on each device"
+        )
+    return tuple(sentences)

@@ -63,5 +63,6 @@ def default_mesh(config: TrainConfig, devices: int, memory_limit: int | None) ->
     if devices == 1:
         return None
     # activations and gradients need room too
-    fits = memory_limit is None or 2 * bytes_of(abstract_state(config)) < memory_limit
-    return f"data={devices}" if fits else f"fsdp={devices}"
+    if memory_limit is None or 2 * bytes_of(abstract_state(config)) < memory_limit:
+        return f"data={devices}"
+    return f"fsdp={devices}"

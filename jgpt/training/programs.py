@@ -39,5 +39,6 @@ def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
 def trace_train(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
     """A train step over `batch` windows of `time` targets."""
     windows = jax.ShapeDtypeStruct((1, batch, time + 1), jnp.int32)
-    key, count = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(1)))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    count = jax.ShapeDtypeStruct((), jnp.int32)
     return shape_trace(make_train_steps(config), abstract_state(config), windows, key, count)

@@ -22,6 +22,7 @@ def learning_rate_schedule(
     warmup = config.warmup_steps
     after_warmup = max(steps - warmup, 1)
     first = peak / (warmup + 1)  # not 0: the first step would change nothing
+    # as a fraction: groups with other peaks decay in proportion
     lowest = config.min_learning_rate / config.learning_rate
     constant = optax.constant_schedule(peak)
     pieces = [optax.linear_schedule(first, peak, warmup)]

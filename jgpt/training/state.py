@@ -66,7 +66,9 @@ def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
         # the average: in 16 bits, what it moves by in a step would be rounded to nothing
         weights = jax.tree.map(at_least_float32, weights)
     state = TrainState(weights, optimizer_state, jnp.zeros((), jnp.int32))
-    return stacking.stack_blocks(state) if stacking.uses_stacked_blocks(config.model) else state
+    if stacking.uses_stacked_blocks(config.model):
+        return stacking.stack_blocks(state)
+    return state
 
 
 @typed
@@ -88,9 +90,11 @@ def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainS
     """How the train state is sharded over a mesh, by default the one that is set."""
     mesh = current_mesh() if mesh is None else mesh
     state = abstract_state(config)
-    model = abstract_model(config.model)
-    specs = rules.weight_specs(model, mesh)
-    specs = rules.specs_like(state, stacking.stack_specs(specs) if _is_stacked(state) else specs)
+    weight_specs = rules.weight_specs(abstract_model(config.model), mesh)
+    if _is_stacked(state):
+        weight_specs = stacking.stack_specs(weight_specs)
+    # moments are sharded as their weights: the optimizer state has trees like theirs inside
+    specs = rules.specs_like(state, weight_specs)
     # as compiled programs return them, or the train steps would be compiled for both spellings
     return jax.tree.map(rules.without_trailing_none, specs)
 
@@ -105,7 +109,9 @@ def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
 
 def unstack_state(state: TrainState) -> TrainState:
     """The state with each block's own arrays, as in checkpoints."""
-    return jax.jit(stacking.unstack_blocks)(state) if _is_stacked(state) else state
+    if not _is_stacked(state):
+        return state
+    return jax.jit(stacking.unstack_blocks)(state)
 
 
 def is_finite(config: TrainConfig, state: TrainState) -> bool:
@@ -113,15 +119,19 @@ def is_finite(config: TrainConfig, state: TrainState) -> bool:
 
     Optax has optimizers whose state begins at infinity, such as `reduce_on_plateau`.
     """
-    tree = state.weights if config.optimizer.make is not None else state
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return bool(_all_finite(leaves))
+    checked = state if config.optimizer.make is None else state.weights
+    floats = []
+    for leaf in jax.tree.leaves(checked):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):  # counts and keys are always finite
+            floats.append(leaf)
+    return bool(_all_finite(floats))
 
 
 @jax.jit
 @typed
 def _all_finite(leaves: PyTree[Float[Array, "..."]]) -> Bool[Array, ""]:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(leaves)]).all()
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(leaves)]
+    return jnp.stack(finite).all()
 
 
 def _is_stacked(state: TrainState) -> bool:
@@ -131,4 +141,6 @@ def _is_stacked(state: TrainState) -> bool:
 
 @typed
 def _stream(seed: int, stream: int) -> Key[Array, ""]:
-    return jax.random.fold_in(jax.random.key(np.uint32(seed)), stream)
+    # `jit` makes an int32 of a Python number: seeds past 2**31 would overflow
+    key = jax.random.key(np.uint32(seed))
+    return jax.random.fold_in(key, stream)

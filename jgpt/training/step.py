@@ -44,7 +44,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     every count. The state is donated. A step whose loss or gradient is not finite is skipped, and
     so are all after it, in later calls too: their `first_step` is ahead of the state's step.
     """
-    if (micro_batches := config.micro_batches) == "auto":
+    micro_batches = config.micro_batches
+    if micro_batches == "auto":
         raise ValueError("micro_batches=auto has to be decided first, by plan.with_micro_batches")
     merge = stacking.model_merger(config.model)
     dimensions = weight_dimensions(config.model)
@@ -56,9 +57,10 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> Float[Array, ""]:
         model = merge(weights)
-        x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))
-        at_once = _rows_at_once(model, window[:, 1:].size)
-        return cross_entropy_from(x, window[:, 1:], model.logits, at_once)
+        # inputs are all tokens but the last, and the target of each is the token after it
+        x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))  # batch time embed_dim
+        max_rows = _max_rows(model, window[:, 1:].size)
+        return cross_entropy_from(x, window[:, 1:], model.logits, max_rows)
 
     @typed
     def gradients_of(
@@ -67,16 +69,19 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         if micro_batches == 1:
             loss, gradients = jax.value_and_grad(loss_of)(weights, window, key)
             return loss, jax.tree.map(at_least_float32, gradients)
-        parts = rules.split_batch(window, micro_batches)
+        parts = rules.split_batch(window, micro_batches)  # micro_batches batch window
         keys = jax.random.split(key, micro_batches)
 
         def add(total, part):
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(weights, *part)), None
+            window, key = part
+            loss_and_gradients = jax.value_and_grad(loss_of)(weights, window, key)
+            return jax.tree.map(jnp.add, total, loss_and_gradients), None
 
         loss = jnp.zeros((), loss_dtype(config.model))
         # a sum of 16-bit gradients in 16 bits was 6% off with 128 micro-batches
         sums = jax.tree.map(lambda leaf: jnp.zeros_like(at_least_float32(leaf)), weights)
         total, _ = jax.lax.scan(add, (loss, sums), (parts, keys))
+        # of equal size: the mean over micro-batches is the mean over the batch
         return jax.tree.map(lambda leaf: leaf / micro_batches, total)
 
     @typed
@@ -84,7 +89,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         state: TrainState, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
         window = rules.shard_by_name(window, "batch", None)
-        step_key = jax.random.fold_in(key, state.step)
+        step_key = jax.random.fold_in(key, state.step)  # a step can be replayed, and resumed
+        # with `ema_decay` the state's weights are an average, which nothing is differentiated at
         trained = trained_weights(state.weights, state.optimizer)
         loss, gradients = gradients_of(trained, window, step_key)
         norm = optax.tree.norm(gradients)
@@ -92,10 +98,13 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         weights = optax.apply_updates(state.weights, updates)
         stepped = TrainState(weights, optimizer_state, state.step + 1)
         if not current_mesh().empty:
+            # updates may be replicated, as Muon's are: the state stays sharded
             stepped = rules.constrain(stepped, state_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # a step that is not finite leaves the state as it was, its number too: `steps` ends there
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
-        return state, (loss, norm, jnp.asarray(schedule(stepped.step - 1), loss.dtype))
+        learning_rate = jnp.asarray(schedule(stepped.step - 1), loss.dtype)
+        return state, (loss, norm, learning_rate)
 
     @typed
     def steps(
@@ -105,6 +114,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         count: Int[Array, ""],
         first_step: Int[Array, ""] | None = None,
     ) -> tuple[TrainState, Metrics]:
+        # given for a call that was dispatched before it was known whether the last one was finite
         first = state.step if first_step is None else first_step
 
         # A dynamic trip count: one program for every count, and bitwise equal steps however they
@@ -116,11 +126,13 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         def body(carry):
             i, state, metrics = carry
             state, measured = step(state, windows[i], key)
-            metrics = [row.at[i].set(its) for row, its in zip(metrics, measured, strict=True)]
-            return i + 1, state, metrics
+            filled = []
+            for row, value in zip(metrics, measured, strict=True):
+                filled.append(row.at[i].set(value))
+            return i + 1, state, filled
 
-        empty = jnp.zeros(windows.shape[0], loss_dtype(config.model))
-        carry = jnp.zeros((), jnp.int32), state, [empty, empty, empty]
+        empty = jnp.zeros(windows.shape[0], loss_dtype(config.model))  # steps
+        carry = (jnp.zeros((), jnp.int32), state, [empty, empty, empty])
         _, state, metrics = jax.lax.while_loop(unfinished, body, carry)
         return state, Metrics(*metrics)
 
@@ -145,35 +157,38 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
         total: Float[Array, ""] | None = None,
     ) -> Float[Array, ""]:
         def add(total, batch):
-            window, counted = (rules.shard_by_name(each, "batch", None) for each in batch)
+            window, counted = batch
+            window = rules.shard_by_name(window, "batch", None)
+            counted = rules.shard_by_name(counted, "batch", None)
 
             def added():
                 model = merge(weights)  # in here: the head may be set to a gathered one
-                x = model.hidden(window[:, :-1])
-                at_once = _rows_at_once(model, counted.size)
-                losses = token_losses_from(x, window[:, 1:], model.logits, at_once)
+                x = model.hidden(window[:, :-1])  # batch time embed_dim
+                max_rows = _max_rows(model, counted.size)
+                losses = token_losses_from(x, window[:, 1:], model.logits, max_rows)
                 return total + jnp.where(counted, losses, 0).sum()
 
             return jax.lax.cond(counted.any(), added, lambda: total), None
 
         if total is None:
             total = jnp.zeros((), loss_dtype(config))
-        before = total.astype(loss_dtype(config))  # of both branches of the condition
-        return jax.lax.scan(add, before, (windows, counts))[0]
+        total = total.astype(loss_dtype(config))  # of both branches of the condition
+        total, _ = jax.lax.scan(add, total, (windows, counts))
+        return total
 
     return evaluate
 
 
-def _rows_at_once(model: LanguageModel, rows: int) -> int:
+def _max_rows(model: LanguageModel, rows: int) -> int:
     """How many of a loss's rows of logits to materialise at once.
 
     If that is not all of them, gather the head over the mesh here, or each chunk would.
     """
-    at_once = rows_at_once(model.vocab_size)
-    if rows > at_once and isinstance(model, GPT):
+    max_rows = rows_at_once(model.vocab_size)
+    if rows > max_rows and isinstance(model, GPT):
         head = model.token_embedding.embedding if model.head is None else model.head.kernel
         gather_once(head, model.dtype)
-    return at_once
+    return max_rows
 
 
 def loss_dtype(config: ModelConfig) -> jnp.dtype:
