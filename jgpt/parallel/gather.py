@@ -29,7 +29,7 @@ def gather_parameter(parameter: nnx.Param, dtype: DTypeLike | None = None) -> An
     The gradient is sharded as the parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
     """
     value = parameter[...]
-    if current_mesh().empty:
+    if current_mesh().empty:  # one device has all of it
         return value
     return _gathered(dimensions_of(parameter), dtype or value.dtype, value)
 
@@ -43,12 +43,21 @@ def remat(
     share no subexpressions. Without fsdp nothing is gathered, but a scan would store a copy of the
     weights.
     """
+    # blocks change no state that would have to be carried out of the transformation
     if full:
         return nnx.remat(function, graph_updates=False)
     mesh = current_mesh()
-    if mesh.empty or not (scanned or axes_of("embed_dim", mesh)):
+    if mesh.empty:
         return function
-    return nnx.remat(function, policy=_is_kept, prevent_cse=not scanned, graph_updates=False)
+    is_gathered = bool(axes_of("embed_dim", mesh))  # the dimension that fsdp shards
+    if not is_gathered and not scanned:
+        return function
+    return nnx.remat(
+        function,
+        policy=_is_kept,
+        prevent_cse=not scanned,
+        graph_updates=False,
+    )
 
 
 def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
@@ -57,13 +66,14 @@ def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
     `_gathered` is one operation with a jaxpr of its own.
     """
     if "call_jaxpr" in parameters:
-        return any(_is_kept(each.primitive) for each in parameters["call_jaxpr"].eqns)
+        equations = parameters["call_jaxpr"].eqns
+        return any(_is_kept(equation.primitive) for equation in equations)
     moves = ("convert_element_type", "optimization_barrier", "sharding_constraint")
     return operation.name not in moves
 
 
 def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
-    """Gather a parameter once, for every later `read`.
+    """Gather a parameter once, for every later `gather_parameter`.
 
     The gradient keeps the sharding of the parameter.
     """
@@ -73,13 +83,26 @@ def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
+    """A parameter cast and gathered over fsdp, in its own dtype again.
+
+    It is moved in the narrow dtype: half the bytes in bfloat16. The result has the parameter's
+    dtype, as the gradient must.
+    """
     # the barrier keeps XLA from gathering first and narrowing afterwards
     narrow = lax.optimization_barrier(parameter.astype(dtype))
     spec = spec_of(dimensions, parameter.shape, current_mesh(), exclude="fsdp")
     return constrain(narrow, spec).astype(parameter.dtype)
 
 
-_gathered.defvjp(
-    lambda dimensions, dtype, parameter: (_gathered(dimensions, dtype, parameter), None),
-    lambda dimensions, dtype, _, gradient: (shard_by_name(gradient, *dimensions),),
-)
+def _forward(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> tuple[Any, None]:
+    return _gathered(dimensions, dtype, parameter), None
+
+
+def _backward(
+    dimensions: Dimensions, dtype: DTypeLike, residuals: None, gradient: Any
+) -> tuple[Any]:
+    # sharded again, so that XLA adds up the devices' gradients by a reduce-scatter
+    return (shard_by_name(gradient, *dimensions),)
+
+
+_gathered.defvjp(_forward, _backward)

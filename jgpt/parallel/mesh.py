@@ -15,23 +15,31 @@ from jgpt.hardware import device_kinds
 def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
     sizes = mesh_sizes(mesh)
-    found = len(device_kinds() if devices is None else devices)
-    if (product := math.prod(sizes.values())) != found:
+    product = math.prod(sizes.values())
+    count = len(device_kinds()) if devices is None else len(devices)
+    if product != count:
         raise ValueError(
-            f"mesh={mesh} is of {product} devices, and there are {found}: give sizes whose product "
-            f"is {found}"
+            f"mesh={mesh} is of {product} devices, and there are {count}: give sizes whose product "
+            f"is {count}"
         )
     # automatic axes: XLA's partitioner decides what the rules leave open
-    kinds = (AxisType.Auto,) * len(MESH_AXES)
+    axis_types = (AxisType.Auto,) * len(MESH_AXES)
     try:
-        return jax.make_mesh(tuple(sizes.values()), MESH_AXES, kinds, devices=devices)
+        return jax.make_mesh(
+            tuple(sizes.values()),
+            MESH_AXES,
+            axis_types,
+            devices=devices,
+        )
     except NotImplementedError as error:  # a torus of chips has axes of its own
         raise ValueError(f"mesh={mesh} doesn't fit the chips' arrangement: {error}") from None
 
 
 def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
     """Set the mesh of a text such as `data=2,fsdp=4`; none for None."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
+    if mesh is None:
+        return contextlib.nullcontext()
+    return jax.set_mesh(make_mesh(mesh))
 
 
 def abstract_mesh(mesh: str | None) -> AbstractMesh:
@@ -48,8 +56,9 @@ def current_mesh() -> AbstractMesh:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.explicit_axes:
+        axes = ", ".join(map(str, mesh.explicit_axes))
         raise ValueError(
-            f"the mesh has explicit axes ({', '.join(map(str, mesh.explicit_axes))}): make it with "
+            f"the mesh has explicit axes ({axes}): make it with "
             "jgpt.parallel.mesh.make_mesh, or give jax.make_mesh axis_types of AxisType.Auto"
         )
     return mesh

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import socket
@@ -30,6 +31,7 @@ START_SECONDS = 50
 GRACE_SECONDS = 3
 """How long process 0 stays after an error, since the end of its service aborts the others."""
 _BLOCK = 4096
+"""Bytes of text that processes exchange are padded to a multiple of it."""
 _EXPECTED = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, JaxRuntimeError)
 Leave = Callable[[str], NoReturn]
 """Ends this process with a message, from any thread."""
@@ -45,48 +47,11 @@ def joined(
     `leave`, and with it the others.
     """
     _silence_gloo()
-    refusal = (
-        f"the processes can't be joined ({{}}): start all of them within {START_SECONDS} seconds, "
-        "with distributed=True under a launcher that JAX knows, elsewhere with "
-        "coordinator=HOST:PORT, processes=N and process=0 to N-1"
-    )
-    # JAX would abort, and wait for far longer
-    timer = threading.Timer(START_SECONDS, leave, [refusal.format("some were not started")])
-    timer.daemon = True
-    bind = None
-    try:
-        if coordinator is not None and processes is not None and process is not None:
-            bind = _meet(coordinator, processes, process)
-        timer.start()
-        jax.config.update("jax_enable_preemption_service", False)  # or it takes SIGTERM
-        jax.distributed.initialize(
-            coordinator,
-            processes,
-            process,
-            coordinator_bind_address=bind,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        )
-        for index, count in enumerate(counts := devices_of_processes()):
-            if count != counts[0]:
-                raise ValueError(f"process {index} has {count} devices, process 0 has {counts[0]}")
-    except (ValueError, OSError) as error:
-        raise ValueError(refusal.format(error)) from None
-    except RuntimeError as error:
-        leave(refusal.format(str(error).splitlines()[0]))
-    finally:
-        timer.cancel()
+    _join(coordinator, processes, process, leave)
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        custom = describe_error(error)
-        if custom is None and not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
-            traceback.print_exc()
-        message = (custom or " ".join(str(error).split()))[:1000] or repr(error)
-        if "Gloo" in message:
-            message = (
-                "another process has ended: see its messages; resume=True goes on from the last "
-                f"checkpoint ({message})"
-            )
+        message = _last_words(error)
         if process_index() == 0:
             time.sleep(GRACE_SECONDS)
         leave(message)
@@ -94,95 +59,192 @@ def joined(
         jax.distributed.shutdown()
 
 
+def _join(
+    coordinator: str | None, processes: int | None, process: int | None, leave: Leave
+) -> None:
+    """Wait for the other processes, and start JAX's service with them.
+
+    Raises ValueError for what can be said before JAX is asked.
+    """
+    refusal = (
+        f"the processes can't be joined ({{}}): start all of them within {START_SECONDS} seconds, "
+        "with distributed=True under a launcher that JAX knows, elsewhere with "
+        "coordinator=HOST:PORT, processes=N and process=0 to N-1"
+    )
+    # JAX would wait for far longer and then abort, which Python can't catch: so a thread ends the
+    # process before
+    timer = threading.Timer(START_SECONDS, leave, [refusal.format("some were not started")])
+    timer.daemon = True
+    bind_address = None  # a launcher's coordinator knows its own
+    try:
+        if coordinator is not None and processes is not None and process is not None:
+            bind_address = _meet(coordinator, processes, process)
+        timer.start()
+        jax.config.update("jax_enable_preemption_service", False)  # or it takes SIGTERM
+        jax.distributed.initialize(
+            coordinator,
+            processes,
+            process,
+            coordinator_bind_address=bind_address,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+        _require_equal_devices()
+    except (ValueError, OSError) as error:
+        raise ValueError(refusal.format(error)) from None
+    except RuntimeError as error:
+        leave(refusal.format(str(error).splitlines()[0]))
+    finally:
+        timer.cancel()
+
+
+def _require_equal_devices() -> None:
+    """Raise ValueError if a process has more or fewer devices than the first."""
+    counts = devices_of_processes()
+    for index, count in enumerate(counts):
+        if count != counts[0]:
+            raise ValueError(f"process {index} has {count} devices, process 0 has {counts[0]}")
+
+
+def _last_words(error: BaseException) -> str:
+    """An error as one line; where it is a bug of ours, its traceback is printed before."""
+    custom = describe_error(error)
+    if custom is None and not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
+        traceback.print_exc()
+    message = custom or " ".join(str(error).split())
+    message = message[:1000] or repr(error)
+    # gloo's connections break when a process ends, so that its message is not the reason
+    if "Gloo" in message:
+        return (
+            "another process has ended: see its messages; resume=True goes on from the last "
+            f"checkpoint ({message})"
+        )
+    return message
+
+
 def _meet(coordinator: str, processes: int, process: int) -> str:
     """Wait for all processes at the coordinator's address. Returns the address to bind.
 
     JAX's service aborts a run if a second process registers with the same number, even by mistake
-    for another run. So they only register when all of them are there.
+    for another run. So they only register when all of them are there. What JAX 0.10 does
+    without this was tried: a process that is missing, or a wrong address, ends each of the others
+    by SIGABRT with a C++ stack trace, in which neither the address nor the process is named; a
+    second process 1 so ends a run that has been training for hours.
     """
     if process == 0:
         coordinator = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
-    found = re.fullmatch(r"\[?([^]]+)]?:([0-9]+)", coordinator)
-    if not found or not 0 < (port := int(found[2])) < 2**16:
-        raise ValueError(f"{coordinator} is not HOST:PORT, such as localhost:1234")
+    host, port = _parse_address(coordinator)
     if not 0 <= process < processes:
         raise ValueError(f"there is no process {process} of {processes}, which count from 0")
     try:
+        # an address of the kind that this machine has: IPv6 may be compiled in and switched off
         flags = socket.AI_ADDRCONFIG
-        family, *_, address = socket.getaddrinfo(found[1], port, flags=flags)[0]
+        family, *_, address = socket.getaddrinfo(host, port, flags=flags)[0]
         if process == 0:
             with socket.create_server(address[:2], family=family) as server:
                 asyncio.run(_wait_for_others(server, processes))
         else:
-            _ask(found[1], port, f"jgpt {process} of {processes}\n")
+            _ask(host, port, f"jgpt {process} of {processes}\n")
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise ValueError(f"{coordinator}: {reason}") from None
-    host = str(address[0])
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # the number and not the name, so that JAX listens where process 0 did, and nowhere else
+    number = str(address[0])
+    if ":" in number:
+        return f"[{number}]:{port}"
+    return f"{number}:{port}"
+
+
+def _parse_address(address: str) -> tuple[str, int]:
+    """The host and the port in HOST:PORT or [HOST]:PORT."""
+    found = re.fullmatch(r"\[?([^]]+)]?:([0-9]+)", address)
+    if found:
+        host = found[1]
+        port = int(found[2])
+        if 0 < port < 2**16:
+            return host, port
+    raise ValueError(f"{address} is not HOST:PORT, such as localhost:1234")
 
 
 async def _wait_for_others(server: socket.socket, processes: int) -> None:
     """Process 0: tell the others to go on when all are there, and why one can't."""
-    there: dict[int, asyncio.StreamWriter] = {}
+    connections: dict[int, asyncio.StreamWriter] = {}
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # another program may say anything, or nothing until the end
         ignored = contextlib.suppress(OSError, ValueError, asyncio.CancelledError)
         with contextlib.closing(writer), ignored:
-            _, process, _, count = (await reader.readline()).split()
+            words = (await reader.readline()).split()
+            _, number, _, count = words  # `jgpt 1 of 3`
+            process = int(number)
             if int(count) != processes:
                 writer.write(b"jgpt: process 0 was started with processes=%d" % processes)
-            elif int(process) in there:
-                writer.write(b"jgpt: another one was started with process=%d" % int(process))
-            elif 0 < int(process) < processes:
-                there[int(process)] = writer
+            elif process in connections:
+                writer.write(b"jgpt: another one was started with process=%d" % process)
+            elif 0 < process < processes:
+                connections[process] = writer
                 try:
                     while await reader.read(_BLOCK):
                         pass
                 finally:  # it has gone, or was reset
-                    del there[int(process)]
+                    del connections[process]
 
     await asyncio.start_server(greet, sock=server)
     before = None
     try:
         async with asyncio.timeout(START_SECONDS):
             # the same ones twice: one of them may have gone, which is read a moment later
-            while len(there) < processes - 1 or there != before:
-                before = dict(there)
+            while len(connections) < processes - 1 or connections != before:
+                before = dict(connections)
                 await asyncio.sleep(0.05)
     except TimeoutError:
-        absent = sorted(set(range(1, processes)) - set(there))
-        raise ValueError(f"not started: process {', '.join(map(str, absent[:8]))}") from None
-    for writer in there.values():
+        absent = sorted(set(range(1, processes)) - set(connections))
+        some = ", ".join(map(str, absent[:8]))
+        raise ValueError(f"not started: process {some}") from None
+    for writer in connections.values():
         writer.write(b"jgpt: go")
 
 
 def _ask(host: str, port: int, who: str) -> None:
     """Wait until process 0 says that all are there."""
     answer = b""
-    until = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
+    # until process 0 listens, a connection is refused; it is closed if process 0 gives up
     while not answer:
-        if (left := until - time.monotonic()) < 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left < 0:
             raise ValueError(f"process 0 doesn't answer at {host}:{port}")
-        with contextlib.suppress(OSError), socket.create_connection((host, port), left) as asked:
-            asked.sendall(who.encode())
-            answer = asked.recv(100)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), seconds_left) as connection,
+        ):
+            connection.sendall(who.encode())
+            answer = connection.recv(100)
         time.sleep(0.1)
-    program, _, said = answer.decode(errors="replace").partition(": ")
+    program, _, message = answer.decode(errors="replace").partition(": ")
     if program != "jgpt":
         raise ValueError(f"another program answers at {host}:{port}")
-    if said != "go":
-        raise ValueError(said)
+    if message != "go":
+        raise ValueError(message)
 
 
 def _silence_gloo() -> None:
-    """Discard what gloo writes to standard output, a line per connection."""
+    """Discard what gloo writes to standard output, a line per connection.
+
+    Gloo is C++ and writes to descriptor 1; Python's standard output goes on to a copy of it.
+    """
     sys.stdout.flush()
-    kept = os.dup(1)
-    how = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
-    sys.stdout = open(kept, "w", buffering=1 if os.isatty(kept) else -1, **how)  # noqa: SIM115
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    copy = os.dup(1)
+    line_buffered = 1
+    default = -1
+    sys.stdout = open(  # noqa: SIM115
+        copy,
+        "w",
+        buffering=line_buffered if os.isatty(copy) else default,
+        encoding=sys.stdout.encoding,
+        errors=sys.stdout.errors,
+    )
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
 
 
 def gather(value: Any) -> list[Any]:
@@ -191,9 +253,13 @@ def gather(value: Any) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = process_allgather(np.int32(text.size))
-    size = -(-int(sizes.max()) // _BLOCK) * _BLOCK  # few sizes are few compilations
-    rows = process_allgather(np.pad(text, (0, size - text.size)))
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    # all send arrays of one size, and few sizes are few compilations
+    padded_size = math.ceil(sizes.max() / _BLOCK) * _BLOCK
+    rows = process_allgather(np.pad(text, (0, padded_size - text.size)))
+    values = []
+    for row, size in zip(rows, sizes, strict=True):
+        values.append(json.loads(row[:size].tobytes()))
+    return values
 
 
 @contextlib.contextmanager
@@ -204,7 +270,8 @@ def raise_in_all_processes() -> Iterator[None]:
         yield
     except (ValueError, OSError, ModuleNotFoundError) as error:
         failure = error
-    failures = gather(failure and str(failure))
+    # those without an error take part too, or the others would wait for ever
+    failures = gather(None if failure is None else str(failure))
     if failure is not None:
         raise failure
     for index, message in enumerate(failures):
@@ -233,16 +300,19 @@ class Vote:
     """
 
     def __init__(self) -> None:
-        self._asked: jax.Array | None = None
+        self._pending: jax.Array | None = None
 
     def __call__(self, wanted: bool) -> bool:
         """Whether any process wanted it at the call before; a single process learns at once."""
         if process_count() == 1:
             return wanted
         mesh = jax.sharding.get_mesh()
-        where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        votes = np.full(devices_of_processes()[process_index()], wanted, np.int32)
-        cast = jax.make_array_from_process_local_data(where, votes)
-        asked = self._asked
-        self._asked = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(cast)
-        return asked is not None and bool(asked)
+        one_for_each_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        replicated = NamedSharding(mesh, PartitionSpec())
+        own_devices = devices_of_processes()[process_index()]
+        own_votes = np.full(own_devices, wanted, np.int32)
+        votes = jax.make_array_from_process_local_data(one_for_each_device, own_votes)
+        before = self._pending
+        # dispatched, and read at the next call, when it has long been computed
+        self._pending = jax.jit(jnp.max, out_shardings=replicated)(votes)
+        return before is not None and bool(before)

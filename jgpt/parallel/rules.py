@@ -29,8 +29,16 @@ Dimensions = tuple[Dimension, ...]
 
 def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The mesh axes of a dimension, without those of size 1."""
-    name = dimension[0] if isinstance(dimension, tuple) else dimension
-    return tuple(axis for axis in RULES.get(name or "", ()) if mesh.shape.get(axis, 1) > 1)
+    name, _ = _name_and_units(dimension)
+    axes = RULES.get(name or "", ())
+    return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+
+
+def _name_and_units(dimension: Dimension) -> tuple[str | None, int | None]:
+    """The name, and the number of shardable units if these are not single elements."""
+    if isinstance(dimension, tuple):
+        return dimension
+    return dimension, None
 
 
 def shards_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> int:
@@ -48,11 +56,16 @@ def spec_of(
     """
     parts: list[tuple[str, ...] | None] = []
     for dimension, size in zip(dimensions, shape, strict=True):
-        pieces = dimension[1] if isinstance(dimension, tuple) else size
-        without = "fsdp" if len(shape) == 1 and dimension != "batch" else exclude
-        axes = tuple(axis for axis in axes_of(dimension, mesh) if axis != without)
-        divides = pieces % math.prod(mesh.shape[axis] for axis in axes) == 0
-        parts.append(axes if axes and divides else None)
+        excluded = exclude
+        if len(shape) == 1 and dimension != "batch":
+            excluded = "fsdp"
+        axes = tuple(axis for axis in axes_of(dimension, mesh) if axis != excluded)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        _, units = _name_and_units(dimension)
+        if units is None:
+            units = size
+        is_sharded = axes and units % shards == 0
+        parts.append(axes if is_sharded else None)
     return PartitionSpec(*parts)
 
 
@@ -64,19 +77,24 @@ def constrain(tree: Any, specs: Any) -> Any:
 def shard_by_name(x: Any, *dimensions: Dimension) -> Any:
     """Shard an array by the rules if a mesh is set."""
     mesh = current_mesh()
-    return x if mesh.empty else constrain(x, spec_of(dimensions, x.shape, mesh))
+    if mesh.empty:
+        return x
+    return constrain(x, spec_of(dimensions, x.shape, mesh))
 
 
 def replicate(tree: Any) -> Any:
     """Replicate the arrays of a tree if a mesh is set."""
-    return tree if current_mesh().empty else constrain(tree, PartitionSpec())
+    if current_mesh().empty:
+        return tree
+    return constrain(tree, PartitionSpec())
 
 
 def split_batch(x: Any, parts: int) -> Any:
     """Split a batch into `parts`, each sharded as a batch if a mesh is set."""
-    shape = (parts, x.shape[0] // parts, *x.shape[1:])
-    names = (None, "batch", *[None] * (x.ndim - 1))
-    return shard_by_name(x.reshape(shape), *names)
+    rows = x.shape[0] // parts
+    x = x.reshape(parts, rows, *x.shape[1:])
+    unsharded = [None] * (x.ndim - 2)
+    return shard_by_name(x, None, "batch", *unsharded)
 
 
 def parameter(value: Any, *dimensions: Dimension) -> nnx.Param:
@@ -86,7 +104,8 @@ def parameter(value: Any, *dimensions: Dimension) -> nnx.Param:
 
 def dimensions_of(variable: nnx.Variable) -> Dimensions:
     """The dimension names of a parameter."""
-    return variable.get_metadata().get("dimensions", (None,) * len(variable.shape))
+    nameless = (None,) * len(variable.shape)  # a custom module's
+    return variable.get_metadata().get("dimensions", nameless)
 
 
 def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -100,14 +119,18 @@ def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 def stacked(layers: Sequence[Any], module: Any) -> Any:
     """Stack the weights of modules like this one on a new first axis, which is not sharded."""
-    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    def stack(*leaves: Any) -> Any:
+        return jnp.stack(leaves)
+
+    def constrain_stack(leaf: Any, spec: PartitionSpec) -> Any:
+        return constrain(leaf, PartitionSpec(None, *spec))
+
+    stacks = jax.tree.map(stack, *layers)
     mesh = current_mesh()
     if mesh.empty:
-        return stack
-    specs = weight_specs(module, mesh)
-    return jax.tree.map(
-        lambda leaf, spec: constrain(leaf, PartitionSpec(None, *spec)), stack, specs
-    )
+        return stacks
+    return jax.tree.map(constrain_stack, stacks, weight_specs(module, mesh))
 
 
 def specs_like(tree: Any, weights: Any) -> Any:
@@ -116,12 +139,19 @@ def specs_like(tree: Any, weights: Any) -> Any:
     An array whose path ends with a parameter's is sharded like it, as an optimizer's moments are;
     any other is replicated.
     """
-    known = dict(jax.tree_util.tree_leaves_with_path(weights))
+    spec_by_path = dict(jax.tree_util.tree_leaves_with_path(weights))
 
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        ends = (path[start:] for start in range(len(path)))
-        found = next((known[end] for end in ends if end in known), PartitionSpec())
-        return found if len(found) == len(leaf.shape) else PartitionSpec()
+        # the longest end first: a moment's path is the optimizer's, then the parameter's
+        for start in range(len(path)):
+            found = spec_by_path.get(path[start:])
+            if found is None:
+                continue
+            # a statistic of a parameter, such as a factored moment, may have fewer dimensions
+            if len(found) == len(leaf.shape):
+                return found
+            return PartitionSpec()
+        return PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -138,14 +168,15 @@ def shardings(specs: Any) -> Any:
     """Specs as shardings over the devices of the mesh that is set, or on the default device."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        here = jnp.zeros(()).sharding
-        return jax.tree.map(lambda _: here, specs)
+        default = jnp.zeros(()).sharding
+        return jax.tree.map(lambda _: default, specs)
     return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 
 
 def abstract_arrays(tree: Any, specs: Any) -> Any:
     """The shapes, dtypes and shardings of a tree of arrays."""
-    abstract = jax.ShapeDtypeStruct
-    return jax.tree.map(
-        lambda leaf, where: abstract(leaf.shape, leaf.dtype, sharding=where), tree, shardings(specs)
-    )
+
+    def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, tree, shardings(specs))
