@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import random
-import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -92,7 +91,10 @@ def fuzz(format: str, inputs: int, seed: str) -> Figures:
 
 
 def peak_mebibytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """The peak memory of this process. ru_maxrss begins with what the starting process had."""
+    from jgpt.hardware import memory_in_use
+
+    return (memory_in_use() or 0) / 2**20
 
 
 class AuditHook:

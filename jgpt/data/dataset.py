@@ -247,16 +247,20 @@ class _Text:
     """Bytes of UTF-8."""
     options: dict[str, Any]
     """Those of `read_blocks` with which it is read again."""
-    pieces: deque[bytes] | None
+    pieces: deque[mmap.mmap] | None
     """UTF-8, which takes a byte for most characters where a string may take four; None for a text
-    that is too large for memory."""
+    that is too large for memory.
+
+    Each piece has pages of its own, which go back to the system when it has been encoded. Of bytes
+    objects the allocator would keep them beside the tokens: 2.8 bytes of memory for a byte of text
+    instead of 1.6."""
 
     def parts(self, bytes_read: _Fraction) -> Iterator[str]:
         """The pieces as text."""
         assert self.pieces is not None
         for piece in self.pieces:
             bytes_read.add(len(piece))
-            yield piece.decode()
+            yield piece[:].decode()
 
 
 def _read_options(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -326,7 +330,7 @@ def _read_once(
     is_kept = any(_is_read_once(Path(source)) for source in sources)
     digest = hashlib.sha256()
     size = 0
-    pieces: deque[bytes] | None = deque()
+    pieces: deque[mmap.mmap] | None = deque()
     # no word is cut: the tokens are those of the whole text
     whole = {"longest_word": LARGE_TEXT, "warn": warn}
     for chunk in text_chunks(sources, PIECE, **options, **whole):
@@ -337,7 +341,9 @@ def _read_once(
         if size > LARGE_TEXT and not is_kept:
             pieces = None
         if pieces is not None:
-            pieces.append(piece)
+            pages = mmap.mmap(-1, len(piece))
+            pages[:] = piece
+            pieces.append(pages)
     return _Text(digest.hexdigest(), size, options, pieces)
 
 
@@ -364,9 +370,10 @@ def _encode(
     return np.frombuffer(buffer, dtype, end // dtype.itemsize)
 
 
-def _used_up(pieces: deque[bytes] | None, bytes_read: _Fraction) -> Iterator[str]:
+def _used_up(pieces: deque[mmap.mmap] | None, bytes_read: _Fraction) -> Iterator[str]:
     while pieces:
-        piece = pieces.popleft()
+        with pieces.popleft() as pages:
+            piece = pages[:]
         bytes_read.add(len(piece))
         yield piece.decode()
 
