@@ -7,7 +7,7 @@ WINDOWS = (64, 256, 512)
 
 def tested(run: str) -> Figures:
     """The loss on the test split at the best checkpoint, in windows that don't overlap."""
-    from jgpt.fitting.loop import evaluate
+    from jgpt.fitting.evaluate import evaluate
     from jgpt.runs.directory import RunDirectory
 
     block_size = RunDirectory.open(run).config().model.block_size

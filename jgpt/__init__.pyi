@@ -1,6 +1,6 @@
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
-from .fitting.loop import Run, fit
+from .fitting.fit import Run, fit
 from .fitting.progress import Progress
 from .generation.decoding import generate
 from .generation.text import generate_text, stream_text

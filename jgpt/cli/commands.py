@@ -124,7 +124,8 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with importing():
         from jgpt import hardware
         from jgpt.cli import console, live, signals
-        from jgpt.fitting import loop
+        from jgpt.fitting.fit import fit
+        from jgpt.fitting.stopping import StoppedBeforeTraining, TrainingStopped
         from jgpt.parallel import processes
 
     screen = open_console()
@@ -134,7 +135,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
         shown = live.LiveProgress(screen, "reading the data", browser=options.browser)
     with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as codes:
         try:
-            run = loop.fit(
+            run = fit(
                 config,
                 resume=options.resume,
                 overwrite=options.overwrite,
@@ -142,9 +143,9 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 should_stop=lambda: bool(codes) or progress.reader_left,
                 profile_steps=options.profile,
             )
-        except loop.StoppedBeforeTraining:
+        except StoppedBeforeTraining:
             sys.exit(max(codes, default=128 + signals.BROKEN_PIPE))
-        except loop.TrainingStopped as stopped:
+        except TrainingStopped as stopped:
             resume = _command("train", "--out", stopped.directory, "--resume", *_own(config))
             lines = [str(stopped), f"resume with: {resume}"]
             progress.say(*lines)
@@ -186,15 +187,15 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
             sys.modules["jax"].config.update("jax_platforms", "cpu")
     with importing():
         from jgpt.cli import console
-        from jgpt.fitting import loop
+        from jgpt.fitting import fit as fit_module
         from jgpt.training import ahead
 
     if options.on is None:
         screen = open_console(stderr=options.json)
-        resume = options.resume
-        overwrite = options.overwrite
         with console.ConsoleProgress(screen, "reading the data") as progress:
-            planned = loop.plan(config, resume=resume, overwrite=overwrite, progress=progress)
+            planned = fit_module.plan(
+                config, resume=options.resume, overwrite=options.overwrite, progress=progress
+            )
         lines = console.describe(planned)
     else:
         doing = f"compiling for {options.on}, which takes minutes"
@@ -364,7 +365,7 @@ def eval_(
     run = _run_or_latest(run)
     with importing():
         from jgpt.cli.console import ConsoleProgress
-        from jgpt.fitting.loop import evaluate
+        from jgpt.fitting.evaluate import evaluate
         from jgpt.parallel.mesh import use_mesh
 
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:

@@ -108,6 +108,18 @@ def describe_learning_rate(
     )
 
 
+def describe_micro_batches(previous: int | None, config: TrainConfig) -> str | None:
+    """The effect of other micro-batches than those of the last start; None if they are the same."""
+    if previous is None or previous == config.micro_batches:
+        return None
+    differences = "gradients differ in rounding"
+    if config.model.dropout > 0:
+        differences += ", and dropout in its random numbers"
+    return (
+        f"{config.micro_batches} micro-batches fit here, {previous} were used before: {differences}"
+    )
+
+
 def resume_evaluations(
     saved: TrainConfig,
     given: TrainConfig,

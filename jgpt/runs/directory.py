@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jgpt.config import TrainConfig, from_json, to_json
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
@@ -25,7 +24,7 @@ from jgpt.durable import (
     write_file,
 )
 from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_files
-from jgpt.runs.manifest import MANIFEST, parse_file, refuse_foreign
+from jgpt.runs.manifest import parse_file, refuse_foreign
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -46,6 +45,9 @@ _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
 _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
 _LONGEST_LINE = 1 << 20
+
+Mode = Literal["new", "resume", "overwrite"]
+"""What a start does to its directory."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,8 @@ class RunDirectory:
         self,
         config: TrainConfig,
         tokenizer: Tokenizer,
+        mode: Mode,
         *,
-        resume: bool,
-        overwrite: bool,
         earlier: Iterable[Path] | None = None,
     ) -> None:
         """Write a new run, also in place of one to overwrite, or the config of one to resume.
@@ -100,13 +101,13 @@ class RunDirectory:
         `earlier` are the trackers' files of the run to overwrite: those of the new one are open.
         """
         exists = self.exists(self.path)
-        if exists and not (resume or overwrite) and self.has_trained():
+        if mode == "resume" and exists:
+            self.write_config(config)
+            return
+        if mode == "new" and exists and self.has_trained():
             raise FileExistsError(
                 f"{self.path} was created by another process: choose another directory"
             )
-        if exists and resume:
-            self.write_config(config)
-            return
         self.clear(self.tracker_files() if earlier is None else earlier)
         self.create(self.path, config, tokenizer)
 
@@ -186,57 +187,6 @@ class RunDirectory:
     def _time_of_change(run: Path) -> int:
         written = [run / name for name in (CONFIG, METRICS, CHECKPOINTS)]
         return max(path.stat().st_mtime_ns for path in written if path.exists())
-
-    @classmethod
-    def choose(cls, config: TrainConfig, *, resume: bool, overwrite: bool) -> Path:
-        """Where a config's run goes: a new directory, or one to resume or overwrite.
-
-        Raises ValueError or OSError for a directory that is in use, or not a run's.
-        """
-        if resume and overwrite:
-            raise ValueError("give resume=True or overwrite=True, not both")
-        if config.out is None:
-            if resume:
-                raise ValueError("resume=True needs the run's out=DIRECTORY")
-            require_storable(Path("runs") / config.name)
-            names = (f"{config.name}-{n}" if n > 1 else config.name for n in itertools.count(1))
-            return next(out for name in names if not (out := Path("runs") / name).exists())
-        out = Path(config.out)
-        require_storable(out)
-        if not out.is_dir():
-            if out.is_symlink() and not out.exists():
-                raise NotADirectoryError(
-                    f"{out} is a link to {os.readlink(out)}, which does not exist: choose another "
-                    "directory"
-                )
-            if out.exists():
-                raise NotADirectoryError(f"{out} is a file: choose another directory")
-            return out
-        if cls.exists(out):
-            cls.open(out)._require_ours(checkpoints_too=overwrite)
-        elif not cls.is_unused(out):
-            raise FileExistsError(
-                f"{out} is not a run directory: it has files, but no {CONFIG}; choose another, "
-                f"such as {out / config.name}"
-            )
-        if not resume and not overwrite and cls(out).has_trained():
-            raise FileExistsError(
-                f"{out} already exists: resume=True continues it, overwrite=True starts again"
-            )
-        return out
-
-    def _require_ours(self, checkpoints_too: bool) -> None:
-        """Raise ValueError for files that are damaged, or that `create` didn't write."""
-        self.config()
-        parts = parse_file(self.path / CONFIG, json.loads).keys()
-        if not {"model", "optimizer", "dataset"} <= parts:
-            raise ValueError(f"{self.path} is not a run of jgpt's: choose another directory")
-        self.tokenizer()
-        for step in self.checkpoint_steps() if checkpoints_too else ():
-            if not (manifest := self.path / CHECKPOINTS / f"{step}" / MANIFEST).is_file():
-                raise ValueError(
-                    f"{manifest} is missing: delete {manifest.parent} if it is a run's"
-                )
 
     @staticmethod
     def is_unused(path: Path) -> bool:

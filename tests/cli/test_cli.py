@@ -21,7 +21,7 @@ from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.terminal import importing
 from jgpt.data.tokenizers import tokenizer_from_json
-from jgpt.fitting.loop import TrainingStopped
+from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.directory import RunDirectory
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
@@ -275,7 +275,7 @@ def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
         best_step=7,
         evaluations=types.SimpleNamespace(over=""),
     )
-    monkeypatch.setattr("jgpt.fitting.loop.fit", lambda *_, **__: run)
+    monkeypatch.setattr("jgpt.fitting.fit.fit", lambda *_, **__: run)
     loss, directory, following = worked("train", "tiny").splitlines()
     assert loss == "validation loss 1.2346 at step 7, total time 14 s"
     assert directory.startswith(f"run directory: {run.directory} (")
@@ -291,7 +291,7 @@ def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
     def stopped(*_, **__):
         raise TrainingStopped(5, tmp_path / "a run")
 
-    monkeypatch.setattr("jgpt.fitting.loop.fit", stopped)
+    monkeypatch.setattr("jgpt.fitting.fit.fit", stopped)
     asked = contextlib.nullcontext([130])
     monkeypatch.setattr("jgpt.cli.signals.stop_requested", lambda *_: asked)
     done = jgpt("train", "tiny")
@@ -467,7 +467,7 @@ def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
 
     monkeypatch.setattr("jgpt.runs.checkpoints.load", read)
     monkeypatch.setattr("jgpt.pictures.live.RunPage", read)
-    monkeypatch.setattr("jgpt.fitting.loop.evaluate", read)
+    monkeypatch.setattr("jgpt.fitting.evaluate.evaluate", read)
     name, *options = command
     for given in ("best", "last", "30"):
         ask = (name, run, *options, "--checkpoint", given)

@@ -16,7 +16,7 @@ from jgpt import TrainConfig
 from jgpt.cli import main
 from jgpt.cli.commands import info
 from jgpt.cli.console import describe, describe_ahead
-from jgpt.fitting.loop import evaluate
+from jgpt.fitting.evaluate import evaluate
 from jgpt.generation.text import stream_text
 from jgpt.hardware import CHIPS
 from jgpt.parallel.mesh import current_mesh
@@ -155,7 +155,7 @@ def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
 
     monkeypatch.setattr("jgpt.runs.checkpoints.load", heard(load))
     monkeypatch.setattr("jgpt.generation.text.stream_text", heard(stream_text))
-    monkeypatch.setattr("jgpt.fitting.loop.evaluate", heard(evaluate))
+    monkeypatch.setattr("jgpt.fitting.evaluate.evaluate", heard(evaluate))
     for mesh in ((), ("--mesh", "data=2,fsdp=2,tensor=2")):
         ask = (trained.directory, *mesh)
         text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)

@@ -20,7 +20,7 @@ from jgpt import ModelConfig
 from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
 from jgpt.config import to_json
-from jgpt.fitting.loop import Evaluation
+from jgpt.fitting.evaluate import Evaluation
 from jgpt.presets import PRESETS
 from tests.commands import jgpt
 
@@ -209,8 +209,8 @@ def words_of(fields: dict) -> list[str]:
 
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_every_field_of_the_config_reaches_the_run(command, calls):
-    calls.note("jgpt.fitting.loop.fit", stop=True)
-    calls.note("jgpt.fitting.loop.plan", stop=True)
+    calls.note("jgpt.fitting.fit.fit", stop=True)
+    calls.note("jgpt.fitting.fit.plan", stop=True)
     everything = [word for fields in PARTS.values() for word in words_of(fields)]
     type_in(command, "tiny", *everything)
     config = calls["fit" if command == "train" else "plan"]["config"]
@@ -229,8 +229,8 @@ def test_every_field_of_the_config_reaches_the_run(command, calls):
 
 def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     """Those beside the config: what to do with the directory, custom code, the live page."""
-    calls.note("jgpt.fitting.loop.fit", stop=True)
-    calls.note("jgpt.fitting.loop.plan", stop=True)
+    calls.note("jgpt.fitting.fit.fit", stop=True)
+    calls.note("jgpt.fitting.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     (tmp_path / "own.py").write_text(MODEL_FILE)
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion")
@@ -252,7 +252,7 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
 @pytest.mark.parametrize("command", [["train", "tiny", "--dry-run"], ["plan", "tiny"]])
 def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
     (tmp_path / "own.py").write_text(MODEL_FILE)
-    calls.note("jgpt.fitting.loop.plan", stop=True)
+    calls.note("jgpt.fitting.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
 
     type_in(
@@ -277,7 +277,7 @@ def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
     def warn(call):
         call["progress"].warned("a warning")
 
-    calls.note("jgpt.fitting.loop.plan", Planned(), during=warn)
+    calls.note("jgpt.fitting.fit.plan", Planned(), during=warn)
     calls.note("jgpt.cli.console.describe", [])
     done = jgpt("plan", "tiny", "--json")
     assert json.loads(done.stdout) == {"parameters": 3}
@@ -290,7 +290,7 @@ def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
     def warn(call):
         call["progress"].warned("a warning")
 
-    calls.note("jgpt.fitting.loop.evaluate", Evaluation(0.5, 2.0, 3.0, 7), during=warn)
+    calls.note("jgpt.fitting.evaluate.evaluate", Evaluation(0.5, 2.0, 3.0, 7), during=warn)
     done = jgpt("eval", "run", "--json")
     assert json.loads(done.stdout) == dataclasses.asdict(Evaluation(0.5, 2.0, 3.0, 7))
     assert "a warning" in done.stderr
@@ -355,7 +355,7 @@ def test_sample(loaded, tmp_path):
         ("attention", ("--prompt", "a"), "jgpt.runs.checkpoints.load"),
         ("look", ("--prompt", "a"), "jgpt.runs.checkpoints.load"),
         ("look", ("--live",), "jgpt.pictures.live.RunPage"),
-        ("eval", (), "jgpt.fitting.loop.evaluate"),
+        ("eval", (), "jgpt.fitting.evaluate.evaluate"),
     ],
 )
 def test_without_a_run_the_latest_one_is_taken_and_named(command, words, takes, calls, monkeypatch):
@@ -383,7 +383,7 @@ def test_chat(loaded):
 
 def test_eval(calls):
     calls.note("jgpt.parallel.mesh.use_mesh", contextlib.nullcontext())
-    calls.note("jgpt.fitting.loop.evaluate", stop=True)
+    calls.note("jgpt.fitting.evaluate.evaluate", stop=True)
     words = ("--checkpoint", 30, "--split", "test", "--model", "m.py:GPT", "--mesh", "data=1")
     type_in("eval", "run", "--json", *words)
     received = calls["evaluate"]

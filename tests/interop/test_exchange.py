@@ -10,7 +10,7 @@ import pytest
 
 import jgpt
 from jgpt.data.tokenizers import read_tokenizer
-from jgpt.fitting.loop import evaluate
+from jgpt.fitting.evaluate import evaluate
 from jgpt.interop import nanogpt
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer

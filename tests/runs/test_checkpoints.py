@@ -25,6 +25,7 @@ from jgpt.parallel.mesh import make_mesh
 from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.manifest import verify
+from jgpt.runs.target import choose_target
 from jgpt.training.state import TrainState, init_state
 from tests.runs.harness import contents
 
@@ -318,15 +319,15 @@ def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
 
 def test_a_run_with_another_s_files_in_place_of_its_own_is_not_overwritten(saved):
     config = dataclasses.replace(saved.config(), out=str(saved.path))
-    assert RunDirectory.choose(config, resume=False, overwrite=True) == saved.path
+    assert choose_target(config, resume=False, overwrite=True).path == saved.path
     (saved.path / "checkpoints" / "9").mkdir()
     with pytest.raises(
         ValueError, match=r"9/manifest\.json is missing: delete .*/9 if it is a run"
     ):
-        RunDirectory.choose(config, resume=False, overwrite=True)
+        choose_target(config, resume=False, overwrite=True)
     (saved.path / "samples.txt").mkdir()
     with pytest.raises(ValueError, match=r"samples\.txt is not what a run has under that"):
-        RunDirectory.choose(config, resume=True, overwrite=False)
+        choose_target(config, resume=True, overwrite=False)
 
 
 @pytest.mark.parametrize("moment", ["listed", "verified"])
@@ -439,7 +440,7 @@ def test_a_path_that_arrays_would_not_be_stored_under_is_rejected_first(
     said = re.escape(f"{tmp_path}/{shown}/run has {reason}: checkpoints can't be stored there")
     config = dataclasses.replace(small_run, out=str(out))
     with pytest.raises(ValueError, match=f"^{said}; choose another directory$"):
-        RunDirectory.choose(config, resume=False, overwrite=False)
+        choose_target(config, resume=False, overwrite=False)
     with pytest.raises(ValueError, match=f"^{said}"):
         fit(config)
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ import pytest
 
 from jgpt import CharTokenizer, DataConfig, TrainConfig, fit, load
 from jgpt.durable import MovedDirectory
-from jgpt.fitting.loop import evaluate
+from jgpt.fitting.evaluate import evaluate
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from tests.runs.harness import BIGRAM, REPOSITORY, contents, fuzz, runner, with_changes

@@ -46,10 +46,10 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_kept(tmp_path):
     run = RunDirectory.create(tmp_path / "run", TrainConfig(), CharTokenizer("ab"))
     run.append("metrics.jsonl", [{"step": 1, "loss": 2.5}])
     with pytest.raises(FileExistsError, match="run was created by another process: choose another"):
-        run.begin(TrainConfig(steps=7), CharTokenizer("ab"), resume=False, overwrite=False)
+        run.begin(TrainConfig(steps=7), CharTokenizer("ab"), "new")
     assert run.config() == TrainConfig()
     run.truncate("metrics.jsonl", 0)  # nothing was trained, so nothing is lost
-    run.begin(TrainConfig(steps=7), CharTokenizer("ab"), resume=False, overwrite=False)
+    run.begin(TrainConfig(steps=7), CharTokenizer("ab"), "new")
     assert run.config() == TrainConfig(steps=7)
 
 

@@ -17,6 +17,7 @@ from jgpt.runs import checkpoints, directory
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.manifest import Manifest, verify
+from jgpt.runs.target import choose_target
 from jgpt.training.state import TrainState, init_state
 from tests.disk import Disk
 
@@ -192,7 +193,7 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
 
     monkeypatch.setattr(Path, "unlink", unlink_and_crash)
     new = dataclasses.replace(CONFIG, seed=7, out=str(run.path))
-    run.begin(new, TOKENIZER, resume=False, overwrite=True)
+    run.begin(new, TOKENIZER, "overwrite")
     with Checkpoints(run):
         pass
     monkeypatch.undo()
@@ -200,8 +201,8 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
     found = []
     for view in disk.views[before:]:
         config = dataclasses.replace(new, out=str(view / "run"))
-        assert RunDirectory.choose(config, resume=False, overwrite=True) == view / "run"
-        assert RunDirectory.choose(config, resume=True, overwrite=False) == view / "run"
+        assert choose_target(config, resume=False, overwrite=True).path == view / "run"
+        assert choose_target(config, resume=True, overwrite=False).path == view / "run"
         found.append(RunDirectory.open(view / "run").config())
         assert found[-1] in (CONFIG, new)
     assert (found[0], found[-1]) == (CONFIG, CONFIG)  # the last name is lost by a power cut

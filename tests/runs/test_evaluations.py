@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from jgpt import fit
+from jgpt.fitting import fit as fit_module
 from jgpt.fitting import loop
-from jgpt.fitting.loop import TrainingStopped, plan
+from jgpt.fitting.evaluate import evaluate
+from jgpt.fitting.fit import plan
+from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.runs.manifest import Manifest
@@ -122,7 +125,7 @@ def test_a_process_that_dies_at_any_moment_of_an_evaluation_loses_nothing(
         with monkeypatch.context() as patched:
             moment(patched)
             # an estimate of step 0 has one line, which ends with the next call
-            patched.setattr(loop._Training, "_estimate", lambda self: None)
+            patched.setattr(loop.Training, "_estimate", lambda self: None)
             with pytest.raises(Killed):
                 fit(config, progress=Heard())
         assert RunDirectory.open(out).checkpoint_steps()[-1] == 4, moment
@@ -264,7 +267,7 @@ def test_the_last_evaluation_is_exact_where_that_fits(quick, monkeypatch):
     run = fit(config, progress=Exactly())
     assert run.evaluations.exact_last
     assert [(what, step) for what, step, _ in heard[-2:]] == [("part", 80), ("all", 80)]
-    exact = loop.evaluate(run.directory, which="last")
+    exact = evaluate(run.directory, which="last")
     assert exact.tokens == 191
     assert heard[-1][2] == exact.loss != heard[-2][2]
     assert lines_of(quick.out)[80]["exact_validation_loss"] == exact.loss
@@ -278,7 +281,7 @@ def test_until_the_first_evaluation_a_checkpoint_is_half_a_minute_old_at_most(
 ):
     """Steps take ten seconds. Saving takes 0.1, or more than a hundredth of the time."""
     now, saves = [1000.0], []
-    make = loop.make_train_steps
+    make = fit_module.make_train_steps
 
     def make_slow(config):
         steps = make(config)
@@ -295,9 +298,9 @@ def test_until_the_first_evaluation_a_checkpoint_is_half_a_minute_old_at_most(
     clock = type("Clock", (), {"monotonic": lambda: now[0], "perf_counter": time.perf_counter})
     monkeypatch.setattr(loop, "SECONDS_BETWEEN_SAVES", 30.0)
     monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(loop, "make_train_steps", make_slow)
+    monkeypatch.setattr(fit_module, "make_train_steps", make_slow)
     monkeypatch.setattr(Checkpoints, "seconds", lambda self: seconds)
-    monkeypatch.setattr(loop._Training, "_estimate", lambda self: None)
+    monkeypatch.setattr(loop.Training, "_estimate", lambda self: None)
     monkeypatch.setattr(Checkpoints, "save", save)
     stop = lambda: now[0] >= 1110  # noqa: E731
     config = dataclasses.replace(quick, steps=99, eval_interval=50, steps_per_call=1)
@@ -313,7 +316,7 @@ def test_a_call_reads_the_windows_of_its_steps_alone(quick, monkeypatch):
         most_steps = 1
 
     read, taken = [], []
-    make, batches = loop.make_train_steps, loop.batches
+    make, batches = fit_module.make_train_steps, loop.batches
 
     def recorded(config):
         steps = make(config)
@@ -329,7 +332,7 @@ def test_a_call_reads_the_windows_of_its_steps_alone(quick, monkeypatch):
         read.append(options["count"])
         return batches(*arguments, **options)
 
-    monkeypatch.setattr(loop, "make_train_steps", recorded)
+    monkeypatch.setattr(fit_module, "make_train_steps", recorded)
     monkeypatch.setattr(loop, "batches", reading)
     fit(quick, progress=Each())
     assert taken == read == [1] * 11
@@ -357,7 +360,7 @@ def test_the_next_call_is_dispatched_before_the_metrics_of_the_last_one_are_wait
     quick, monkeypatch
 ):
     events: list[Any] = []
-    make = loop.make_train_steps
+    make = fit_module.make_train_steps
 
     def recorded(config):
         steps = make(config)
@@ -372,8 +375,8 @@ def test_the_next_call_is_dispatched_before_the_metrics_of_the_last_one_are_wait
 
         return run
 
-    monkeypatch.setattr(loop, "make_train_steps", recorded)
-    monkeypatch.setattr(loop._Training, "_estimate", lambda self: None)
+    monkeypatch.setattr(fit_module, "make_train_steps", recorded)
+    monkeypatch.setattr(loop.Training, "_estimate", lambda self: None)
     fit(with_changes(quick, steps=6, eval_interval=6, steps_per_call=2))
     waited = [event for event in events if event[0] == "waited"]
     assert len(waited) >= 3

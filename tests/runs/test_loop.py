@@ -21,14 +21,20 @@ import jgpt
 from jgpt import BigramLM, ByteTokenizer, DataConfig, ModelConfig, fit, generate, load
 from jgpt.config import to_json
 from jgpt.data.dataset import load_dataset, prepare
+from jgpt.fitting import fit as fit_module
 from jgpt.fitting import loop, trackers
-from jgpt.fitting.loop import Run, StoppedBeforeTraining, _stops_early, evaluate, plan
+from jgpt.fitting import prepare as prepare_module
+from jgpt.fitting.evaluate import _perplexity, evaluate
+from jgpt.fitting.fit import Run, plan
+from jgpt.fitting.loop import _stops_early
+from jgpt.fitting.stopping import StoppedBeforeTraining
 from jgpt.hardware import Platform
 from jgpt.nn.int8 import with_int8_weights
 from jgpt.nn.loss import token_losses
 from jgpt.pictures import plots
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
 from jgpt.runs.directory import read_config
+from jgpt.runs.target import choose_target
 from tests.commands import refused
 from tests.runs.harness import BIGRAM, Heard, kill_resume, recorded, with_changes
 
@@ -171,18 +177,20 @@ def observed(small_run, tmp_path_factory) -> Observed:
     def recorded_steps(config):
         return recorded(events, lambda *arguments: ("steps", arguments[3]), make(config))
 
-    make, handler = loop.make_train_steps, logging.Handler()
+    make, handler = fit_module.make_train_steps, logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())
     out = str(tmp_path_factory.mktemp("observed") / "run")
     config = dataclasses.replace(small_run, out=out, seed=3, trackers=("wandb",))
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patched, jax.log_compiles():
-        patched.setattr(loop, "make_train_steps", recorded_steps)
-        for name in ("release_memory", "generate"):
-            patched.setattr(loop, name, recorded(events, name, getattr(loop, name)))
+        patched.setattr(fit_module, "make_train_steps", recorded_steps)
+        released = recorded(events, "release_memory", loop.release_memory)
+        for module in (loop, fit_module):
+            patched.setattr(module, "release_memory", released)
+        patched.setattr(fit_module, "generate", recorded(events, "generate", fit_module.generate))
         drawn = recorded(events, "losses_image", plots.losses_image)
         patched.setattr(plots, "losses_image", drawn)
-        for module in (loop, trackers):
+        for module in (prepare_module, trackers):
             patched.setattr(module, "require_tracker", lambda name: open_tracker)
         logging.getLogger().addHandler(handler)
         run = fit(config, progress=heard)
@@ -233,7 +241,7 @@ def test_what_training_needs_late_is_imported_late(small_run, tmp_path):
 def test_runs_without_a_place_are_numbered(small_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "gpt").mkdir(parents=True)
-    out = RunDirectory.choose(small_run, resume=False, overwrite=False)
+    out = choose_target(small_run, resume=False, overwrite=False).path
     assert out.as_posix() == "runs/gpt-2"
 
 
@@ -339,8 +347,8 @@ def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem
 
 
 def test_a_perplexity_that_no_float_holds_is_infinite():
-    assert loop._perplexity(709.0) == math.exp(709)
-    assert loop._perplexity(710.0) == math.inf
+    assert _perplexity(709.0) == math.exp(709)
+    assert _perplexity(710.0) == math.inf
 
 
 @pytest.mark.parametrize("wrong", ["usetex", "font"])
@@ -467,7 +475,7 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
 
 def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkeypatch):
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr("jgpt.fitting.loop.require_same", seen.append)
+    monkeypatch.setattr("jgpt.fitting.fit.require_same", seen.append)
     fit(copy, resume=True)
     (facts,) = seen
     line = RunDirectory(Path(str(copy.out))).provenance()[0]
@@ -481,7 +489,7 @@ def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkey
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jgpt.fitting.loop.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.fitting.resolve.memory_limit", lambda: 100)
     with pytest.raises(ValueError, match="choose a smaller model"):
         fit(dataclasses.replace(small_run, out=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
@@ -489,7 +497,7 @@ def test_a_model_that_is_too_large_is_refused_before_it_compiles(small_run, tmp_
 
 def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, monkeypatch):
     """A state of 2 MiB: the best three, the last four, and the one that is being written."""
-    monkeypatch.setattr("jgpt.fitting.loop.bytes_of", lambda _: 2 << 20)
+    monkeypatch.setattr("jgpt.fitting.prepare.bytes_of", lambda _: 2 << 20)
     config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"), keep_best=3, keep_last=4)
     disk = types.SimpleNamespace(free=16 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
@@ -525,12 +533,14 @@ def test_no_stage_of_training_holds_a_second_state(small_run, tmp_path, monkeypa
 
         return call
 
-    make_steps = loop.make_train_steps
-    monkeypatch.setattr(loop, "make_train_steps", lambda given: noted("steps", make_steps(given)))
+    make_steps = fit_module.make_train_steps
+    monkeypatch.setattr(
+        fit_module, "make_train_steps", lambda given: noted("steps", make_steps(given))
+    )
     for owner, name in (
-        (loop, "init_state"),
-        (loop, "load"),
-        (loop, "_sample"),
+        (fit_module, "init_state"),
+        (fit_module, "load"),
+        (fit_module, "_sample"),
         (Checkpoints, "restore"),
         (Checkpoints, "save"),
     ):
@@ -574,10 +584,10 @@ def test_the_utilisation_is_that_of_all_devices(small_run, tmp_path, monkeypatch
     class Made(Exception):
         pass
 
-    def logger(config, run, trackers, tokens, devices, report):
+    def logger(config, run, trackers, *, training_tokens, devices, report):
         raise Made(devices)
 
-    monkeypatch.setattr(loop, "MetricsLogger", logger)
+    monkeypatch.setattr(fit_module, "MetricsLogger", logger)
     out = str(tmp_path / "run")
     with pytest.raises(Made) as made:
         fit(dataclasses.replace(small_run, batch_size=8, mesh=mesh, out=out))

@@ -14,7 +14,7 @@ from flax import nnx
 from jgpt import ModelConfig, TrainConfig, fit
 from jgpt.data.batches import evaluation_windows
 from jgpt.data.dataset import load_dataset
-from jgpt.fitting import loop
+from jgpt.fitting import fit as fit_module
 from jgpt.fitting.metrics import MetricsLogger
 from jgpt.hardware import peak_flops
 from jgpt.nn.loss import token_losses
@@ -163,8 +163,8 @@ def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
 
         return make_timed
 
-    steps = timed(loop.make_train_steps, lambda arguments: arguments[3])
-    monkeypatch.setattr(loop, "make_train_steps", steps)
+    steps = timed(fit_module.make_train_steps, lambda arguments: arguments[3])
+    monkeypatch.setattr(fit_module, "make_train_steps", steps)
     evaluate = timed(evaluation.make_eval_step, lambda _: 1000)
     monkeypatch.setattr(evaluation, "make_eval_step", evaluate)
     monkeypatch.setattr(type(jnp.zeros(())), "is_ready", lambda _: True)

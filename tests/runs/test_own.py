@@ -18,7 +18,8 @@ from flax import nnx
 
 import jgpt
 from jgpt.config import Code, TrainConfig, from_json, to_json
-from jgpt.fitting.loop import TrainingStopped, evaluate
+from jgpt.fitting.evaluate import evaluate
+from jgpt.fitting.stopping import TrainingStopped
 from jgpt.nn.costs import flops_per_token, parts_of
 from jgpt.nn.models import weight_dimensions, weights_of
 from jgpt.parallel.mesh import abstract_mesh
@@ -510,9 +511,7 @@ def test_files_beside_custom_code_are_recorded_and_compared(tmp_path, monkeypatc
 
 def test_processes_with_other_code_are_rejected(config, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        "jgpt.fitting.loop.require_same", lambda facts: seen.append(facts) or stop()
-    )
+    monkeypatch.setattr("jgpt.fitting.fit.require_same", lambda facts: seen.append(facts) or stop())
 
     def stop():
         raise ValueError("enough")

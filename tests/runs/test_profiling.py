@@ -11,6 +11,7 @@ import pytest
 from jax._src.lru_cache import LRUCache
 
 from jgpt import fit
+from jgpt.fitting import fit as fit_module
 from jgpt.fitting import loop, profiling
 from jgpt.fitting.profiling import compilations_watched
 from jgpt.hardware import enable_compilation_cache
@@ -103,7 +104,7 @@ def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
 def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_evaluation(
     small_run, tmp_path, monkeypatch
 ):
-    events, trace, make = [], jax.profiler.trace, loop.make_train_steps
+    events, trace, make = [], jax.profiler.trace, fit_module.make_train_steps
 
     @contextlib.contextmanager
     def recorded_trace(directory):
@@ -116,7 +117,7 @@ def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_
         return recorded(events, lambda *arguments: arguments[3], make(config))
 
     monkeypatch.setattr(jax.profiler, "trace", recorded_trace)
-    monkeypatch.setattr(loop, "make_train_steps", recorded_steps)
+    monkeypatch.setattr(fit_module, "make_train_steps", recorded_steps)
     waits, watches = jax.block_until_ready, loop.compilations_watched
     monkeypatch.setattr(jax, "block_until_ready", recorded(events, "waited", waits))
     monkeypatch.setattr(loop, "compilations_watched", recorded(events, "watched", watches))

@@ -10,8 +10,8 @@ import pytest
 from jgpt import DataConfig, ModelConfig, TrainConfig, fit
 from jgpt.data import corpus
 from jgpt.data.batches import windows_by_number
-from jgpt.fitting.loop import evaluate
-from jgpt.fitting.loop import plan as plan_of_run
+from jgpt.fitting.evaluate import evaluate
+from jgpt.fitting.fit import plan as plan_of_run
 from jgpt.runs.directory import RunDirectory
 from jgpt.training import evaluation, memory
 from jgpt.training.memory import TrainingMemory

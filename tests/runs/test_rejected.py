@@ -15,6 +15,7 @@ from flax import nnx
 import jgpt
 from jgpt import TrainConfig, fit
 from jgpt.durable import locked
+from jgpt.runs import manifest
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from tests.runs.harness import BIGRAM, contents, with_changes
@@ -97,7 +98,7 @@ def full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jgpt.fitting.loop.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.fitting.resolve.memory_limit", lambda: 100)
 
 
 def other_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,7 @@ def other_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def not_finite(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jgpt.fitting.loop.is_finite", lambda *_: False)
+    monkeypatch.setattr("jgpt.fitting.fit.is_finite", lambda *_: False)
 
 
 REASONS = {
@@ -180,6 +181,32 @@ def bytes_of_run(folder: Path) -> dict[str, bytes | None]:
     found = contents(folder)
     found.pop("lock", None)
     return found
+
+
+def test_a_start_reads_the_files_of_its_run_once(copy, monkeypatch):
+    """What it decides by can't change in between, and a slow disk is asked once."""
+    read = []
+    read_file = manifest.read_file
+    provenance = RunDirectory.provenance
+
+    def recorded_file(path):
+        read.append(path.name)
+        return read_file(path)
+
+    def recorded_provenance(run):
+        read.append("provenance.jsonl")
+        return provenance(run)
+
+    class Started(jgpt.Progress):
+        def started(self, *_):
+            read.append("started")
+
+    monkeypatch.setattr(manifest, "read_file", recorded_file)
+    monkeypatch.setattr(RunDirectory, "provenance", recorded_provenance)
+    config = dataclasses.replace(copy, steps=12)
+    fit(config, resume=True, progress=Started())
+    of_the_start = [name for name in read[: read.index("started")] if name != "manifest.json"]
+    assert sorted(of_the_start) == ["config.json", "provenance.jsonl", "tokenizer.json"]
 
 
 def test_a_run_in_use_is_left_alone(copy):

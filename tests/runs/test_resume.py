@@ -17,9 +17,10 @@ import pytest
 
 from jgpt import DataConfig, OptimizerConfig, TrainConfig, fit, load
 from jgpt.fitting import loop
-from jgpt.fitting.loop import TrainingStopped, evaluate
+from jgpt.fitting.evaluate import evaluate
 from jgpt.fitting.progress import Progress
 from jgpt.fitting.resume import describe_learning_rate
+from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from tests.models import config_of

@@ -139,7 +139,7 @@ def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state
     tracker = Failing(3, fail)
     monkeypatch.setattr(trackers, "LOG_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "require_tracker", lambda name: lambda *_: tracker)
-    monkeypatch.setattr("jgpt.fitting.loop.require_tracker", lambda name: None)
+    monkeypatch.setattr("jgpt.fitting.prepare.require_tracker", lambda name: None)
     config = with_changes(small_run, **BIGRAM, steps=200, out=str(tmp_path / "run"))
     config = dataclasses.replace(config, trackers=("wandb",))
     with pytest.raises(OSError, match=rf"^trackers=wandb has failed \(.*{reason}\).*resume=True"):
@@ -154,7 +154,7 @@ def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state
 def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "require_tracker", lambda name: lambda *_: Failing(99, never))
-    monkeypatch.setattr("jgpt.fitting.loop.require_tracker", lambda name: None)
+    monkeypatch.setattr("jgpt.fitting.prepare.require_tracker", lambda name: None)
     config = with_changes(small_run, **BIGRAM, steps=2, out=str(tmp_path / "run"))
     heard = Heard()
     fit(dataclasses.replace(config, trackers=("wandb",)), progress=heard)

@@ -1,0 +1,100 @@
+"""The exact loss of a run that has been trained."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jgpt.config import Make
+from jgpt.data.dataset import count_characters, load_dataset
+from jgpt.fitting.progress import Progress
+from jgpt.hardware import current_platform
+from jgpt.nn.loss import bits_per_character
+from jgpt.nn.models import LanguageModel, named_parameters, weights_of
+from jgpt.nn.precision import run_for_platform
+from jgpt.runs.checkpoints import Which, load
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.provenance import known_micro_batches, known_text
+from jgpt.training.evaluation import Evaluator
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate`."""
+
+    loss: float
+    """Nats per token, exact: every held-out target once."""
+    perplexity: float
+    bits_per_character: float
+    tokens: int
+    """The number of targets."""
+
+
+def evaluate(
+    run_directory: str | Path,
+    *,
+    model: Make | str = None,
+    which: Which = "best",
+    split: Literal["validation", "test"] = "validation",
+    window: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """The exact loss of a run's model on a split, in windows of its block or a shorter one.
+
+    It is over the whole split, whatever the run's `eval_tokens`.
+    """
+    progress = progress or Progress()
+    loaded, tokenizer, config = load(run_directory, model=model, which=which)
+    size = config.model.block_size if window is None else window
+    if not 0 < size <= config.model.block_size:
+        raise ValueError(f"window={size} must be from 1 to block_size={config.model.block_size}")
+    if split == "test" and not config.dataset.test_fraction:
+        raise ValueError(f"{run_directory} has no test split: its test_fraction is 0")
+    lines = RunDirectory.open(run_directory).provenance()
+    known = known_text(lines)
+    if config.micro_batches == "auto":
+        count = known_micro_batches(lines) or config.batch_size
+        config = replace(config, micro_batches=count, mesh=None)
+    dataset = load_dataset(
+        config.dataset,
+        size,
+        tokenizer=tokenizer,
+        known=known,
+        warn=progress.warned,
+        progress=progress.tokenized,
+    )
+    tokens = dataset.test if split == "test" else dataset.validation
+    config = replace(config, model=replace(config.model, block_size=size))
+    weights = weights_of(loaded)
+    evaluator = Evaluator(
+        run_for_platform(config, current_platform()),
+        tokens,
+        sum(leaf.size for leaf in jax.tree.leaves(weights)),
+    )
+    loss = evaluator.exact(weights, progress.evaluating)
+    _require_finite_loss(loss, loaded, run_directory)
+    targets = tokens[1:]
+    bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
+    return Evaluation(loss, _perplexity(loss), bits, len(targets))
+
+
+def _require_finite_loss(loss: float, model: LanguageModel, run_directory: str | Path) -> None:
+    if math.isfinite(loss):
+        return
+    for name, parameter in named_parameters(model).items():
+        if not jnp.isfinite(parameter[...]).all():
+            raise FloatingPointError(
+                f"the loss of {run_directory} is {loss}: {name} is not finite, so the weights "
+                "have diverged or are damaged"
+            )
+    raise FloatingPointError(f"the loss of {run_directory} is {loss}, of weights that are finite")
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:  # above 709 nats per token
+        return math.inf

@@ -1,0 +1,351 @@
+"""Training from a config to a run with its best model: `fit`, and its plan."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgpt.config import Make, TrainConfig
+from jgpt.data.tokenizers import Tokenizer
+from jgpt.fitting.loop import Training
+from jgpt.fitting.metrics import MetricsLogger
+from jgpt.fitting.prepare import PreparedRun, prepare, shared_facts
+from jgpt.fitting.progress import Progress, default_progress, draw_losses
+from jgpt.fitting.trackers import Trackers, trackers_removed_on_error
+from jgpt.generation.decoding import generate
+from jgpt.generation.text import default_prompt
+from jgpt.hardware import (
+    Platform,
+    current_platform,
+    memory_in_use,
+    process_index,
+    release_memory,
+)
+from jgpt.nn.consistency import inconsistencies
+from jgpt.nn.models import LanguageModel, abstract_model
+from jgpt.parallel.mesh import current_mesh, use_mesh
+from jgpt.parallel.processes import raise_in_all_processes, require_same
+from jgpt.runs.checkpoints import Checkpoints, load
+from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, SAMPLES, RunDirectory
+from jgpt.runs.target import choose_target
+from jgpt.shapes.contract import typed
+from jgpt.training.evaluation import EvaluationPlan
+from jgpt.training.plan import Plan, make_plan, with_process_memory
+from jgpt.training.state import TrainState, dropout_stream, init_state, is_finite
+from jgpt.training.step import make_train_steps
+from jgpt.user_code import describe_error, with_code
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of `fit`: the model of the best checkpoint and its loss."""
+
+    directory: Path
+    model: LanguageModel
+    tokenizer: Tokenizer
+    config: TrainConfig
+    """As saved in the directory."""
+    validation_loss: float
+    """In nats per token, over the targets of the run's evaluations."""
+    best_step: int
+    sample: str
+    """Text that the model generated."""
+    seconds: float
+    """The duration of the call."""
+    evaluations: EvaluationPlan
+    """Which targets the loss is over."""
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """The columns of `metrics.jsonl`, for `pandas.DataFrame`; NaN where a step has no value."""
+        lines = RunDirectory.open(self.directory).metrics()
+        names = dict.fromkeys(name for line in lines for name in line)
+        return {name: [line.get(name, math.nan) for line in lines] for name in names}
+
+
+@dataclass
+class OpenRun:
+    """A run whose directory is locked and written: what its loop needs."""
+
+    prepared: PreparedRun
+    directory: RunDirectory
+    """With the lock that this process holds."""
+    state: TrainState | None
+    train_steps: jax.stages.Wrapped
+    checkpoints: Checkpoints
+    logger: MetricsLogger
+    is_unevaluated: bool
+    """Whether an evaluation of the state was interrupted, and is the first to be done."""
+
+    def take_state(self) -> TrainState:
+        """The state, once: the memory of its arrays is reused in each call of steps."""
+        state = self.state
+        assert state is not None
+        self.state = None
+        return state
+
+
+@typed
+def fit(
+    config: TrainConfig,
+    *,
+    model: Make | str = None,
+    optimizer: Make | str = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | Literal["auto"] | None = "auto",
+    should_stop: Callable[[], bool] = lambda: False,
+    profile_steps: int = 0,
+    platform: Platform | None = None,
+) -> Run:
+    """Train a config's run into its directory; return the run with its best model.
+
+    `model` makes a user's own model: `model(config.model, rngs=rngs)` returns a `LanguageModel`,
+    and `config.model` is converted to the class that it annotates. `optimizer` makes an optax
+    optimizer: `optimizer(config.optimizer, config.steps)`. Either may be FILE.py:NAME. Training
+    uses the mesh of the config, by default all accelerators. Every process calls `fit` with the
+    same arguments; process 0 writes and reports.
+
+    `resume` continues from the directory's last checkpoint, or starts if there is none yet;
+    `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps, and
+    while the text is tokenized. `profile_steps` are traced into the run's folder `profile`.
+    `platform`, by default the current one, decides the config's `auto`. `progress` is by default
+    shown on a terminal and in a notebook; None is silent.
+    Raises ValueError or OSError before anything is written or deleted; later OSError if something
+    can't be written, FloatingPointError for a loss or gradient that is not finite, and
+    TrainingStopped, each with the last good state in a checkpoint. A stop before the first step
+    raises StoppedBeforeTraining, which is a TrainingStopped, too.
+    """
+    started = time.perf_counter()
+    if profile_steps < 0:
+        raise ValueError(f"profile_steps={profile_steps} must not be negative")
+    config = with_code(config, model, optimizer)
+    platform = platform or current_platform()
+    progress = _progress_of_this_process(progress)
+    with raise_in_all_processes():
+        target = choose_target(config, resume=resume, overwrite=overwrite)
+        prepared = prepare(config, target, platform, progress, should_stop)
+    require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))
+    with use_mesh(prepared.config.trained.mesh), _opened(prepared, progress) as run:
+        _train(run, progress, profile_steps, should_stop)
+        return _finish(run, progress, platform, started)
+
+
+def plan(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    platform: Platform | None = None,
+) -> Plan:
+    """The plan of `fit`, which raises what `fit` would. Nothing is written.
+
+    On a CPU its `process_memory` counts what this process has taken so far as what training takes
+    beside its steps.
+    """
+    progress = progress or Progress()
+    target = choose_target(config, resume=resume, overwrite=overwrite)
+    prepared = prepare(config, target, platform or current_platform(), progress)
+    trained = prepared.config.trained
+    with use_mesh(trained.mesh):
+        made = make_plan(trained, prepared.dataset, target.path, prepared.evaluations)
+    if current_platform().name != "cpu":
+        return made
+    return with_process_memory(made, memory_in_use())
+
+
+def _progress_of_this_process(progress: Progress | Literal["auto"] | None) -> Progress:
+    """What was asked for in process 0, and silence in the others."""
+    if progress == "auto":
+        progress = default_progress()
+    if progress is None or process_index() != 0:
+        return Progress()
+    return progress
+
+
+@contextlib.contextmanager
+def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
+    """Lock the run's directory, restore or make the state, and only then write.
+
+    What rejects a start, damage to a checkpoint or an error of a custom model, leaves every file
+    of the run as it was.
+    """
+    config = prepared.config.trained
+    target = prepared.target
+    run = RunDirectory(target.path)
+    with contextlib.ExitStack() as stack:
+        with raise_in_all_processes():
+            if process_index() == 0:
+                run = replace(run, lock=stack.enter_context(run.reserved()))
+        state = _starting_state(prepared, run)
+        train_steps = make_train_steps(config)
+        _check_custom_code(config, state, train_steps, progress)
+        step = int(state.step)
+        trackers = Trackers()
+        with raise_in_all_processes():
+            if process_index() == 0:
+                stack.callback(trackers.close, progress.warned)
+                _begin(prepared, run, trackers, step)
+        with raise_in_all_processes():
+            # process 0 has written it: on another host, too, if the disk is shared
+            RunDirectory.open(target.path)
+            checkpoints = stack.enter_context(Checkpoints(run, prepared.config.recorded))
+            unevaluated = checkpoints.unevaluated(step)
+            if unevaluated is not None and process_index() == 0:
+                # the line of a step whose evaluation has not ended is in its checkpoint
+                run.truncate(METRICS, step - 1)
+        is_unevaluated = unevaluated is not None
+        progress.planned(replace(prepared.evaluations, interrupted=is_unevaluated))
+        progress.started(config, prepared.dataset, state, target.path)
+        logger = MetricsLogger(
+            config,
+            run,
+            [trackers.log],
+            training_tokens=len(prepared.dataset.train),
+            devices=max(current_mesh().size, 1),
+            report=progress.stepped,
+        )
+        if unevaluated is not None:
+            logger.resume_unevaluated(unevaluated)
+        opened = OpenRun(
+            prepared=prepared,
+            directory=run,
+            state=state,
+            train_steps=train_steps,
+            checkpoints=checkpoints,
+            logger=logger,
+            is_unevaluated=is_unevaluated,
+        )
+        del state  # or this frame would keep its memory until the end
+        yield opened
+
+
+def _begin(prepared: PreparedRun, run: RunDirectory, trackers: Trackers, step: int) -> None:
+    """In process 0: open the trackers and write the run's first files, or its new config."""
+    recorded = prepared.config.recorded
+    mode = prepared.target.mode
+    # a tracker that can't be opened, or a disk that is full now, leaves no file of a tracker
+    with trackers_removed_on_error(run.path):
+        earlier = run.tracker_files()
+        trackers.open(recorded.trackers, run.path, step, recorded, new=mode != "resume")
+        run.begin(recorded, prepared.dataset.tokenizer, mode, earlier=earlier)
+    run.truncate(METRICS, step)
+    run.append_provenance({"step": step} | prepared.provenance())
+
+
+def _train(
+    run: OpenRun,
+    progress: Progress,
+    profile_steps: int,
+    should_stop: Callable[[], bool],
+) -> None:
+    """Train to the end. The state and the tokens on the device are let go of when it returns."""
+    training = Training(
+        run.prepared,
+        run.take_state(),
+        run.train_steps,
+        run.checkpoints,
+        run.logger,
+        progress,
+        profile_steps=profile_steps,
+        should_stop=should_stop,
+    )
+    training.run(evaluate_first=run.is_unevaluated)
+    run.checkpoints.wait()
+
+
+def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float) -> Run:
+    """The best model, a sample of it and a picture of the losses."""
+    # what compiling took, and the state, would be in memory beside the model that samples
+    release_memory()
+    recorded = run.prepared.config.recorded
+    evaluations = run.prepared.evaluations
+    best = run.checkpoints.best()
+    model, tokenizer, _ = load(run.directory.path, model=recorded.model.make, platform=platform)
+    sample = _sample_or_warn(model, tokenizer, recorded, progress)
+    release_memory()
+    with raise_in_all_processes():
+        if process_index() == 0:
+            run.directory.write(SAMPLES, sample)
+            picture = draw_losses(run.directory, "png", progress.warned)
+            if picture is not None:
+                run.directory.write(LOSS_PICTURE, picture)
+    assert best.validation_loss is not None  # the last step is always evaluated
+    if best.step <= evaluations.comparable_after:  # of other targets, and none of these yet
+        evaluations = replace(evaluations, targets=evaluations.split_targets)
+    return Run(
+        directory=run.directory.path,
+        model=model,
+        tokenizer=tokenizer,
+        config=recorded,
+        validation_loss=best.validation_loss,
+        best_step=best.step,
+        sample=sample,
+        seconds=time.perf_counter() - started,
+        evaluations=evaluations,
+    )
+
+
+def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
+    """The state of the last checkpoint of a run to resume, or that of step 0."""
+    config = prepared.config.trained
+    if prepared.target.mode != "resume" or not run.checkpoint_steps():
+        return init_state(config)
+    with Checkpoints(run, prepared.config.recorded, read_only=True) as checkpoints:
+        state = checkpoints.restore(config)
+    if not is_finite(config, state):
+        damaged = run.path / CHECKPOINTS / str(int(state.step))
+        raise ValueError(
+            f"checkpoint {damaged} has values that are not finite: delete it to resume from the "
+            "one before, or use overwrite=True with a lower learning_rate"
+        )
+    return state
+
+
+def _check_custom_code(
+    config: TrainConfig, state: TrainState, train_steps: jax.stages.Wrapped, progress: Progress
+) -> None:
+    """Trace a custom model and optimizer, so that their errors are raised before anything is
+    written, and warn of a model that computes something else elsewhere than in training.
+    """
+    if config.model.make is None and config.optimizer.make is None:
+        return
+    sizes = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
+    windows = jax.ShapeDtypeStruct(sizes, jnp.int32)
+    # traced once: the first call finds it in the cache
+    jax.eval_shape(train_steps, state, windows, dropout_stream(config.seed), 0, int(state.step))
+    if config.model.make is not None:
+        # a mesh shards the batch
+        batch = max(current_mesh().size, 1)
+        for sentence in inconsistencies(abstract_model(config.model), state.weights, batch):
+            progress.warned(sentence)
+
+
+def _sample_or_warn(
+    model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, progress: Progress
+) -> str:
+    """The sample; a custom model that trains but can't be sampled costs a warning, not the run."""
+    try:
+        return _sample(model, tokenizer, config.sample_tokens, config.seed)
+    except Exception as error:
+        if config.model.make is None:
+            raise
+        reason = describe_error(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+        progress.warned(f"no sample: {reason}")
+        return ""
+
+
+def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
+    prompt = jnp.asarray(default_prompt(tokenizer))
+    key = jax.random.key(np.uint32(seed))
+    drawn = generate(model, prompt[None], tokens, key=key, temperature=0.8)
+    text = drawn[0, len(tokenizer.begin) :]
+    return tokenizer.decode(np.asarray(text))

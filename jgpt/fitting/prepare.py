@@ -1,0 +1,207 @@
+"""Everything that can be checked before a run's directory is written or a step is compiled."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jgpt.config import TrainConfig
+from jgpt.data.dataset import Dataset, load_dataset
+from jgpt.fitting.progress import Progress
+from jgpt.fitting.resolve import (
+    ResolvedConfig,
+    describe_replicated,
+    for_this_machine,
+    resolve_micro_batches,
+    with_vocabulary_and_dtype,
+)
+from jgpt.fitting.resume import (
+    describe_learning_rate,
+    describe_micro_batches,
+    fields_of,
+    require_same_run,
+    resume_evaluations,
+)
+from jgpt.fitting.stopping import StoppedBeforeTraining
+from jgpt.fitting.trackers import require_tracker
+from jgpt.hardware import Platform, process_count
+from jgpt.runs.provenance import provenance
+from jgpt.runs.target import SavedRun, Target
+from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
+from jgpt.training.placement import bytes_of
+from jgpt.training.state import abstract_state
+from jgpt.user_code import changed_code, code_facts, require_code, with_code
+from jgpt.words import format_bytes
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that can start: its config is decided and its text is loaded."""
+
+    config: ResolvedConfig
+    dataset: Dataset
+    target: Target
+    evaluations: EvaluationPlan
+
+    def provenance(self) -> dict[str, Any]:
+        """The line that this start adds to the run, without its step."""
+        return provenance(self.config.trained, self.dataset, self.evaluations)
+
+
+def prepare(
+    config: TrainConfig,
+    target: Target,
+    platform: Platform,
+    progress: Progress,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> PreparedRun:
+    """Load the text, decide what the config leaves open, and check all of it. Nothing is written.
+
+    Raises ValueError or OSError for a start that can't be, and StoppedBeforeTraining.
+    """
+    for name in config.trackers:
+        require_tracker(name)
+    _require_custom_code(config, target.saved)
+    config = _with_newlines_of(target.saved, config)
+    dataset = _load_text(config, target, progress, should_stop)
+    recorded = with_vocabulary_and_dtype(config, dataset.tokenizer.vocab_size, platform)
+    if target.saved is not None:
+        _require_resumable(recorded, target.saved, progress.warned)
+    evaluations = _choose_evaluations(
+        recorded, target.saved, len(dataset.validation), progress.warned
+    )
+    trained = for_this_machine(recorded, platform)
+    # before anything is compiled, which `micro_batches=auto` does
+    _require_room(trained, target.path)
+    resolved = resolve_micro_batches(recorded, trained, progress.warned)
+    replicated = describe_replicated(resolved.trained)
+    if replicated is not None:
+        progress.warned(replicated)
+    if target.saved is not None:
+        changed = describe_micro_batches(target.saved.micro_batches, resolved.trained)
+        if changed is not None:
+            progress.warned(changed)
+    return PreparedRun(resolved, dataset, target, evaluations)
+
+
+def shared_facts(prepared: PreparedRun, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+    """What all processes that train together must have found alike, by its name in messages."""
+    line = prepared.provenance()
+    facts: dict[str, Any] = dict(fields_of(prepared.config.trained))
+    facts |= code_facts(prepared.config.trained)
+    facts["resume"] = resume
+    facts["overwrite"] = overwrite
+    facts["checkpoints"] = list(prepared.target.checkpoints)
+    facts["text_sha256"] = line["text_sha256"]
+    facts["corpus_sha256"] = line["corpus_sha256"]
+    # another version of JAX can compute other numbers
+    facts |= line["versions"]
+    return facts
+
+
+def _require_custom_code(config: TrainConfig, saved: SavedRun | None) -> None:
+    """Raise ValueError where a run has a model or optimizer of its own and none was given."""
+    for part in ("model", "optimizer"):
+        make = getattr(config, part).make
+        if make is None and saved is not None:
+            make = getattr(saved.config, part).make
+        if make is not None:
+            require_code(make, part)
+
+
+def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfig:
+    """The config that reads its text as the run first did.
+
+    Runs from before universal newlines kept every CR, so their text is another one without them.
+    """
+    universal = config.dataset.universal_newlines
+    if saved is not None:
+        universal = universal and saved.config.dataset.universal_newlines
+    return replace(config, dataset=replace(config.dataset, universal_newlines=universal))
+
+
+def _load_text(
+    config: TrainConfig, target: Target, progress: Progress, should_stop: Callable[[], bool]
+) -> Dataset:
+    """The text as tokens; to resume, those of the run's tokenizer. Raises StoppedBeforeTraining."""
+    tokenizer = None
+    known = None
+    if target.saved is not None:
+        tokenizer = target.saved.tokenizer
+        known = target.saved.text
+    stop_is_asked = False
+
+    def tokenized(fraction: float) -> None:
+        nonlocal stop_is_asked
+        progress.tokenized(fraction)
+        # several processes would have to agree, and they do so between steps alone
+        if process_count() == 1 and should_stop():
+            stop_is_asked = True
+            raise KeyboardInterrupt  # with which what is tokenized is kept
+
+    try:
+        return load_dataset(
+            config.dataset,
+            config.model.block_size,
+            tokenizer=tokenizer,
+            known=known,
+            warn=progress.warned,
+            progress=tokenized,
+        )
+    except KeyboardInterrupt:
+        if stop_is_asked:
+            raise StoppedBeforeTraining(target.path) from None
+        raise
+
+
+def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> None:
+    """Raise ValueError if a config doesn't continue a run; warn of what it changes."""
+    for line in changed_code(saved.config, recorded):
+        warn(line)
+    before = _config_with_code(saved, recorded)
+    text_is_known = saved.text is not None
+    require_same_run(before, recorded, saved.checkpoints, text_is_known=text_is_known)
+    changed = describe_learning_rate(before, recorded, saved.checkpoints)
+    if changed is not None:
+        warn(changed)
+
+
+def _config_with_code(saved: SavedRun, recorded: TrainConfig) -> TrainConfig:
+    """The saved config with the code that was given: a run records its name and loads none."""
+    return with_code(saved.config, recorded.model.make, recorded.optimizer.make)
+
+
+def _choose_evaluations(
+    recorded: TrainConfig, saved: SavedRun | None, validation_tokens: int, warn: Warn
+) -> EvaluationPlan:
+    """On which targets the run is evaluated: after a resumption on the same, if they may stay."""
+    if saved is None or not saved.checkpoints:
+        return plan_evaluations(recorded, validation_tokens)
+    evaluations, other_targets = resume_evaluations(
+        saved=_config_with_code(saved, recorded),
+        given=recorded,
+        lines=saved.provenance,
+        step=saved.checkpoints[-1],
+        validation_tokens=validation_tokens,
+    )
+    if other_targets is not None:
+        warn(other_targets)
+    return evaluations
+
+
+def _require_room(config: TrainConfig, out: Path) -> None:
+    """Raise OSError if the disk can't hold the checkpoints that are kept and the one being saved.
+
+    A disk that fills up later costs steps, and hours may pass until then.
+    """
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
+    if needed > free:
+        raise OSError(
+            f"{existing} has {format_bytes(free)} free, the checkpoints need "
+            f"{format_bytes(needed)}: free some space, or lower keep_best and keep_last"
+        )

@@ -1,0 +1,82 @@
+"""What a config leaves open is decided here: dtypes, kernels, the mesh and micro-batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jgpt.config import TrainConfig
+from jgpt.hardware import Platform, accelerators, memory_limit
+from jgpt.nn.precision import for_platform, run_for_platform
+from jgpt.parallel.mesh import abstract_mesh, use_mesh
+from jgpt.training.memory import require_feasible, with_micro_batches
+from jgpt.training.placement import parameters_without_names
+from jgpt.training.plan import default_mesh
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A config with everything decided, and what the run's directory records of it."""
+
+    recorded: TrainConfig
+    """For config.json: with the vocabulary and dtype of this run, and otherwise as it was given, so
+    that the run can be resumed on other hardware."""
+    trained: TrainConfig
+    """What is compiled: nothing in it is `auto` but `eval_tokens`, which a plan decides."""
+
+    def __post_init__(self) -> None:
+        model = self.trained.model
+        choices = {
+            "micro_batches": self.trained.micro_batches,
+            "dtype": model.dtype,
+            "activation_dtype": model.activation_dtype,
+            "attention_kernel": model.attention_kernel,
+        }
+        for name, choice in choices.items():
+            if choice == "auto":
+                raise ValueError(f"{name}=auto is not decided")
+
+
+def with_vocabulary_and_dtype(
+    config: TrainConfig, vocab_size: int, platform: Platform
+) -> TrainConfig:
+    """The config that a run records.
+
+    A run keeps the dtype that it began with, also where another would be faster: its losses would
+    not go on as they were.
+    """
+    model = replace(config.model, vocab_size=vocab_size)
+    model = replace(model, dtype=for_platform(model, platform).dtype)
+    return replace(config, model=model)
+
+
+def for_this_machine(recorded: TrainConfig, platform: Platform) -> TrainConfig:
+    """The config with its mesh and all that depends on the platform, but for the micro-batches.
+
+    Raises ValueError if the devices are too small; nothing is compiled for that.
+    """
+    mesh = recorded.mesh or default_mesh(recorded, accelerators(), memory_limit())
+    config = replace(run_for_platform(recorded, platform), mesh=mesh)
+    require_feasible(config, memory_limit())
+    return config
+
+
+def resolve_micro_batches(
+    recorded: TrainConfig, config: TrainConfig, warn: Callable[[str], None]
+) -> ResolvedConfig:
+    """Decide the last of what is open; `auto` compiles steps to see what fits."""
+    if config.micro_batches == "auto":
+        warn("micro_batches=auto: steps are compiled to see how many of them it takes")
+    with use_mesh(config.mesh):
+        config = with_micro_batches(config, memory_limit())
+    return ResolvedConfig(recorded, config)
+
+
+def describe_replicated(config: TrainConfig) -> str | None:
+    """A warning of parameters that no mesh can shard, since their dimensions have no names."""
+    unnamed = parameters_without_names(config.model, abstract_mesh(config.mesh))
+    if not unnamed:
+        return None
+    return (
+        f"mesh={config.mesh} replicates {len(unnamed)} parameters whose dimensions have no names, "
+        f"such as {unnamed[0]}: nnx.Param(value, dimensions=('embed_dim', 'hidden_dim')) "
+        "has names"
+    )

@@ -1,0 +1,20 @@
+"""What `fit` raises when it was asked to stop."""
+
+from pathlib import Path
+
+
+class TrainingStopped(Exception):
+    """Raised when training was asked to stop, after a checkpoint was saved."""
+
+    def __init__(self, step: int, directory: Path) -> None:
+        super().__init__(f"stopped after step {step}; its checkpoint is in {directory}")
+        self.step = step
+        self.directory = directory
+
+
+class StoppedBeforeTraining(TrainingStopped):
+    """Raised when a stop was asked for while the text was tokenized. What was tokenized is kept."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(0, directory)
+        self.args = ("stopped before training began, while the text was tokenized",)

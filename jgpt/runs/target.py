@@ -1,0 +1,147 @@
+"""Where a run goes: into a new directory, or into that of a run to resume or to overwrite."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from jgpt.config import TrainConfig, from_json
+from jgpt.data.dataset import KnownText
+from jgpt.data.tokenizers import Tokenizer
+from jgpt.runs.directory import (
+    CHECKPOINTS,
+    CONFIG,
+    Mode,
+    RunDirectory,
+    require_storable,
+)
+from jgpt.runs.manifest import MANIFEST, parse_file
+from jgpt.runs.provenance import known_micro_batches, known_text
+
+_PARTS = {"model", "optimizer", "dataset"}
+"""The parts that every config.json of jgpt has; other programs write files of that name, too."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What the directory of a run says. Training reads it once, before anything is decided."""
+
+    path: Path
+    config: TrainConfig
+    tokenizer: Tokenizer
+    checkpoints: list[int]
+    """Their steps, oldest first."""
+    provenance: list[dict[str, Any]]
+    """A line for the start and for each resumption."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a run. Raises ValueError for files that are damaged or not jgpt's."""
+        run = RunDirectory.open(path)
+        config, parts = parse_file(path / CONFIG, _config_and_parts)
+        if not parts >= _PARTS:
+            raise ValueError(f"{path} is not a run of jgpt's: choose another directory")
+        return cls(path, config, run.tokenizer(), run.checkpoint_steps(), run.provenance())
+
+    @property
+    def text(self) -> KnownText | None:
+        """The text of the run's first start, and where it was; None if that wasn't recorded."""
+        known = known_text(self.provenance)
+        if known is None:
+            return None
+        return replace(known, sources=self.config.dataset.data)
+
+    @property
+    def micro_batches(self) -> int | None:
+        """The micro-batches of the last start, if they were recorded."""
+        return known_micro_batches(self.provenance)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The directory of a run that starts, and what happens to the run in it."""
+
+    path: Path
+    mode: Mode
+    saved: SavedRun | None = None
+    """The run to resume."""
+    checkpoints: tuple[int, ...] = ()
+    """The steps of the checkpoints that are there."""
+
+
+def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Target:
+    """Where a config's run goes. Nothing is written.
+
+    To resume a run that doesn't exist is to start it, and so is to overwrite it.
+    Raises ValueError or OSError for a directory that is in use, or not a run's.
+    """
+    if resume and overwrite:
+        raise ValueError("give resume=True or overwrite=True, not both")
+    if config.out is None:
+        if resume:
+            raise ValueError("resume=True needs the run's out=DIRECTORY")
+        return Target(_unused_path(config.name), "new")
+    path = Path(config.out)
+    require_storable(path)
+    if not path.is_dir():
+        _require_unused_name(path)
+        return Target(path, "new")
+    if not RunDirectory.exists(path):
+        if not RunDirectory.is_unused(path):
+            raise FileExistsError(
+                f"{path} is not a run directory: it has files, but no {CONFIG}; choose another, "
+                f"such as {path / config.name}"
+            )
+        return Target(path, "new")
+    saved = SavedRun.read(path)
+    checkpoints = tuple(saved.checkpoints)
+    if overwrite:
+        # what is deleted must be a run's
+        _require_manifests(path, checkpoints)
+        return Target(path, "overwrite", checkpoints=checkpoints)
+    if resume:
+        return Target(path, "resume", saved, checkpoints)
+    if RunDirectory(path).has_trained():
+        raise FileExistsError(
+            f"{path} already exists: resume=True continues it, overwrite=True starts again"
+        )
+    return Target(path, "new")
+
+
+def _config_and_parts(text: str) -> tuple[TrainConfig, set[str]]:
+    """The config of a run, and which of its parts the file itself has."""
+    config = from_json(TrainConfig, text)
+    return config, set(json.loads(text))
+
+
+def _unused_path(name: str) -> Path:
+    """runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
+    path = Path("runs") / name
+    require_storable(path)
+    for number in itertools.count(2):
+        if not path.exists():
+            return path
+        path = Path("runs") / f"{name}-{number}"
+    raise AssertionError  # `count` never ends
+
+
+def _require_unused_name(path: Path) -> None:
+    """Raise NotADirectoryError for a path that can't become a directory."""
+    if path.is_symlink() and not path.exists():
+        raise NotADirectoryError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist: choose another "
+            "directory"
+        )
+    if path.exists():
+        raise NotADirectoryError(f"{path} is a file: choose another directory")
+
+
+def _require_manifests(path: Path, checkpoints: Iterable[int]) -> None:
+    """Raise ValueError for a folder that has a checkpoint's name and was not written as one."""
+    for step in checkpoints:
+        manifest = path / CHECKPOINTS / str(step) / MANIFEST
+        if not manifest.is_file():
+            raise ValueError(f"{manifest} is missing: delete {manifest.parent} if it is a run's")
