@@ -17,20 +17,28 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# every code block of the documents, every lesson, every figure: a change of the code alone rarely
+# breaks them, and they take as long as a third of the others
+DOCS_TESTS := tests/test_documents.py tests/test_figures.py tests/test_gpu_benchmark.py \
+	tests/test_notebooks.py tests/test_one_page_gpt.py tests/test_site.py
 
-.PHONY: train test test-times test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
+.PHONY: train test test-docs test-times test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
 	@echo "here jgpt is $(BIN)/jgpt, or after: source $(BIN)/activate"
 
 test: $(VENV)/installed-extras
-	@echo "Six to twelve minutes on two cores, most of it compiling; a dot is a test."
-	@$(PYTEST) -q -m "not slow"
+	@echo "Minutes on two cores, most of them compiling; a dot is a test."
+	@$(PYTEST) -q -m "not slow" $(addprefix --ignore=,$(DOCS_TESTS))
+
+# the quick tests of documents, lessons and figures; those of the site need `make docs` first
+test-docs: $(VENV)/installed-extras
+	@$(PYTEST) -q -m "not slow" $(DOCS_TESTS)
 
 # where the time of `make test` goes when nothing is compiled yet: the table in CONTRIBUTING.md
 test-times: $(VENV)/installed-extras
-	JAX_COMPILATION_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" --junitxml=$(VENV)/times.xml
+	JAX_COMPILATION_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" $(addprefix --ignore=,$(DOCS_TESTS)) --junitxml=$(VENV)/times.xml
 	$(BIN)/python tests/slowest.py $(VENV)/times.xml
 
 test-all: test-here test-ahead

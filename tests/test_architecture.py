@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import re
 import subprocess
 import sys
@@ -150,6 +151,23 @@ def test_the_model_reads_as_mathematics(name):
 def test_every_public_name_is_there():
     assert "fit" in jgpt.__all__
     assert all(getattr(jgpt, name) is not None for name in jgpt.__all__)
+
+
+def test_the_stub_lists_each_public_name_and_where_it_is_defined():
+    """Type checkers read it, and at run time the names are found by it."""
+    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    imported = {}
+    listed = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                imported[alias.name] = f"jgpt.{node.module}"
+        elif isinstance(node, ast.Assign):
+            listed = ast.literal_eval(node.value)
+    assert sorted(imported) == sorted(listed)
+    for name, module in imported.items():
+        value = getattr(importlib.import_module(module), name)
+        assert getattr(value, "__module__", module) == module, name
 
 
 def test_a_name_that_is_not_there_is_nearly_another():

@@ -105,9 +105,9 @@ class ProcessOptions:
 
 CONFIGS = TrainConfig, ModelConfig, OptimizerConfig, DataConfig
 TRAIN = {
-    each.name
+    field.name
     for kind in (RunOptions, ProcessOptions, *CONFIGS)
-    for each in dataclasses.fields(kind)
+    for field in dataclasses.fields(kind)
 } - {"make"}
 """The names of the options of `jgpt train` and `plan`."""
 
@@ -143,61 +143,116 @@ class _Parser(argparse.ArgumentParser):
         """Add the option for a parameter or field; a switch that is None can be given as either."""
         required = default is inspect.Parameter.empty
         many = get_origin(kind) is tuple
-        if not required and default not in (None, "", ()) and not isinstance(default, bool):
-            help += f" (default: {' '.join(map(str, default)) if many else default})"
-        how: dict[str, Any] = {"help": (help or shown.help).replace("%", "%%")}
-        if kind is bool:
-            how["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
-        else:
-            how["type"], metavar = _reader(get_args(kind)[0] if many else kind)
-            if name == "optimizer":
-                read = how["type"]
-                metavar = f"{metavar}|FILE:NAME"
-                how["type"] = lambda text: text if ".py:" in text else read(text)
-            how["metavar"] = shown.metavar or METAVARS.get(name, metavar)
+        settings = self._settings_of_value(name, kind, shown, default)
+        settings["help"] = _help_with_default(help or shown.help, default, many)
         if shown.positional:
-            how["nargs"] = ("+" if required else "*") if many else (None if required else "?")
-            self.usage = f"{self.usage} {how['metavar']}"
-            self.add_argument(name, **how)
+            settings["nargs"] = _count_of_positional(many, required)
+            self.usage = f"{self.usage} {settings['metavar']}"
+            self.add_argument(name, **settings)
             return
-        if many:
-            how |= {"action": "append"} if shown.once else {"action": "extend", "nargs": "*"}
+        if many and shown.once:
+            settings["action"] = "append"
+        elif many:
+            settings["action"] = "extend"
+            settings["nargs"] = "*"
         flag = f"--{name.rstrip('_').replace('_', '-')}"
         self.flags.append(flag)
-        group.add_argument(flag, dest=name, required=required, **how)
+        group.add_argument(flag, dest=name, required=required, **settings)
+
+    def _settings_of_value(
+        self, name: str, kind: Any, shown: OptionSpec, default: Any
+    ) -> dict[str, Any]:
+        """What argparse is told of an option's value: how it is read and what stands for it."""
+        if kind is bool and default is False:
+            return {"action": "store_true"}
+        if kind is bool:
+            return {"action": argparse.BooleanOptionalAction}
+        many = get_origin(kind) is tuple
+        read, metavar = _reader(get_args(kind)[0] if many else kind)
+        if name == "optimizer":
+            read = _or_code(read)
+            metavar = f"{metavar}|FILE:NAME"
+        return {"type": read, "metavar": shown.metavar or METAVARS.get(name, metavar)}
 
     def parse(self, args: list[str]) -> dict[str, Any]:
         """The options that were given, lists as tuples."""
-        args = [
-            re.sub("^--[a-z][a-z0-9_-]*", lambda it: it[0].replace("_", "-"), it) for it in args
-        ]
+        args = [_with_dashes(word) for word in args]
         try:
             given, others = self.parse_known_intermixed_args(args)
         except argparse.ArgumentError as error:
             if error.argument_name is None:  # of required ones, since Python 3.12
                 self.error(error.message)
             flag = error.argument_name.split("/")[0]
-            dash = flag in args[:-1] and re.match("-[^-]", args[args.index(flag) + 1])
-            hint = f" (one that begins with - is written {flag}=-...)" if dash else ""
+            hint = ""
+            if flag in args[:-1] and re.match("-[^-]", args[args.index(flag) + 1]):
+                hint = f" (one that begins with - is written {flag}=-...)"
             raise OptionError(f"{flag} {error.message}{hint}") from None
         for word in others:
-            flag = word.partition("=")[0]
-            if (instead := INSTEAD.get(flag)) and "--steps" in self.flags:
-                raise OptionError(f"{flag} {instead}")
-            if word.startswith("-") and word != "--":
-                meant = did_you_mean(flag, self.flags).replace("'", "")
-                self.error(f"unknown option {flag}{meant}")
+            self._require_known_option(word)
         if others:
-            name, equals, value = others[0].partition("=")
-            meant = f"--{name.replace('_', '-')}"
-            hint = ""
-            if equals and meant in self.flags:
-                hint = f" (did you mean {meant} {value}?)"
-            elif "--data" in self.flags and Path(others[0]).exists():
-                hint = f" (did you mean --data {shlex.quote(others[0])}?)"
-            self.error(f"{others[0]!r} was not expected{hint}")
-        lists = {name: tuple(value) for name, value in vars(given).items() if type(value) is list}
-        return vars(given) | lists
+            self.error(f"{others[0]!r} was not expected{self._meant_by(others[0])}")
+        values = vars(given)
+        for name, value in values.items():
+            if type(value) is list:
+                values[name] = tuple(value)
+        return values
+
+    def _require_known_option(self, word: str) -> None:
+        """Raise OptionError for what looks like an option and is none, saying what is meant."""
+        flag = word.partition("=")[0]
+        if flag in INSTEAD and "--steps" in self.flags:
+            raise OptionError(f"{flag} {INSTEAD[flag]}")
+        if word.startswith("-") and word != "--":
+            meant = did_you_mean(flag, self.flags).replace("'", "")
+            self.error(f"unknown option {flag}{meant}")
+
+    def _meant_by(self, word: str) -> str:
+        """The option that a word without one may have been meant for, as a question."""
+        name, equals, value = word.partition("=")
+        flag = f"--{name.replace('_', '-')}"
+        if equals and flag in self.flags:
+            return f" (did you mean {flag} {value}?)"
+        if "--data" in self.flags and Path(word).exists():
+            return f" (did you mean --data {shlex.quote(word)}?)"
+        return ""
+
+
+def _count_of_positional(many: bool, required: bool) -> str | None:
+    """How many words a positional argument takes, in argparse's signs."""
+    if many and required:
+        return "+"
+    if many:
+        return "*"
+    return None if required else "?"
+
+
+def _help_with_default(help: str, default: Any, many: bool) -> str:
+    # a switch's default is in its name, and what is empty needs no mention
+    is_empty = default is inspect.Parameter.empty or default in (None, "", ())
+    if not is_empty and not isinstance(default, bool):
+        help = f"{help} (default: {_words(default) if many else default})"
+    return help.replace("%", "%%")
+
+
+def _words(values: Any) -> str:
+    return " ".join(map(str, values))
+
+
+def _or_code(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Read a value, or leave FILE.py:NAME as it is."""
+
+    def read_value_or_code(text: str) -> Any:
+        return text if ".py:" in text else read(text)
+
+    return read_value_or_code
+
+
+def _with_dashes(word: str) -> str:
+    """`--batch-size=4` for `--batch_size=4`: only the name, or a value would change."""
+    name = re.match("--[a-z][a-z0-9_-]*", word)
+    if name is None:
+        return word
+    return name[0].replace("_", "-") + word[name.end() :]
 
 
 def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:
@@ -205,41 +260,49 @@ def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:
 
     The types are words, an int, a float or a string, and unions of those with None.
     """
-    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    words = [word for each in kinds for word in get_args(each)]
-    names = [NAMES[each] for each in kinds if each in NAMES]
+    kinds = (kind,)
+    if get_origin(kind) in (Union, UnionType):
+        kinds = get_args(kind)
+    words = [word for member in kinds for word in get_args(member)]
+    named = [NAMES[member] for member in kinds if member in NAMES]
 
     def read(text: str) -> Any:
         if text in words:
             return text
         if text == "None" and NoneType in kinds:
             return None
+        # a whole number is one where a float may be given, too
         for convert in (int, float, str):
             if convert in kinds:
                 with contextlib.suppress(ValueError):
                     return convert(text)
-        expected = " or ".join([*words, *(name for _, name in names)])
+        expected = " or ".join([*words, *(description for _, description in named)])
         raise argparse.ArgumentTypeError(
             f"must be {expected}, not {text!r}{did_you_mean(text, words)}"
         )
 
-    return read, "|".join([*words, *(letter for letter, _ in names)]) or None
+    metavar = "|".join([*words, *(letter for letter, _ in named)])
+    return read, metavar or None
 
 
 def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, Any]:
     """The arguments of a command, from its options."""
     if name not in ("train", "plan"):
         return _parser(command, name).parse(args)
+    # the model is asked for first: its config may have fields of its own, which are options
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model", nargs="?")
-    model = first.parse_known_args(args)[0].model  # whose config may have fields of its own
+    model = first.parse_known_args(args)[0].model
     given = _parser(command, name, model=model).parse(args)
     options = _replace_given(RunOptions(), given)
-    where = _replace_given(ProcessOptions(), given)
-    own = given.pop("optimizer") if ".py:" in given.get("optimizer", "") else None
-    config = with_code(_base_config(given, options), model, own)
+    processes = _replace_given(ProcessOptions(), given)
+    optimizer_code = None
+    if ".py:" in given.get("optimizer", ""):
+        optimizer_code = given.pop("optimizer")
+    config = with_code(_base_config(given, options), model, optimizer_code)
+    # apart from `given`, in which `model` and `optimizer` are the options of those names
     parts = {part: _replace_given(getattr(config, part), given) for part in GROUPS}
-    return {"config": _replace_given(config, given | parts), "options": options, "where": where}
+    return {"config": _replace_given(config, given | parts), "options": options, "where": processes}
 
 
 def help_of(command: Callable[..., Any], name: str, args: list[str]) -> str:
@@ -256,59 +319,73 @@ def _parser(
     everything: bool = True,
     model: str | None = None,
 ) -> _Parser:
-    """A command's parser; to train, with the defaults of a preset and EVERYDAY's options first."""
+    """A command's parser; to train, with the defaults of a preset and the common options first."""
+    summary = _documentation(command).short_description
     if name not in ("train", "plan"):
-        parser = _Parser(name, _documentation(command).short_description)
+        parser = _Parser(name, summary)
         for option in _options(command):
             parser.add(parser, *option)
         return parser
     presets = "\n".join(describe_presets(shutil.get_terminal_size().columns - 2))
     parser = _Parser(
         name,
-        f"{_documentation(command).short_description}\n"
+        f"{summary}\n"
         "Give a preset, and the options that you override:\n"
         f"{textwrap.indent(presets, '  ')}\n\n"
         f"jgpt {name} --help-all shows the options for all fields of the config.",
     )
     first = OptionSpec("[PRESET]", "One of those above.", positional=True)
     parser.add(parser, "preset", str | None, first, None, "")
-    config = with_code(PRESETS[shown][1], model)
-    parts = {"run": RunOptions(), "training": config}
-    parts |= {part: getattr(config, part) for part in GROUPS} | {"processes": ProcessOptions()}
-    groups = {title: list(_options(part)) for title, part in parts.items()}
-    every = {option[0]: option for options in groups.values() for option in options}
+    groups = _groups_of_options(with_code(PRESETS[shown][1], model))
+    by_name = {option[0]: option for options in groups.values() for option in options}
     for field in COMMON_OPTIONS:
-        parser.add(parser, *every[field])
+        parser.add(parser, *by_name[field])
     for title, options in groups.items():
-        if everything or title == "run":
-            group = parser.add_argument_group(title)
-            for option in options:
-                if option[0] not in COMMON_OPTIONS:
-                    parser.add(group, *option)
+        if not everything and title != "run":
+            continue
+        group = parser.add_argument_group(title)
+        for option in options:
+            if option[0] not in COMMON_OPTIONS:
+                parser.add(group, *option)
     return parser
 
 
-def _options(of: Any) -> Iterator[tuple[str, Any, OptionSpec, Any, str]]:
+def _groups_of_options(config: TrainConfig) -> dict[str, list[tuple[Any, ...]]]:
+    """The options of a training run by the titles of their groups, in the order of the help."""
+    groups = {"run": list(_options(RunOptions())), "training": list(_options(config))}
+    for part in GROUPS:
+        groups[part] = list(_options(getattr(config, part)))
+    groups["processes"] = list(_options(ProcessOptions()))
+    return groups
+
+
+def _options(owner: Any) -> Iterator[tuple[str, Any, OptionSpec, Any, str]]:
     """The name, type, way to show, default and help of each option of a command or config."""
-    source = of if inspect.isfunction(of) else type(of)
-    texts = {each.arg_name: each.description or "" for each in _documentation(source).params}
+    is_function = inspect.isfunction(owner)
+    source = owner if is_function else type(owner)
+    texts = {
+        parameter.arg_name: parameter.description or ""
+        for parameter in _documentation(source).params
+    }
     kinds = get_type_hints(source)
     annotated = get_type_hints(source, include_extras=True)
     for name, parameter in inspect.signature(source).parameters.items():
-        default = parameter.default if source is of else getattr(of, name)
+        default = parameter.default if is_function else getattr(owner, name)
         if dataclasses.is_dataclass(default) or name in ("vocab_size", "make"):
             continue  # a group of its own; the tokenizer determines it; --model gives it
-        if kinds[name] is bool and isinstance(of, CONFIGS):
+        if kinds[name] is bool and isinstance(owner, CONFIGS):
             default = None  # a file's may be either
-        notes = getattr(annotated[name], "__metadata__", ())
-        shown = next((note for note in notes if isinstance(note, OptionSpec)), OptionSpec())
+        shown = OptionSpec()
+        for note in getattr(annotated[name], "__metadata__", ()):
+            if isinstance(note, OptionSpec):
+                shown = note
         yield name, kinds[name], shown, default, " ".join(texts.get(name, "").split())
 
 
 @functools.cache
-def _documentation(of: Any) -> docstring_parser.Docstring:
+def _documentation(source: Any) -> docstring_parser.Docstring:
     """A docstring, also those of fields, which takes a while to read."""
-    return docstring_parser.parse_from_object(of)
+    return docstring_parser.parse_from_object(source)
 
 
 def _base_config(given: dict[str, Any], run: RunOptions) -> TrainConfig:

@@ -105,6 +105,25 @@ def with_arrays(package: ModuleType) -> list[str]:
     return list(found)
 
 
+def first_with_each_annotation(package: ModuleType) -> set[str]:
+    """The callables whose arrays are annotated in a way that no callable before them is."""
+    known: set[str] = set()
+    found = set()
+    for module in modules(package):
+        for name, function in callables(module):
+            if not handles_arrays(function):
+                continue
+            written = {str(hint) for hint in annotations(function).values() if _has_array(hint)}
+            if not written <= known:
+                found.add(name)
+            known |= written
+    return found
+
+
+def _has_array(hint: Any) -> bool:
+    return any(is_array(part) for part in parts(hint))
+
+
 def takes_sizes(function: Any) -> bool:
     return int in annotations(function).values() or "<string>" in _file(function)
 

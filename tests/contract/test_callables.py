@@ -16,10 +16,17 @@ from jaxtyping import Array, Bool, Float, Int, Integer, TypeCheckError
 import jgpt
 from jgpt.shapes.contract import check, typed
 from tests.contract.calls import DTYPES, KEY, Call, Value, array_hint, mutations, shape_mutations
-from tests.contract.inspection import annotations, parts, unbraced, with_arrays
+from tests.contract.inspection import (
+    annotations,
+    first_with_each_annotation,
+    parts,
+    unbraced,
+    with_arrays,
+)
 from tests.contract.programs import GENERIC, SIZES, calls_of
 
 NAMES = with_arrays(jgpt)
+NEW_ANNOTATIONS = first_with_each_annotation(jgpt)
 JUDGES = (
     "jgpt.nn.consistency._difference",
     "jgpt.nn.cache.KVCache.append_tokens",
@@ -77,6 +84,15 @@ SAMPLE: dict[str, dict[str, Any]] = {
 """A few contracts a second time by hand: what the tests read off annotations is this."""
 
 
+def slow_where_annotations_repeat(names: list[str]) -> list[Any]:
+    """Names as parameters. A callable without a new annotation is judged in the slow run alone."""
+    found = []
+    for name in names:
+        marks = () if name in NEW_ANNOTATIONS else pytest.mark.slow
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_good_call_passes_and_names_mean_one_thing(name: str):
     for call in calls_of(name):
@@ -97,7 +113,7 @@ def judged(call: Call, hints: dict[str, Any]) -> int:
     return fitting
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_where_annotations_repeat(NAMES))
 def test_each_mutated_argument_is_judged_by_the_contract(name: str):
     for call in calls_of(name):
         judged(call, call.hints)
@@ -173,7 +189,10 @@ def wrong_values(hint: Any, value: Any, loose: bool) -> Iterator[Any]:
             )
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("__init__")])
+@pytest.mark.parametrize(
+    "name",
+    slow_where_annotations_repeat([name for name in NAMES if not name.endswith("__init__")]),
+)
 def test_a_wrong_result_is_blamed_on_the_return(name: str):
     loose = name.removeprefix("jgpt.") in LOOSE
     for call in calls_of(name):
