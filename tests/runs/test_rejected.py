@@ -198,7 +198,7 @@ def test_a_start_reads_the_files_of_its_run_once(copy, monkeypatch):
         return provenance(run)
 
     class Started(jgpt.Progress):
-        def started(self, *_):
+        def started(self, config, dataset, state, out):
             read.append("started")
 
     monkeypatch.setattr(manifest, "read_file", recorded_file)
