@@ -82,8 +82,9 @@ def test_ratios_on_other_processors_stand_beside(tmp_path, monkeypatch):
         [f"{steps}, bfloat16", "0.50", "0.47"],
         [f"tokens/s sampled in float32, {batch}", "1.05", "1.05"],
     ]
-    _, step = tables.readme()
+    _, step, sampled = tables.readme()
     assert step[:1] + step[3:] == [f"{steps}, float32", "0.80", "0.75"]
+    assert sampled[0] == f"tokens/s sampled in float32, {batch}"
 
 
 def test_a_first_text_is_a_row_where_it_was_measured(tmp_path, monkeypatch):
