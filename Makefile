@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 # parity is PyTorch, which brings gigabytes on Linux: without it, its tests are skipped
 EXTRAS ?= docs,test,parity
 AHEAD := $(VENV)-ahead
-# the newest Python that is tested, where there is one, and the newest JAX for it; without PyTorch
+# the newest Python that is tested, where there is one that runs (pyenv has commands that don't), and
+# the newest JAX for it; without PyTorch
 NEWEST := $(VENV)-newest
-NEWEST_PYTHON := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python3.13) $(shell command -v python3.13))
+NEWEST_PYTHON := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python3.13) $(shell python3.13 -c 'import sys; print(sys.executable)' 2>/dev/null))
 NEWEST_TESTS := tests/cli/test_cli.py tests/test_config.py \
 	tests/contract/test_calls.py tests/contract/test_messages.py tests/contract/test_transforms.py \
 	tests/nn/test_attention.py tests/nn/test_layers.py tests/nn/test_transformer.py
