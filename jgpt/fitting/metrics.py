@@ -75,9 +75,12 @@ class MetricsLogger:
             return
         first_step, count, metrics = self._pending
         self._pending = None
-        rows = (np.asarray(getattr(metrics, name))[:count].tolist() for name in EACH_STEP)
-        for step, values in enumerate(zip(*rows, strict=True), first_step + 1):
-            line = {"step": step, **dict(zip(EACH_STEP, values, strict=True))}
+        # one transfer for each metric, not for each step; what follows `count` belongs to no step
+        columns = {name: np.asarray(getattr(metrics, name))[:count].tolist() for name in EACH_STEP}
+        for row in range(count):
+            line: dict[str, Any] = {"step": first_step + 1 + row}
+            for name, column in columns.items():
+                line[name] = column[row]
             if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
                 self._write(self._held)
                 raise FloatingPointError(self._not_finite_message(line))
@@ -133,7 +136,8 @@ class MetricsLogger:
             measured["tokens_per_second"] = round(speed, 1)
             if self._peak_speed:
                 measured["model_flops_utilisation"] = round(speed / self._peak_speed, 5)
-        if (memory := memory_in_use()) is not None:
+        memory = memory_in_use()
+        if memory is not None:
             measured["memory_bytes"] = memory
         return measured
 
@@ -155,11 +159,20 @@ class MetricsLogger:
     def _not_finite_message(self, line: dict[str, Any]) -> str:
         config = self._config
         step = line["step"]
-        steps = config.steps_per_call  # the shape that is compiled already
-        sizes = self._training_tokens, config.batch_size, config.model.block_size
-        starts = window_starts(config.seed, step - 1, steps, *sizes)[0].tolist()
-        name = "gradient_norm" if math.isfinite(line["loss"]) else "loss"
-        tokens = f"{', '.join(map(str, starts[:8]))}{', …' if starts[8:] else ''}"
+        starts = window_starts(
+            config.seed,
+            step - 1,
+            config.steps_per_call,  # the shape that is compiled already
+            self._training_tokens,
+            config.batch_size,
+            config.model.block_size,
+        )[0].tolist()
+        name = "loss"
+        if math.isfinite(line["loss"]):
+            name = "gradient_norm"
+        tokens = ", ".join(map(str, starts[:8]))
+        if len(starts) > 8:
+            tokens += ", …"
         advice = "lower learning_rate"
         if step == 1:  # no update has been made, so a lower rate changes nothing
             advice = (

@@ -78,33 +78,49 @@ def describe_learning_rate(
     text says how to avoid it.
     """
     done = max(checkpoints, default=0)
+    if not 0 < done < given.steps:
+        return None
     span = saved.optimizer.schedule_steps or saved.steps
-    same = (saved.steps, span) == (given.steps, given.optimizer.schedule_steps or given.steps)
+    given_span = given.optimizer.schedule_steps or given.steps
+    is_same_schedule = (saved.steps, span) == (given.steps, given_span)
     lowered = [
         f"{name}={new:g} instead of {old:g}" for name, old, new in _lowered_rates(saved, given)
     ]
-    if (same and not lowered) or not 0 < done < given.steps:
+    if is_same_schedule and not lowered:
         return None
     before = _learning_rate(saved)
     after = _learning_rate(given)
-    longer = [] if same else [f"{given.steps} steps instead of {saved.steps}"]
-    changed = f"{', '.join(longer + lowered)}: the learning rate"
+    changes = lowered
+    if not is_same_schedule:
+        changes = [f"{given.steps} steps instead of {saved.steps}", *lowered]
+    changed = f"{', '.join(changes)}: the learning rate"
+    # a rate that was lowered on purpose may jump
     if lowered:
         return f"{changed} goes from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}"
+    # where both schedules have the same rate, a run goes on without a jump
     steady = [step for step in checkpoints if math.isclose(before(step), after(step), rel_tol=1e-6)]
     if done in steady:
         return f"{changed} goes on from {before(done - 1):.3g} to {after(done):.3g}, without a jump"
-    kept = dataclasses.replace(given.optimizer, schedule_steps=span)
-    end = _learning_rate(dataclasses.replace(given, optimizer=kept))(given.steps - 1)
-    way = "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
-    way += "decay, which keep_every keeps"
-    if end > 0:
-        way = f"schedule_steps={span} keeps the schedule ({end:.3g} at the last step)"
-    elif steady:
-        way = f"delete the checkpoints after {steady[-1]} to resume from that one"
     return (
         f"{changed} jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. "
-        f"Without a jump: {way}"
+        f"Without a jump: {_way_without_a_jump(given, span, steady)}"
+    )
+
+
+def _way_without_a_jump(given: TrainConfig, span: int, steady: list[int]) -> str:
+    """How to resume with other steps and no jump of the rate, if there is a way.
+
+    `span` are the steps of the saved schedule, `steady` the checkpoints where both agree.
+    """
+    same_schedule = dataclasses.replace(given.optimizer, schedule_steps=span)
+    last_rate = _learning_rate(dataclasses.replace(given, optimizer=same_schedule))(given.steps - 1)
+    if last_rate > 0:
+        return f"schedule_steps={span} keeps the schedule ({last_rate:.3g} at the last step)"
+    if steady:
+        return f"delete the checkpoints after {steady[-1]} to resume from that one"
+    return (
+        "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
+        "decay, which keep_every keeps"
     )
 
 
