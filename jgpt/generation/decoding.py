@@ -248,7 +248,7 @@ def _draw(
         token = next_token(logits, jax.random.fold_in(key, start + i), sampling)
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
         drawn = drawn.at[:, i].set(token)
-        # read by the host with the tokens: to raise here would wait for the device at each step
+        # a compiled loop can't raise: the host reads it with the tokens
         finite = finite & jnp.isfinite(logits).all()
         return window, cache, drawn, finite
 

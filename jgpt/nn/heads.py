@@ -86,7 +86,7 @@ class Head(_Attention):
         self.scale = scale
         self.rotary = rotary
         self.rotary_base = ModelConfig.rotary_base
-        # defaults of a config's heads: Head is a lesson's module, with few options of its own
+        # as the defaults of a config are
         norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=False)
         self.query_norm = norm() if qk_norm else None
         self.key_norm = norm() if qk_norm else None

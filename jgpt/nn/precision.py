@@ -81,7 +81,7 @@ def supported_dtype(dtype: DTypeLike) -> DTypeLike:
         is_floating = False
     if not is_floating:
         raise ValueError(f"dtype {dtype!r} must be floating-point, such as float32 or bfloat16")
-    # JAX would take float32 instead, without a word
+    # JAX would take float32 instead, with no more than a warning
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"dtype {jnp.dtype(dtype)} needs JAX_ENABLE_X64=1 in the environment")
     return dtype
