@@ -201,6 +201,24 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+OPEN_FILES = 128
+"""Saving a checkpoint takes more than 64."""
+
+
+def require_open_files() -> None:
+    """Raise ValueError where a process may open too few files to save a checkpoint."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < OPEN_FILES:
+        raise ValueError(
+            f"a process may open {allowed} files here, and training needs {OPEN_FILES}: raise the "
+            "limit, with ulimit -n 1024"
+        )
+
+
 _LOWERING_CACHES = (
     ("jax._src.pjit", "_pjit_lower"),
     ("jax._src.interpreters.pxla", "_cached_lowering_to_hlo"),

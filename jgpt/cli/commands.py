@@ -70,8 +70,6 @@ MeshOption = Annotated[
 ]
 Lines = list[str]
 BATCH_SIZE = 16
-OPEN_FILES = 128
-"""Saving a checkpoint takes more than 64."""
 SEPARATOR = "---------------"
 
 
@@ -105,22 +103,7 @@ def _leave(message: str) -> NoReturn:
     os._exit(2)
 
 
-def _require_open_files() -> None:
-    """Raise ValueError where a process may open too few files to save a checkpoint."""
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < OPEN_FILES:
-        raise ValueError(
-            f"a process may open {allowed} files here, and training needs {OPEN_FILES}: raise the "
-            "limit, with ulimit -n 1024"
-        )
-
-
 def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
-    _require_open_files()
     with importing():
         from jgpt import hardware
         from jgpt.cli import console, live, signals

@@ -27,6 +27,7 @@ from jgpt.hardware import (
     memory_in_use,
     process_index,
     release_memory,
+    require_open_files,
 )
 from jgpt.nn.consistency import inconsistencies
 from jgpt.nn.models import LanguageModel, abstract_model
@@ -130,6 +131,7 @@ def fit(
     platform = platform or current_platform()
     progress = _progress_of_this_process(progress)
     with raise_in_all_processes():
+        require_open_files()
         target = choose_target(config, resume=resume, overwrite=overwrite)
         prepared = prepare(config, target, platform, progress, should_stop)
     require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))

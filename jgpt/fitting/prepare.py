@@ -22,10 +22,13 @@ from jgpt.fitting.resume import (
     fields_of,
     require_same_run,
     resume_evaluations,
+    without_ignored_average,
 )
 from jgpt.fitting.stopping import StoppedBeforeTraining
 from jgpt.fitting.trackers import require_tracker
 from jgpt.hardware import Platform, process_count
+from jgpt.runs.checkpoints import has_average
+from jgpt.runs.directory import CHECKPOINTS
 from jgpt.runs.provenance import provenance
 from jgpt.runs.target import SavedRun, Target
 from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
@@ -162,6 +165,10 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
     for line in changed_code(saved.config, recorded):
         warn(line)
     before = _config_with_code(saved, recorded)
+    if saved.checkpoints:
+        last = saved.path / CHECKPOINTS / str(saved.checkpoints[-1])
+        if not has_average(last):
+            before = without_ignored_average(before, recorded)
     text_is_known = saved.text is not None
     require_same_run(before, recorded, saved.checkpoints, text_is_known=text_is_known)
     changed = describe_learning_rate(before, recorded, saved.checkpoints)

@@ -60,6 +60,25 @@ def require_same_run(
         )
 
 
+def without_ignored_average(saved: TrainConfig, given: TrainConfig) -> TrainConfig:
+    """The config of a run whose checkpoints have no average of weights, as it was trained.
+
+    Earlier versions ignored `ema_decay` with a custom optimizer. Raises ValueError where it is to
+    be resumed with an average.
+    """
+    decay = saved.optimizer.ema_decay
+    if decay == 0 or saved.optimizer.make is None:
+        return saved
+    if given.optimizer.ema_decay == decay:
+        raise ValueError(
+            f"ema_decay={decay:g} of {given.out} can't be resumed: it had no effect with a custom "
+            "optimizer when the run was trained, so its checkpoints have no average of weights. "
+            "Give ema_decay=0, and the run goes on as it was trained"
+        )
+    optimizer = dataclasses.replace(saved.optimizer, ema_decay=0.0)
+    return dataclasses.replace(saved, optimizer=optimizer)
+
+
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The names and values of a config's fields, those of its parts too; not the user's code."""
     for name, value in values_without_code(config).items():

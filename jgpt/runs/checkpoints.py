@@ -505,6 +505,11 @@ def _is_large_on_cpu(state: TrainState) -> bool:
     return platforms == {"cpu"} and sum(leaf.nbytes for leaf in leaves) >= WAITED_FOR
 
 
+def has_average(checkpoint: Path) -> bool:
+    """Whether the weights of a checkpoint are an average: it has the trained ones as well."""
+    return any((checkpoint / "optimizer").glob("trained.*"))
+
+
 def _require_plausible(directory: Path, largest: int) -> None:
     """Raise ValueError for files that jgpt doesn't write, and headers that claim too much memory.
 

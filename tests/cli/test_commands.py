@@ -12,6 +12,7 @@ import jax
 import pytest
 from flax import nnx
 
+import jgpt
 from jgpt import TrainConfig
 from jgpt.cli import main
 from jgpt.cli.commands import info
@@ -20,6 +21,7 @@ from jgpt.fitting.evaluate import evaluate
 from jgpt.generation.text import stream_text
 from jgpt.hardware import CHIPS
 from jgpt.parallel.mesh import current_mesh
+from jgpt.presets import preset
 from jgpt.runs.checkpoints import load
 from jgpt.training.ahead import Collective, CompiledStep
 from jgpt.training.evaluation import EvaluationPlan
@@ -169,6 +171,9 @@ def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
 
 def test_training_is_not_begun_where_too_few_files_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
-    said = refused("train", "tiny", "--out", tmp_path / "run")
-    assert "a process may open 32 files here, and training needs 128: raise the limit" in said
+    message = "a process may open 32 files here, and training needs 128: raise the limit"
+    assert message in refused("train", "tiny", "--out", tmp_path / "run")
+    config = dataclasses.replace(preset("tiny"), out=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=message):
+        jgpt.fit(config, progress=None)
     assert not (tmp_path / "run").exists()
