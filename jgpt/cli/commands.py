@@ -384,7 +384,7 @@ def info(
     optimizer: Annotated[str | None, OptionSpec("FILE:NAME", "Likewise the optimizer.")] = None,
     mesh: MeshOption = None,
 ) -> Lines:
-    """Show the parameters, bytes, FLOPs, training memory and proofs of a model."""
+    """Show the parameters, bytes, FLOPs and training memory of a model."""
     with importing() as status:
         from jgpt import hardware
         from jgpt.cli import console
