@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -31,14 +32,14 @@ def main(args: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with (
-        _without_echoes(),
+        _without_echoes() as repeated,
         contextlib.redirect_stdout(terminal(sys.stdout)),
         contextlib.redirect_stderr(terminal(sys.stderr)),
     ):
-        _run_or_exit(args)
+        _run_or_exit(args, repeated)
 
 
-def _run_or_exit(args: list[str]) -> None:
+def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
     try:
         try:
             lines = _run(args)
@@ -51,6 +52,10 @@ def _run_or_exit(args: list[str]) -> None:
         _discard_output()
         sys.exit(141)
     except Exception as error:
+        if isinstance(error, ImportError) and (repeated or _follows_an_interruption(error)):
+            for canceled in repeated:
+                canceled.set()
+            sys.exit(130)
         custom = describe_error(error)
         if os.environ.get("JGPT_TRACEBACK") == "1":
             raise
@@ -63,6 +68,15 @@ def _run_or_exit(args: list[str]) -> None:
             line = in_flags(line) if "config" in named else in_flags(line, named)
         print(f"jgpt: {line}", file=sys.stderr)
         sys.exit(2)
+
+
+def _follows_an_interruption(error: BaseException | None) -> bool:
+    """Extension modules turn whatever is raised while they are imported into an ImportError."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _run(args: list[str]) -> Iterable[str]:
@@ -101,10 +115,10 @@ def _describe_commands() -> list[str]:
 
 
 @contextlib.contextmanager
-def _without_echoes() -> Iterator[None]:
+def _without_echoes() -> Iterator[list[threading.Event]]:
     """Silence TensorStore's threads and asyncio after a failed write, which raises an error too.
 
-    An interruption that Python would report and drop is repeated.
+    An interruption that would be reported and dropped is repeated. Yields events that cancel this.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -112,17 +126,28 @@ def _without_echoes() -> Iterator[None]:
     show = warnings.showwarning
     warnings.showwarning = lambda message, *_: print(f"jgpt: {message}", file=sys.stderr)
     report = sys.unraisablehook
+    report_uncaught = sys.excepthook
+    repeated: list[threading.Event] = []
 
     def hook(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            interrupt_again()
+            repeated.append(interrupt_again())
         elif str(unraisable.exc_value) != "Event loop is closed":
             report(unraisable)
 
+    def uncaught_hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        # while a command runs, only C code calls it: NumPy's, when its import is interrupted
+        if issubclass(kind, KeyboardInterrupt):
+            repeated.append(interrupt_again())
+        else:
+            report_uncaught(kind, error, trace)
+
     sys.unraisablehook = hook
+    sys.excepthook = uncaught_hook
     try:
-        yield
+        yield repeated
     finally:
+        sys.excepthook = report_uncaught
         sys.unraisablehook = report
         warnings.showwarning = show
 

@@ -55,22 +55,28 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
         here.close()
 
 
-def interrupt_again() -> None:
-    """Interrupt the main thread once more, a moment later.
+def interrupt_again() -> threading.Event:
+    """Interrupt the main thread once more, a moment later, unless the event is set by then.
 
     Ctrl-C raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the
     garbage collector, of a weak reference or in a destructor Python only reports what is raised,
     and JAX has many of them: 36 of 200 interruptions were lost there. What reports it calls this.
     """
+    returned = threading.Event()
+    canceled = threading.Event()
 
     def interrupt() -> None:
+        # not from here: the callback that was interrupted has not returned yet. On a busy machine
+        # the main thread may take long to return, and what is raised before that is lost, too
+        returned.wait()
+        if canceled.wait(SECONDS_UNTIL_AGAIN):
+            return
         main = threading.main_thread().ident
         if hasattr(signal, "pthread_kill") and main is not None:
             signal.pthread_kill(main, signal.SIGINT)  # ends a system call, too
         else:
             _thread.interrupt_main()
 
-    # not from here: the callback that was interrupted has not returned yet
-    timer = threading.Timer(SECONDS_UNTIL_AGAIN, interrupt)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=interrupt, daemon=True).start()
+    returned.set()
+    return canceled

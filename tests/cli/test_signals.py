@@ -153,8 +153,20 @@ def interrupted_here(*_):
     while time.monotonic() < until:  # in Python, where a handler can run
         pass
 
+def import_interrupted(where):
+    try:
+        interrupted_here()
+    except KeyboardInterrupt as interruption:
+        if where == "import":
+            raise ImportError("failed to initialize") from interruption
+        sys.excepthook(*sys.exc_info())  # as PyErr_Print does
+    if where == "import that prints":
+        raise ImportError("failed to import")
+
 def nothing() -> None:
     where = sys.argv[1]
+    if "import" in where:
+        import_interrupted(where)
     thing = Thing(where)
     if where == "weak reference":
         kept = weakref.ref(thing, interrupted_here)
@@ -171,7 +183,17 @@ main(["nothing"])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
-@pytest.mark.parametrize("where", ["destructor", "weak reference", "collector"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "destructor",
+        "weak reference",
+        "collector",
+        "import",
+        "import that prints",
+        "optional import",
+    ],
+)
 def test_an_interruption_where_python_drops_it_still_ends_the_command(where):
     command = [sys.executable, "-c", DROPPED, where]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
