@@ -232,7 +232,7 @@ class BPETokenizer:
         model = {**values["model"], "dropout": None}
         values = {**values, "model": model, "truncation": None, "padding": None}
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-            if _growth(values.get(part)) > MAX_GROWTH:
+            if _max_expansion(values.get(part)) > MAX_GROWTH:
                 raise ValueError(f"its {part} may make a text more than {MAX_GROWTH} times longer")
         with _stderr_ignored(), _failures_raised():
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
@@ -769,10 +769,10 @@ def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
     return indices.tolist()
 
 
-def _growth(part: Any) -> int:
+def _max_expansion(part: Any) -> int:
     """An upper bound of how many times longer a part of a tokenizer may make a text."""
     if isinstance(part, list):
-        return math.prod(map(_growth, part))
+        return math.prod(map(_max_expansion, part))
     if not isinstance(part, dict):
         return 1
     kind = part.get("type")
@@ -782,7 +782,7 @@ def _growth(part: Any) -> int:
         return sum("Sequence" in piece for piece in part["single"])
     added = [text for name in ("content", "prepend") if isinstance(text := part.get(name), str)]
     own = 2 if kind == "ByteLevel" else 1 + len("".join(added))
-    return own * _growth(list(part.values()))
+    return own * _max_expansion(list(part.values()))
 
 
 def _regular_expressions(part: Any) -> Iterator[str]:

@@ -42,7 +42,7 @@ class MetricsLogger:
         flops = 3 * flops_per_token(config.model) if peak else 0  # lowers a user's own model
         self._peak_speed = devices * peak / flops if peak and flops else None
         self._pending: tuple[int, int, Metrics] | None = None
-        self._held: list[dict[str, Any]] = []
+        self._unwritten: list[dict[str, Any]] = []
         seconds = [line["seconds"] for line in run.metrics() if "seconds" in line]
         self._started = time.perf_counter() - (seconds[-1] if seconds else 0.0)
         self._clock: float | None = None
@@ -82,25 +82,25 @@ class MetricsLogger:
             for name, column in columns.items():
                 line[name] = column[row]
             if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
-                self._write(self._held)
+                self._write(self._unwritten)
                 raise FloatingPointError(self._not_finite_message(line))
-            self._held.append(line)
+            self._unwritten.append(line)
         self._tokens += count * self._tokens_per_step
-        *lines, last = self._held
+        *lines, last = self._unwritten
         last |= self._measurements(last["step"])
         self._write(lines)
-        self._held = [last]
+        self._unwritten = [last]
         self._report(last["step"], last["loss"], last.get("tokens_per_second"))
 
     def add_evaluation(self, **losses: float) -> None:
         """Add to the last step's line, or begin that of step 0. Call `wait` before."""
-        self._held = self._held or [{"step": 0}]
-        self._held[-1] |= losses
+        self._unwritten = self._unwritten or [{"step": 0}]
+        self._unwritten[-1] |= losses
 
     def finish(self) -> None:
         """Record all calls durably."""
         self.wait()
-        self._write(self._held, durable=True)
+        self._write(self._unwritten, durable=True)
         self._raise_failure()
 
     def unevaluated(self) -> dict[str, Any]:
@@ -109,15 +109,15 @@ class MetricsLogger:
         It waits for the loss of an evaluation.
         """
         self.wait()
-        (last,) = self._held
+        (last,) = self._unwritten
         self._write([], durable=True)
-        self._held = [last]
+        self._unwritten = [last]
         self._raise_failure()
         return last.copy()
 
     def resume_unevaluated(self, line: dict[str, Any]) -> None:
         """Go on with a last line that `unevaluated` returned, which is not recorded."""
-        self._held = [line]
+        self._unwritten = [line]
         self._started = time.perf_counter() - line.get("seconds", 0.0)
 
     def _raise_failure(self) -> None:
@@ -142,7 +142,7 @@ class MetricsLogger:
         return measured
 
     def _write(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
-        self._held = []
+        self._unwritten = []
         try:
             if process_index() == 0:
                 self._run.append(METRICS, lines, durable=durable)

@@ -154,7 +154,7 @@ class Look:
             sizes = f"{counted(layers, 'layer')}, {counted(heads, 'head')}"
             raise ValueError(f"{time} tokens are too many for a page: {sizes}")
         length = min(max(SHORTEST, 1 << (time - 1).bit_length()), self.model.block_size)
-        given = self._unchanged(length)
+        given = self._neutral_inputs(length)
         given["tokens"][0, :time] = tokens
         for at, factor in changes.heads.items():
             given["heads"][at] = factor
@@ -165,7 +165,7 @@ class Look:
             given["streams"] = streams
         return self._program(self._weights, given)
 
-    def _unchanged(self, length: int) -> dict[str, Any]:
+    def _neutral_inputs(self, length: int) -> dict[str, Any]:
         """What the program is given, of so many tokens: nothing is changed."""
         anatomy = self.anatomy
         blocks = len(self.anatomy.blocks)
@@ -247,7 +247,7 @@ class Look:
             found: list[Any] = []
             jax.eval_shape(
                 lambda given: found.extend(_rows(*self._hear(self.model, given))),
-                self._unchanged(length),
+                self._neutral_inputs(length),
             )
             return found
 
@@ -296,7 +296,7 @@ class Look:
         }
         if anatomy.attention:
             weights = np.stack(found["attention"])[..., *np.tril_indices(time)].astype(np.float32)
-            data["attention"] = packed(weights, fine=weights.size <= MOST_FINE_WEIGHTS)
+            data["attention"] = quantise_for_page(weights, fine=weights.size <= MOST_FINE_WEIGHTS)
         if before is not None:
             lengths = ("log_probabilities", time), ("next_log_probabilities", time - 1)
             data["before"] = {name: _rounded(before[name][-1, :end]) for name, end in lengths}
@@ -307,10 +307,10 @@ class Look:
         fits = entries <= MOST_FINE_WEIGHTS
         if products and fits:
             query, key, scale = products
-            both = [packed(each[:, :, :time]) for each in (query, key)]
+            both = [quantise_for_page(each[:, :, :time]) for each in (query, key)]
             data["products"] = {"scale": float(scale[0]), "query": both[0], "key": both[1]}
         data["arrays"] = [
-            row | {"values": packed(array) if fits else None} for row, array in arrays
+            row | {"values": quantise_for_page(array) if fits else None} for row, array in arrays
         ]
         return data
 
@@ -362,7 +362,7 @@ def _rows(trace: ShapeTrace, heard: dict[int, Heard]) -> list[tuple[str, str, Sh
     return [*rows, ("logits", "", trace.results[0], logits)]
 
 
-def packed(array: Any, *, fine: bool = True) -> dict[str, Any]:
+def quantise_for_page(array: Any, *, fine: bool = True) -> dict[str, Any]:
     """An array in two bytes an entry, or one, evenly between its least and its largest value."""
     dtype = "<u2" if fine else "u1"
     low = float(array.min())
