@@ -29,13 +29,23 @@ class Entry(NamedTuple):
     read: Callable[[], Any]
 
 
+class _Stored(NamedTuple):
+    """Parameters of ours, concatenated along the last axis, as a tensor of another project."""
+
+    parts: dict[str, int]
+    """Their names, and their sizes along the last axis."""
+    shape: tuple[int, ...]
+    transposed: bool
+
+
 def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry]) -> GPT:
     """A model with the tensors of another project, read one by one.
 
     Raises ValueError for a missing or unexpected tensor, or another shape, before any is read.
     """
-    blocks = {found[0] for name in entries if (found := _BLOCK.match(name))}
-    if len(blocks) != config.num_layers:  # before a wrong config makes a huge layout
+    blocks = _blocks_of(entries)
+    # before the layout is made, which a config with far too many layers would make huge
+    if len(blocks) != config.num_layers:
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
     layout = _layout(config, format)
     head = "lm_head.weight"
@@ -43,26 +53,44 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
     copies = {}
     if config.tie_embeddings and head in entries:
         if table in entries:
-            copies = {head: layout[table]}
+            copies[head] = layout[table]
         else:  # a tied table may be stored as the head alone
             entries = {**entries, table: entries[head]}
             del entries[head]
     require_names(set(entries), {*layout, *copies})
+    # all shapes before any tensor: a large one may take minutes to read
     for name, stored in (layout | copies).items():
-        if (shape := list(entries[name].shape)) != list(stored.shape):
+        shape = list(entries[name].shape)
+        if shape != list(stored.shape):
             raise ValueError(f"{name} has shape {shape}, not {list(stored.shape)}")
     if copies and not np.array_equal(entries[head].read(), entries[table].read()):
         raise ValueError(f"{head} differs from {table}, but tie_word_embeddings=True")
     leaves = {}
     for name, stored in layout.items():
-        try:
-            tensor = jnp.asarray(entries[name].read())
-        except MemoryError:
-            raise ValueError(f"{name} of shape {list(stored.shape)} exceeds the memory") from None
-        tensor = tensor.T if stored.transposed else tensor
-        *ends, _ = itertools.accumulate(stored.parts.values())
-        leaves |= zip(stored.parts, jnp.split(tensor, ends, axis=-1), strict=True)
+        leaves |= _split(name, stored, entries[name])
     return _model(config, leaves)
+
+
+def _blocks_of(names: Iterable[str]) -> set[str]:
+    """The blocks that tensors belong to, as their names begin."""
+    blocks = set()
+    for name in names:
+        found = _BLOCK.match(name)
+        if found:
+            blocks.add(found[0])
+    return blocks
+
+
+def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
+    """The parameters that one tensor of a file holds, by their names here."""
+    try:
+        tensor = jnp.asarray(entry.read())
+    except MemoryError:
+        raise ValueError(f"{name} of shape {list(stored.shape)} exceeds the memory") from None
+    if stored.transposed:
+        tensor = tensor.T
+    *ends, _ = itertools.accumulate(stored.parts.values())
+    return dict(zip(stored.parts, jnp.split(tensor, ends, axis=-1), strict=True))
 
 
 @typed
@@ -75,15 +103,20 @@ def write_tensors(model: GPT, format: Format) -> Tensors:
     for name, stored in _layout(config, format).items():
         parts = [np.asarray(leaves[part].get_value(), dtype) for part in stored.parts]
         tensor = np.concatenate(parts, axis=-1)
-        tensors[name] = tensor.T if stored.transposed else tensor
+        if stored.transposed:
+            tensor = tensor.T
+        tensors[name] = tensor
     for name in list(tensors):
         bias = name.removesuffix("weight") + "bias"
         has_bias = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
         if has_bias and bias not in tensors:
             tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
+    # the head is beside the model that the prefix names, in all formats
     head = tensors.pop("lm_head.weight", None)
     prefixed = {f"{format.prefix}.{name}": tensor for name, tensor in tensors.items()}
-    return prefixed if head is None else prefixed | {"lm_head.weight": head}
+    if head is not None:
+        prefixed["lm_head.weight"] = head
+    return prefixed
 
 
 def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenizer]:
@@ -119,7 +152,9 @@ def require_names(found: set[str], wanted: set[str]) -> None:
     """Raise ValueError naming missing and unexpected tensors."""
     for problem, names in (("missing", wanted - found), ("unexpected", found - wanted)):
         if names:
-            shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+            shown = ", ".join(sorted(names)[:3])
+            if len(names) > 3:
+                shown += ", …"
             raise ValueError(f"{problem} tensors ({len(names)}): {shown}")
 
 
@@ -141,33 +176,35 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     return plain
 
 
-class _Stored(NamedTuple):
-    """Parameters of ours, concatenated along the last axis, as a tensor of another project."""
-
-    parts: dict[str, int]
-    """Their names, and their sizes along the last axis."""
-    shape: tuple[int, ...]
-    transposed: bool
-
-
 def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
     """The tensors of another project for the parameters that a model has."""
     leaves = named_parameters(abstract_model(config))
-    parts = {}
+    # GPT-2 has one tensor for queries, keys and values, so that several names of ours share one
+    names_in: dict[str, list[str]] = {}
     for ours, theirs in format.modules.items():
-        for index in range(config.num_layers if "{}" in ours else 1):
+        count = 1
+        if "{}" in ours:
+            count = config.num_layers
+        for index in range(count):
             for kind in ("kernel", "scale", "embedding", "bias"):
-                if (name := f"{ours}.{kind}".format(index)) in leaves:
-                    tensor = f"{theirs}.{'bias' if kind == 'bias' else 'weight'}".format(index)
-                    parts[tensor] = (*parts.get(tensor, ()), name)
+                name = f"{ours}.{kind}".format(index)
+                if name not in leaves:
+                    continue
+                ending = "weight"
+                if kind == "bias":
+                    ending = "bias"
+                names_in.setdefault(f"{theirs}.{ending}".format(index), []).append(name)
     layout = {}
-    for tensor, names in parts.items():
-        # the head is nn.Linear in all formats
+    for tensor, names in names_in.items():
+        # PyTorch's nn.Linear keeps (out, in), which GPT-2's Conv1D doesn't; the head of all formats
+        # is an nn.Linear
         is_linear = format.linear or tensor == "lm_head.weight"
         transposed = is_linear and names[0].endswith(".kernel")
         sizes = {name: leaves[name].shape[-1] for name in names}
         shape = (*leaves[names[0]].shape[:-1], sum(sizes.values()))
-        layout[tensor] = _Stored(sizes, shape[::-1] if transposed else shape, transposed)
+        if transposed:
+            shape = shape[::-1]
+        layout[tensor] = _Stored(sizes, shape, transposed)
     return layout
 
 
