@@ -16,7 +16,7 @@ from typing import Any
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import OptionError, help_of, in_flags, parse
 from jgpt.cli.signals import interrupt_again
-from jgpt.cli.terminal import open_console, say, terminal
+from jgpt.cli.terminal import for_terminal, open_console, say
 from jgpt.user_code import describe_error
 from jgpt.words import did_you_mean
 
@@ -33,8 +33,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")
     with (
         _without_echoes() as repeated,
-        contextlib.redirect_stdout(terminal(sys.stdout)),
-        contextlib.redirect_stderr(terminal(sys.stderr)),
+        contextlib.redirect_stdout(for_terminal(sys.stdout)),
+        contextlib.redirect_stderr(for_terminal(sys.stderr)),
     ):
         _run_or_exit(args, repeated)
 

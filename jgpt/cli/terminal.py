@@ -46,7 +46,7 @@ class Terminal(io.TextIOWrapper):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
-def terminal(stream: Any, *, draws: bool = False) -> Any:
+def for_terminal(stream: Any, *, draws: bool = False) -> Any:
     """A `Terminal` for a stream that goes to one; any other stream as it is."""
     if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
         return stream
@@ -81,7 +81,7 @@ def open_console(*, stderr: bool = False) -> Any:
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(
-        file=terminal(stream, draws=True),
+        file=for_terminal(stream, draws=True),
         force_terminal=False if stderr and not sys.stdout.isatty() else None,
     )
 

@@ -97,8 +97,8 @@ def test_commands_import_jax_when_they_need_it_and_show_that_they_do(data_direct
         "assert 'importlib.metadata' not in sys.modules\n"  # half of what `import jgpt` took
         f"jgpt.cli.main({command!r})\n"
         "assert not {'jax', 'flax', 'matplotlib'} & set(sys.modules)\n"
-        "import jgpt.cli.commands as commands\n"
-        "commands.importing = lambda: sys.exit('jax' in sys.modules)\n"
+        "import jgpt.cli.terminal as terminal\n"
+        "terminal.importing = lambda: sys.exit('jax' in sys.modules)\n"
         "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
         "    'sample r', 'chat r', 'eval r', 'info tiny', 'shapes tiny',\n"
         "    'plot r', 'attention r --prompt a', 'look r --prompt a',\n"
@@ -267,7 +267,7 @@ def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
 
 def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
     seconds = iter([100.0, 114.2, 0.0, 2.0])
-    monkeypatch.setattr("jgpt.cli.commands.time.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("jgpt.cli.commands.train.time.perf_counter", lambda: next(seconds))
     run = types.SimpleNamespace(
         directory=tmp_path / "a run",
         sample="",
@@ -371,7 +371,7 @@ def test_sample_continues_several_prompts_side_by_side_up_to_a_stop_string(run):
 
 def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
     """And begins before all prompts are made."""
-    monkeypatch.setattr("jgpt.cli.commands.BATCH_SIZE", 2)
+    monkeypatch.setattr("jgpt.cli.commands.sample.BATCH_SIZE", 2)
     said = worked("sample", run, *SAMPLE, "the", "--num-samples", 3)
     texts = said.removesuffix("\n").split("\n---------------\n")
     assert all(text.startswith("the") and len(text) == 15 for text in texts)
@@ -381,7 +381,7 @@ def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
         yield from [number] * 2
         raise AssertionError("more than go side by side")
 
-    monkeypatch.setattr("jgpt.cli.commands.range", few, raising=False)
+    monkeypatch.setattr("jgpt.cli.commands.sample.range", few, raising=False)
     monkeypatch.setattr("jgpt.generation.text.stream_text", mock.Mock(side_effect=ValueError("go")))
     assert refused("sample", run, "--num-samples", 10**12) == "jgpt: go"
 
@@ -511,7 +511,7 @@ def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
     def never(*arguments, **options):
         raise AssertionError("computed before the folder was checked")
 
-    monkeypatch.setattr("jgpt.cli.commands._loaded", never)
+    monkeypatch.setattr("jgpt.cli.runs.loaded_run", never)
     monkeypatch.setattr("jgpt.pictures.plots.runs_image", never)
     picture = "nodir/a.html" if command == "look" else "nodir/a.png"
     options = [] if command == "plot" else ["--prompt", "the"]

@@ -15,7 +15,7 @@ from flax import nnx
 import jgpt
 from jgpt import TrainConfig
 from jgpt.cli import main
-from jgpt.cli.commands import info
+from jgpt.cli.commands.info import info
 from jgpt.cli.console import describe, describe_ahead
 from jgpt.fitting.evaluate import evaluate
 from jgpt.generation.text import stream_text

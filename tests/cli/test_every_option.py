@@ -81,7 +81,8 @@ def loaded(calls):
     calls.note("jgpt.runs.checkpoints.load", ("the model", TOKENIZER, RUN_CONFIG))
     calls.note("jgpt.nn.int8.with_int8_weights", "the model in int8")
     calls.note("jgpt.parallel.mesh.use_mesh", contextlib.nullcontext())
-    calls.note("jgpt.cli.commands.write_file")
+    for command in ("attention", "look", "new", "plot"):
+        calls.note(f"jgpt.cli.commands.{command}.write_file")
     return calls
 
 
@@ -396,7 +397,7 @@ def test_eval(calls):
 
 def test_info(calls):
     calls.note("jgpt.cli.console.describe_placements", [])
-    calls.note("jgpt.cli.commands._config_of", PRESETS["tiny"][1])
+    calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
     words = ("--model", "m.py:GPT", "--optimizer", "o.py:lion", "--mesh", "tensor=2")
     type_in("info", "run", *words)
     assert list(calls["_config_of"].values()) == ["run", "m.py:GPT", "o.py:lion"]
@@ -412,7 +413,7 @@ def test_shapes(switch, trace, calls):
     traced = SimpleNamespace(
         lines=lambda depth: [f"{lines[0]} of depth {depth}"], as_json=lambda: {"in": "json"}
     )
-    calls.note("jgpt.cli.commands._config_of", PRESETS["tiny"][1])
+    calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
     calls.note(f"jgpt.training.programs.trace_{trace}", traced)
     words = ("--batch", 5, "--time", 7, "--model", "m.py:GPT")
     assert type_in("shapes", "run", *switch, *words, "--depth", 2) == "a line of depth 2\n"
@@ -491,7 +492,7 @@ def test_import(calls):
     calls.note("jgpt.interop.huggingface.load_hf", model)
     calls.note("jgpt.interop.nanogpt.load_nanogpt", model)
     calls.note("jgpt.interop.names.with_one_vocabulary", (model, TOKENIZER))
-    calls.note("jgpt.cli.commands._tokenizer", TOKENIZER)
+    calls.note("jgpt.cli.commands.import_._tokenizer", TOKENIZER)
     calls.note("jgpt.runs.checkpoints.save")
     words = ("--dtype", "bfloat16", "--data", "a.txt", "b.txt", "--no-universal-newlines")
     more = ("--block-size", 12, "--tokenizer", "t.json", "--out", "my_run")

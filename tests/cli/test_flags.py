@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import jgpt
-from jgpt.cli.commands import export, plot, sample
+from jgpt.cli.commands.export import export
+from jgpt.cli.commands.plot import plot
+from jgpt.cli.commands.sample import sample
 from jgpt.cli.options import TRAIN, in_flags
 
 SAMPLE, EXPORT, PLOT = (inspect.signature(it).parameters for it in (sample, export, plot))

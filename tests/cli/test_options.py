@@ -7,7 +7,9 @@ from typing import Literal
 import pytest
 
 from jgpt.cli import options
-from jgpt.cli.commands import COMMANDS, import_, train
+from jgpt.cli.commands import COMMANDS
+from jgpt.cli.commands.import_ import import_
+from jgpt.cli.commands.train import train
 from jgpt.cli.options import (
     COMMON_OPTIONS,
     ProcessOptions,

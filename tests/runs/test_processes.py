@@ -433,7 +433,7 @@ def test_what_differs_is_refused_by_name(poem, tmp_path, monkeypatch, own, messa
 @pytest.mark.parametrize("other", ["file", "module", "built-in"])
 def test_other_code_is_rejected_by_name(poem, tmp_path, monkeypatch, other):
     """Two files, one file that imports another module from beside it, or no file at all."""
-    template = Path(jgpt.__file__).parent / "cli/new_gpt.py.txt"
+    template = Path(jgpt.__file__).parent / "cli/commands/new_gpt.py.txt"
     source = f"{template.read_text()}\nimport sizes\n"
     for index, width in enumerate((3, 4)):
         folder = tmp_path / str(index)

@@ -1,0 +1,73 @@
+"""Arguments that several commands have, and what is checked of them before anything is computed."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+from jgpt.cli.options import (
+    OptionSpec,
+)
+from jgpt.config import (
+    Code,
+    TrainConfig,
+)
+
+Run = Annotated[str, OptionSpec("RUN", "The run directory.", positional=True)]
+LatestRun = Annotated[
+    str | None,
+    OptionSpec(
+        "[RUN]", "The run directory; the latest one in runs/ unless given.", positional=True
+    ),
+]
+What = Annotated[
+    str, OptionSpec("PRESET|RUN", "A preset's name or a run directory.", positional=True)
+]
+Image = Annotated[str, OptionSpec("FILE", "The image to write: .png or .svg.")]
+Probability = Annotated[float | None, OptionSpec("P")]
+Texts = Annotated[tuple[str, ...], OptionSpec("TEXT", once=True)]
+Checkpoint = Annotated[
+    Literal["best", "last"] | int,
+    OptionSpec(help="The best by validation loss, the last, or a step."),
+]
+Newlines = Annotated[
+    bool, OptionSpec(help="Read CR LF and CR as newlines and drop a byte-order mark.")
+]
+ModelOption = Annotated[
+    str | None,
+    OptionSpec("FILE:NAME", "The model, where a run has its own, such as my_gpt.py:GPT."),
+]
+MeshOption = Annotated[
+    str | None, OptionSpec("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")
+]
+Lines = list[str]
+
+
+def require_seed(seed: int) -> None:
+    """Raise ValueError for a seed that JAX would wrap round."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
+
+
+def path_to_write(path: str, *suffixes: str) -> Path:
+    """The path of a file to write, checked before anything is computed."""
+    if Path(path).suffix.lower() not in suffixes:
+        raise ValueError(f"{path} must end in {' or '.join(suffixes)}")
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: create it, or choose another for {path}")
+    return Path(path)
+
+
+def shell_command(*words: object) -> str:
+    """A command of jgpt to copy into a shell."""
+    return shlex.join(["jgpt", *map(str, words)])
+
+
+def code_options(config: TrainConfig) -> list[str]:
+    """The options for a user's own model and optimizer."""
+    makes = {"--model": config.model.make, "--optimizer": config.optimizer.make}
+    words = []
+    for flag, make in makes.items():
+        if make is not None:
+            words.extend([flag, Code.of(make).named])
+    return words

@@ -1,0 +1,75 @@
+"""`jgpt chat`: a conversation with an imported model."""
+
+import contextlib
+import sys
+from typing import Annotated, Literal
+
+from jgpt.cli import runs
+from jgpt.cli.arguments import (
+    Checkpoint,
+    LatestRun,
+    Probability,
+    require_seed,
+)
+from jgpt.cli.options import (
+    OptionSpec,
+)
+from jgpt.cli.terminal import open_console, say
+
+
+def chat(
+    run: LatestRun = None,
+    system: Annotated[str | None, OptionSpec("TEXT")] = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.6,
+    top_p: Probability = 0.95,
+    seed: int = 1337,
+    weights: Literal["saved", "int8"] = "saved",
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Chat with an imported model, such as SmolLM2 or Qwen3, in the ChatML template.
+
+    Args:
+        system: The system message, which always stays in the context.
+        max_new_tokens: The most tokens of an answer.
+        temperature: 0 is greedy; 1 samples from the model's distribution.
+        top_p: Nucleus sampling: sample from the smallest set of tokens with this total probability.
+        seed: The random seed.
+        weights: int8 quantises them, and the inputs of each product: faster on a CPU.
+    """
+    require_seed(seed)
+    run = runs.run_or_latest(run)
+    with runs.loaded_run(run, checkpoint, weights=weights) as (loaded, tokenizer, _):
+        import jax
+        import numpy as np
+        from flax import nnx
+
+        from jgpt.generation.chat import Chat
+
+        rngs = nnx.Rngs(jax.random.key(np.uint32(seed)))
+        rules = {"rngs": rngs, "temperature": temperature, "top_p": top_p}
+        chat = Chat(loaded, tokenizer, system, max_new_tokens, **rules)
+    console = open_console()
+    prompt = ""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # Windows
+            import readline  # noqa: F401  # history and editing, for input
+        say(console, "Ctrl-C stops an answer, Ctrl-D ends the chat")
+        prompt = "> "
+    while True:
+        try:
+            dropped, answer = chat.reply(input(prompt))
+            if dropped:
+                say(console, f"[the context is full: it loses {dropped} messages]")
+            with contextlib.closing(answer):
+                for piece in answer:
+                    print(piece, end="", flush=True)
+            print()
+        except EOFError:
+            if prompt:
+                print()
+            return
+        except KeyboardInterrupt:
+            print()
+        except ValueError as error:
+            say(console, str(error))

@@ -1,0 +1,35 @@
+"""`jgpt export`: a run's weights for other programs."""
+
+from typing import Annotated
+
+from jgpt.cli import runs, terminal
+from jgpt.cli.arguments import Checkpoint, Lines, Run
+from jgpt.cli.options import (
+    OptionSpec,
+)
+
+
+def export(
+    run: Run,
+    out: Annotated[str, OptionSpec("DIR", "The directory to write.")],
+    zero_biases: bool = False,
+    checkpoint: Checkpoint = "best",
+) -> Lines:
+    """Export a run's model as a Hugging Face directory of GPT-2, Llama or Qwen3.
+
+    Args:
+        zero_biases: Write zeros for biases that the model lacks and GPT-2's format requires.
+    """
+    with terminal.importing():
+        from jgpt.interop.formats import hf_config
+        from jgpt.runs.directory import RunDirectory
+
+        # before the model is loaded, which may take a while
+        directory = RunDirectory.open(run)
+        hf_config(directory.config().model, zero_biases=zero_biases)
+        like = directory.imported()
+    with runs.loaded_run(run, checkpoint) as (model, tokenizer, _):
+        from jgpt.interop.huggingface import save_hf
+
+        save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases, like=like)
+    return [f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained"]

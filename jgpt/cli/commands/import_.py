@@ -1,0 +1,113 @@
+"""`jgpt import`: other programs' weights as a run."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from jgpt.cli import terminal
+from jgpt.cli.arguments import Lines, Newlines, shell_command
+from jgpt.cli.options import (
+    OptionSpec,
+)
+from jgpt.config import (
+    ComputeDtype,
+    DataConfig,
+    OptimizerConfig,
+    TrainConfig,
+    counted,
+)
+
+
+def import_(
+    source: Annotated[str, OptionSpec("DIR|FILE|NAME", positional=True)],
+    out: Annotated[str, OptionSpec("RUN", "The run directory to write.")],
+    from_: Literal["hf", "gpt2", "nanogpt"] = "hf",
+    block_size: Annotated[int | None, OptionSpec("N")] = None,
+    dtype: ComputeDtype = "float32",
+    tokenizer: Annotated[str | None, OptionSpec("DIR|FILE")] = None,
+    data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = DataConfig().data,
+    universal_newlines: Newlines = DataConfig.universal_newlines,
+) -> Lines:
+    """Import the weights of GPT-2, Llama, SmolLM2, Qwen3 or nanoGPT as a run.
+
+    Args:
+        source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt;
+            hub:OWNER/NAME, gpt2, smollm2, smollm2-chat and qwen3 are fetched from the hub.
+        from_: The format of the weights.
+        block_size: The context length, where positions are rotary; the config's by default.
+        dtype: The dtype of matrix products; auto is bfloat16 where that is fast.
+        tokenizer: A folder, if not the source; a tokenizer.json; or a text with all characters.
+        data: The text to evaluate on and to train further with.
+    """
+    path = Path(out)
+    if path.exists():  # before loading, which may take a while
+        raise ValueError(f"{path} already exists: choose another directory")
+    if (Path(source) / "checkpoints").is_dir():
+        raise ValueError(f"{source} is a run already: sample, eval and train take it as it is")
+    if block_size is not None and from_ == "nanogpt":
+        raise ValueError(f"block_size={block_size} needs rotary positions, which nanoGPT lacks")
+
+    with terminal.importing() as status:
+        from jgpt.interop import hub, huggingface, names, nanogpt
+        from jgpt.interop.formats import describe_dropout
+        from jgpt.interop.text_files import HF_CONFIG, parse_text_file, read_text_files
+        from jgpt.runs import checkpoints
+
+        status.update(f"loading {source}")
+        if from_ == "nanogpt":
+            folder = Path(source)
+            model = nanogpt.load_nanogpt(source)
+            text_files = {}
+        else:
+            folder = hub.find_model(source)
+            model = huggingface.load_hf(folder, block_size=block_size)
+            # a single file, as --tokenizer may be, says nothing about special tokens
+            tokenizer_folder = Path(tokenizer or folder)
+            text_files = read_text_files(folder, tokenizer_folder)
+        own_tokenizer = _tokenizer(folder, tokenizer, universal_newlines, model.vocab_size)
+        model, own_tokenizer = names.with_one_vocabulary(model, own_tokenizer)
+    # small and constant, as is usual for fine-tuning
+    optimizer = OptimizerConfig(
+        learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
+    )
+    dataset = DataConfig(data, universal_newlines)
+    model_config = dataclasses.replace(model.config, dtype=dtype)
+    # by default the windows of a call of steps would be more tokens than a config allows, where the
+    # context is of millions
+    tokens_per_step = TrainConfig.batch_size * model_config.block_size
+    most_steps = max(1, (2**32 - 1) // tokens_per_step)
+    config = TrainConfig(
+        model_config,
+        optimizer,
+        dataset,
+        name=path.name,
+        out=out,
+        steps_per_call=min(TrainConfig.steps_per_call, most_steps),
+    )
+    checkpoints.save(model, path, tokenizer=own_tokenizer, config=config, text_files=text_files)
+    lines = []
+    source_config = parse_text_file(text_files, HF_CONFIG)
+    if source_config:
+        dropout = describe_dropout(source_config, model.config)
+        if dropout is not None:
+            lines.append(dropout)
+    lines.append(
+        f"{counted(model.config.num_layers, 'layer')}, {model.config.embed_dim} features, "
+        f"vocabulary {model.vocab_size}; next: {shell_command('sample', path)}"
+    )
+    return lines
+
+
+def _tokenizer(source: Path, given: str | None, universal_newlines: bool, vocab_size: int) -> Any:
+    from jgpt.data.corpus import read_text
+    from jgpt.data.tokenizers import CharTokenizer, read_tokenizer
+    from jgpt.interop.text_files import read_folder_tokenizer
+
+    path = Path(given or source)
+    if path.is_dir():
+        return read_folder_tokenizer(path, vocab_size)
+    if path.suffix == ".json":
+        return read_tokenizer(path)
+    if given is None:
+        raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
+    return CharTokenizer.from_text(read_text((given,), universal_newlines=universal_newlines))

@@ -1,0 +1,47 @@
+"""`jgpt info`: the size and cost of a model."""
+
+import dataclasses
+from typing import Annotated
+
+from jgpt.cli import runs, terminal
+from jgpt.cli.arguments import Lines, MeshOption, ModelOption, What
+from jgpt.cli.options import (
+    OptionSpec,
+)
+
+
+def info(
+    what: What,
+    model: ModelOption = None,
+    optimizer: Annotated[str | None, OptionSpec("FILE:NAME", "Likewise the optimizer.")] = None,
+    mesh: MeshOption = None,
+) -> Lines:
+    """Show the parameters, bytes, FLOPs and training memory of a model."""
+    with terminal.importing() as status:
+        from jgpt import hardware
+        from jgpt.cli import console
+        from jgpt.nn import precision
+        from jgpt.nn.costs import flops_per_token, parts_of
+        from jgpt.training.memory import training_memory, with_micro_batches
+        from jgpt.words import format_bytes
+
+        config = runs.config_of(what, model, optimizer)
+        if mesh is not None:
+            return console.describe_placements(dataclasses.replace(config, mesh=mesh))
+        status.update("compiling")
+        decided = precision.run_for_platform(config, hardware.current_platform())
+        decided = with_micro_batches(decided, hardware.memory_limit())
+        memory = training_memory(decided)
+    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    lines = [
+        f"{name:<28} {count:>13,} parameters {format_bytes(size):>12}" for name, count, size in rows
+    ]
+    flops = flops_per_token(config.model)
+    lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
+    if memory is not None:
+        setting = f"batch_size={config.batch_size}"
+        if decided.micro_batches != 1:
+            setting += f", micro_batches={decided.micro_batches}"
+        lines.append(f"training memory at {setting}: {memory}")
+    return lines

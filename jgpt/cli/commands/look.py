@@ -1,0 +1,75 @@
+"""`jgpt look`: a page to look into a model."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any
+
+from jgpt.cli import runs, terminal
+from jgpt.cli.arguments import (
+    Checkpoint,
+    LatestRun,
+    Lines,
+    ModelOption,
+    path_to_write,
+)
+from jgpt.cli.options import (
+    OptionSpec,
+)
+from jgpt.cli.terminal import open_console, say
+from jgpt.durable import write_file
+
+
+def look(
+    run: LatestRun = None,
+    prompt: Annotated[str | None, OptionSpec("TEXT")] = None,
+    out: Annotated[
+        str | None, OptionSpec("FILE", "The page to write, look.html unless given.")
+    ] = None,
+    max_new_tokens: int | None = None,
+    checkpoint: Checkpoint = "best",
+    model: ModelOption = None,
+    live: bool = False,
+    browser: bool = True,
+) -> Lines:
+    """Write an HTML page to look into a model, or serve a live one.
+
+    Args:
+        prompt: The text to continue and to look at, at most block-size tokens.
+        max_new_tokens: The number of tokens to sample: 48, fewer where the block or the page ends.
+        live: Serve the page to this machine: change the prompt, heads and blocks in it.
+        browser: With --live, open the page in the browser.
+    """
+    if prompt is None and not live:
+        raise ValueError("give a prompt, or live=True")
+    run = runs.run_or_latest(run)
+    if live:
+        for option, given in (("out", out), ("max_new_tokens", max_new_tokens)):
+            if given is not None:
+                raise ValueError(f"{option}={given} is for a page as a file: leave out live=True")
+        return _serve(run, prompt, checkpoint, model, browser)
+    out = out or "look.html"
+    path = path_to_write(out, ".html")
+    name = Path(run).resolve().name
+    with runs.loaded_run(run, checkpoint, model=model) as (loaded, tokenizer, _):
+        from jgpt.pictures.look import look_page
+
+        page = look_page(loaded, tokenizer, prompt or "", max_new_tokens, name)
+    write_file(path, page)
+    return [f"wrote {out}"]
+
+
+def _serve(run: str, prompt: str | None, which: Any, model: str | None, browser: bool) -> Lines:
+    import webbrowser
+
+    with terminal.importing() as status:
+        from jgpt.pictures.live import RunPage, serving
+
+        status.update("loading the model")
+        page = RunPage(run, prompt, which=which, model=model)
+    with serving(page) as (address, server):
+        say(open_console(), f"{page.name} is at {address} (Ctrl-C ends it)")
+        if browser:
+            webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return []

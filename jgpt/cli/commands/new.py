@@ -1,0 +1,22 @@
+"""`jgpt new`: a model of one file, to change."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from jgpt.cli.arguments import Lines, path_to_write, shell_command
+from jgpt.cli.options import (
+    OptionSpec,
+)
+from jgpt.durable import write_file
+
+
+def new(
+    file: Annotated[str, OptionSpec("FILE", "The Python file to write.", positional=True)],
+) -> Lines:
+    """Write a GPT of one file, to change and to train."""
+    path = path_to_write(file, ".py")
+    if os.path.lexists(path):
+        raise ValueError(f"{file} already exists: choose another name")
+    write_file(path, Path(__file__).with_name("new_gpt.py.txt").read_bytes())
+    return [f"wrote {file}; next: {shell_command('train', '--model', f'{file}:GPT')}"]

@@ -1,0 +1,65 @@
+"""`jgpt prepare`: text of any size as tokens."""
+
+from pathlib import Path
+from typing import Annotated
+
+from jgpt.cli.arguments import Lines, Newlines, shell_command
+from jgpt.cli.options import (
+    OptionSpec,
+    in_flags,
+)
+from jgpt.cli.terminal import open_console, say
+from jgpt.config import (
+    DataConfig,
+    TokenizerName,
+)
+
+
+def prepare(
+    out: Annotated[str, OptionSpec("DIR", "The folder to write.")],
+    files: Annotated[tuple[str, ...], OptionSpec("TEXT", positional=True)] = (),
+    data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = (),
+    data_field: Annotated[str, OptionSpec("NAME")] = DataConfig.data_field,
+    universal_newlines: Newlines = DataConfig.universal_newlines,
+    tokenizer: TokenizerName = "char",
+    bpe_vocab_size: int = 1024,
+    tokenizer_files: Annotated[str | None, OptionSpec("DIR")] = None,
+) -> Lines:
+    """Tokenize text of any size, for `jgpt train --data`.
+
+    Args:
+        files: Files and folders of text, JSON lines or Parquet, or corpora.
+        data: More of them, as for `jgpt train`.
+        data_field: The field or column of JSON lines and Parquet that has the text.
+        tokenizer: Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs.
+        bpe_vocab_size: The vocabulary size of trained byte-pairs.
+        tokenizer_files: For gpt2, a folder of encoder.json, vocab.bpe (or vocab.json, merges.txt).
+    """
+    if not files + data:
+        raise ValueError("give a text to prepare: a file, a folder or a corpus")
+    config = DataConfig(
+        data=(*files, *data),
+        universal_newlines=universal_newlines,
+        tokenizer=tokenizer,
+        bpe_vocab_size=bpe_vocab_size,
+        tokenizer_files=tokenizer_files,
+        data_field=data_field,
+    )
+
+    from rich.progress import Progress
+
+    from jgpt.data import dataset
+
+    console = open_console()
+
+    def warn(line: str) -> None:
+        say(console, in_flags(line))
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("preparing", total=1.0)
+
+        def progress(fraction: float) -> None:
+            bar.update(task, completed=fraction)
+
+        tokens = dataset.prepare(config, Path(out), warn=warn, progress=progress)
+    return [f"{tokens:,} tokens in {out}; next: {shell_command('train', '--data', out)}"]

@@ -1,0 +1,103 @@
+"""`jgpt sample`: text from a trained model."""
+
+import sys
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+from jgpt.cli import runs
+from jgpt.cli.arguments import (
+    Checkpoint,
+    LatestRun,
+    MeshOption,
+    ModelOption,
+    Probability,
+    Texts,
+    require_seed,
+)
+from jgpt.cli.options import (
+    File,
+    OptionSpec,
+)
+
+BATCH_SIZE = 16
+SEPARATOR = "---------------"
+
+
+def sample(
+    run: LatestRun = None,
+    prompt: Texts = (),
+    prompt_file: File = None,
+    max_new_tokens: int = 500,
+    temperature: float = 0.8,
+    top_k: Annotated[int | None, OptionSpec("K")] = None,
+    top_p: Probability = None,
+    min_p: Probability = None,
+    stop: Texts = (),
+    num_samples: int = 1,
+    seed: int = 1337,
+    weights: Literal["saved", "int8"] = "saved",
+    checkpoint: Checkpoint = "best",
+    model: ModelOption = None,
+    mesh: MeshOption = None,
+) -> None:
+    """Generate text with a trained model, streamed as it is sampled.
+
+    Args:
+        prompt: The text to continue, by default a newline. Several are sampled as a batch.
+        prompt_file: A UTF-8 file with the prompt; - is standard input.
+        max_new_tokens: The number of tokens to generate; the context is the last block-size tokens.
+        temperature: 0 is greedy; 1 samples from the model's distribution.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Nucleus sampling: sample from the smallest set of tokens with this total probability.
+        min_p: Sample from tokens with at least this fraction of the highest probability only.
+        stop: Stop string: end a text before it.
+        num_samples: Samples per prompt.
+        seed: The random seed.
+        weights: int8 quantises them, and the inputs of each product: faster on a CPU.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} must be at least 1")
+    require_seed(seed)
+    run = runs.run_or_latest(run)
+    with runs.loaded_run(run, checkpoint, mesh, model, weights) as (loaded, tokenizer, config):
+        import jax
+        import numpy as np
+
+        from jgpt.generation.text import stream_text
+
+        given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
+        prompts = (text for text in given for _ in range(num_samples))
+        key = jax.random.key(np.uint32(seed))
+        first = 0
+        rules: dict[str, Any] = {"temperature": temperature, "stop": stop}
+        rules |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        while rows := tuple(islice(prompts, BATCH_SIZE)):
+            rules["key"] = jax.random.fold_in(key, first)
+            pieces = stream_text(loaded, tokenizer, rows, max_new_tokens, **rules)
+            if first > 0:
+                print(SEPARATOR)
+            # the first text is streamed
+            print(rows[0], end="", flush=True)
+            others = list(rows[1:])
+            for piece, *more in pieces:
+                print(piece, end="", flush=True)
+                others = [text + new for text, new in zip(others, more, strict=True)]
+            print("", *others, sep=f"\n{SEPARATOR}\n")
+            first += BATCH_SIZE
+
+
+def _prompts(
+    prompts: tuple[str, ...], path: str | None, universal_newlines: bool
+) -> tuple[str, ...]:
+    """The prompts; a file is read as the run's text was. By default one that is empty."""
+    from jgpt.data.corpus import read_stream
+
+    if path is not None:
+        if prompts:
+            raise ValueError("give --prompt or --prompt-file, not both")
+        name = "standard input" if path == "-" else path
+        with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
+            prompts = (read_stream(file, name, universal_newlines=universal_newlines),)
+    if "" in prompts:
+        raise ValueError("the prompt is empty: give at least one character, or no --prompt at all")
+    return prompts or ("",)

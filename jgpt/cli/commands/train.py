@@ -1,0 +1,98 @@
+"""`jgpt train`: train a GPT, in one process or in several."""
+
+import os
+import sys
+import time
+from typing import NoReturn
+
+from jgpt.cli import terminal
+from jgpt.cli.arguments import Lines, code_options, shell_command
+from jgpt.cli.commands.plan import plan
+from jgpt.cli.options import (
+    ProcessOptions,
+    RunOptions,
+    in_flags,
+)
+from jgpt.cli.terminal import open_console
+from jgpt.config import (
+    TrainConfig,
+)
+
+
+def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
+    """Train a GPT."""
+    began = time.perf_counter()
+    if options.dry_run:
+        return plan(config, options, where)
+    if options.on is not None:
+        raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
+    if options.json:
+        raise ValueError("json=True is for a plan: it needs dry_run=True")
+    if options.live and where != ProcessOptions():
+        raise ValueError("live=True is for training in one process: use jgpt look RUN --live")
+    if where == ProcessOptions():
+        return _train(config, options, began)
+    given = where.coordinator, where.processes, where.process
+    if not where.distributed and None in given:
+        raise ValueError("give coordinator=HOST:PORT, processes=N and process=I, all three")
+
+    from jgpt.parallel.processes import joined
+
+    with joined(*given, _leave):
+        return _train(config, options, began)
+
+
+def _leave(message: str) -> NoReturn:
+    sys.stdout.flush()
+    open_console().show_cursor()
+    print(f"jgpt: {in_flags(message)}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
+    with terminal.importing():
+        from jgpt import hardware
+        from jgpt.cli import console, live, signals
+        from jgpt.fitting.fit import fit
+        from jgpt.fitting.stopping import StoppedBeforeTraining, TrainingStopped
+        from jgpt.parallel import processes
+
+    screen = open_console()
+    screen.quiet = hardware.process_index() != 0
+    shown = console.ConsoleProgress(screen, "reading the data")
+    if options.live:
+        shown = live.LiveProgress(screen, "reading the data", browser=options.browser)
+    with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as codes:
+        try:
+            run = fit(
+                config,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                progress=progress,
+                should_stop=lambda: bool(codes) or progress.reader_left,
+                profile_steps=options.profile,
+            )
+        except StoppedBeforeTraining:
+            sys.exit(max(codes, default=128 + signals.BROKEN_PIPE))
+        except TrainingStopped as stopped:
+            code = code_options(config)
+            resume = shell_command("train", "--out", stopped.directory, "--resume", *code)
+            lines = [str(stopped), f"resume with: {resume}"]
+            progress.say(*lines)
+            status = max(codes, default=0)
+            if progress.reader_left and not codes:
+                print("jgpt: nobody reads the output any more:", *lines, sep="\n", file=sys.stderr)
+                status = 128 + signals.BROKEN_PIPE
+            sys.exit(max(processes.gather(status)))
+    if hardware.process_index() != 0:
+        return []
+    model = code_options(config)[:2] if config.model.make is not None else []
+    return [
+        *(["", run.sample, ""] if run.sample else []),
+        f"validation loss {run.validation_loss:.4f} at step {run.best_step}"
+        f"{run.evaluations.over}, "
+        f"total time {time.perf_counter() - began:.0f} s",
+        f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
+        f"next: {shell_command('sample', run.directory, *model)}   or   "
+        f"{shell_command('eval', run.directory, *model)}",
+    ]
