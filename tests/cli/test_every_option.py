@@ -318,7 +318,7 @@ def test_the_processes_of_a_run_reach_jax(calls):
 def test_a_config_file_is_the_run_s_config(command, function, calls, tmp_path):
     config = dataclasses.replace(PRESETS["tiny"][1], steps=17, seed=3)
     (tmp_path / "config.json").write_text(to_json(config))
-    calls.note(f"jgpt.fitting.loop.{function}", stop=True)
+    calls.note(f"jgpt.fitting.fit.{function}", stop=True)
     type_in(command, "--config", "config.json", cwd=tmp_path)
     assert calls[function]["config"] == config
 
@@ -400,7 +400,7 @@ def test_info(calls):
     calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
     words = ("--model", "m.py:GPT", "--optimizer", "o.py:lion", "--mesh", "tensor=2")
     type_in("info", "run", *words)
-    assert list(calls["_config_of"].values()) == ["run", "m.py:GPT", "o.py:lion"]
+    assert list(calls["config_of"].values()) == ["run", "m.py:GPT", "o.py:lion"]
     assert calls["describe_placements"]["config"].mesh == "tensor=2"
 
 
@@ -419,7 +419,7 @@ def test_shapes(switch, trace, calls):
     assert type_in("shapes", "run", *switch, *words, "--depth", 2) == "a line of depth 2\n"
     received = calls[f"trace_{trace}"]
     assert (received["batch"], received["time"]) == (5, 7)
-    assert list(calls["_config_of"].values()) == ["run", "m.py:GPT"]
+    assert list(calls["config_of"].values()) == ["run", "m.py:GPT"]
     assert json.loads(type_in("shapes", "run", *switch, *words, "--json")) == {"in": "json"}
 
 
