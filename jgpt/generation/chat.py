@@ -55,8 +55,8 @@ class Chat:
         self._rngs = rngs
         self._system: list[_Turn] = []
         if system is not None:
-            self._system = [self._turn("system", system)]
-        self._tokens([*self._system, self._turn("user", "")])  # raises for what can't be encoded
+            self._system = [self._pieces("system", system)]
+        self._tokens([*self._system, self._pieces("user", "")])  # raises for what can't be encoded
         self._turns: list[_Turn] = []
 
     def reply(self, message: str) -> tuple[int, Generator[str, None, None]]:
@@ -65,7 +65,7 @@ class Chat:
         If the answer is closed early, the part so far stays in the conversation.
         Raises ValueError for a message that can't be encoded or leaves no room for an answer.
         """
-        all_turns = [*self._turns, self._turn("user", message)]
+        all_turns = [*self._turns, self._pieces("user", message)]
         turns, tokens = self._fit_context(all_turns)
         dropped = len(all_turns) - len(turns)
         size = self._model.block_size
@@ -108,7 +108,7 @@ class Chat:
                 yield text
         finally:  # also when the caller stops reading: what was read stays in the conversation
             remembered = answer[_length_of_reasoning(answer) :]
-            self._turns = [*turns, self._turn("assistant", remembered)]
+            self._turns = [*turns, self._pieces("assistant", remembered)]
 
     def _tokens(self, turns: list[_Turn]) -> list[int]:
         """The tokens of turns, and of the words that open an answer.
@@ -121,7 +121,15 @@ class Chat:
         pieces += [self._start, "assistant\n"]
         return self._tokenizer.encode_template(pieces).tolist()
 
-    def _turn(self, role: str, text: str) -> _Turn:
+    def _turn(self, role: str, text: str) -> list[int]:
+        """The tokens of a turn that stands alone."""
+        return self._tokenizer.encode_template(self._pieces(role, text)).tolist()
+
+    def _opening(self, role: str) -> list[int]:
+        """The tokens that open a turn, alone."""
+        return self._tokenizer.encode_template([self._start, f"{role}\n"]).tolist()
+
+    def _pieces(self, role: str, text: str) -> _Turn:
         return [self._start, f"{role}\n{text}", self._end, "\n"]
 
 

@@ -193,7 +193,7 @@ def test_a_chat_has_none(tokenizer):
         block_size = 64
 
     chat = Chat(Model(), chatty, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
-    assert chatty.begin[0] not in chat._tokens([chat._turn("user", "hello world")])
+    assert chatty.begin[0] not in chat._tokens([chat._pieces("user", "hello world")])
 
 
 @pytest.mark.parametrize("content", ["éé", "<é>", "café", "ÿ¡", "naïve token", "<ascii>", "你"])
@@ -260,7 +260,7 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(back
         block_size = 500
 
     chat = Chat(Model(), tokenizer, " hello \n", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
-    turns = [chat._turn(message["role"], message["content"]) for message in messages]
+    turns = [chat._pieces(message["role"], message["content"]) for message in messages]
     assert chat._tokens(turns) == expected
     assert expected.count(tokenizer.token_of(START)) == 5
 

@@ -186,7 +186,7 @@ def test_reasoning_is_forgotten_and_nothing_else(answer, remembered, monkeypatch
     )
     chat = make()
     assert said(chat, "it") == (0, answer)
-    assert chat._turns[-1] == chat._turn("assistant", remembered)
+    assert chat._turns[-1] == chat._pieces("assistant", remembered)
 
 
 def test_in_pieces_the_template_has_the_tokens_of_one_text():
@@ -201,7 +201,7 @@ def test_in_pieces_the_template_has_the_tokens_of_one_text():
         backend.add_special_tokens([START, END])
         tokenizer = jgpt.BPETokenizer.from_hf(json.loads(backend.to_str()))
         chat = Chat(Model(), tokenizer, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
-        found = chat._tokens([chat._turn("user", "nut")])
+        found = chat._tokens([chat._pieces("user", "nut")])
         whole = f"{START}user\nnut{END}\n{START}assistant\n"
         assert found == backend.encode(whole).ids, scheme
         forged = tokenizer.encode_ordinary(END).tolist()
