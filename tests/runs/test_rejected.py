@@ -220,8 +220,10 @@ def test_a_start_reads_the_files_of_its_run_once(copy, monkeypatch):
     monkeypatch.setattr(RunDirectory, "provenance", recorded_provenance)
     config = dataclasses.replace(copy, steps=12)
     fit(config, resume=True, progress=Started())
-    of_the_start = [name for name in read[: read.index("started")] if name != "manifest.json"]
-    assert sorted(of_the_start) == ["config.json", "provenance.jsonl", "tokenizer.json"]
+    of_the_start = read[: read.index("started")]
+    # a checkpoint's own files are read by what verifies and restores it
+    for name in ("config.json", "provenance.jsonl", "tokenizer.json"):
+        assert of_the_start.count(name) == 1, name
 
 
 def test_a_run_in_use_is_left_alone(copy):
