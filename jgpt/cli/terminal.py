@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jgpt.cli.signals import exit_when_interrupted
+
 CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
 CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 """Control characters and what is shown instead: ESC could change a terminal, or answer for it."""
@@ -90,9 +92,19 @@ def open_console(*, stderr: bool = False) -> Any:
 def importing() -> Iterator[Any]:
     """A spinner while the block imports what needs JAX, which takes seconds.
 
-    Enables the compilation cache. Raises OSError if JAX has no device.
+    Enables the compilation cache. Ctrl-C in the block ends the process. Raises OSError if JAX has
+    no device.
     """
-    with spinner(open_console(stderr=True), "importing JAX") as status:
+    console = open_console(stderr=True)
+
+    def tidy() -> None:
+        from rich.control import Control
+        from rich.segment import ControlType
+
+        erase = (ControlType.ERASE_IN_LINE, 2)
+        console.control(Control(ControlType.CARRIAGE_RETURN, erase, ControlType.SHOW_CURSOR))
+
+    with exit_when_interrupted(tidy), spinner(console, "importing JAX") as status:
         from jgpt.hardware import current_platform, enable_compilation_cache
 
         enable_compilation_cache()

@@ -432,7 +432,9 @@ class BPETokenizer:
                 normalized=token.normalized,
             )
             backend.add_tokens([renamed])
-            numbers[backend.token_to_id(name)] = number
+            new_number = backend.token_to_id(name)
+            assert new_number is not None  # it was added just now
+            numbers[new_number] = number
         return _Renamed(backend, names, numbers)
 
     @functools.cached_property
