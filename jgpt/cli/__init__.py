@@ -20,7 +20,7 @@ from jgpt.cli.terminal import for_terminal, open_console, say
 from jgpt.user_code import describe_error
 from jgpt.words import did_you_mean
 
-_USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError)
+_USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, MemoryError)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -163,4 +163,7 @@ def _discard_output() -> None:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or repr(error)
+    text = " ".join(str(error).split()) or repr(error)
+    if isinstance(error, MemoryError):  # NumPy says how much, and not that it was too much
+        return f"the memory is too small ({text}): free some, or take a smaller model or text"
+    return text

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from jgpt.cli.options import in_flags
 from jgpt.cli.terminal import say, spinner
-from jgpt.config import Code, OptimizerConfig, TrainConfig
+from jgpt.config import Code, OptimizerConfig, TrainConfig, counted
 from jgpt.data.dataset import Dataset
 from jgpt.fitting.progress import Progress as TrainingProgress
 from jgpt.hardware import device_kinds
@@ -126,7 +126,7 @@ class ConsoleProgress(TrainingProgress):
 
     def _describe_start(self, config: TrainConfig, step: int) -> str:
         if step == 0:
-            return f"{config.steps} steps of {_batch(config)} into {self.out}"
+            return f"{counted(config.steps, 'step')} of {_batch(config)} into {self.out}"
         where = f"step {step} of {config.steps}"
         if self.is_interrupted:
             return f"resumed at {where}: {self.out}; its evaluation was interrupted and comes first"
@@ -321,9 +321,9 @@ def describe(plan: Plan) -> list[str]:
     epochs = config.steps * tokens / plan.training_tokens
     lines = [
         *_describe_run(config, plan.parameters, plan.training_tokens, plan.validation_tokens),
-        f"{config.steps:,} steps of {_batch(config)} into {plan.out}: {epochs:.1f} epochs, "
-        f"{plan.flops:.3g} FLOPs",
-        f"an evaluation and a checkpoint every {config.eval_interval} steps",
+        f"{counted(config.steps, 'step')} of {_batch(config)} into {plan.out}: "
+        f"{epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
+        f"an evaluation and a checkpoint every {counted(config.eval_interval, 'step')}",
         _describe_evaluations(plan.evaluations),
     ]
     if config.mesh is not None:

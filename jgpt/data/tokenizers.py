@@ -380,11 +380,12 @@ class BPETokenizer:
 
     @typed
     def encode_template(self, pieces: Sequence[int | str]) -> Tokens:
-        """A template that is filled in: special tokens by their numbers, and the text between them.
+        """The tokens of a chat template that is filled in.
 
-        The tokens are those of all of it as one text, where a special token may take the spaces
-        beside it. What a text spells is never a special token. Raises ValueError where the
-        tokenizer would not find a special token beside this text, as transformers would not.
+        `pieces` are special tokens, by their numbers, and the texts between them. They are encoded
+        as one text, in which a special token may take the spaces beside it. A text never becomes a
+        special token, whatever it says. Raises ValueError where the tokenizer would not find a
+        special token beside this text, as transformers would not.
         """
         renamed = self._renamed
         text = ""

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from jgpt.config import TrainConfig
+from jgpt.config import TrainConfig, counted
 from jgpt.data.dataset import Dataset
 from jgpt.runs.directory import RunDirectory
 from jgpt.training.evaluation import EvaluationPlan
@@ -57,7 +57,7 @@ class LineProgress(Progress):
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print where the run goes."""
         self._steps = config.steps
-        self.warned(f"{config.steps} steps into {out}")
+        self.warned(f"{counted(config.steps, 'step')} into {out}")
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Replace the line."""

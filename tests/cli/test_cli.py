@@ -242,6 +242,17 @@ def test_a_platform_that_jax_does_not_have_gets_one_line(line, failure, monkeypa
     )
 
 
+def test_too_little_memory_is_one_line(text_file, tmp_path, monkeypatch):
+    failure = MemoryError("Unable to allocate 60 bytes")
+    monkeypatch.setattr("jgpt.data.dataset.encode_each", mock.Mock(side_effect=failure))
+    said = refused("train", "tiny", "--data", text_file, cwd=tmp_path)
+    assert said == (
+        "jgpt: the memory is too small (Unable to allocate 60 bytes): free some, or take a smaller "
+        "model or text"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_command_to_copy_is_quoted(text_file, tmp_path):
     out = tmp_path / "with space"
     how = ("--tokenizer", "bpe", "--bpe-vocab-size", 261)
