@@ -52,7 +52,8 @@ def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
         _discard_output()
         sys.exit(141)
     except Exception as error:
-        if isinstance(error, ImportError) and (repeated or _follows_an_interruption(error)):
+        is_import = isinstance(error, ImportError)
+        if _follows_an_interruption(error) or (is_import and repeated):
             for canceled in repeated:
                 canceled.set()
             sys.exit(130)
@@ -71,9 +72,13 @@ def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
 
 
 def _follows_an_interruption(error: BaseException | None) -> bool:
-    """Extension modules turn whatever is raised while they are imported into an ImportError."""
+    """Whether an error is what became of KeyboardInterrupt.
+
+    Extension modules turn whatever is raised while they are imported into an ImportError, and JAX
+    what is raised while it compares static arguments into a ValueError that quotes it.
+    """
     while error is not None:
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) or "\nKeyboardInterrupt:" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -159,6 +159,8 @@ def import_interrupted(where):
     except KeyboardInterrupt as interruption:
         if where == "import":
             raise ImportError("failed to initialize") from interruption
+        if where == "import that is quoted":  # as JAX does where it compares arguments
+            raise ValueError("can't compare:\\nKeyboardInterrupt: \\n") from None
         sys.excepthook(*sys.exc_info())  # as PyErr_Print does
     if where == "import that prints":
         raise ImportError("failed to import")
@@ -190,6 +192,7 @@ main(["nothing"])
         "weak reference",
         "collector",
         "import",
+        "import that is quoted",
         "import that prints",
         "optional import",
     ],
