@@ -240,7 +240,7 @@ def _begin(prepared: PreparedRun, run: RunDirectory, trackers: Trackers, step: i
         trackers.open(recorded.trackers, run.path, step, recorded, new=mode != "resume")
         run.begin(recorded, prepared.dataset.tokenizer, mode, earlier=earlier)
     run.truncate(METRICS, step)
-    run.append_provenance({"step": step} | prepared.provenance())
+    run.append_provenance({"step": step} | prepared.provenance)
 
 
 def _train(

@@ -1,5 +1,6 @@
 """Everything that can be checked before a run's directory is written or a step is compiled."""
 
+import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import TrainConfig
+from jgpt.data.corpus import Warn
 from jgpt.data.dataset import Dataset, load_dataset
 from jgpt.fitting.progress import Progress
 from jgpt.fitting.resolve import (
@@ -37,8 +39,6 @@ from jgpt.training.state import abstract_state
 from jgpt.user_code import changed_code, code_facts, require_code, with_code
 from jgpt.words import format_bytes
 
-Warn = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class PreparedRun:
@@ -49,6 +49,7 @@ class PreparedRun:
     target: Target
     evaluations: EvaluationPlan
 
+    @functools.cached_property
     def provenance(self) -> dict[str, Any]:
         """The line that this start adds to the run, without its step."""
         return provenance(self.config.trained, self.dataset, self.evaluations)
@@ -92,7 +93,7 @@ def prepare(
 
 def shared_facts(prepared: PreparedRun, *, resume: bool, overwrite: bool) -> dict[str, Any]:
     """What all processes that train together must have found alike, by its name in messages."""
-    line = prepared.provenance()
+    line = prepared.provenance
     facts: dict[str, Any] = dict(fields_of(prepared.config.trained))
     facts |= code_facts(prepared.config.trained)
     facts["resume"] = resume

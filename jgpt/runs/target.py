@@ -1,6 +1,5 @@
 """Where a run goes: into a new directory, or into that of a run to resume or to overwrite."""
 
-import itertools
 import json
 import os
 from collections.abc import Iterable
@@ -121,11 +120,11 @@ def _unused_path(name: str) -> Path:
     """runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
     path = Path("runs") / name
     require_storable(path)
-    for number in itertools.count(2):
-        if not path.exists():
-            return path
+    number = 1
+    while path.exists():
+        number += 1
         path = Path("runs") / f"{name}-{number}"
-    raise AssertionError  # `count` never ends
+    return path
 
 
 def _require_unused_name(path: Path) -> None:
