@@ -165,7 +165,8 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
     """Raise ValueError if a config doesn't continue a run; warn of what it changes."""
     for line in changed_code(saved.config, recorded):
         warn(line)
-    before = _config_with_code(saved, recorded)
+    # a run records the name of its code and loads none: what was given stands in for it
+    before = with_code(saved.config, recorded.model.make, recorded.optimizer.make)
     if saved.checkpoints:
         last = saved.path / CHECKPOINTS / str(saved.checkpoints[-1])
         if not has_average(last):
@@ -177,11 +178,6 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
         warn(changed)
 
 
-def _config_with_code(saved: SavedRun, recorded: TrainConfig) -> TrainConfig:
-    """The saved config with the code that was given: a run records its name and loads none."""
-    return with_code(saved.config, recorded.model.make, recorded.optimizer.make)
-
-
 def _choose_evaluations(
     recorded: TrainConfig, saved: SavedRun | None, validation_tokens: int, warn: Warn
 ) -> EvaluationPlan:
@@ -189,7 +185,7 @@ def _choose_evaluations(
     if saved is None or not saved.checkpoints:
         return plan_evaluations(recorded, validation_tokens)
     evaluations, other_targets = resume_evaluations(
-        saved=_config_with_code(saved, recorded),
+        saved=saved.config,
         given=recorded,
         lines=saved.provenance,
         step=saved.checkpoints[-1],

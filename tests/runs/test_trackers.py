@@ -151,6 +151,24 @@ def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state
     assert RunDirectory(done.directory).checkpoint_steps()[-1] == 20
 
 
+def test_a_tracker_is_told_whether_the_run_is_resumed(small_run, tmp_path, monkeypatch):
+    """By that W&B goes on with the run that it has, or begins another one."""
+    opened = []
+
+    def open_tracker(path, step, config, new):
+        opened.append((step, new))
+        return types.SimpleNamespace(log=lambda values, step: None, close=lambda: None)
+
+    monkeypatch.setattr(trackers, "require_tracker", lambda name: open_tracker)
+    monkeypatch.setattr("jgpt.fitting.prepare.require_tracker", lambda name: None)
+    config = with_changes(small_run, **BIGRAM, steps=3, out=str(tmp_path / "run"))
+    config = dataclasses.replace(config, trackers=("wandb",))
+    fit(config, progress=None)
+    fit(dataclasses.replace(config, steps=5), resume=True, progress=None)
+    fit(config, overwrite=True, progress=None)
+    assert opened == [(0, True), (3, False), (0, True)]
+
+
 def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "require_tracker", lambda name: lambda *_: Failing(99, never))
