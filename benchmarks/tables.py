@@ -15,8 +15,9 @@ from breakdown import KINDS
 from runner import PROCESSOR, RESULTS, ROOT, Measured, median, spread
 
 PAGES = [
-    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "scale", "shapes")),
-    *(ROOT / "README.md", ROOT / "benchmarks" / "ablation.md"),
+    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "scale")),
+    *(ROOT / "benchmarks" / f"{page}.md" for page in ("ablation", "processors", "proofs")),
+    ROOT / "README.md",
 ]
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADER = "what", "theirs", "jgpt", "ratio", "target"
@@ -381,7 +382,7 @@ def processors_table() -> Table:
         found = record(path.stem)
         if speed := found.get("figures", {}).get(PROCESSOR):
             figures = (spread(speed[name], ".0f") for name in ("gflops", "gbytes_per_second"))
-            name = f"[{path.stem}](../benchmarks/results/{path.name})"
+            name = f"[{path.stem}](results/{path.name})"
             table.append([name, found["processor"], *figures])
     return table
 

@@ -228,8 +228,8 @@ SENTENCES: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
     ("runs", "kill_resume", KILLS.format_map),
     ("scale", "kill_resume_changing_mesh", KILLS_ON_CHANGING_MESHES.format_map),
     ("scale", "scan_layers", scanning),
-    ("shapes", "contract_overhead", "{ratio[first trace]:.2f} times as long in a new".format_map),
-    ("shapes", "contract_overhead", "forward pass {ratio[eager forward]:.2f} times;".format_map),
+    ("shapes", "contract_overhead", "new process | {ratio[first trace]:.2f} times |".format_map),
+    ("shapes", "contract_overhead", "forward pass | {ratio[eager forward]:.2f} times |".format_map),
     ("weights", "smollm2", "Both losses are {loss[jgpt]:.6f},".format_map),
     ("weights", "smollm2", "Both losses are {loss[transformers]:.6f},".format_map),
 ]

@@ -167,7 +167,7 @@ PROVEN = {
     ),
     **TRAINED,
 }
-"""The table in docs/shapes.md."""
+"""The table in benchmarks/proofs.md."""
 SLOW = {*DEEP, *TRAINED} - {"tiny, train steps"}
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "proofs.json"
 
