@@ -22,6 +22,7 @@ def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {ti
     mask = jnp.tril(jnp.ones((time, time), dtype=bool))
     if window is None:
         return mask
+    # the diagonal `window` places below the main one, and all below it
     too_long_ago = jnp.tril(mask, -window)
     return mask & ~too_long_ago
 
@@ -44,11 +45,18 @@ def attention_weights(
     # resolves still have to give different weights.
     scores = jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32)
     check(scores, Float[Array, "*batch query key"])
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if scale is None:
+        # a score is a sum over head_dim features: its variance would grow with their number
+        # (Vaswani et al. 2017, footnote 4)
+        scores = scores * query.shape[-1] ** -0.5
+    else:
+        scores = scores * scale
     if mask is not None:
         # the lowest finite number: over a row of -inf alone, a softmax is NaN
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    return jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    weights = jax.nn.softmax(scores, axis=-1)
+    # only now rounded: the product with the values has operands of one dtype
+    return weights.astype(query.dtype)
 
 
 @typed
@@ -80,15 +88,18 @@ def apply_rotary(
     Feature i is paired with feature i + head_dim / 2, as in GPT-NeoX. Raises ValueError for an odd
     head size.
     """
-    half = x.shape[-1] // 2
-    if x.shape[-1] % 2:
-        raise ValueError(f"head_dim={x.shape[-1]} must be even for rotary position embedding")
+    head_dim = x.shape[-1]
+    half = head_dim // 2
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even for rotary position embedding")
+    # radians a position: 1 for the first pair of features, and towards 1 / base for the last
     frequency = base ** -(jnp.arange(half) / half)  # head_dim/2
     # in float32, and only then rounded: bfloat16 has no odd positions above 256
     angle = position[..., None] * frequency  # time head_dim/2
     cosine = jnp.cos(angle).astype(x.dtype)
     sine = jnp.sin(angle).astype(x.dtype)
-    # a pair of features is a point in the plane, which turns by its angle
+    # A pair of features is a point in the plane, which turns by its angle. The product of a query
+    # and a key then depends on the difference of their positions alone.
     first = x[..., :half]  # *batch time head_dim/2
     second = x[..., half:]
     rotated_first = first * cosine - second * sine
@@ -104,7 +115,9 @@ def split_heads(
     batch, time, features = x.shape
     if heads < 1 or features % heads:
         raise ValueError(f"{features} features must be divisible by heads={heads}")
-    return x.reshape(batch, time, heads, features // heads).transpose(0, 2, 1, 3)
+    separate = x.reshape(batch, time, heads, features // heads)
+    # heads before time: attention treats them like the sequences of a batch
+    return separate.transpose(0, 2, 1, 3)
 
 
 @typed
@@ -113,4 +126,5 @@ def merge_heads(
 ) -> Float[Array, "batch time heads*value_dim"]:
     """The inverse of `split_heads`: heads concatenated."""
     batch, heads, time, value_dim = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(batch, time, heads * value_dim)
+    time_first = x.transpose(0, 2, 1, 3)  # batch time heads value_dim
+    return time_first.reshape(batch, time, heads * value_dim)

@@ -36,6 +36,7 @@ class LayerCache(Module):
         shape = (batch * num_kv_heads, capacity, head_dim)
         self.keys = nnx.Cache(jnp.zeros(shape, dtype))
         self.values = nnx.Cache(jnp.zeros(shape, dtype))
+        # two counts: `length` without padding, of each sequence; `end` with it, the same for all
         self.length = nnx.Cache(jnp.zeros(batch, jnp.int32))
         self.end = nnx.Cache(jnp.zeros((), jnp.int32))
 
@@ -44,7 +45,8 @@ class LayerCache(Module):
         self, new: Shaped[Array, "{self.batch} time *features"]
     ) -> Int[Array, "{self.batch} time"]:
         """The positions of the next tokens in their sequences; negative for left padding."""
-        return self.length[...][:, None] + jnp.arange(new.shape[1])
+        first = self.length[...][:, None]  # batch 1
+        return first + jnp.arange(new.shape[1])
 
     @typed
     def append(
@@ -78,6 +80,7 @@ class LayerCache(Module):
             raise ValueError(f"a KV cache of {self.capacity} positions can't shrink to {capacity}")
         more = capacity - self.capacity
         for buffer in (self.keys, self.values):
+            # at the end: as long as nothing has wrapped around, slot s lies at index s
             buffer.set_value(jnp.pad(buffer[...], ((0, 0), (0, more), (0, 0))))
         self.capacity = capacity
 
@@ -95,10 +98,11 @@ class LayerCache(Module):
         is_past = slot <= query  # time capacity
         # left padding, and what was never written, lie before a sequence's first slot
         has_begun = slot > newest - self.length[...][:, None, None]  # batch 1 capacity
-        mask = is_past & has_begun
+        mask = is_past & has_begun  # batch time capacity
         if window is None:
             return mask
-        return mask & (slot > query - window)
+        in_window = slot > query - window  # time capacity
+        return mask & in_window
 
 
 class KVCache(Module):
@@ -128,7 +132,8 @@ class KVCache(Module):
         # all layers have the same positions, and n-grams count padding as missing tokens
         has_begun = self.layers[0].positions(tokens) >= 0  # batch time
         tokens = jnp.where(has_begun, tokens, -1)
-        before = self.tokens[...].astype(tokens.dtype)  # batch lookback
-        known = jnp.concatenate([before, tokens], axis=1)
+        earlier = self.tokens[...].astype(tokens.dtype)  # batch lookback
+        known = jnp.concatenate([earlier, tokens], axis=1)
+        # the last `lookback` of them, also where fewer are appended than are looked back at
         self.tokens[...] = known[:, tokens.shape[1] :].astype(jnp.int32)
         return known

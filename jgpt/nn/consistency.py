@@ -36,10 +36,12 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
     tokens = jnp.asarray(numbers, jnp.int32)
     kind = type(model).__name__
     if isinstance(model, GPT):
+        # what was changed is likely to be the cause
         changed = changed_parts(model)
         if changed:
             kind = f"{kind} ({', '.join(changed[:3])})"
 
+    # One program for each of the three checks: an error of one leaves the others' answers.
     sentences = []
     leak, logits = _run(_logits_and_leak, graph, weights, tokens)
     if leak > TOLERANCE / 10:  # both logits are of one program, so that rounding is the same
@@ -76,7 +78,7 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
 def _run(function: Callable[..., Any], graph: nnx.GraphDef, *arrays: Any) -> Any:
     """Compile and call. Compiling takes longer than running, so hardly anything is optimised."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    compiled = jax.jit(function, static_argnums=0, compiler_options=options)
+    compiled = jax.jit(function, static_argnums=0, compiler_options=options)  # 0: the graph
     return compiled(graph, *arrays)
 
 
@@ -90,6 +92,7 @@ def changed_parts(model: GPT) -> list[str]:
     A subclass that only makes its parts in another way is no change; one that overrides a method
     is, and so is a part with other sizes or settings.
     """
+    # the same sizes without the user's code: what differs from this is the user's
     config = dataclasses.replace(model.config, make=None)
     plain = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     expected = dict(nnx.iter_modules(plain))
@@ -136,9 +139,10 @@ def _overridden(kind: type, expected: type) -> str | None:
         return None
     if not issubclass(kind, expected):
         return f"all: it is a {kind.__name__}"
-    subclasses = kind.__mro__[: kind.__mro__.index(expected)]
+    subclasses = kind.__mro__[: kind.__mro__.index(expected)]  # and classes mixed in before it
     for subclass in subclasses:
         for name, value in vars(subclass).items():
+            # `__init__` may make parts in another way: what it makes is compared itself
             if name.startswith("__") and name != "__call__":
                 continue
             # `empty_cache = None` says that there is no cache, and computes nothing else
@@ -183,8 +187,10 @@ def _logits_and_leak(
     """How much logits depend on later tokens, and the logits."""
     model: Any = nnx.merge(graph, _noisy(weights))
     known = (tokens.shape[1] + 1) // 2
-    others = tokens.at[:, known:].set((tokens[:, known:] + 1) % model.vocab_size)
-    logits = model.logits(model.hidden(tokens))
+    # another token at each later position: the logits before them must stay
+    later = (tokens[:, known:] + 1) % model.vocab_size  # batch time-known
+    others = tokens.at[:, known:].set(later)
+    logits = model.logits(model.hidden(tokens))  # batch time vocab
     changed = model.logits(model.hidden(others))
     return _difference(changed[:, :known], logits[:, :known]), logits
 
@@ -209,10 +215,12 @@ def _cache_difference(
 ) -> Float[Array, ""]:
     """How far logits from a cache are: all but the last token at once, then that one."""
     model: Any = nnx.merge(graph, _noisy(weights))
-    cache = model.empty_cache(*tokens.shape)
-    first = model.hidden(tokens[:, :-1], cache=cache)
-    last = model.hidden(tokens[:, -1:], cache=cache)
-    cached = model.logits(jnp.concatenate([first, last], axis=1))
+    batch, time = tokens.shape
+    cache = model.empty_cache(batch, time)
+    first = model.hidden(tokens[:, :-1], cache=cache)  # batch time-1 features
+    last = model.hidden(tokens[:, -1:], cache=cache)  # batch 1 features
+    # the head as it is called without a cache, so that only the hidden states differ
+    cached = model.logits(jnp.concatenate([first, last], axis=1))  # batch time vocab
     return _difference(cached[:, -1:], logits[:, -1:])
 
 
@@ -222,4 +230,5 @@ def _difference(
 ) -> Float[Array, ""]:
     # the smallest normal number: logits that are all alike have no spread to divide by
     spread = expected.std() + jnp.finfo(jnp.float32).tiny
-    return (jnp.abs(found - expected).mean() / spread).astype(jnp.float32)
+    difference = jnp.abs(found - expected).mean()
+    return (difference / spread).astype(jnp.float32)

@@ -35,7 +35,9 @@ def run_blocks(
         return _scanned(config, blocks, x, shortcut, rngs)
     # A loop of Python, where layers need not be alike, and each can have its cache. On a CPU it is
     # also faster than a scan: a step took 34 ms instead of 38.
-    caches = [None] * len(blocks) if cache is None else list(cache.layers)
+    caches = [None] * len(blocks)
+    if cache is not None:
+        caches = list(cache.layers)
     if len(caches) != len(blocks):
         raise ValueError(
             f"the cache has {len(caches)} layers and the model {len(blocks)}: "
@@ -47,17 +49,18 @@ def run_blocks(
             return block(x, rngs=rngs)
 
     run = remat(call, full=config.rematerialise)
-    embedded = x
+    embedded = x  # batch time embed_dim
     states = []
     for i, (block, layer_cache) in enumerate(zip(blocks, caches, strict=True)):
         if shortcut is not None:
+            # cast, for a wider parameter would widen the stream
             x = x + shortcut[i].astype(x.dtype) * embedded
         states.append(x)
         if layer_cache is None:
             x = run(block, x, rngs)
         else:  # decoding has no backward pass to keep anything for
             x = block(x, cache=layer_cache, rngs=rngs)
-        x = shard_by_name(x, "batch", "time", None)
+        x = shard_by_name(x, "batch", "time", None)  # by batch alone, between any two blocks
     return *states, x
 
 
@@ -78,13 +81,16 @@ def _scanned(
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     embedded = x
     graph = nnx.graphdef(blocks[0])
+    # a graph has all that is no array: with it, one block's code is run with each block's weights
     if any(nnx.graphdef(block) != graph for block in blocks):
         raise ValueError("scan_layers=True needs blocks that differ in their weights alone")
     layers = [nnx.to_pure_dict(nnx.state(block, nnx.Param)) for block in blocks]
     weights = layers[0]
     if len(layers) == config.num_layers:  # not stacked yet
         weights = stacked(layers, blocks[0])
-    scales = None if shortcut is None else shortcut[...].astype(x.dtype)  # num_layers
+    scales = None
+    if shortcut is not None:
+        scales = shortcut[...].astype(x.dtype)  # num_layers
     # Keys are drawn inside: the state of `rngs`, the counts of its streams, is carried from block
     # to block, so that a scan draws the same keys as the loop.
     rng_graph = nnx.graphdef(rngs)
@@ -98,10 +104,11 @@ def _scanned(
         with place("blocks.*"):
             y = nnx.merge(graph, weights)(x, rngs=rngs)
         y = shard_by_name(y, "batch", "time", None)
-        return (y, nnx.to_pure_dict(nnx.state(rngs))), x
+        return (y, nnx.to_pure_dict(nnx.state(rngs))), x  # the carry, and the block's input
 
     call = remat(call, full=config.rematerialise, scanned=True)
-    rng_state = nnx.to_pure_dict(nnx.state(rngs))
+    rng_state = nnx.to_pure_dict(nnx.state(rngs))  # empty in evaluation
+    # states: num_layers batch time embed_dim
     (x, rng_state), states = jax.lax.scan(call, (x, rng_state), (weights, scales))
     nnx.update(rngs, rng_state)  # the caller goes on with the key after the last block's
     return *states, x

@@ -35,6 +35,7 @@ class _Attention(Module):
         """QK-norm, then rotary embedding, if the module has them."""
         if norm is not None:
             x = norm(x).astype(x.dtype)  # norms return float32, attention is in the dtype of x
+        # a rotation keeps a vector's length, so that what is normalised stays so
         if self.rotary:
             if position is None:
                 position = jnp.arange(x.shape[-2])
@@ -47,6 +48,8 @@ class _Attention(Module):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
+        """The causal mask of self-attention; None where each query may attend to every key."""
+        # without a causal order the window would be ignored in silence
         if self.window is not None and not self.causal:
             raise ValueError(
                 f"window={self.window} needs causal=True: it limits how far back a query attends"
@@ -56,6 +59,7 @@ class _Attention(Module):
         return causal_mask(x.shape[1], self.window)
 
     def source_length(self, x: Any, context: Any) -> int:
+        """How many keys there are: a size in the annotations of `weights`."""
         if context is None:
             return x.shape[1]
         return context.shape[1]
@@ -86,7 +90,7 @@ class Head(_Attention):
         self.scale = scale
         self.rotary = rotary
         self.rotary_base = ModelConfig.rotary_base
-        # as the defaults of a config are
+        # the defaults of ModelConfig.qk_norm_epsilon and qk_norm_scale
         norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=False)
         self.query_norm = norm() if qk_norm else None
         self.key_norm = norm() if qk_norm else None
@@ -191,11 +195,11 @@ class MultiHeadAttention(_Attention):
         if cache is not None and (context is not None or drops_weights or not self.causal):
             raise ValueError("a KV cache is for causal self-attention in evaluation")
         source = x if context is None else context
-        position = None
+        position = None  # from 0 on
         if cache is not None:
             # left padding has negative positions: any rotation does, since no query attends to it
             position = jnp.maximum(cache.positions(x), 0)  # batch time
-        query, key, value = self._project(x, source, position)
+        query, key, value = self._project(x, source, position)  # batch heads time head_dim
         mask = self._mask(x, context)
         # drawn even where the weights are never seen, so that the keys after it are the same
         weights_key = self.next_dropout_key(rngs, self.dropout)
@@ -212,6 +216,7 @@ class MultiHeadAttention(_Attention):
                 scale=self.scale,
             )
         else:
+            # the other two share key-value heads without copies of them
             heads = kernels.attend_windowed(
                 query,
                 kernels.repeat_heads(key, self.num_heads),
@@ -239,18 +244,21 @@ class MultiHeadAttention(_Attention):
     ]:
         """Queries, keys and values, split into heads."""
 
-        def prepare(heads, norm):
+        def prepare(heads, norm):  # values are neither normalised nor rotated
             if position is None:
                 return self._normalise_and_rotate(heads, norm)
 
-            # over a cache, each sequence of the batch has positions of its own
+            # Over a cache, each sequence of the batch has positions of its own. Keys are cached
+            # rotated, so that a step of decoding rotates the new ones alone.
             def prepare_sequence(heads, position):
                 return self._normalise_and_rotate(heads, norm, position)
 
             return jax.vmap(prepare_sequence)(heads, position)
 
-        query = prepare(split_heads(self.query(x), self.num_heads), self.query_norm)
-        key = prepare(split_heads(self.key(source), self.num_kv_heads), self.key_norm)
+        query = split_heads(self.query(x), self.num_heads)  # batch num_heads time head_dim
+        query = prepare(query, self.query_norm)
+        key = split_heads(self.key(source), self.num_kv_heads)  # batch num_kv_heads key head_dim
+        key = prepare(key, self.key_norm)
         value = split_heads(self.value(source), self.num_kv_heads)
         return query, key, value
 
@@ -263,7 +271,7 @@ class MultiHeadAttention(_Attention):
         """The attention weights of each head."""
         source = x if context is None else context
         query, key, _ = self._project(x, source)
-        key = kernels.repeat_heads(key, self.num_heads)
+        key = kernels.repeat_heads(key, self.num_heads)  # batch num_heads key head_dim
         return attention_weights(query, key, self._mask(x, context), scale=self.scale)
 
     @typed
@@ -287,11 +295,13 @@ class MultiHeadAttention(_Attention):
             head.query_norm = nnx.clone(self.query_norm)
             head.key_norm = nnx.clone(self.key_norm)
 
+        # the features of a projection are those of head 0, then those of head 1, and so on
         def columns_of_head(layer, index):
             start = index * self.head_dim
             return columns(layer, start, start + self.head_dim)
 
-        kv_index = index * self.num_kv_heads // self.num_heads  # of the group that shares it
+        # neighbours share a key-value head: of 6 heads and 2, the first three have number 0
+        kv_index = index * self.num_kv_heads // self.num_heads
         head.query = columns_of_head(self.query, index)
         head.key = columns_of_head(self.key, kv_index)
         head.value = columns_of_head(self.value, kv_index)

@@ -38,11 +38,16 @@ class Int8Linear(Module):
         self, x: Float[Array, "*rows {self.in_features}"]
     ) -> Float[Array, "*rows {self.out_features}"]:
         """Apply the layer to the last axis."""
-        rows, scale = quantise(x.reshape(-1, self.in_features))
+        rows, scale = quantise(x.reshape(-1, self.in_features))  # rows in_features; rows
         if rows.shape[0] == 1:  # only products of matrices are fast in int8 on a CPU
             rows = jnp.concatenate([rows, rows])
+        contract_features = (((1,), (1,)), ((), ()))  # the last axis of both, without a batch
         product = jax.lax.dot_general(
-            rows, self.kernel[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+            rows,
+            self.kernel[...],
+            contract_features,
+            # a sum of products of int8 fits: 127**2 times 133,000 features is below 2**31
+            preferred_element_type=jnp.int32,
         )
         # a scale of each row and one of each column: they are taken out of the sum over features
         y = product[: scale.shape[0]] * scale[:, None] * self.scale[...]  # rows out_features
@@ -60,7 +65,8 @@ def quantise(
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=-1)  # rows
     scale = jnp.where(largest > 0, largest, 1) / 127  # a row of zeros has no scale of its own
-    return jnp.round(x / scale[:, None]).astype(jnp.int8), scale
+    rounded = jnp.round(x / scale[:, None])  # rows features
+    return rounded.astype(jnp.int8), scale
 
 
 @typed
@@ -85,6 +91,7 @@ def with_int8_weights(model: LanguageModel) -> GPT:
     if model.head is None:
         # a tied head gets weights of its own: the table stays as it is for looking up
         model.head = nnx.data(Int8Linear(model.token_embedding.embedding[...].T))  # type: ignore[assignment]
+    # lists, since both are changed on the way
     for _, module in list(nnx.iter_modules(model)):
         for name, layer in list(vars(module).items()):
             if isinstance(layer, Linear):

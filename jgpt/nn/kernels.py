@@ -69,7 +69,8 @@ def attend_windowed(
     options = {"scale": scale, "dropout": dropout}
     if mask is None or window is None or window >= time:
         return attend(query, key, value, mask, dropout_key=dropout_key, **options)
-    windows = -(-time // window)
+    # A query then has scores for 2 * window keys instead of for all of them.
+    windows = -(-time // window)  # rounded up
     padded_time = windows * window
 
     def split_windows(x):
@@ -77,6 +78,7 @@ def attend_windowed(
         padding = [(0, 0)] * (x.ndim - 2) + [(0, padded_time - time), (0, 0)]
         return jnp.pad(x, padding).reshape(*x.shape[:-2], windows, window, x.shape[-1])
 
+    # of arrays that are *batch windows window features
     def first_window(x):
         return x[..., :1, :, :]
 
@@ -132,7 +134,7 @@ def fused_attend(
     The mask is `causal_mask` or none. Query heads share key-value heads in groups (Ainslie et al.
     2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN has it.
     """
-    query_groups(query.shape[1], key.shape[1])
+    query_groups(query.shape[1], key.shape[1])  # raises for heads that can't be grouped
     dtype = query.dtype
 
     def time_before_heads(x):  # as JAX wants them, in one dtype
@@ -168,14 +170,17 @@ def attend_over_cache(
     heads, time, head_dim = query.shape[1:]
     groups = query_groups(heads, cache.num_kv_heads)
     mask = cache.mask(time, window)
-    block_size = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS))
+    at_most_eight = -(-time // MAX_QUERY_BLOCKS)  # rounded up
+    block_size = max(MIN_QUERY_BLOCK, at_most_eight)
     # If these positions fill the buffer, its order is theirs. Else all of it is read: XLA copies
     # a slice of the filled part, which was no faster.
     in_order = time == cache.capacity
     # the cache has batch and heads in one axis: batch*num_kv_heads groups time head_dim
     query = query.reshape(-1, groups, time, head_dim).astype(cache.keys.dtype)
+    # over the rows of batch*num_kv_heads, since each has a mask of its own
     attend_rows = jax.vmap(functools.partial(attend, scale=scale))
     blocks = []
+    # not a range of steps: a proof, in which `time` has no number, asks at each start
     for i in range(MAX_QUERY_BLOCKS):
         start = i * block_size
         if start >= time:
@@ -183,7 +188,9 @@ def attend_over_cache(
         end = min(start + block_size, time)
         keys = slice(None)
         if in_order:
-            first = 0 if window is None else max(0, start + 1 - window)
+            first = 0
+            if window is not None:
+                first = max(0, start + 1 - window)  # all that the block's first query attends to
             keys = slice(first, end)
         # query heads that share a key-value head are folded into the time axis: one product of
         # more rows instead of a copy of the keys for each of them
@@ -196,4 +203,5 @@ def attend_over_cache(
             jnp.repeat(tiled_mask, cache.num_kv_heads, axis=0),
         )
         blocks.append(attended.reshape(query.shape[0], groups, end - start, head_dim))
-    return jnp.concatenate(blocks, axis=2).reshape(-1, heads, time, head_dim)
+    attended = jnp.concatenate(blocks, axis=2)  # batch*num_kv_heads groups time head_dim
+    return attended.reshape(-1, heads, time, head_dim)

@@ -19,6 +19,7 @@ from jgpt.parallel.rules import Dimension, Dimensions, parameter
 from jgpt.shapes.contract import typed
 
 INIT_STD = 0.02
+"""GPT-2's, whatever the sizes of a layer are."""
 
 
 class Linear(Module):
@@ -64,6 +65,7 @@ class Linear(Module):
         y = self.product(x, kernel, self.dtype, self.activation_dtype)
         if self.bias is None:
             return y
+        # a float32 bias would widen 16-bit activations
         return y + self.bias[...].astype(y.dtype)
 
 
@@ -122,6 +124,7 @@ def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, 
     # first widened: squares of large features don't fit into float16
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean_square = jnp.square(x).mean(axis=-1, keepdims=True)  # *rows 1
+    # epsilon under the root, as in PyTorch: features that are all zero stay zero
     return x * jax.lax.rsqrt(mean_square + epsilon)
 
 
@@ -173,7 +176,9 @@ class LayerNorm(RMSNorm):
     ) -> Float[Array, "*rows {self.embed_dim}"]:
         """Normalise the last axis."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = x - x.mean(axis=-1, keepdims=True)
+        # Two passes. The mean of squares minus the squared mean takes one, and loses digits where
+        # the mean is large beside the spread.
+        centred = x - x.mean(axis=-1, keepdims=True)  # *rows embed_dim
         y = super().__call__(centred)  # the mean square of what has mean 0 is its variance
         if self.bias is None:
             return y
@@ -199,6 +204,7 @@ def apply_dropout(
 
 def make_norm(config: ModelConfig) -> RMSNorm:
     """The norm that a config describes."""
+    # learned scales are optional: `modern-cpu` has none
     options: dict[str, Any] = {
         "epsilon": config.norm_epsilon,
         "use_scale": config.norm_scale,
@@ -215,6 +221,7 @@ def make_norm(config: ModelConfig) -> RMSNorm:
 
 def linear_options(config: ModelConfig) -> dict[str, Any]:
     """The options of `Linear` that a config decides for all layers."""
+    # only what is still `auto` changes: fit and load have decided it for the platform
     config = portable(config)
     return {
         "use_bias": config.use_bias,
@@ -226,11 +233,14 @@ def linear_options(config: ModelConfig) -> dict[str, Any]:
 
 def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
     """The language-model head of a config without tied embeddings."""
-    options: dict[str, Any] = linear_options(config) | {"use_bias": config.head_bias}
+    options: dict[str, Any] = linear_options(config)
+    options["use_bias"] = config.head_bias
+    options["init_std"] = INIT_STD
+    if config.zero_init:  # all tokens are equally likely at first: the loss begins at log(vocab)
+        options["init_std"] = 0.0
     return Linear(
         config.embed_dim,
         config.vocab_size,
-        init_std=0.0 if config.zero_init else INIT_STD,
         dimensions=("embed_dim", "vocab_size"),
         product=project_to_vocabulary,
         rngs=rngs,
@@ -240,7 +250,7 @@ def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
 
 def residual_std(config: ModelConfig) -> float:
     """The initial std of residual projections (Radford et al. 2019, section 2.3)."""
-    if config.zero_init:
+    if config.zero_init:  # each block begins as the identity
         return 0.0
     # each block adds two branches to the stream, whose variance would grow with the depth
     return INIT_STD / math.sqrt(2 * config.num_layers)

@@ -53,7 +53,8 @@ def _losses_of_known_targets(
 def _target_logits(
     logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
 ) -> Float[Array, "*rows"]:
-    return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)  # *rows 1
+    return chosen[..., 0]
 
 
 @typed
@@ -72,8 +73,9 @@ def cross_entropy(
 
 def rows_at_once(vocab_size: int) -> int:
     """The rows of logits that a loss materialises at once, over all devices of the mesh set."""
-    shards = shards_of("batch", current_mesh())
-    return max(1, LOGITS_BYTES // (4 * vocab_size)) * shards
+    shards = shards_of("batch", current_mesh())  # each device has rows of its own
+    rows = max(1, LOGITS_BYTES // (4 * vocab_size))  # float32 has 4 bytes
+    return rows * shards
 
 
 @typed
@@ -96,7 +98,7 @@ def token_losses_from(
 
     x_chunks, target_chunks, _ = _chunked(x, targets, max_rows)
     losses = jax.lax.map(losses_of_chunk, (x_chunks, target_chunks))  # chunks batch chunk
-    flat = jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1)
+    flat = jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1)  # batch chunks*chunk
     return flat[:, : targets.shape[1]]  # without padding of the last chunk
 
 
@@ -130,7 +132,7 @@ def cross_entropy_from(
     # backward pass only scales them.
     def forward(x_chunks, weights, target_chunks, is_counted):
         def add_chunk(weight_gradients, chunk):
-            x, targets, is_counted = chunk
+            x, targets, is_counted = chunk  # batch chunk embed_dim; batch chunk; batch chunk
             loss_and_gradients = jax.value_and_grad(chunk_loss, argnums=(0, 1))
             loss, (x_gradient, gradients) = loss_and_gradients(x, weights, targets, is_counted)
             return jax.tree.map(jnp.add, weight_gradients, gradients), (loss, x_gradient)
@@ -143,6 +145,7 @@ def cross_entropy_from(
         return losses.sum(), (x_gradients, weight_gradients)
 
     def backward(gradients, cotangent):
+        # by the chain rule: what the loss is multiplied by later is known only here
         def scale(gradient, primal):
             return (gradient * cotangent).astype(primal.dtype)
 
@@ -172,7 +175,7 @@ def _chunked(
     """
     batch, time = targets.shape
     longest = max(1, max_rows // batch)
-    chunks = -(-time // longest)
+    chunks = -(-time // longest)  # rounded up
     size = -(-time // chunks)  # as few chunks, but of equal size: less of the last one is padding
     padding = chunks * size - time
 
@@ -186,5 +189,8 @@ def _chunked(
 
 
 def bits_per_character(loss: float, characters_per_token: float) -> float:
-    """A loss in nats per token as bits per character of the text."""
+    """A loss in nats per token as bits per character of the text.
+
+    Unlike a loss per token it can be compared between tokenizers.
+    """
     return loss / (characters_per_token * math.log(2))

@@ -87,7 +87,8 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
     Raises ValueError if a user's own model lacks a part of `LanguageModel`.
     """
     if config.make is not None:
-        model = require_code(config.make, "model")(config, rngs=rngs)
+        make = require_code(config.make, "model")
+        model = make(config, rngs=rngs)
         _require_language_model(model, config)
         return model
     match config.architecture:
@@ -108,11 +109,13 @@ def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
     missing = [name for name in required if not hasattr(model, name)]
     if missing:
         raise ValueError(f"a {kind} lacks {', '.join(missing)}, which jgpt.LanguageModel has")
+    # the config's are those of the tokenizer and of the batches
     for name in ("vocab_size", "block_size"):
         value = getattr(model, name)
         expected = getattr(config, name)
         if value != expected:
             raise ValueError(f"{kind}.{name} is {value}, not the config's {expected}")
+    # a train step would lose any other state, such as batch statistics: it returns weights alone
     others = set()
     for _, leaf in nnx.to_flat_state(nnx.state(model)):
         if not isinstance(leaf, nnx.Param):
@@ -126,7 +129,7 @@ def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
     """`create_model` with abstract parameters: shapes and dtypes without memory."""
-    if config.make is not None:  # code that a notebook may change
+    if config.make is not None:  # code that a notebook may change: it is never taken from a cache
         return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     graph, state = _traced(config, jax.sharding.get_abstract_mesh(), x64)

@@ -28,6 +28,8 @@ class Module(nnx.Module):
     deterministic = True  # `train()` sets it to False, `eval()` to True
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # here and not in constructors, so that what a user sets later is checked, too; `not`
+        # before the comparison, since NaN is not between any two numbers
         if name == "dropout" and not 0 <= value < 1:
             raise ValueError(f"{name}={value} must be at least 0 and below 1")
         if name == "epsilon" and not value >= 0:
@@ -38,8 +40,8 @@ class Module(nnx.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _, *parameters = inspect.signature(cls.__init__).parameters.values()  # without self
-        cls.__signature__ = inspect.Signature(parameters)
+        parameters = list(inspect.signature(cls.__init__).parameters.values())
+        cls.__signature__ = inspect.Signature(parameters[1:])  # without self
 
     @typed
     def next_dropout_key(self, rngs: nnx.Rngs | None, rate: float) -> Key[Array, ""] | None:
@@ -50,6 +52,7 @@ class Module(nnx.Module):
         if rngs is not None:
             if "dropout" not in rngs and "default" not in rngs:
                 raise ValueError("rngs has no stream for dropout: nnx.Rngs(dropout=key) has one")
+            # drawn for a rate of 0, too: keys of later layers don't depend on the rates of earlier
             return rngs.dropout()
         if rate > 0 and not self.deterministic:
             raise ValueError(
@@ -70,7 +73,7 @@ def require_in_vocabulary(
     """
     if isinstance(tokens, Tracer):
         return
-    values = np.asarray(tokens)
+    values = np.asarray(tokens)  # on the host: the check compiles nothing
     places = np.argwhere((values < 0) | (values >= vocab_size))
     if len(places) == 0:
         return

@@ -22,6 +22,7 @@ class NGramEmbedding(Module):
         self.sizes = config.ngram_sizes
         self.num_rows = config.ngram_rows
         self.embed_dim = config.embed_dim
+        # one table for all sizes: one look-up, and one array for the optimizer
         rows = len(self.sizes) * self.num_rows
         self.table = Embedding(rows, self.embed_dim, param_dtype=config.param_dtype, rngs=rngs)
 
@@ -30,25 +31,30 @@ class NGramEmbedding(Module):
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Embed the n-grams that end at each position; -1 is a missing token."""
-        return self.table(self.rows(tokens)).sum(axis=-2)
+        embeddings = self.table(self.rows(tokens))  # batch time sizes embed_dim
+        return embeddings.sum(axis=-2)
 
     @typed
     def rows(self, tokens: Int[Array, "batch time"]) -> Int[Array, "batch time {len(self.sizes)}"]:
         """The table row of each size's n-gram, by hash."""
         longest = max(self.sizes)
-        padded = jnp.pad(tokens, ((0, 0), (longest - 1, 0)), constant_values=-1)
+        padding = ((0, 0), (longest - 1, 0))
+        padded = jnp.pad(tokens, padding, constant_values=-1)  # batch longest-1+time
         # The hash of an n-gram is that of the last n - 1 tokens, with one more mixed in: one pass
         # backwards makes those of all sizes.
         hashed = jnp.zeros(tokens.shape, jnp.uint32)  # batch time
         rows = []
         for size in range(1, longest + 1):
             # the token `size - 1` before each position
-            earlier = padded[:, longest - size : padded.shape[1] - size + 1]
-            # Fibonacci hashing: multiply by 2**32 / golden ratio, then fold high bits into low ones
-            hashed = (hashed + (earlier + 1).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+            earlier = padded[:, longest - size : padded.shape[1] - size + 1]  # batch time
+            symbol = (earlier + 1).astype(jnp.uint32)  # from 0 on, which is a missing token
+            # Fibonacci hashing: multiply by 2**32 / golden ratio, then fold high bits into low
+            # ones. The remainder below would else depend on the low bits alone.
+            hashed = (hashed + symbol) * jnp.uint32(0x9E3779B1)
             hashed = hashed ^ (hashed >> 15)
             if size in self.sizes:
-                row = (hashed % jnp.uint32(self.num_rows)).astype(jnp.int32)
+                remainder = hashed % jnp.uint32(self.num_rows)
                 # the rows of each size lie behind those of the sizes before
-                rows.append(len(rows) * self.num_rows + row)
-        return jnp.stack(rows, axis=-1)
+                offset = len(rows) * self.num_rows
+                rows.append(offset + remainder.astype(jnp.int32))
+        return jnp.stack(rows, axis=-1)  # batch time sizes

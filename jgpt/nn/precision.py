@@ -31,8 +31,9 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
         activation_dtype = jnp.promote_types(dtype, narrowest).name
     kernel = config.attention_kernel
     if kernel == "auto":
-        fused = cudnn_attends(activation_dtype, config.head_size, platform)
-        kernel = "cudnn" if fused else "xla"
+        kernel = "xla"
+        if cudnn_attends(activation_dtype, config.head_size, platform):
+            kernel = "cudnn"
     return dataclasses.replace(
         config, dtype=dtype, activation_dtype=activation_dtype, attention_kernel=kernel
     )
@@ -57,7 +58,7 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
     It needs 16-bit operands and compute capability 8.0 (Ampere), and 9.0 (Hopper) for head sizes
     above 128.
     """
-    capability = platform.cuda_capability or 0.0
+    capability = platform.cuda_capability or 0.0  # None on other platforms
     if capability < 8.0 or jnp.finfo(dtype).bits != 16:
         return False
     largest = 256 if capability >= 9.0 else 128

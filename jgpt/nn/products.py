@@ -33,9 +33,11 @@ def project(
     wide = jnp.promote_types(dtype, jnp.float32)
     # The backward pass of a batched product recomputes the activation's gradient in a loop that is
     # not vectorised: flattened, that of an MLP took 4 ms instead of 12.
-    flat = x.reshape(math.prod(rows), in_features).astype(wide)
-    product = _low_precision_product if jnp.finfo(dtype).bits < 32 else _product
-    y = product(flat, kernel.astype(wide), dtype, activation_dtype)
+    flat = x.reshape(math.prod(rows), in_features).astype(wide)  # rows in_features
+    product = _product
+    if jnp.finfo(dtype).bits < 32:
+        product = _low_precision_product
+    y = product(flat, kernel.astype(wide), dtype, activation_dtype)  # rows out_features
     return y.reshape(*rows, kernel.shape[-1])
 
 
@@ -57,7 +59,8 @@ def project_to_vocabulary(
     if features > PAD_MIN_FEATURES and _are_many(rows):
         padding = -features % TILE
     padded = jnp.pad(kernel, ((0, 0), (0, padding)))  # in_features vocab+padding
-    return project(x, padded, dtype, activation_dtype)[..., :features]
+    y = project(x, padded, dtype, activation_dtype)  # *rows vocab+padding
+    return y[..., :features]
 
 
 def _are_many(rows: int) -> bool:
@@ -76,8 +79,10 @@ def project_to_tied_vocabulary(
     activation_dtype: DTypeLike | None = None,
 ) -> Float[Array, "batch time vocab"]:
     """`project_to_vocabulary` by a transposed embedding table."""
-    if x.shape[:2] == (1, 1):  # else XLA's CPU backend copies the table for one row
-        return project(embedding, x[0].T, dtype, activation_dtype).T[None]
+    # one sequence's newest token: the table times its column, or XLA's CPU backend copies the table
+    if x.shape[:2] == (1, 1):
+        column = x[0].T  # in_features 1
+        return project(embedding, column, dtype, activation_dtype).T[None]  # 1 1 vocab
     return project_to_vocabulary(x, embedding.T, dtype, activation_dtype)
 
 
@@ -112,7 +117,8 @@ def _forward(x, kernel, dtype, activation_dtype):
 def _backward(dtype, activation_dtype, saved, gradient):
     """The gradients of both operands, in float32 as these were given."""
     x, kernel = saved
-    x_gradient = _product(gradient, kernel.T, dtype, activation_dtype)
+    x_gradient = _product(gradient, kernel.T, dtype, activation_dtype)  # rows in_features
+    # in_features out_features
     kernel_gradient = _product(x.T, gradient, dtype, activation_dtype)
     return x_gradient.astype(jnp.float32), kernel_gradient.astype(jnp.float32)
 

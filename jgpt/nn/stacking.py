@@ -38,6 +38,7 @@ def stack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..
         return jnp.stack(arrays)
 
     def stack(blocks):
+        # in the order of their numbers, in which a scan runs them
         in_order = [blocks[index] for index in sorted(blocks)]
         return {STACKED.key: jax.tree.map(stack_arrays, *in_order)}
 
@@ -48,7 +49,8 @@ def stack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..
 def unstack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..."]]:
     """The inverse of `stack_blocks`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    count = next(len(leaf) for path, leaf in leaves if STACKED in path)
+    stacks = [leaf for path, leaf in leaves if STACKED in path]
+    count = len(stacks[0])  # each has a first axis of num_layers
 
     def unstack(blocks):
         stacked = blocks[STACKED.key]
@@ -87,7 +89,7 @@ def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
 
     def merge(weights: Weights) -> LanguageModel:
         stacked = weights["blocks"].get(STACKED.key)
-        if stacked is None:
+        if stacked is None:  # a model's own weights, as in evaluations of a loaded run
             return merge_all(weights)
         return merge_one({**weights, "blocks": {0: stacked}})
 
@@ -96,6 +98,7 @@ def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
 
 def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
     """A function from weights to a model with the structure and dtypes of an abstract one."""
+    # taken once, outside of what is traced: each `merge` is then a function of weights alone
     graph = nnx.graphdef(model)
     model_weights = weights_of(model)
 

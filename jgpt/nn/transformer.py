@@ -59,7 +59,7 @@ class FeedForward(Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.embed_dim = config.embed_dim
         self.dropout = config.dropout
-        self.hidden_dim = config.hidden_dim or 4 * config.embed_dim
+        self.hidden_dim = config.hidden_dim or 4 * config.embed_dim  # 4 as in section 3.3
         self.activation: Activation = config.activation
         linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
         expanding_linear = functools.partial(
@@ -128,7 +128,7 @@ class GPT(Module):
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config  # as it was given, with what is `auto` in it
+        self.config = config  # as it was given, with what is `auto` in it: an import records it so
         config = portable(config)
         self.dtype = config.dtype
         self.activation_dtype = config.activation_dtype
@@ -149,12 +149,15 @@ class GPT(Module):
         # Learned positions move with the context: past `block_size` every key would be another one.
         # Rotary ones are relative, so that keys in the cache stay true.
         self.supports_rolling_cache = config.positions == "rotary"
+        # In one assignment each: NNX rejects a module in an attribute that began as None.
         self.ngram_embedding = NGramEmbedding(config, rngs=rngs) if config.ngram_sizes else None
         # zeros: a model begins without the shortcut, and learns how much of it each block needs
         shortcut_scales = jnp.zeros(config.num_layers, config.param_dtype)
         self.shortcut = nnx.Param(shortcut_scales) if config.embedding_shortcut else None
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
+        # the blocks normalise what they read, and leave the stream a sum that grows with the depth
         self.final_norm = make_norm(config)
+        # tied: the token embedding's table is the head, too
         self.head = None if config.tie_embeddings else vocabulary_head(config, rngs=rngs)
 
     @typed
@@ -215,9 +218,9 @@ class GPT(Module):
                 f"{time} tokens are more than block_size={self.block_size}: "
                 "crop the input to its last block_size tokens"
             )
-        x = self.token_embedding(tokens)
+        x = self.token_embedding(tokens)  # batch time embed_dim
         if self.position_embedding is not None:
-            position = jnp.arange(time)
+            position = jnp.arange(time)  # time
             if cache is not None:
                 # left padding has negative positions: any row does, since no query attends to it
                 position = jnp.maximum(cache.layers[0].positions(tokens), 0)  # batch time
@@ -229,8 +232,10 @@ class GPT(Module):
             ones = jnp.ones((*tokens.shape, 1), x.dtype)  # batch time 1
             ngram_rate = self.config.ngram_dropout
             keep = apply_dropout(ones, ngram_rate, self.next_dropout_key(rngs, ngram_rate))
-            # n-grams of the first tokens begin in those before them, which a cache remembers
-            known_tokens = tokens if cache is None else cache.append_tokens(tokens)
+            known_tokens = tokens
+            if cache is not None:
+                # n-grams of the first tokens begin in those before them, which a cache remembers
+                known_tokens = cache.append_tokens(tokens)  # batch lookback+time
             ngrams = self.ngram_embedding(known_tokens)[:, -time:]  # batch time embed_dim
             x = x + keep * ngrams
         # The residual stream is never below float32: it is a sum over all blocks, and a small
@@ -245,13 +250,14 @@ class GPT(Module):
     ) -> Float[Array, "batch time {self.vocab_size}"]:
         """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
         if self.head is None:
-            table = gather_parameter(self.token_embedding.embedding, self.dtype)
+            table = gather_parameter(self.token_embedding.embedding, self.dtype)  # vocab embed_dim
             logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)
         else:
             logits = self.head(x)
         cap = self.config.logit_softcap
         if cap is None:
             return logits
+        # nearly the identity near 0, and never beyond the cap
         return cap * jnp.tanh(logits / cap)
 
     @typed
@@ -269,6 +275,7 @@ class GPT(Module):
                 dtype=self.activation_dtype,
             )
             layers.append(layer)
+        # an n-gram ends at a new token, so that n - 1 of its tokens are earlier ones
         longest_ngram = max(self.config.ngram_sizes, default=1)
         return KVCache(tuple(layers), batch=batch, lookback=longest_ngram - 1)
 
@@ -277,6 +284,8 @@ class GPT(Module):
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
         """The attention weights of every layer and head in the forward pass of `tokens`."""
+        # Computed again from the inputs of the blocks: fused and windowed kernels never hold the
+        # weights of a whole sequence in memory.
         inputs = self.hidden_states(tokens)[:-1]  # the last state is the output of all blocks
         weights = []
         for block, x in zip(self.blocks, inputs, strict=True):
