@@ -14,7 +14,7 @@ from .nn.loss import cross_entropy
 from .nn.models import LanguageModel, create_model
 from .nn.precision import for_platform
 from .nn.transformer import GPT, Block, FeedForward
-from .pictures.look import look
+from .pictures.page import look
 from .presets import preset
 from .runs.checkpoints import load, save
 from .shapes.calls import TypedCall, watching

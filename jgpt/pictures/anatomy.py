@@ -14,24 +14,27 @@ from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
 from jgpt.shapes.trace import ShapeTrace, trace_calls
 
-TOKENS = 16
-"""Of the trace in which the anatomy is found."""
+TRACED_TOKENS = 16
+"""The tokens of the trace in which the anatomy is found, or fewer if the block is smaller."""
 
 
 @dataclass(frozen=True)
-class Heard:
-    """A call of the forward pass."""
+class RecordedCall:
+    """A call of the forward pass, with its values."""
 
     path: str
     module: Any
-    """The module that is called; None for a function that one calls."""
+    """The module that is called; None for a function or another method."""
     arguments: dict[str, Any]
     result: Any
 
     @property
-    def given(self) -> Any:
-        """The first array that it was given."""
-        return next((x for x in self.arguments.values() if is_real(x)), None)
+    def input(self) -> Any:
+        """The first argument that is an array of real numbers; None if there is none."""
+        for value in self.arguments.values():
+            if is_real(value):
+                return value
+        return None
 
 
 def is_real(value: Any) -> bool:
@@ -41,13 +44,15 @@ def is_real(value: Any) -> bool:
 
 def record_calls(
     model: Any, tokens: Any, edits: Mapping[str, Callable[[Any], Any]]
-) -> tuple[ShapeTrace, dict[int, Heard]]:
+) -> tuple[ShapeTrace, dict[int, RecordedCall]]:
     """The trace of a forward pass with edits, and its calls by the id of their traces, in order."""
-    heard: dict[int, Heard] = {}
+    calls: dict[int, RecordedCall] = {}
 
-    def keep(trace: ShapeTrace, call: TypedCall, result: Any) -> None:
-        module = call.arguments.get("self") if call.function.__name__ == "__call__" else None
-        heard[id(trace)] = Heard(call.path, module, call.arguments, result)
+    def record(trace: ShapeTrace, call: TypedCall, result: Any) -> None:
+        module = None
+        if call.function.__name__ == "__call__":
+            module = call.arguments.get("self")
+        calls[id(trace)] = RecordedCall(call.path, module, call.arguments, result)
 
     # stands for the model's own call, which may not be typed
     @typed
@@ -56,7 +61,8 @@ def record_calls(
     ) -> Float[Array, "batch time vocab"]:
         return edit(model, edits)(tokens)
 
-    return trace_calls(__call__, keep, tokens), heard
+    trace = trace_calls(__call__, record, tokens)
+    return trace, calls
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ class Anatomy:
     """Of each block, the modules whose results are added to the stream: no other call gets them."""
     attention: tuple[str, ...]
     """Modules that have their weights in a method `weights`."""
-    by_head: tuple[str | None, ...]
-    """Of each of these, the last result with an axis of heads, which can be switched off."""
+    head_outputs: tuple[str | None, ...]
+    """For each of these, the last result with an axis of heads, where one can be switched off."""
     heads: int
     window: int | None
     width: int
@@ -80,69 +86,122 @@ class Anatomy:
 def anatomy_of(model: Any) -> Anatomy:
     """The anatomy of a model. Nothing is computed."""
     found: list[Anatomy] = []
-    tokens = jax.ShapeDtypeStruct((1, min(TOKENS, model.block_size)), jnp.int32)
 
-    def look(tokens: Any) -> None:
-        calls = list(record_calls(model, tokens, {})[1].values())
-        blocks = _blocks(calls)
-        branches = tuple(_branches(calls, block) for block in blocks)
-        attention = [
-            (call, weights_of(call))
-            for call in calls
-            if hasattr(call.module, "weights") and call.given is not None
-        ]
-        if len({weights.shape for _, weights in attention}) != 1:
-            attention = []  # none, or not to be shown in one grid
-        heads = attention[0][1].shape[0] if attention else 0
-        paths = tuple(call.path for call, _ in attention)
-        by_head = tuple(_by_head(calls, path, heads) for path in paths)
-        window = getattr(attention[0][0].module, "window", None) if attention else None
-        width = next((call.given.shape[-1] for call in calls if call.path in blocks), 0)
-        found.append(Anatomy(blocks, branches, paths, by_head, heads, window, width))
+    # inside the trace, since the values of recorded calls mean nothing once it has ended
+    def find(tokens: Any) -> None:
+        _, calls = record_calls(model, tokens, {})
+        found.append(_anatomy_in(list(calls.values())))
 
-    jax.eval_shape(look, tokens)
+    time = min(TRACED_TOKENS, model.block_size)
+    jax.eval_shape(find, jax.ShapeDtypeStruct((1, time), jnp.int32))
     return found[0]
 
 
-def weights_of(call: Heard) -> Any:
+def attention_weights_of(call: RecordedCall) -> Any:
     """The attention weights of a module that was called: by head, or of the only one."""
-    weights = call.module.weights(call.given)
+    weights = call.module.weights(call.input)
     return weights.reshape(-1, *weights.shape[-2:])
 
 
-def _blocks(calls: list[Heard]) -> tuple[str, ...]:
-    lists: dict[str, list[str]] = {}
+def _anatomy_in(calls: list[RecordedCall]) -> Anatomy:
+    blocks = _blocks(calls)
+    branches = []
+    for block in blocks:
+        branches.append(_branches(calls, block))
+    width = 0
     for call in calls:
-        given = call.given
-        numbered = re.fullmatch(r"(.*)\.(\d+)", call.path)
-        if call.module and numbered and given is not None and given.shape == call.result.shape:
-            lists.setdefault(numbered[1], []).append(call.path)
-    for stem in sorted(lists, key=lambda stem: stem.count(".")):
-        if lists[stem] == [f"{stem}.{index}" for index in range(len(lists[stem]))]:
-            return tuple(lists[stem])
-    return ()
+        if call.path in blocks:
+            width = call.input.shape[-1]
+            break
 
-
-def _branches(calls: list[Heard], block: str) -> tuple[str, ...]:
-    (whole,) = (call for call in calls if call.path == block)
-
-    def is_added(branch: Heard) -> bool:
-        others = (call for call in calls if not f"{call.path}.".startswith(f"{branch.path}."))
-        taken = {id(x) for call in others for x in call.arguments.values()}
-        return id(branch.result) not in taken | {id(whole.result)}
-
-    return tuple(
-        call.path
-        for call in calls
-        if call.module and call.path.rpartition(".")[0] == block
-        if call.result.shape == whole.result.shape and is_added(call)
+    attention, heads = _attention(calls)
+    window = None
+    if attention:
+        window = getattr(attention[0].module, "window", None)
+    head_outputs = []
+    for call in attention:
+        head_outputs.append(_head_output(calls, call.path, heads))
+    return Anatomy(
+        blocks=blocks,
+        branches=tuple(branches),
+        attention=tuple(call.path for call in attention),
+        head_outputs=tuple(head_outputs),
+        heads=heads,
+        window=window,
+        width=width,
     )
 
 
-def _by_head(calls: list[Heard], module: str, heads: int) -> str | None:
-    found = None
+def _attention(calls: list[RecordedCall]) -> tuple[list[RecordedCall], int]:
+    """The calls of modules with attention weights, and how many heads each of them has."""
+    attention = []
+    shapes = set()
     for call in calls:
-        inside = call.path.rpartition(".")[0] == module and not call.module
-        if inside and is_real(call.result) and call.result.ndim == 4:
-            found = call.path if call.result.shape[1] == heads else found
-    return found
+        if hasattr(call.module, "weights") and call.input is not None:
+            attention.append(call)
+            shapes.add(attention_weights_of(call).shape)
+    # the page has one grid of layers and heads: maps of several shapes don't fit into it
+    if len(shapes) != 1:
+        return [], 0
+    heads, _, _ = shapes.pop()
+    return attention, heads
+
+
+def _blocks(calls: list[RecordedCall]) -> tuple[str, ...]:
+    """The paths of the blocks: modules of one list, which all keep the shape of their input."""
+    candidates: dict[str, list[str]] = {}
+    for call in calls:
+        numbered = re.fullmatch(r"(.*)\.(\d+)", call.path)
+        if call.module is None or numbered is None or call.input is None:
+            continue
+        # a result may also be a tuple, which has no shape
+        if getattr(call.result, "shape", None) == call.input.shape:
+            candidates.setdefault(numbered[1], []).append(call.path)
+    # the outermost list: a block may have numbered modules too
+    for name in sorted(candidates, key=lambda name: name.count(".")):
+        paths = candidates[name]
+        if paths == [f"{name}.{index}" for index in range(len(paths))]:
+            return tuple(paths)
+    return ()
+
+
+def _branches(calls: list[RecordedCall], block: str) -> tuple[str, ...]:
+    """The modules of a block whose results are added to the stream.
+
+    An addition is no typed call, and is not in the trace. What is added is known by its absence:
+    no other call gets the result, and the block doesn't return it.
+    """
+    (block_call,) = (call for call in calls if call.path == block)
+
+    def is_added(branch: RecordedCall) -> bool:
+        if branch.result is block_call.result:
+            return False
+        for call in calls:
+            is_inside = f"{call.path}.".startswith(f"{branch.path}.")
+            if is_inside:
+                continue
+            if any(value is branch.result for value in call.arguments.values()):
+                return False
+        return True
+
+    branches = []
+    for call in calls:
+        is_child = call.path.rpartition(".")[0] == block
+        if call.module is None or not is_child:
+            continue
+        has_shape_of_stream = getattr(call.result, "shape", None) == block_call.result.shape
+        if has_shape_of_stream and is_added(call):
+            branches.append(call.path)
+    return tuple(branches)
+
+
+def _head_output(calls: list[RecordedCall], attention: str, heads: int) -> str | None:
+    """The path of the last function's result inside the attention that is (batch, head, ., .)."""
+    path = None
+    for call in calls:
+        is_function = call.module is None and call.path.rpartition(".")[0] == attention
+        if not is_function or not is_real(call.result):
+            continue
+        if call.result.ndim == 4 and call.result.shape[1] == heads:
+            path = call.path
+    return path

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from jgpt.generation.text import default_prompt, generate_text
 from jgpt.hardware import current_platform, enable_compilation_cache
 from jgpt.nn.models import abstract_model
 from jgpt.nn.precision import for_platform
-from jgpt.pictures.look import Changes, Look, encode_text, page_of
+from jgpt.pictures.anatomy import Anatomy
+from jgpt.pictures.numbers import Changes, Look, encode_text
+from jgpt.pictures.page import page_of
 from jgpt.runs.checkpoints import Checkpoints, Which, load
 from jgpt.runs.directory import CHECKPOINTS, METRICS, RunDirectory
 from jgpt.runs.manifest import MANIFEST
@@ -42,6 +45,15 @@ MOST_REQUESTS = 16
 """Requests that are answered at once; more are refused."""
 SECONDS = 10
 """How long a request may take to arrive."""
+
+
+@dataclass(frozen=True)
+class SavedAt:
+    """Which checkpoint: a run that is overwritten has another one of the same step."""
+
+    step: int
+    nanoseconds: int
+    """The modification time of its manifest."""
 
 
 class RunPage:
@@ -62,59 +74,71 @@ class RunPage:
         self.run = RunDirectory.open(directory)
         self._model = model
         self.which: Which = which
-        self.name, tokenizer = self.run.path.resolve().name, self.run.tokenizer()
-        self.prompt = tokenizer.decode(default_prompt(tokenizer)) if prompt is None else prompt
-        encode_text(tokenizer, self.prompt)
-        self._opened: dict[tuple[int, int], Look] = {}
-        self._snapshots: dict[tuple[int, int], dict[str, Any]] = {}
+        self.name = self.run.path.resolve().name
+        tokenizer = self.run.tokenizer()
+        if prompt is None:
+            prompt = tokenizer.decode(default_prompt(tokenizer))
+        encode_text(tokenizer, prompt)  # raises for what can't be encoded
+        self.prompt = prompt
+        self._opened: dict[SavedAt, Look] = {}
+        self._snapshots: dict[SavedAt, dict[str, Any]] = {}
+        # each request has a thread: one after another computes, or opens a checkpoint
         self._computing = threading.Lock()
         if self.run.checkpoint_steps():
             self._open(which)
 
     def look(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The numbers for a prompt and changes; with `other`, also those of that checkpoint."""
+        other = asked.get("other")
         with self._computing:
-            (step, _), look = self._open(asked.get("checkpoint"))
-            found = answer(look, asked) | {"checkpoint": step, "other": None}
-            if (other := asked.get("other")) is not None:
-                (step, _), look = self._open(other)
-                found["other"] = answer(look, asked) | {"checkpoint": step}
+            found = self._answer(asked.get("checkpoint"), asked)
+            found["other"] = None
+            if other is not None:
+                found["other"] = self._answer(other, asked)
         return found
 
     def training(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The loss curve so far, and the checkpoints; nothing is read unless files have changed."""
         run = RunDirectory.open(self.run.path)
-        written = [run.path / name for name in (METRICS, CHECKPOINTS)]
-        at = [path.stat().st_mtime_ns if path.exists() else 0 for path in written]
-        if asked.get("since") == str(at):
+        times = []
+        for name in (METRICS, CHECKPOINTS):
+            path = run.path / name
+            times.append(path.stat().st_mtime_ns if path.exists() else 0)
+        if asked.get("since") == str(times):
             return {"unchanged": True}
+
         lines = run.metrics()
         losses = {}
         for name in ("loss", "validation_loss", "validation_estimate"):
             losses[name] = [[line["step"], line[name]] for line in lines if name in line]
-        steps = losses["loss"]
-        each = max(1, -(-len(losses["loss"]) // MOST_POINTS))
-        parts = [steps[first : first + each] for first in range(0, len(steps), each)]
-        losses["loss"] = [np.mean(part, axis=0).tolist() for part in parts]
+        steps_per_point = max(1, -(-len(losses["loss"]) // MOST_POINTS))
+        losses["loss"] = _means(losses["loss"], steps_per_point)
+
+        named = {}
         with Checkpoints(run, read_only=True) as checkpoints:
             saved = checkpoints.steps()
-            named = {name: checkpoints.step(name) for name in ("best", "last")} if saved else {}
-        last = lines[-1]["step"] if lines else 0
-        of = run.config().steps
-        told = {"at": str(at), "each": each, "step": last, "steps": of}
-        return losses | told | {"checkpoints": saved, "named": named}
+            if saved:
+                named = {"best": checkpoints.step("best"), "last": checkpoints.step("last")}
+        return losses | {
+            "at": str(times),
+            "each": steps_per_point,
+            "step": lines[-1]["step"] if lines else 0,
+            "steps": run.config().steps,
+            "checkpoints": saved,
+            "named": named,
+        }
 
     def snapshot(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A sample of a checkpoint, and its attention over the prompt that the page began with."""
         with self._computing:
-            at, look = self._open(asked.get("checkpoint"))
-            if at not in self._snapshots:
-                text = generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
+            saved_at, look = self._open(asked.get("checkpoint"))
+            if saved_at not in self._snapshots:
+                snapshot = {"checkpoint": saved_at.step, "sample": _sample(look)}
                 numbers = answer(look, {"prompt": self.prompt})
-                names = ("attention", "tokens", "layers", "heads")
-                found = {"checkpoint": at[0], "sample": text}
-                self._snapshots[at] = found | {name: numbers[name] for name in names}
-            return self._snapshots[at]
+                for name in ("attention", "tokens", "layers", "heads"):
+                    snapshot[name] = numbers[name]
+                self._snapshots[saved_at] = snapshot
+            return self._snapshots[saved_at]
 
     def warm_up(self) -> None:
         """Load the programs of a page before there is a checkpoint, for a model of zeros.
@@ -124,30 +148,52 @@ class RunPage:
         config = with_code(self.run.config(), self._model, None)
         made = abstract_model(for_platform(config.model, current_platform()))
         graph, weights = nnx.split(made)
-        (here, *_) = jax.devices()  # arrays of a checkpoint are committed to it, and so are these
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=here), weights)
+        # arrays of a checkpoint are committed to a device, and so are these: JAX would compile a
+        # program anew for arrays that are not
+        device = jax.devices()[0]
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=device), weights)
         # what can't be shown is said when a page asks for it
         with self._computing, suppress(ValueError):
             look = Look(nnx.merge(graph, zeros), self.run.tokenizer(), self.name)
-            self._opened.setdefault((0, 0), look)
+            # no checkpoint was saved at 0: it is there to be reused by the first that is opened
+            self._opened.setdefault(SavedAt(0, 0), look)
             answer(look, {"prompt": self.prompt})
-            generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
+            _sample(look)
 
-    def _open(self, which: Any) -> tuple[tuple[int, int], Look]:
-        """A checkpoint, by its step and the time when it was saved; None is the one shown first."""
+    def _answer(self, which: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+        saved_at, look = self._open(which)
+        return answer(look, asked) | {"checkpoint": saved_at.step}
+
+    def _open(self, which: Any) -> tuple[SavedAt, Look]:
+        """A checkpoint, and the numbers of its page; None is the one that is shown first."""
+        if which is None:
+            which = self.which
         run = RunDirectory.open(self.run.path)
         with Checkpoints(run, read_only=True) as checkpoints:
-            step = checkpoints.step(self.which if which is None else which)
-        at = step, (run.path / CHECKPOINTS / f"{step}" / MANIFEST).stat().st_mtime_ns
-        if at not in self._opened:
+            step = checkpoints.step(which)
+        manifest = run.path / CHECKPOINTS / str(step) / MANIFEST
+        saved_at = SavedAt(step, manifest.stat().st_mtime_ns)
+        if saved_at not in self._opened:
             model: Any
             model, tokenizer, _ = load(run.path, which=step, model=self._model)
-            like = next(iter(self._opened.values()), None)
-            look = Look(model, tokenizer, self.name, like=like)
-            self._opened[at] = look
+            any_opened = next(iter(self._opened.values()), None)
+            look = Look(model, tokenizer, self.name, like=any_opened)
+            self._opened[saved_at] = look
             for oldest in list(self._opened)[:-MOST_OPEN]:
                 del self._opened[oldest]
-        return at, self._opened[at]
+        return saved_at, self._opened[saved_at]
+
+
+def _means(points: list[list[Any]], count: int) -> list[list[Any]]:
+    """A curve with one point for every `count`: their mean step and their mean loss."""
+    means = []
+    for first in range(0, len(points), count):
+        means.append(np.mean(points[first : first + count], axis=0).tolist())
+    return means
+
+
+def _sample(look: Look) -> str:
+    return generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
 
 
 @contextmanager
@@ -173,17 +219,19 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
 
         def do_POST(self) -> None:
             name = self.path.rpartition("/")[2]
-            name = name if name in answers else "look"
+            if name not in answers:
+                name = "look"  # any name will do to be refused, since the path must be that of one
             if not self._allowed(f"/{secret}/{name}"):
                 return
             size = self.headers.get("Content-Length", "")
             if self.headers.get("Content-Type") != "application/json" or not size.isdecimal():
                 return self._refuse(415, "send JSON, with its length")
+            # by its digits first: int() raises for thousands of them
             if len(size) > 9 or int(size) > MOST_BYTES:
                 return self._refuse(413, f"a request has at most {MOST_BYTES} bytes")
             try:
                 asked = json.loads(self.rfile.read(int(size)))
-            except (ValueError, RecursionError):
+            except (ValueError, RecursionError):  # the latter for lists in lists in lists
                 return self._refuse(400, "that is not JSON")
             try:
                 if not isinstance(asked, Mapping):
@@ -194,17 +242,23 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
             self._send(200, json.dumps(answered, allow_nan=False))
 
         def _allowed(self, path: str) -> bool:
-            here = {f"{name}:{server.server_port}" for name in ("127.0.0.1", "localhost")}
+            """Whether a request is for this path, from this page; if not, it is answered."""
+            own_hosts = {f"127.0.0.1:{server.server_port}", f"localhost:{server.server_port}"}
+            hosts = set(self.headers.get_all("Host", [""]))
             origin = self.headers.get("Origin")
-            if not set(self.headers.get_all("Host", [""])) <= here:
+            # a host name of strangers that resolves to this machine (DNS rebinding)
+            if not hosts <= own_hosts:
                 self._refuse(403, "this server answers to its own address alone")
-            elif origin is not None and origin.removeprefix("http://") not in here:
+                return False
+            # another page that is open in the same browser
+            if origin is not None and origin.removeprefix("http://") not in own_hosts:
                 self._refuse(403, "this server answers its own page alone")
-            elif not secrets.compare_digest(self.path.encode(), path.encode()):
+                return False
+            # another program or user of this machine; in constant time, since it has a secret
+            if not secrets.compare_digest(self.path.encode(), path.encode()):
                 self._refuse(404, "there is nothing here: open the address that was printed")
-            else:
-                return True
-            return False
+                return False
+            return True
 
         def send_error(self, code: int, message: str | None = None, explain: Any = None) -> None:
             self._refuse(code, message or "that is no request for this page")
@@ -261,39 +315,58 @@ def answer(look: Look, asked: Any) -> dict[str, Any]:
             tokens = encode_text(look.tokenizer, prompt)
         case _:
             raise ValueError("a request is a JSON object with a prompt")
-    changes = _changes(look, asked, len(tokens))
+    changes = _changes(look.anatomy, asked, len(tokens))
     data = look(tokens.tolist(), len(tokens), changes)
     return data | {"live": True, "text": prompt, "code": changes.as_code(look.anatomy, prompt)}
 
 
-def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
-    anatomy = look.anatomy
+def _changes(anatomy: Anatomy, asked: Mapping[str, Any], time: int) -> Changes:
+    """The changes that a request asks for. Raises ValueError for what this model doesn't have."""
+    heads = {}
+    for layer, path in enumerate(anatomy.head_outputs):
+        if path is None:
+            continue
+        for head in range(anatomy.heads):
+            heads[f"{layer}.{head}"] = (layer, head)
+    blocks = {}
+    for layer, branches in enumerate(anatomy.branches):
+        if branches:
+            blocks[str(layer)] = layer
+    return Changes(
+        heads=_factors(asked, "heads", heads),
+        blocks=_factors(asked, "blocks", blocks),
+        patch=_patch(asked.get("patch"), len(anatomy.blocks), time),
+    )
 
-    def factors(name: str, places: dict[str, Any]) -> dict[Any, float]:
-        given = asked.get(name, {})
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{name} must be an object of factors")
-        for place, factor in given.items():
-            if place not in places:
-                raise ValueError(f"{name} has no {place!r}")
-            if type(factor) not in (int, float) or not 0 <= factor <= 4:
-                raise ValueError(f"{name} {place}: {factor!r} must be a factor from 0 to 4")
-        return {places[place]: float(factor) for place, factor in given.items() if factor != 1}
 
-    switched = [layer for layer, path in enumerate(anatomy.by_head) if path is not None]
-    pairs = [(layer, head) for layer in switched for head in range(anatomy.heads)]
-    heads = factors("heads", {f"{layer}.{head}": (layer, head) for layer, head in pairs})
-    scaled = [layer for layer, paths in enumerate(anatomy.branches) if paths]
-    blocks = factors("blocks", {f"{layer}": layer for layer in scaled})
-    match asked.get("patch"):
+def _factors(asked: Mapping[str, Any], name: str, places: dict[str, Any]) -> dict[Any, float]:
+    """The factors of a request, by place, without those of 1, which change nothing."""
+    requested = asked.get(name, {})
+    if not isinstance(requested, Mapping):
+        raise ValueError(f"{name} must be an object of factors")
+    factors = {}
+    for place, factor in requested.items():
+        if place not in places:
+            raise ValueError(f"{name} has no {place!r}")
+        # true is an int to isinstance
+        if type(factor) not in (int, float) or not 0 <= factor <= 4:
+            raise ValueError(f"{name} {place}: {factor!r} must be a factor from 0 to 4")
+        if factor != 1:
+            factors[places[place]] = float(factor)
+    return factors
+
+
+def _patch(requested: Any, blocks: int, time: int) -> tuple[int, int, str] | None:
+    """The layer, the position and the other prompt of a patch."""
+    match requested:
         case None:
-            return Changes(heads, blocks)
-        case {"block": int(layer), "position": int(position), "prompt": str(other)} if not (
+            return None
+        case {"block": int(layer), "position": int(position), "prompt": str(other_prompt)} if not (
             isinstance(layer, bool) or isinstance(position, bool)
         ):
-            if not (0 <= layer < len(anatomy.blocks) and 0 <= position < time):
+            if not (0 <= layer < blocks and 0 <= position < time):
                 raise ValueError(f"a patch can't be at block {layer} and position {position}")
-            return Changes(heads, blocks, (layer, position, other))
+            return layer, position, other_prompt
         case _:
             raise ValueError("a patch has a block, a position in the prompt and another prompt")
 
@@ -301,7 +374,8 @@ def _changes(look: Look, asked: Mapping[str, Any], time: int) -> Changes:
 def main() -> None:
     """Serve a run beside its training, until the trainer's process closes standard input."""
     enable_compilation_cache()
-    if not (line := sys.stdin.readline()):
+    line = sys.stdin.readline()
+    if not line:
         return  # nothing is trained
     directory, prompt, model = json.loads(line)
     page = RunPage(directory, prompt, which="last", model=model)

@@ -20,12 +20,14 @@ from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
-from jgpt.pictures.look import encode_text
+from jgpt.pictures.numbers import encode_text
 from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
 
-INCHES_PER_TOKEN, MOST_INCHES = 0.16, 40
-"""Attention pictures: the size of a readable token, and of the longest row of panels."""
+INCHES_PER_TOKEN = 0.16
+"""Attention pictures: the size of a readable token."""
+MOST_INCHES = 40
+"""Attention pictures: the size of the longest row or column of panels."""
 
 VISIBLE = str.maketrans({"\n": "⏎", " ": "␣", "\t": "⇥", "$": r"\$"})
 """Visible white space; dollars escaped for matplotlib."""
@@ -37,40 +39,59 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
     axes = figure.add_subplot()
     (title,), families = drawable([title], "sans-serif")
     axes.set_title(title, parse_math=False, fontfamily=families)
-    lines = _draw_run(axes, np.array([line["step"] for line in metrics]), metrics, "C0", "C1")
-    labels = ["training, each step", f"training, mean of {_window(metrics)} steps"]
-    labels += ["validation", "validation, estimated on a part"]
+    steps = np.array([line["step"] for line in metrics])
+    lines = _draw_run(axes, steps, metrics, training_colour="C0", validation_colour="C1")
+    labels = [
+        "training, each step",
+        f"training, mean of {_window(metrics)} steps",
+        "validation",
+        "validation, estimated on a part",
+    ]
     _finish(figure, {"step": axes}, lines, labels)
     return _image(figure, format)
 
 
 def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
-    """The losses of several runs against steps, tokens and seconds, as an image."""
+    """The losses of several runs against steps, tokens and seconds, as an image.
+
+    Raises ValueError for a run without metrics.
+    """
     figure = Figure(figsize=(15, 5.5), layout="constrained")
-    row = figure.subplots(1, 3, sharey=True)
+    by_steps, by_tokens, by_seconds = figure.subplots(1, 3, sharey=True)
     smoothed: list[Artist] = []
     for index, run in enumerate(runs):
         config = run.config()
         metrics = run.metrics()
-        colour = f"C{index}"
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         steps = np.array([line["step"] for line in metrics])
-        timed = [(line["step"], line["seconds"]) for line in metrics if "seconds" in line]
-        at, spent = zip((0, 0), *timed, strict=True)
-        seconds = np.interp(steps, at, spent)
         tokens = steps * (config.batch_size * config.model.block_size)
-        drawn = zip(row, (steps, tokens, seconds), strict=True)
-        lines = [_draw_run(axes, x, metrics, colour, colour) for axes, x in drawn]
-        smoothed.append(lines[0][1])
+        seconds = _seconds_at(steps, metrics)
+        for axes, x in ((by_steps, steps), (by_tokens, tokens), (by_seconds, seconds)):
+            colour = f"C{index}"
+            lines = _draw_run(axes, x, metrics, training_colour=colour, validation_colour=colour)
+        smoothed.append(lines[1])  # stands for the run in the legend
     labels = [run.path.resolve().name for run in runs]
-    if len(set(labels)) < len(runs):
+    if len(set(labels)) < len(runs):  # two runs of one name in different folders
         labels = [str(run.path) for run in runs]
-    title = "line: training, mean of 2% of the steps around; faint: each step; "
-    title += "dots: validation; circles: validation, estimated on a part"
-    panels: dict[str, Axes] = dict(zip(("steps", "tokens", "seconds"), row, strict=True))
+    title = (
+        "line: training, mean of 2% of the steps around; faint: each step; "
+        "dots: validation; circles: validation, estimated on a part"
+    )
+    panels = {"steps": by_steps, "tokens": by_tokens, "seconds": by_seconds}
     _finish(figure, panels, smoothed, labels, title)
     return _image(figure, format)
+
+
+def _seconds_at(steps: np.ndarray, metrics: Sequence[dict[str, Any]]) -> np.ndarray:
+    """The seconds at which steps ended: some lines say it, and those between are interpolated."""
+    timed_steps = [0]
+    seconds = [0.0]
+    for line in metrics:
+        if "seconds" in line:
+            timed_steps.append(line["step"])
+            seconds.append(line["seconds"])
+    return np.interp(steps, timed_steps, seconds)
 
 
 @typed
@@ -78,24 +99,29 @@ def _draw_run(
     axes: Axes,
     x: Real[np.ndarray, " steps"],
     metrics: Sequence[dict[str, Any]],
-    training: str,
-    validation: str,
+    training_colour: str,
+    validation_colour: str,
 ) -> list[Line2D]:
     """Draw a run in two colours: training, each step and smoothed; validation, and estimates."""
 
     def points(field: str) -> tuple[np.ndarray, np.ndarray]:
-        at = [i for i, line in enumerate(metrics) if field in line]
-        return x[at], np.array([metrics[i][field] for i in at])
+        rows = []
+        values = []
+        for row, line in enumerate(metrics):
+            if field in line:
+                rows.append(row)
+                values.append(line[field])
+        return x[rows], np.array(values)
 
     places, losses = points("loss")
     mean = _running_mean(losses, _window(metrics))
-    dots = {"linestyle": "", "marker": "o", "color": validation, "zorder": 3}
-    return [
-        *axes.plot(places, losses, color=training, alpha=0.25, linewidth=0.7),
-        *axes.plot(places, mean, color=training, linewidth=1.5),
-        *axes.plot(*points("validation_loss"), **dots),
-        *axes.plot(*points("validation_estimate"), **dots, fillstyle="none"),
-    ]
+    lines = axes.plot(places, losses, color=training_colour, alpha=0.25, linewidth=0.7)
+    lines += axes.plot(places, mean, color=training_colour, linewidth=1.5)
+    # above the lines, which are as many points as there are steps
+    dots = {"linestyle": "", "marker": "o", "color": validation_colour, "zorder": 3}
+    lines += axes.plot(*points("validation_loss"), **dots)
+    lines += axes.plot(*points("validation_estimate"), **dots, fillstyle="none")
+    return lines
 
 
 def _window(metrics: Sequence[dict[str, Any]]) -> int:
@@ -109,6 +135,7 @@ def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.n
     step = np.arange(len(losses))
     before = np.minimum(window // 2, step)
     after = np.minimum(before, step[::-1])
+    # the sum of a window is the difference of two cumulative sums: linear in the steps
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     return (sums[step + after + 1] - sums[step - before]) / (before + 1 + after)
 
@@ -124,9 +151,13 @@ def _finish(
     for name, axes in panels.items():
         axes.set(xlabel=name)
         axes.locator_params(axis="x", integer=name != "seconds")
-        axes.xaxis.set_major_formatter(EngFormatter(sep="") if name == "tokens" else "{x:,.12g}")
+        if name == "tokens":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 4M
+        else:
+            axes.xaxis.set_major_formatter("{x:,.12g}")
         axes.grid(alpha=0.3)
-    next(iter(panels.values())).set(ylabel="loss in nats per token")
+    first_axes = next(iter(panels.values()))
+    first_axes.set(ylabel="loss in nats per token")
     columns = max(2, len(labels) // 2)
     labels, families = drawable(labels, "sans-serif")
     legend = figure.legend(lines, labels, loc="outside lower center", ncols=columns, title=title)
@@ -143,9 +174,8 @@ def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
     matplotlib would draw an empty box and warn.
     """
     families = [family]
-    missing = set("".join(texts)) - _characters_of(
-        font_manager.findfont(font_manager.FontProperties(family=[family]))
-    )
+    default_font = font_manager.findfont(font_manager.FontProperties(family=[family]))
+    missing = set("".join(texts)) - _characters_of(default_font)
     for font in font_manager.fontManager.ttflist:
         if not missing:
             break
@@ -163,7 +193,8 @@ def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
 def _characters_of(font_file: str) -> frozenset[str]:
     """The characters that a font has; none if matplotlib can't read it, as fonts of bitmaps."""
     try:
-        return frozenset(map(chr, font_manager.get_font(font_file).get_charmap()))
+        code_points = font_manager.get_font(font_file).get_charmap()
+        return frozenset(chr(code_point) for code_point in code_points)
     except (RuntimeError, OSError):
         return frozenset()
 
@@ -177,37 +208,50 @@ def _image(figure: Figure, format: str) -> bytes:
     try:
         figure.savefig(image, dpi=120, format=format)
     except Exception as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else repr(error)
         raise ValueError(f"the picture can't be drawn by matplotlib: {reason}") from error
     return image.getvalue()
 
 
 def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, format: str) -> bytes:
-    """The attention weights over a text, as an image: a row per layer, a column per head."""
+    """The attention weights over a text, as an image: a row per layer, a column per head.
+
+    The text is cut to its last `block_size` tokens. Raises ValueError for a model without
+    `attention_weights`, as bigrams and custom models are.
+    """
     if not isinstance(model, GPT):
         kind = "a bigram model" if isinstance(model, BigramLM) else "a model of your own"
         raise ValueError(f"{kind} has no attention weights: choose a GPT run")
     tokens = encode_text(tokenizer, text)[-model.block_size :]
-    maps = np.asarray(model.attention_weights(jnp.asarray(tokens)[None])[:, 0])
-    layers, heads, time, _ = maps.shape
+    weights = np.asarray(model.attention_weights(jnp.asarray(tokens)[None])[:, 0])
+    layers, heads, time, _ = weights.shape
+
+    # A panel is as large as its tokens need, until the whole picture is too large. Then only
+    # every second or third token is named, so that names don't overlap.
     side = min(max(2.2, INCHES_PER_TOKEN * time), MOST_INCHES / max(layers, heads))
-    named = range(0, time, math.ceil(INCHES_PER_TOKEN * time / side))
-    small = min(8.0, 72 * 0.85 * side / (len(named) + 4))
-    large = min(24.0, 7 + side)
+    stride = math.ceil(INCHES_PER_TOKEN * time / side)
+    ticks = range(0, time, stride)
+    tick_size = min(8.0, 72 * 0.85 * side / (len(ticks) + 4))  # in points, 72 an inch
+    label_size = min(24.0, 7 + side)
+    names = []
+    for position in ticks:
+        names.append(text_of_token(tokenizer, int(tokens[position])).translate(VISIBLE))
+    names, families = drawable(names, "monospace")
+
     figure = Figure(figsize=(heads * side + 1, layers * side + 0.5), layout="constrained")
     panels = figure.subplots(layers, heads, squeeze=False)
-    names = [text_of_token(tokenizer, int(tokens[i])).translate(VISIBLE) for i in named]
-    names, families = drawable(names, "monospace")
     for (layer, head), axes in np.ndenumerate(panels):
-        axes.imshow(maps[layer, head], vmin=0, vmax=1, cmap="viridis")
-        axes.set_title(f"layer {layer}, head {head}", fontsize=large)
-        axes.set_xticks(named, names, fontsize=small, fontfamily=families)
-        axes.set_yticks(named, names, fontsize=small, fontfamily=families)
+        axes.imshow(weights[layer, head], vmin=0, vmax=1, cmap="viridis")
+        axes.set_title(f"layer {layer}, head {head}", fontsize=label_size)
+        axes.set_xticks(ticks, names, fontsize=tick_size, fontfamily=families)
+        axes.set_yticks(ticks, names, fontsize=tick_size, fontfamily=families)
         axes.tick_params(length=0, pad=2)
         if layer == layers - 1:
-            axes.set_xlabel("key position", fontsize=large)
+            axes.set_xlabel("key position", fontsize=label_size)
         if head == 0:
-            axes.set_ylabel("query position", fontsize=large)
+            axes.set_ylabel("query position", fontsize=label_size)
+    # every panel has the same scale, from 0 to 1: one bar serves all of them
     bar = figure.colorbar(panels[0, 0].get_images()[0], ax=panels, aspect=40)
-    bar.set_label("attention weight", fontsize=large)
+    bar.set_label("attention weight", fontsize=label_size)
     return _image(figure, format)

@@ -426,7 +426,7 @@ def test_shapes(switch, trace, calls):
 def test_pictures(loaded, calls, monkeypatch, tmp_path):
     calls.note("jgpt.pictures.plots.runs_image", b"losses")
     calls.note("jgpt.pictures.plots.attention_image", b"attention")
-    calls.note("jgpt.pictures.look.look_page", "a page")
+    calls.note("jgpt.pictures.page.look_page", "a page")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
     type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
     assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}

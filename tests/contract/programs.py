@@ -29,7 +29,7 @@ from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.layers import apply_dropout
 from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
-from jgpt.pictures import anatomy, look, plots
+from jgpt.pictures import anatomy, numbers, plots
 from jgpt.training import step
 from jgpt.training.evaluation import Evaluator
 from jgpt.training.state import abstract_state, unstack_state
@@ -240,7 +240,7 @@ def text() -> None:
     pieces.encode_part("ab")
     pieces.encode_template(["ab"])
     default_prompt(tokenizer)
-    look.encode_text(tokenizer, "a")
+    numbers.encode_text(tokenizer, "a")
 
 
 def files() -> None:

@@ -59,7 +59,7 @@ LOOSE = {
     "nn.consistency._logits_and_leak",
     "nn.loss._chunked",
     "pictures.anatomy.record_calls.<locals>.__call__",
-    "pictures.look.encode_text",
+    "pictures.numbers.encode_text",
 }
 """Where sizes of the result depend on what is in the arguments: its ranks and dtypes are left."""
 STEPS = Float[Array, "steps"]

@@ -22,15 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 import jgpt
 from jgpt.cli import commands
 from jgpt.fitting.profiling import compilations_watched
 from jgpt.pictures import live
 from jgpt.pictures.live import RunPage, answer, serving
-from jgpt.pictures.look import Look
+from jgpt.pictures.numbers import Look
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
+from jgpt.shapes import contract
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.state import TrainState
 from jgpt.user_code import load_code
@@ -167,6 +169,44 @@ def test_typed_modules_of_a_model_whose_own_call_is_not_typed_are_drawn():
     np.testing.assert_allclose(
         found["log_probabilities"], expected["log_probabilities"], rtol=0, atol=1e-5
     )
+
+
+def test_a_module_that_returns_a_tuple_is_neither_a_block_nor_a_branch():
+    class Pair(nnx.Module):
+        @contract.typed
+        def __call__(
+            self, x: Float[Array, "batch time width"]
+        ) -> tuple[Float[Array, "batch time width"], Float[Array, "batch time width"]]:
+            return x / 2, x / 4
+
+    class PairBlock(nnx.Module):
+        def __init__(self):
+            self.pair = Pair()
+
+        @contract.typed
+        def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+            half, quarter = self.pair(x)
+            return x + half + quarter
+
+    class PairModel(nnx.Module):
+        vocab_size = 17
+        block_size = 11
+
+        def __init__(self):
+            self.blocks = nnx.List([PairBlock(), PairBlock()])
+            self.pairs = nnx.List([Pair()])
+
+        @contract.typed
+        def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time 17"]:
+            x = jax.nn.one_hot(tokens, 17)
+            for block in self.blocks:
+                x = block(x)
+            first, _ = self.pairs[0](x)
+            return first
+
+    anatomy = Look(PairModel(), TOKENIZER, "run").anatomy
+    assert anatomy.blocks == ("blocks.0", "blocks.1")
+    assert anatomy.branches == ((), ())
 
 
 def test_a_block_switched_off_is_left_out(look):

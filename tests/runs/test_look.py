@@ -16,8 +16,9 @@ import jgpt
 from jgpt import CharTokenizer, fit, generate
 from jgpt.config import counted
 from jgpt.nn.models import abstract_model
-from jgpt.pictures import look
-from jgpt.pictures.look import look_page
+from jgpt.pictures import numbers
+from jgpt.pictures import page as html
+from jgpt.pictures.page import look_page
 from tests.browser import CHROMIUM, Page
 from tests.commands import refused, worked
 from tests.models import config_of, loud, random_gpt
@@ -167,13 +168,13 @@ def test_no_text_ends_the_script_that_holds_it(tmp_path):
     data = data_of(path)
     assert data["name"] == text
     assert "".join(data["texts"][str(token)] for token in data["tokens"]) == text
-    empty = look.page_of({})
+    empty = html.page_of({})
     for marker in ("<script", "</script", "<!--"):
         assert page.count(marker) == empty.count(marker)
 
 
 def test_the_page_may_ask_no_host_for_anything():
-    page = look.page_of({})
+    page = html.page_of({})
     assert "default-src 'none'" in page
     assert not re.search(
         r"https?:|//\w+\.|@import|url\(|<link (?!rel=\"icon\" href=\"data:,\")", page
@@ -199,9 +200,9 @@ def test_a_bigram_model_reads_one_token(small_run, tmp_path):
 
 def test_a_page_holds_just_so_many_weights(tmp_path, monkeypatch):
     model, most = random_gpt("nanogpt"), 2 * 3 * 11**2 // 2
-    monkeypatch.setattr("jgpt.pictures.look.MOST_WEIGHTS", most)
+    monkeypatch.setattr("jgpt.pictures.numbers.MOST_WEIGHTS", most)
     page_of(tmp_path / "look.html", model, "a" * 11)
-    monkeypatch.setattr("jgpt.pictures.look.MOST_WEIGHTS", most - 1)
+    monkeypatch.setattr("jgpt.pictures.numbers.MOST_WEIGHTS", most - 1)
     with pytest.raises(ValueError, match="11 tokens are too many for a page: 2 layers, 3"):
         page_of(tmp_path / "look.html", model, "a" * 11)
 
@@ -394,10 +395,10 @@ def test_a_page_samples_as_much_as_it_has_room_for_unless_told(monkeypatch):
         asked.append(count)
         return tokens
 
-    monkeypatch.setattr(look, "generate", canned)
-    monkeypatch.setattr(look.Look, "__call__", lambda self, tokens, prompt: {})
+    monkeypatch.setattr(html, "generate", canned)
+    monkeypatch.setattr(numbers.Look, "__call__", lambda self, tokens, prompt: {})
     for most_tokens, sampled in ((1000, [48]), (60, [48]), (20, [15]), (5, []), (3, [])):
-        monkeypatch.setattr(look, "MOST_WEIGHTS", 2 * 3 * most_tokens**2 // 2)
+        monkeypatch.setattr(numbers, "MOST_WEIGHTS", 2 * 3 * most_tokens**2 // 2)
         asked.clear()
         look_page(model, TOKENIZER, "a" * 5, None, "run")
         assert asked == sampled
@@ -409,7 +410,7 @@ def test_a_page_samples_as_much_as_it_has_room_for_unless_told(monkeypatch):
 
 def test_a_single_token_is_counted_as_one():
     model = random_gpt("nanogpt", num_layers=1)
-    page = look.Look(model, TOKENIZER, "run")
+    page = numbers.Look(model, TOKENIZER, "run")
     with pytest.raises(ValueError, match="the other prompt has 1 token and this one 3: a patch"):
-        page([1, 2, 3], 3, look.Changes(patch=(0, 0, "a")))
+        page([1, 2, 3], 3, numbers.Changes(patch=(0, 0, "a")))
     assert [counted(number, "token") for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]

@@ -51,7 +51,7 @@ def look(
     path = path_to_write(out, ".html")
     name = Path(run).resolve().name
     with runs.loaded_run(run, checkpoint, model=model) as (loaded, tokenizer, _):
-        from jgpt.pictures.look import look_page
+        from jgpt.pictures.page import look_page
 
         page = look_page(loaded, tokenizer, prompt or "", max_new_tokens, name)
     write_file(path, page)

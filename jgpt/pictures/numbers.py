@@ -1,0 +1,542 @@
+"""The numbers on the page of `jgpt look`: a forward pass over a text, with changes."""
+
+import base64
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from jgpt.config import counted
+from jgpt.data.tokenizers import Tokenizer, text_of_token
+from jgpt.pictures.anatomy import (
+    Anatomy,
+    RecordedCall,
+    anatomy_of,
+    attention_weights_of,
+    is_real,
+    record_calls,
+)
+from jgpt.shapes.calls import TypedCall, watching
+from jgpt.shapes.capture import edit
+from jgpt.shapes.contract import typed
+from jgpt.shapes.trace import Shape, ShapeTrace
+
+MOST_WEIGHTS = 4_000_000
+"""The limit of a page, in attention weights."""
+MOST_FINE_WEIGHTS = 1_000_000
+"""The limit of attention weights, and of entries of the forward pass, that take two bytes."""
+MOST_CANDIDATES = 256
+"""The candidates for the last token: what temperature, top-k, top-p and min-p choose from."""
+CANDIDATES = 10
+"""The candidates at every other position."""
+SHORTEST = 16
+"""Tokens of the shortest program; longer ones have powers of two."""
+
+
+@typed
+def encode_text(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens"]:
+    """The tokens of a prompt. Raises ValueError for an empty one."""
+    tokens = tokenizer.encode(text)
+    if len(tokens) == 0:
+        raise ValueError("the prompt is empty: give at least one character")
+    return tokens
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What is changed inside a forward pass.
+
+    Heads and blocks are multiplied by a factor: 0 switches them off. A patch replaces the output
+    of a block at a position by that of the same position in another prompt.
+    """
+
+    heads: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """By layer and head."""
+    blocks: Mapping[int, float] = field(default_factory=dict)
+    """By layer: a factor for what the block adds to the residual stream."""
+    patch: tuple[int, int, str] | None = None
+    """A layer, a position and the other prompt."""
+
+    def as_code(self, anatomy: Anatomy, prompt: str) -> str:
+        """Python that computes the changed logits with `jgpt.edit`."""
+        if self == Changes():
+            return "logits = model(tokens)"
+        lines = [f"tokens = jnp.asarray(tokenizer.encode({prompt!r}))[None]"]
+        edits: dict[str | None, str] = {}
+        for (layer, head), factor in sorted(self.heads.items()):
+            path = anatomy.head_outputs[layer]
+            # heads of one layer are changed in one expression
+            expression = edits.get(path, "x")
+            edits[path] = f"{expression}.at[:, {head}].multiply({factor:g})"
+        for layer, factor in sorted(self.blocks.items()):
+            for path in anatomy.branches[layer]:
+                edits[path] = f"{factor:g} * x"
+        if self.patch is not None:
+            layer, position, other_prompt = self.patch
+            path = anatomy.blocks[layer]
+            lines.append(f"other = jnp.asarray(tokenizer.encode({other_prompt!r}))[None]")
+            lines.append(f'patch = jgpt.capture(model, "{path}")(other)["{path}"][:, {position}]')
+            edits[path] = f"x.at[:, {position}].set(patch)"
+        lines.append("edits = {")
+        for path, expression in edits.items():
+            lines.append(f'    "{path}": lambda x: {expression},')
+        lines.append("}")
+        lines.append("logits = jgpt.edit(model, edits)(tokens)")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class TracedArray:
+    """An array of a forward pass: where it first appears, its shape and its value in the trace."""
+
+    name: str
+    path: str
+    shape: Shape
+    value: Any
+
+
+@dataclass(frozen=True)
+class ArrayRow:
+    """What the page says about an array, and which of its axes grow with the tokens."""
+
+    text: dict[str, Any]
+    token_axes: tuple[int, ...]
+
+
+class Look:
+    """Computes the numbers of a page, for one text after another.
+
+    Reuses the compiled programs of `like`, the same model with other weights.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        name: str,
+        *,
+        like: "Look | None" = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self._graph, weights = nnx.split(model)
+        self._weights = nnx.to_pure_dict(weights)
+        if like is not None and like._graph == self._graph:
+            self.anatomy = like.anatomy
+            self._rows = like._rows
+            self._program = like._program
+        else:
+            self.anatomy = anatomy_of(model)
+            self._rows = functools.cache(self._rows_of)
+            self._program = jax.jit(self._forward)
+
+    def __call__(
+        self, tokens: list[int], prompt: int, changes: Changes = Changes()
+    ) -> dict[str, Any]:
+        """The numbers for tokens; the first `prompt` of them are the prompt.
+
+        Raises ValueError for too many tokens, and for a patch from a prompt of another length.
+        """
+        unchanged = None
+        if changes != Changes():
+            unchanged = self._run(tokens, Changes())
+        other_streams = None
+        if changes.patch is not None:
+            _, _, other_prompt = changes.patch
+            other_tokens = encode_text(self.tokenizer, other_prompt)
+            if len(other_tokens) != len(tokens):
+                raise ValueError(
+                    f"the other prompt has {counted(len(other_tokens), 'token')} and this one "
+                    f"{len(tokens)}: a patch needs as many"
+                )
+            other_streams = self._run(other_tokens.tolist(), Changes())["streams"]
+        outputs = self._run(tokens, changes, other_streams)
+        return self._page_data(tokens, prompt, outputs, unchanged)
+
+    def most_tokens(self) -> int:
+        """How many tokens a page of this model holds, as far as attention weights limit it."""
+        maps = len(self.anatomy.attention) * self.anatomy.heads
+        if maps == 0:
+            return self.model.block_size
+        # a causal map of n tokens is a triangle of about n**2 / 2 weights
+        return min(self.model.block_size, math.isqrt(2 * MOST_WEIGHTS // maps))
+
+    # --- the program ------------------------------------------------------------------------------
+
+    def _run(
+        self, tokens: list[int], changes: Changes, other_streams: Any = None
+    ) -> dict[str, Any]:
+        """The outputs of the program for tokens, padded at the end to the program's length.
+
+        Causal attention doesn't look there: the outputs for the tokens don't depend on it.
+        """
+        time = len(tokens)
+        self._require_room(time)
+        length = min(max(SHORTEST, 1 << (time - 1).bit_length()), self.model.block_size)
+        inputs = self._neutral_inputs(length)
+        inputs["tokens"][0, :time] = tokens
+        for (layer, head), factor in changes.heads.items():
+            inputs["heads"][layer, head] = factor
+        for layer, factor in changes.blocks.items():
+            inputs["blocks"][layer] = factor
+        if changes.patch is not None:
+            layer, position, _ = changes.patch
+            inputs["replaced"][layer, position] = True
+            inputs["streams"] = other_streams
+        return self._program(self._weights, inputs)
+
+    def _require_room(self, time: int) -> None:
+        if time > self.model.block_size:
+            raise ValueError(
+                f"the prompt has {time} tokens, more than block_size={self.model.block_size}"
+            )
+        if time > self.most_tokens():
+            layers = counted(len(self.anatomy.attention), "layer")
+            heads = counted(self.anatomy.heads, "head")
+            raise ValueError(f"{time} tokens are too many for a page: {layers}, {heads}")
+
+    def _neutral_inputs(self, length: int) -> dict[str, Any]:
+        """The inputs of the program for so many tokens: nothing is changed.
+
+        Every change is a number in an array, so that one program computes all of them.
+        """
+        blocks = len(self.anatomy.blocks)
+        return {
+            "tokens": np.zeros((1, length), np.int32),
+            "heads": np.ones((len(self.anatomy.attention), self.anatomy.heads), np.float32),
+            "blocks": np.ones(blocks, np.float32),
+            "replaced": np.zeros((blocks, length), bool),
+            "streams": np.zeros((blocks, length, self.anatomy.width), np.float32),
+        }
+
+    def _record(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[ShapeTrace, dict[int, RecordedCall]]:
+        """The calls of a forward pass with the changes that the inputs say."""
+
+        def scale(factor: Any, x: Any) -> Any:
+            return (x * factor).astype(x.dtype)
+
+        def replace(is_replaced: Any, stream: Any, x: Any) -> Any:
+            return jnp.where(is_replaced[:, None], stream.astype(x.dtype), x)
+
+        anatomy = self.anatomy
+        edits: dict[str, Callable[[Any], Any]] = {}
+        for path, factors in zip(anatomy.head_outputs, inputs["heads"], strict=True):
+            if path is not None:
+                edits[path] = functools.partial(scale, factors[:, None, None])
+        for paths, factor in zip(anatomy.branches, inputs["blocks"], strict=True):
+            for path in paths:
+                edits[path] = functools.partial(scale, factor)
+        for layer, path in enumerate(anatomy.blocks):
+            is_replaced = inputs["replaced"][layer]
+            edits[path] = functools.partial(replace, is_replaced, inputs["streams"][layer])
+        return record_calls(model, inputs["tokens"], edits)
+
+    def _forward(self, weights: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The program: everything that a page draws, from one forward pass."""
+        model = nnx.merge(self._graph, weights)
+        tokens = inputs["tokens"]
+        trace, calls = self._record(model, inputs)
+        modules = {}
+        for call in calls.values():
+            if call.module is not None:
+                modules[call.path] = call
+        blocks = [modules[path] for path in self.anatomy.blocks]
+
+        logits = calls[id(trace)].result
+        if blocks:
+            logits = self._logit_lens(model, tokens, blocks)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        log_probabilities = jax.nn.log_softmax(logits)  # depth time vocab
+        next_log_probabilities = jnp.take_along_axis(
+            log_probabilities[:, :-1], tokens[..., 1:, None], axis=-1
+        )
+        candidates = min(MOST_CANDIDATES, self.model.vocab_size)
+        best, best_tokens = jax.lax.top_k(log_probabilities, candidates)
+
+        attention, products = self._attention(modules)
+        streams = inputs["streams"]
+        if blocks:
+            streams = jnp.concatenate([block.result for block in blocks])
+        return {
+            "streams": streams,
+            "attention": attention,
+            "products": products,
+            "log_probabilities": best,
+            "candidates": best_tokens,
+            "next_log_probabilities": next_log_probabilities[..., 0],
+            "next_ranks": 1 + (log_probabilities[:, :-1] > next_log_probabilities).sum(-1),
+            "arrays": [array.value for array in _arrays_of(trace, calls)],
+        }
+
+    def _logit_lens(self, model: Any, tokens: Any, blocks: list[RecordedCall]) -> Any:
+        """The logits that the model makes of the stream before each block and after the last.
+
+        The logit lens (nostalgebraist 2020, "interpreting GPT"): the stream is read without the
+        blocks that follow. The model itself does that, with its last block's result replaced, so
+        that a custom model needs no head of a known name.
+        """
+        last_block = self.anatomy.blocks[-1]
+        last = blocks[-1].result
+        states = []
+        for block in blocks:
+            states.append(block.input.astype(last.dtype))
+        states.append(last)
+
+        def read(state):
+            return edit(model, {last_block: lambda _: state})(tokens)
+
+        return jax.vmap(read)(jnp.stack(states))[:, 0]  # depth time vocab
+
+    def _attention(
+        self, modules: dict[str, RecordedCall]
+    ) -> tuple[list[Any], list[tuple[Any, Any, Any]]]:
+        """The attention weights of each layer, and their factors: query, key and scale.
+
+        There are no factors if a layer doesn't call `attention_weights`, as a custom model may not.
+        """
+        products: list[tuple[Any, Any, Any]] = []
+
+        def record(call: TypedCall) -> None:
+            if call.function.__name__ != "attention_weights" or "query" not in call.arguments:
+                return
+            query = call.arguments["query"]
+            key = call.arguments["key"]
+            scale = call.arguments["scale"]
+            query = query.reshape(-1, *query.shape[-2:])  # head time head_dim
+            key = key.reshape(-1, *key.shape[-2:])
+            if scale is None:
+                scale = query.shape[-1] ** -0.5  # the default of attention_weights
+            products.append((query, key, scale))
+
+        attention = []
+        with watching(record):
+            for path in self.anatomy.attention:
+                attention.append(attention_weights_of(modules[path]))
+        if len(products) != len(attention):
+            products = []
+        return attention, products
+
+    def _rows_of(self, length: int) -> list[ArrayRow]:
+        """What the page says about the arrays of a forward pass over so many tokens.
+
+        An axis of that length may have it by chance, as an embedding of 16 features beside 16
+        tokens. An axis grows with the tokens if another number of them gives it another size.
+        """
+        other_length = length - 1 if length > 1 else 2
+        arrays = self._trace_arrays(length)
+        other_arrays = self._trace_arrays(other_length)
+        names = [(array.name, array.path) for array in arrays]
+        other_names = [(array.name, array.path) for array in other_arrays]
+        is_comparable = names == other_names
+
+        rows = []
+        for index, array in enumerate(arrays):
+            token_axes = []
+            for axis, (_, size) in enumerate(array.shape.dimensions):
+                if is_comparable:
+                    _, other_size = other_arrays[index].shape.dimensions[axis]
+                    grows = size != other_size
+                else:  # the model makes other calls for another length: its size alone must do
+                    grows = size == length
+                if grows:
+                    token_axes.append(axis)
+            dimensions = [name for name, _ in array.shape.dimensions]
+            text = {"name": array.name, "path": array.path, "dimensions": dimensions}
+            rows.append(ArrayRow(text, tuple(token_axes)))
+        return rows
+
+    def _trace_arrays(self, length: int) -> list[TracedArray]:
+        """The arrays of a forward pass over so many tokens. Nothing is computed."""
+        arrays: list[TracedArray] = []
+
+        def trace(inputs: Any) -> None:
+            arrays.extend(_arrays_of(*self._record(self.model, inputs)))
+
+        jax.eval_shape(trace, self._neutral_inputs(length))
+        return arrays
+
+    # --- the data of a page -----------------------------------------------------------------------
+
+    def _page_data(
+        self,
+        tokens: list[int],
+        prompt: int,
+        outputs: dict[str, Any],
+        unchanged: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """What the page draws, as plain data, without the padding of the outputs."""
+        anatomy = self.anatomy
+        outputs = jax.device_get(outputs)
+        time = len(tokens)
+        last_candidates = outputs["candidates"][-1, time - 1].tolist()
+        last_log_probabilities = _rounded(outputs["log_probabilities"][-1, time - 1])
+        # a single token is the last one, which has them all
+        count = CANDIDATES if time > 1 else MOST_CANDIDATES
+        candidates = outputs["candidates"][:, :time, :count]
+        data = {
+            "name": self.name,
+            "vocab_size": self.model.vocab_size,
+            "block_size": self.model.block_size,
+            "window": anatomy.window,
+            "prompt": prompt,
+            "tokens": tokens,
+            "texts": self._texts({*tokens, *candidates.ravel().tolist(), *last_candidates}),
+            "candidates": candidates.tolist(),
+            "log_probabilities": _rounded(outputs["log_probabilities"][:, :time, :count]),
+            "next_ranks": outputs["next_ranks"][:, : time - 1].tolist(),
+            "next_log_probabilities": _rounded(outputs["next_log_probabilities"][:, : time - 1]),
+            "last": [last_candidates, last_log_probabilities],
+            "blocks": [len(paths) > 0 for paths in anatomy.branches],
+            "layers": [path is not None for path in anatomy.head_outputs],
+            "heads": anatomy.heads,
+            "attention": None,
+            "products": None,
+            "before": None,
+        }
+        if anatomy.attention:
+            data["attention"] = _attention_data(outputs["attention"], time)
+        if unchanged is not None:
+            data["before"] = _unchanged_data(unchanged, time)
+
+        arrays = self._page_arrays(outputs, time)
+        # from layers of tuples to a stack of each: query, key, scale
+        products = [np.stack(factor) for factor in zip(*outputs["products"], strict=True)]
+        entries = sum(array.size for _, array in arrays) + sum(factor.size for factor in products)
+        fits = entries <= MOST_FINE_WEIGHTS
+        if products and fits:
+            query, key, scale = products
+            data["products"] = {
+                "scale": float(scale[0]),
+                "query": quantise_for_page(query[:, :, :time]),
+                "key": quantise_for_page(key[:, :, :time]),
+            }
+        # too many values: the page still says which arrays there are, and how large
+        data["arrays"] = []
+        for text, array in arrays:
+            values = quantise_for_page(array) if fits else None
+            data["arrays"].append(text | {"values": values})
+        return data
+
+    def _texts(self, tokens: set[int]) -> dict[int, str]:
+        texts = {}
+        for token in sorted(tokens):
+            texts[token] = text_of_token(self.tokenizer, token)
+        return texts
+
+    def _page_arrays(
+        self, outputs: dict[str, Any], time: int
+    ) -> list[tuple[dict[str, Any], np.ndarray]]:
+        """The arrays that grow with the tokens, each once, by token: parameters are not shown."""
+        shown: dict[tuple[Any, bytes], tuple[dict[str, Any], np.ndarray]] = {}
+        rows = self._rows(outputs["candidates"].shape[1])
+        for row, array in zip(rows, outputs["arrays"], strict=True):
+            if not row.token_axes:
+                continue
+            without_padding = [slice(None)] * array.ndim
+            for axis in row.token_axes:
+                without_padding[axis] = slice(time)
+            values = np.asarray(array, np.float32)[tuple(without_padding)]
+            # What a module returns as it got it is shown as the module's, the outermost one's.
+            # Such arrays are compared by their values: an edit makes a new array of the same.
+            identity = (values.shape, values.tobytes())
+            if identity in shown:
+                shown_text, _ = shown[identity]
+                if shown_text["path"].count(".") <= row.text["path"].count("."):
+                    continue
+                del shown[identity]  # to be where the outermost module is in the order
+            text = row.text | {"sizes": values.shape}
+            shown[identity] = (text, np.moveaxis(values, row.token_axes[0], 0))
+        return list(shown.values())
+
+
+# --- the arrays of a forward pass -----------------------------------------------------------------
+
+
+def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[TracedArray]:
+    """The arrays of a trace, each where it first appears; the logits are the last."""
+    arrays: list[TracedArray] = []
+    seen: set[int] = set()
+
+    def is_new(shapes: list[Shape], value: Any) -> bool:
+        if not is_real(value) or len(shapes) != 1 or id(value) in seen:
+            return False
+        seen.add(id(value))
+        return True
+
+    def walk(traced: ShapeTrace) -> None:
+        call = calls[id(traced)]
+        name = _short_name(traced.path)
+        for argument, shapes in traced.arguments.items():
+            value = call.arguments.get(argument)
+            if is_new(shapes, value):
+                arrays.append(TracedArray(f"{name}({argument})", traced.path, shapes[0], value))
+        # asked before the calls inside, of which one may return the same array
+        has_new_result = is_new(traced.results, call.result)
+        for inner in traced.calls:
+            walk(inner)
+        if has_new_result:
+            arrays.append(TracedArray(name, traced.path, traced.results[0], call.result))
+
+    logits = calls[id(trace)].result
+    seen.add(id(logits))
+    for inner in trace.calls:
+        walk(inner)
+    arrays.append(TracedArray("logits", "", trace.results[0], logits))
+    return arrays
+
+
+def _short_name(path: str) -> str:
+    """The last name in a path, with the number behind it: `blocks.0` of `model.blocks.0`."""
+    last_dot = path.rstrip(".0123456789").rfind(".")
+    return path[last_dot + 1 :]
+
+
+# --- arrays as plain data -------------------------------------------------------------------------
+
+
+def _attention_data(attention: list[Any], time: int) -> dict[str, Any]:
+    """The attention weights up to the diagonal, row by row: those above it are 0."""
+    rows, columns = np.tril_indices(time)
+    weights = np.stack(attention)[..., rows, columns].astype(np.float32)
+    return quantise_for_page(weights, fine=weights.size <= MOST_FINE_WEIGHTS)
+
+
+def _unchanged_data(outputs: dict[str, Any], time: int) -> dict[str, Any]:
+    """The predictions of the model without changes, to be drawn beside those with them."""
+    log_probabilities = np.asarray(outputs["log_probabilities"])[-1, :time]
+    next_log_probabilities = np.asarray(outputs["next_log_probabilities"])[-1, : time - 1]
+    candidates = np.asarray(outputs["candidates"])[-1, :time]
+    return {
+        "log_probabilities": _rounded(log_probabilities),
+        "next_log_probabilities": _rounded(next_log_probabilities),
+        "candidates": candidates.tolist(),
+    }
+
+
+def quantise_for_page(array: Any, *, fine: bool = True) -> dict[str, Any]:
+    """An array in two bytes an entry, or one, evenly between its least and its largest value."""
+    dtype = "<u2" if fine else "u1"
+    low = float(array.min())
+    high = float(array.max())
+    if not np.isfinite([low, high]).all():
+        raise ValueError("the forward pass is not finite: the model has diverged")
+    most = np.iinfo(dtype).max
+    extent = (high - low) or 1.0  # an array of equal values has no extent to divide by
+    steps = np.round((array - low) * (most / extent)).astype(dtype)
+    data = base64.b64encode(steps.tobytes()).decode()
+    return {"shape": array.shape, "low": low, "high": high, "bytes": steps.itemsize, "data": data}
+
+
+def _rounded(array: Any) -> list[Any]:
+    # float32 has about seven digits: more decimals would only make the page larger
+    return np.asarray(array, float).round(7).tolist()

@@ -1,0 +1,84 @@
+"""The page of `jgpt look`: HTML around the numbers; its style and scripts are in `page/`."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgpt.data.tokenizers import Tokenizer
+from jgpt.generation.decoding import generate
+from jgpt.nn.models import LanguageModel
+from jgpt.pictures.numbers import Look, encode_text
+from jgpt.shapes.contract import typed
+
+NEW_TOKENS = 48
+"""How many tokens a page samples unless told, if they fit."""
+
+
+def look_page(
+    model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int | None, name: str
+) -> str:
+    """An HTML page of the forward pass over a prompt and what the model samples after it.
+
+    Sampling is deterministic and stops at `block_size`; None samples up to `NEW_TOKENS` that a page
+    has room for. Raises ValueError as `encode_text`, and for more tokens than the block or a page
+    holds.
+    """
+    prompt_tokens = encode_text(tokenizer, prompt)
+    look = Look(model, tokenizer, name)
+    if max_new_tokens is None:
+        room = look.most_tokens() - len(prompt_tokens)
+        max_new_tokens = max(0, min(NEW_TOKENS, room))
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be 0 or more")
+    tokens = jnp.asarray(prompt_tokens)[None]
+    # past the block, the first tokens would leave the context, and the page shows one context
+    count = max(0, min(max_new_tokens, model.block_size - len(prompt_tokens)))
+    if count > 0:
+        tokens = generate(model, tokens, count, key=jax.random.key(1337))
+    numbers = look(np.asarray(tokens[0]).tolist(), len(prompt_tokens))
+    return page_of(numbers)
+
+
+def page_of(data: dict[str, Any], *, live: bool = False) -> str:
+    """The page of some data; a live one may ask its server, any other no host at all."""
+    folder = Path(__file__).with_name("page")
+    scripts = []
+    for path in sorted(folder.glob("*.js")):  # by the numbers that their names begin with
+        scripts.append(path.read_text(encoding="utf-8"))
+    numbers = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    parts = {
+        "style": (folder / "page.css").read_text(encoding="utf-8"),
+        "script": "\n".join(scripts),
+        # nothing in a text may end the script element that holds it
+        "data": numbers.replace("<", "\\u003c"),
+    }
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    if live:
+        page = page.replace("connect-src 'none'", "connect-src 'self'")
+    # in one pass: a prompt may contain the name of a part, and is not a template
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+
+
+@dataclass(frozen=True)
+class Page:
+    """An HTML page, which a notebook shows."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        # a frame of its own: neither its styles nor its scripts reach the notebook
+        source = self.html.replace("&", "&amp;").replace('"', "&quot;")
+        style = "width: 100%; height: 900px; border: 0"
+        return f'<iframe srcdoc="{source}" style="{style}" sandbox="allow-scripts"></iframe>'
+
+
+@typed
+def look(model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 0) -> Page:
+    """The page of `jgpt look`, shown in a notebook. Raises ValueError as the command."""
+    return Page(look_page(model, tokenizer, prompt, max_new_tokens, type(model).__name__))
