@@ -149,15 +149,20 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
 
     def inside(name: str) -> Iterator[tuple[str, int]]:
         for line in bodies[name]:
+            found = _COLLECTIVE.search(line)
             channel = re.search(r"channel_id=\d+", line)
-            if (found := _COLLECTIVE.search(line)) and not (channel and channel[0] in seen):
-                seen.add(channel and channel[0])
+            is_repeated = channel is not None and channel[0] in seen
+            if found and not is_repeated:
+                if channel is not None:
+                    seen.add(channel[0])
                 if "reduce-scatter" in name:  # a TPU's: an all-reduce of which a slice is kept
                     yield "reduce-scatter", _sent(found, line) // 2
                 else:
                     yield found[2], _sent(found, line)
             for role, names in _CALLED.findall(line):
-                times = trips(line) if role == "body" else 1
+                times = 1
+                if role == "body":
+                    times = trips(line)
                 for called in re.findall(r"[\w.-]+", names):
                     yield from list(inside(called)) * times
 
@@ -182,11 +187,9 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
 
 def _sent(found: re.Match[str], line: str) -> int:
     """The bytes that each device of a group sends, by ring algorithms."""
-    size = 0
     kind = found[2]
     devices = _group(line)
-    for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", found[1]):  # pred has no bits
-        size += -(-int(bits or 8) // 8) * math.prod(map(int, filter(None, shape.split(","))))
+    size = _bytes_of_types(found[1])
     if found[3]:  # the type of an asynchronous start holds the operands too
         match kind:
             case "all-gather":
@@ -206,6 +209,19 @@ def _sent(found: re.Match[str], line: str) -> int:
         case _:
             part = size / devices
     return round(part * (devices - 1))
+
+
+def _bytes_of_types(types: str) -> int:
+    """The bytes of all arrays in HLO's types, such as `(f32[8,128]{1,0}, bf16[])`."""
+    total = 0
+    for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", types):
+        itemsize = -(-int(bits or 8) // 8)  # rounded up; pred has no bits in its name
+        elements = 1  # of a scalar, whose shape is empty
+        for size in shape.split(","):
+            if size:
+                elements *= int(size)
+        total += itemsize * elements
+    return total
 
 
 def _group(line: str) -> int:

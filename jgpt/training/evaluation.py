@@ -72,8 +72,8 @@ def plan_evaluations(
     `targets` is what `eval_tokens=auto` gave when the run began. It stays when the run is trained
     further, so that its losses can be compared.
     """
-    split = validation_tokens - 1
-    evaluations = -(-config.steps // config.eval_interval)
+    split = validation_tokens - 1  # the first token is nobody's target
+    evaluations = -(-config.steps // config.eval_interval)  # rounded up: the last step has one
     # in forward passes over a token; a train step takes three times as many FLOPs
     training = 3 * config.steps * config.batch_size * config.model.block_size
     budget = training // TRAINING_TO_EVALUATIONS
@@ -81,7 +81,7 @@ def plan_evaluations(
     exact_last = False
     if config.eval_tokens is None:  # an evaluation is of the whole split
         targets = split
-    elif config.eval_tokens != "auto":
+    elif config.eval_tokens != "auto":  # the first ones, not spread, and never more of them
         targets = min(config.eval_tokens - 1, split)
     else:
         if targets is None:
@@ -109,7 +109,8 @@ def _affordable_targets(config: TrainConfig, split: int, evaluations: int, budge
     if split <= budget // 2:  # the whole split after the last step, too
         budget -= split
     block_size = config.model.block_size
-    windows = max(1, budget // evaluations // block_size)
+    affordable_windows = budget // evaluations // block_size
+    windows = max(1, affordable_windows)  # even where one is more than the budget
     return min(split, windows * block_size)
 
 
@@ -163,7 +164,7 @@ class Evaluator:
         self._all_batches = np.ones(self._batches, bool)
         self._few_batches = self._spread_batches()
         self._resident: tuple[list[Call], list[Call]] | None = None
-        size = 4 * self._batches * self._rows * (self._block_size + 1)
+        size = 4 * self._batches * self._rows * (self._block_size + 1)  # int32 has 4 bytes
         if size <= RESIDENT_WINDOWS:
             all_calls = list(self._calls(self._all_batches))
             # an estimate counts others of the same windows, which are on the device once
@@ -190,14 +191,25 @@ class Evaluator:
             calls = self._calls(self._few_batches)
         else:
             calls = iter(self._resident[1])
-        targets = sum(self._targets_of(int(batch)) for batch in np.flatnonzero(self._few_batches))
-        return self._mean(weights, calls, targets, between=lambda done, targets: None)
+        targets = 0
+        for batch in np.flatnonzero(self._few_batches):
+            targets += self._targets_of(int(batch))
+
+        def uninterrupted(done: int, targets: int) -> None:
+            """Nothing ends an estimate early: all of them take about 1% of a run."""
+
+        return self._mean(weights, calls, targets, between=uninterrupted)
 
     @typed
     def _mean(
         self, weights: Weights, calls: Iterator[Call], targets: int, between: Between
     ) -> float:
-        total = 0.0
+        """The sum of losses over calls, divided by `targets`.
+
+        Each call adds to the last one's sum on the device, so that how many batches a call has
+        changes no bit of the result.
+        """
+        total = 0.0  # a Python float is a float64
         partial = self._zero
         batches_in_partial = 0
         several_calls = self._batches > self._batches_per_call
@@ -259,6 +271,7 @@ class Evaluator:
     ]:
         """The windows and the mask of a call; past the last window they are padding."""
         last_batch = first_batch + self._batches_per_call
+        # the windows of the evaluation are numbered from 0, and so are all that cover the split
         numbers = np.arange(first_batch * self._rows, last_batch * self._rows)
         padding = numbers >= self._windows
         if self._windows < self._covering:  # spread evenly over the split

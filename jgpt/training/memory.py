@@ -47,8 +47,10 @@ def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory
     analysis = steps.memory_analysis()
     if analysis is None:
         return None
-    total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
-    total += analysis.temp_size_in_bytes - analysis.alias_size_in_bytes  # the state is donated
+    total = analysis.argument_size_in_bytes
+    total += analysis.output_size_in_bytes
+    total += analysis.temp_size_in_bytes
+    total -= analysis.alias_size_in_bytes  # the state is donated: in and out it is the same memory
     mesh = current_mesh()
     if mesh.empty:
         mesh = abstract_mesh(None)
@@ -74,6 +76,7 @@ def with_micro_batches(config: TrainConfig, memory_limit: int | None) -> TrainCo
         limit = host_memory() // (2 * max(current_mesh().size, 1))
     else:
         limit = memory_limit * 9 // 10
+    # each device has so many sequences of the batch, which micro-batches have to divide
     rows = config.batch_size // rules.shards_of("batch", current_mesh())
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
 
@@ -112,6 +115,7 @@ def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
             raise ValueError(f"{name}=float64 needs JAX_ENABLE_X64=1 in the environment")
     if memory_limit is None:
         return
+    # the state alone, which is known without compiling: a lower bound of what a step takes
     mesh = abstract_mesh(config.mesh)
     state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     if state > memory_limit:

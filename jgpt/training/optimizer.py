@@ -52,9 +52,13 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
     @typed
     def clip(gradients: LikeWeights, weights: LikeWeights | None = None) -> LikeWeights:
-        norm = optax.tree.norm(gradients)
+        norm = optax.tree.norm(gradients)  # of all gradients together: their direction stays
         scale = jnp.minimum(limit / (norm + 1e-6), 1.0)  # small gradients are never scaled up
-        return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
+
+        def scaled(leaf):
+            return leaf * scale.astype(leaf.dtype)
+
+        return jax.tree.map(scaled, gradients)
 
     return optax.stateless(clip)
 
@@ -77,11 +81,11 @@ def partition(
             "embedding_learning_rate needs the dimension names of the weights: "
             "give dimensions=weight_dimensions(config.model)"
         )
-
-    known = dimensions or {}
+    known_dimensions = dimensions or {}
 
     def group(path, leaf):
-        if config.embedding_learning_rate is not None and _is_embedding(path, known):
+        # without a rate of their own embeddings are among the rest, which has the same optimizer
+        if config.embedding_learning_rate is not None and _is_embedding(path, known_dimensions):
             return "embedding"
         is_block_matrix = path[0].key == "blocks" and dimensions_in_block(path, leaf) == 2
         if config.optimizer == "muon" and is_block_matrix:
@@ -186,6 +190,7 @@ def _built_in(
         )
 
     match config.optimizer:
+        # one group alone is not partitioned, which would nest the state that checkpoints have
         case "adamw" if config.embedding_learning_rate is None:
             optimizer = adamw(config.learning_rate)
         case "adamw" | "muon":
@@ -205,6 +210,10 @@ def _built_in(
 
 
 def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Optax's Muon on a mesh, and for the stacked matrices of a scan over blocks.
+
+    Newton-Schulz iterations are of one matrix: a stack of all blocks' goes through them in turn.
+    """
     muon = optax.contrib.muon(
         learning_rate_schedule(config, steps, config.muon_learning_rate),
         beta=config.muon_momentum,
@@ -269,6 +278,7 @@ def average_weights(
     def update(
         updates: LikeWeights, state: Any, params: LikeWeights | None = None
     ) -> tuple[LikeWeights, Any]:
+        # the optimizer sees the weights that are trained, and never the average
         updates, optimizer_state = optimizer.update(updates, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
         step = state.step + 1

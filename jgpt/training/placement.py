@@ -19,13 +19,18 @@ from jgpt.words import format_bytes
 @typed
 def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
     """The total bytes of a tree of arrays."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        # not `nbytes`, which an abstract array lacks
+        total += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return total
 
 
 def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
     """The bytes of a tree of arrays on each device of a mesh."""
     total = 0
     for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+        # JAX's own answer, which raises an error where the axes don't divide a dimension
         shard = NamedSharding(mesh, spec).shard_shape(leaf.shape)
         total += math.prod(shard) * leaf.dtype.itemsize
     return total
@@ -79,6 +84,7 @@ def parameters_without_names(config: ModelConfig, mesh: Mesh | AbstractMesh) -> 
 
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Dimensions of parameters that a mesh doesn't divide, and the memory it costs."""
+    # by reason, and not by parameter: a vocabulary that isn't divided is one sentence
     costs: Counter[str] = Counter()
     for variable in named_parameters(abstract_model(config)).values():
         dimensions = rules.dimensions_of(variable)
@@ -94,9 +100,12 @@ def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tup
             name = dimension
             if isinstance(dimension, tuple):  # heads are sharded whole
                 name, units = dimension
-            divisors = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in wanted_axes)
+            divisors = []
+            for axis in wanted_axes:
+                divisors.append(f"{axis}={mesh.shape[axis]}")
+            # what each device would have less, were the dimension divided
             saved = size - size // rules.shards_of(dimension, mesh)
-            costs[f"{name}={units} is not divided by {divisors}"] += saved
+            costs[f"{name}={units} is not divided by {' x '.join(divisors)}"] += saved
     sentences = []
     for reason, cost in costs.items():
         sentences.append(

@@ -44,7 +44,7 @@ def make_plan(
         validation_tokens=len(dataset.validation),
         parameters=sum(part.parameters for part in parts_of(config.model)),
         memory=training_memory(config),
-        flops=3 * flops_per_token(config.model) * tokens,
+        flops=3 * flops_per_token(config.model) * tokens,  # the backward pass takes twice as many
         evaluations=evaluations,
     )
 
@@ -62,7 +62,8 @@ def default_mesh(config: TrainConfig, devices: int, memory_limit: int | None) ->
     """A mesh of all devices: over data if each can hold the whole train state, else over fsdp."""
     if devices == 1:
         return None
-    # activations and gradients need room too
+    # Twice, since activations and gradients need room too. Over data first: each device then has
+    # all weights, and gathers none.
     if memory_limit is None or 2 * bytes_of(abstract_state(config)) < memory_limit:
         return f"data={devices}"
     return f"fsdp={devices}"

@@ -17,14 +17,17 @@ def learning_rate_schedule(
     Linear warmup, then constant, cosine decay, or warmup-stable-decay with a linear decay (wsd:
     Hu et al. 2024, section 4), which is shorter where the warmup reaches into it.
     """
-    peak = config.learning_rate if peak is None else peak
-    steps = config.schedule_steps or steps
+    if peak is None:
+        peak = config.learning_rate
+    if config.schedule_steps is not None:  # a run that goes on further keeps its curve
+        steps = config.schedule_steps
     warmup = config.warmup_steps
     after_warmup = max(steps - warmup, 1)
     first = peak / (warmup + 1)  # not 0: the first step would change nothing
     # as a fraction: groups with other peaks decay in proportion
     lowest = config.min_learning_rate / config.learning_rate
     constant = optax.constant_schedule(peak)
+    # each piece counts its steps from its own beginning
     pieces = [optax.linear_schedule(first, peak, warmup)]
     boundaries = [warmup]
     match config.schedule:
@@ -33,8 +36,12 @@ def learning_rate_schedule(
         case "cosine":
             pieces.append(optax.cosine_decay_schedule(peak, after_warmup, alpha=lowest))
         case "wsd":
-            decay = min(max(round(steps * config.decay_fraction), 1), after_warmup)
-            pieces += [constant, optax.linear_schedule(peak, peak * lowest, decay)]
+            decay = round(steps * config.decay_fraction)
+            decay = max(decay, 1)
+            # or the run would end above its minimum: at 0.62 of the peak after 80% of warmup
+            decay = min(decay, after_warmup)
+            pieces.append(constant)
+            pieces.append(optax.linear_schedule(peak, peak * lowest, decay))
             boundaries.append(warmup + after_warmup - decay)
         case _:
             assert_never(config.schedule)

@@ -25,7 +25,8 @@ from jgpt.parallel.mesh import current_mesh
 from jgpt.shapes.contract import record, typed
 from jgpt.training.optimizer import make_optimizer
 
-# batches fold the step into the seed's key itself
+# One key for each purpose, from the same seed. Batches fold the step into the seed's key itself:
+# the batches of a run don't depend on what else is drawn.
 _INIT_STREAM = 1
 _DROPOUT_STREAM = 2
 
@@ -88,7 +89,8 @@ def abstract_state(config: TrainConfig) -> TrainState:
 
 def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
     """How the train state is sharded over a mesh, by default the one that is set."""
-    mesh = current_mesh() if mesh is None else mesh
+    if mesh is None:
+        mesh = current_mesh()
     state = abstract_state(config)
     weight_specs = rules.weight_specs(abstract_model(config.model), mesh)
     if _is_stacked(state):
@@ -103,7 +105,9 @@ def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
     """The state of train steps, from a state with each block's own arrays."""
     if not stacking.uses_stacked_blocks(config.model):
         return state
-    specs = None if current_mesh().empty else state_specs(config)
+    specs = None
+    if not current_mesh().empty:
+        specs = state_specs(config)
     return jax.jit(stacking.stack_blocks, out_shardings=specs)(state)
 
 
@@ -119,7 +123,9 @@ def is_finite(config: TrainConfig, state: TrainState) -> bool:
 
     Optax has optimizers whose state begins at infinity, such as `reduce_on_plateau`.
     """
-    checked = state if config.optimizer.make is None else state.weights
+    checked = state
+    if config.optimizer.make is not None:
+        checked = state.weights
     floats = []
     for leaf in jax.tree.leaves(checked):
         if jnp.issubdtype(leaf.dtype, jnp.floating):  # counts and keys are always finite
@@ -127,6 +133,7 @@ def is_finite(config: TrainConfig, state: TrainState) -> bool:
     return bool(_all_finite(floats))
 
 
+# one program and one answer: asking array by array would wait for the device as many times
 @jax.jit
 @typed
 def _all_finite(leaves: PyTree[Float[Array, "..."]]) -> Bool[Array, ""]:

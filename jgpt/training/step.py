@@ -47,6 +47,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     micro_batches = config.micro_batches
     if micro_batches == "auto":
         raise ValueError("micro_batches=auto has to be decided first, by plan.with_micro_batches")
+    # Made once, outside of what is traced. Nothing of the seed is in here: it comes in as the key,
+    # so that another seed needs no other program.
     merge = stacking.model_merger(config.model)
     dimensions = weight_dimensions(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
@@ -66,7 +68,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     def gradients_of(
         weights: LikeWeights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], LikeWeights]:
-        if micro_batches == 1:
+        if micro_batches == 1:  # without a scan, and with the step's key as it is
             loss, gradients = jax.value_and_grad(loss_of)(weights, window, key)
             return loss, jax.tree.map(at_least_float32, gradients)
         parts = rules.split_batch(window, micro_batches)  # micro_batches batch window
@@ -101,8 +103,12 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
             # updates may be replicated, as Muon's are: the state stays sharded
             stepped = rules.constrain(stepped, state_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # a step that is not finite leaves the state as it was, its number too: `steps` ends there
-        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
+
+        # A step that is not finite leaves the state as it was, its number too: `steps` ends there.
+        def new_if_finite(new, old):
+            return jnp.where(finite, new, old)
+
+        state = jax.tree.map(new_if_finite, stepped, state)
         learning_rate = jnp.asarray(schedule(stepped.step - 1), loss.dtype)
         return state, (loss, norm, learning_rate)
 
@@ -114,13 +120,16 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         count: Int[Array, ""],
         first_step: Int[Array, ""] | None = None,
     ) -> tuple[TrainState, Metrics]:
-        # given for a call that was dispatched before it was known whether the last one was finite
-        first = state.step if first_step is None else first_step
+        first = state.step
+        if first_step is not None:
+            # for a call that was dispatched before it was known whether the last one was finite
+            first = first_step
 
         # A dynamic trip count: one program for every count, and bitwise equal steps however they
         # are grouped into calls.
         def unfinished(carry):
             i, state, _ = carry
+            # the step lags behind after one that was not finite: that one was the last
             return (i < count) & (state.step == first + i)
 
         def body(carry):
@@ -165,10 +174,15 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
                 model = merge(weights)  # in here: the head may be set to a gathered one
                 x = model.hidden(window[:, :-1])  # batch time embed_dim
                 max_rows = _max_rows(model, counted.size)
+                # batch time
                 losses = token_losses_from(x, window[:, 1:], model.logits, max_rows)
                 return total + jnp.where(counted, losses, 0).sum()
 
-            return jax.lax.cond(counted.any(), added, lambda: total), None
+            def unchanged():
+                return total
+
+            # every call has the same number of batches, of which some may be padding
+            return jax.lax.cond(counted.any(), added, unchanged), None
 
         if total is None:
             total = jnp.zeros((), loss_dtype(config))
@@ -186,12 +200,14 @@ def _max_rows(model: LanguageModel, rows: int) -> int:
     """
     max_rows = rows_at_once(model.vocab_size)
     if rows > max_rows and isinstance(model, GPT):
-        head = model.token_embedding.embedding if model.head is None else model.head.kernel
-        gather_once(head, model.dtype)
+        if model.head is None:
+            gather_once(model.token_embedding.embedding, model.dtype)
+        else:
+            gather_once(model.head.kernel, model.dtype)
     return max_rows
 
 
 def loss_dtype(config: ModelConfig) -> jnp.dtype:
     """The dtype of losses: the widest of the dtypes of parameters, logits and loss."""
-    dtype = portable(config).dtype
-    return jnp.promote_types(jnp.promote_types(dtype, config.param_dtype), jnp.float32)
+    widest = jnp.promote_types(portable(config).dtype, config.param_dtype)
+    return jnp.promote_types(widest, jnp.float32)
