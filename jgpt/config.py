@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
+from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 
 Config = typing.TypeVar("Config")
@@ -84,14 +85,19 @@ def _validate(config: Any) -> None:
         value = getattr(config, name)
         if not _has_type(value, hint):
             advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
-            raise ValueError(f"{name} must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}")
+            raise ValueError(
+                Message(
+                    Field(name),
+                    f" must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}",
+                )
+            )
         rules = [FINITE] if isinstance(value, (int, float)) else []
         for kind in (annotated, *get_args(annotated)):  # in `Count | None`, also Count
             if hasattr(kind, "__metadata__") and _has_type(value, kind.__origin__):
                 rules += kind.__metadata__
         for rule in rules:
             if not rule.holds(value):
-                raise ValueError(f"{name}={reprlib.repr(value)} must {rule.text}")
+                raise ValueError(Message(Field(name, value), f" must {rule.text}"))
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -127,7 +133,7 @@ def _require_multiple(config: Any, name: str, of: str) -> None:
     value = getattr(config, name)
     divisor = getattr(config, of)
     if isinstance(divisor, int) and value % divisor:
-        raise ValueError(f"{name}={value} must be divisible by {of}={divisor}")
+        raise ValueError(Message(Field(name, value), " must be divisible by ", Field(of, divisor)))
 
 
 class UnknownField(TypeError, ValueError):
@@ -339,18 +345,42 @@ class ModelConfig(_Fields):
         _require_multiple(self, "num_heads", "num_kv_heads")
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
-                f"positions='rotary' needs an even head size: embed_dim={self.embed_dim} over "
-                f"num_heads={self.num_heads} is {self.head_size}"
+                Message(
+                    Field("positions", self.positions),
+                    " needs an even head size: ",
+                    Field("embed_dim", self.embed_dim),
+                    " over ",
+                    Field("num_heads", self.num_heads),
+                    f" is {self.head_size}",
+                )
             )
         if self.ngram_sizes and self.ngram_sizes[-1] > min(self.block_size, MAX_NGRAM):
             raise ValueError(
-                f"ngram_sizes={self.ngram_sizes} must be at most block_size={self.block_size} "
-                f"and {MAX_NGRAM}"
+                Message(
+                    Field("ngram_sizes", self.ngram_sizes),
+                    " must be at most ",
+                    Field("block_size", self.block_size),
+                    f" and {MAX_NGRAM}",
+                )
             )
         if self.head_bias and self.tie_embeddings:
-            raise ValueError("head_bias=True needs tie_embeddings=False: a tied head has no bias")
+            raise ValueError(
+                Message(
+                    Field("head_bias", True),
+                    " needs ",
+                    Field("tie_embeddings", False),
+                    ": a tied head has no bias",
+                )
+            )
         if self.qk_norm_scale and not self.qk_norm:
-            raise ValueError("qk_norm_scale=True needs qk_norm=True, which it scales")
+            raise ValueError(
+                Message(
+                    Field("qk_norm_scale", True),
+                    " needs ",
+                    Field("qk_norm", True),
+                    ", which it scales",
+                )
+            )
 
     @property
     def head_size(self) -> int:
@@ -405,8 +435,12 @@ class OptimizerConfig(_Fields):
         _validate(self)
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
-                f"min_learning_rate={self.min_learning_rate} is above "
-                f"learning_rate={self.learning_rate}; lower it"
+                Message(
+                    Field("min_learning_rate", self.min_learning_rate),
+                    " is above ",
+                    Field("learning_rate", self.learning_rate),
+                    "; lower it",
+                )
             )
 
 
@@ -439,12 +473,21 @@ class DataConfig(_Fields):
         _validate(self)
         if self.held_out_fraction >= 1:
             raise ValueError(
-                f"validation_fraction={self.validation_fraction} and test_fraction="
-                f"{self.test_fraction} leave no text for training: lower them"
+                Message(
+                    Field("validation_fraction", self.validation_fraction),
+                    " and ",
+                    Field("test_fraction", self.test_fraction),
+                    " leave no text for training: lower them",
+                )
             )
         if self.tokenizer == "gpt2" and self.tokenizer_files is None:
             raise ValueError(
-                "tokenizer='gpt2' needs tokenizer_files: the folder of encoder.json and vocab.bpe"
+                Message(
+                    Field("tokenizer", self.tokenizer),
+                    " needs ",
+                    Field("tokenizer_files"),
+                    ": the folder of encoder.json and vocab.bpe",
+                )
             )
 
     @property
@@ -506,14 +549,24 @@ class TrainConfig(_Fields):
         _require_multiple(self, "batch_size", "micro_batches")
         if isinstance(self.eval_tokens, int) and self.eval_tokens <= self.model.block_size:
             raise ValueError(
-                f"eval_tokens={self.eval_tokens} must be above block_size={self.model.block_size}"
+                Message(
+                    Field("eval_tokens", self.eval_tokens),
+                    " must be above ",
+                    Field("block_size", self.model.block_size),
+                )
             )
         tokens = self.steps_per_call * self.batch_size * self.model.block_size
         if tokens >= 2**32:
             raise ValueError(
-                f"steps_per_call={self.steps_per_call} times batch_size={self.batch_size} times "
-                f"block_size={self.model.block_size} is {tokens:,} tokens, not below 2**32: lower "
-                "steps_per_call"
+                Message(
+                    Field("steps_per_call", self.steps_per_call),
+                    " times ",
+                    Field("batch_size", self.batch_size),
+                    " times ",
+                    Field("block_size", self.model.block_size),
+                    f" is {tokens:,} tokens, not below 2**32: lower ",
+                    Field("steps_per_call"),
+                )
             )
         sizes = mesh_sizes("data=1" if self.mesh is None else self.mesh)
         count = 1 if self.micro_batches == "auto" else self.micro_batches
@@ -521,9 +574,14 @@ class TrainConfig(_Fields):
         batch = self.batch_size // count
         if batch % parts:
             raise ValueError(
-                f"mesh={self.mesh} shards each batch over data x fsdp = {parts} devices: "
-                f"batch_size={self.batch_size} / micro_batches={count} is {batch}, "
-                f"which {parts} doesn't divide"
+                Message(
+                    Field("mesh", self.mesh),
+                    f" shards each batch over data x fsdp = {parts} devices: ",
+                    Field("batch_size", self.batch_size),
+                    " / ",
+                    Field("micro_batches", count),
+                    f" is {batch}, which {parts} doesn't divide",
+                )
             )
 
 
@@ -534,11 +592,16 @@ def mesh_sizes(mesh: str) -> dict[str, int]:
         axis, _, size = part.partition("=")
         if axis not in MESH_AXES:
             raise ValueError(
-                f"mesh={mesh} has no axis {axis!r}{did_you_mean(axis, MESH_AXES)}: the axes are "
-                "data, fsdp and tensor"
+                Message(
+                    Field("mesh", mesh),
+                    f" has no axis {axis!r}{did_you_mean(axis, MESH_AXES)}: the axes are data, "
+                    "fsdp and tensor",
+                )
             )
         if axis in sizes or not re.fullmatch("0*[1-9][0-9]{0,8}", size):
-            raise ValueError(f"mesh={mesh} must give each axis once, as in 'data=2,fsdp=4'")
+            raise ValueError(
+                Message(Field("mesh", mesh), " must give each axis once, as in 'data=2,fsdp=4'")
+            )
         sizes[axis] = int(size)
     return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
 

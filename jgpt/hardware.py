@@ -17,6 +17,7 @@ import jax
 import jax.monitoring
 import platformdirs
 
+from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 
 
@@ -102,8 +103,11 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
     name, _, shape = on.partition(":")
     if name not in CHIPS or not re.fullmatch(r"\d{1,4}(x\d{1,4})*", shape):
         raise ValueError(
-            f"on={on} must be a chip and its arrangement, such as v5e:4x4 or h100:8; the chips are "
-            f"{', '.join(CHIPS)}{did_you_mean(name, CHIPS)}"
+            Message(
+                Field("on", on),
+                " must be a chip and its arrangement, such as v5e:4x4 or h100:8; the chips are "
+                f"{', '.join(CHIPS)}{did_you_mean(name, CHIPS)}",
+            )
         )
     from jax.experimental.topologies import get_topology_desc
 
@@ -119,7 +123,7 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
         if "not installed" in str(error) or isinstance(error, NotImplementedError):
             needed = f"pip install 'jgpt[{'cuda12' if chip.platform.name == 'gpu' else 'tpu'}]'"
             raise ModuleNotFoundError(f"compiling for {on} needs its compiler: {needed}") from None
-        raise ValueError(f"on={on}: {str(error).splitlines()[0]}") from None
+        raise ValueError(Message(Field("on", on), f": {str(error).splitlines()[0]}")) from None
     return chip, list(found.devices)
 
 

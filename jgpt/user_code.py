@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import Code, Make, ModelConfig, TrainConfig, imported_beside, values_without_code
+from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 
 
@@ -109,8 +110,10 @@ def require_code(make: Make, what: str) -> Callable[..., Any]:
     """The code itself. Raises ValueError for a record of it."""
     if isinstance(make, Code):
         raise ValueError(
-            f"the run's {what} is {make.named}, which a run never loads by itself: "
-            f"give {what}={make.named}"
+            Message(
+                f"the run's {what} is {make.named}, which a run never loads by itself: give ",
+                Field(what, make.named),
+            )
         )
     assert make is not None
     return make

@@ -34,10 +34,14 @@ from tests.quick import only
         (ModelConfig, {"vocab_size": 2.5}, "vocab_size must be an integer, not 2.5"),
         (ModelConfig, {"num_heads": True}, "num_heads must be an integer, not True"),
         (TrainConfig, {"mesh": "data=2,datta=2"}, "has no axis 'datta' (did you mean 'data'?)"),
-        (TrainConfig, {"mesh": "data"}, "mesh=data must give each axis once"),
-        (TrainConfig, {"mesh": "data=0"}, "mesh=data=0 must give each axis once"),
+        (TrainConfig, {"mesh": "data"}, "mesh='data' must give each axis once"),
+        (TrainConfig, {"mesh": "data=0"}, "mesh='data=0' must give each axis once"),
         (TrainConfig, {"mesh": "data=2,data=2"}, "must give each axis once"),
-        (TrainConfig, {"mesh": "data=1000000000"}, "mesh=data=1000000000 must give each axis once"),
+        (
+            TrainConfig,
+            {"mesh": "data=1000000000"},
+            "mesh='data=1000000000' must give each axis once",
+        ),
         (TrainConfig, {"mesh": "fsdp=٢"}, "must give each axis once"),
         (TrainConfig, {"mesh": ""}, "has no axis ''"),
         (

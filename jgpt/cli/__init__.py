@@ -10,13 +10,14 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jgpt.cli.commands import COMMANDS
-from jgpt.cli.options import OptionError, help_of, in_flags, parse
+from jgpt.cli.options import TRAIN, help_of, in_options, parse
 from jgpt.cli.signals import interrupt_again
-from jgpt.cli.terminal import for_terminal, open_console, say
+from jgpt.cli.terminal import for_terminal, on_one_line, open_console, say
+from jgpt.refusal import message_of
 from jgpt.user_code import describe_error
 from jgpt.words import did_you_mean
 
@@ -63,11 +64,8 @@ def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
         if custom is None and not isinstance(error, _USER_ERRORS):
             raise
         _discard_output()
-        line = _one_line(error) if custom is None else custom
-        if custom is None and not isinstance(error, OptionError) and args and args[0] in COMMANDS:
-            named = inspect.signature(COMMANDS[args[0]]).parameters
-            line = in_flags(line) if "config" in named else in_flags(line, named)
-        print(f"jgpt: {line}", file=sys.stderr)
+        message = _describe(error) if custom is None else custom
+        print(f"jgpt: {on_one_line(in_options(message, _options_of(args)))}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -165,10 +163,19 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _one_line(error: Exception) -> str:
+def _options_of(args: list[str]) -> Collection[str]:
+    """The fields that the command of these words has options for."""
+    command = COMMANDS.get(args[0]) if args else None
+    if command is None:
+        return ()
+    names = inspect.signature(command).parameters
+    return TRAIN if "config" in names else names
+
+
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = " ".join(str(error).split()) or repr(error)
+    text = message_of(error) or repr(error)
     if isinstance(error, MemoryError):  # NumPy says how much, and not that it was too much
         return f"the memory is too small ({text}): free some, or take a smaller model or text"
     return text

@@ -11,6 +11,7 @@ from jgpt.config import (
     Code,
     TrainConfig,
 )
+from jgpt.refusal import Field, Message
 
 Run = Annotated[str, OptionSpec("RUN", "The run directory.", positional=True)]
 LatestRun = Annotated[
@@ -45,7 +46,7 @@ Lines = list[str]
 def require_seed(seed: int) -> None:
     """Raise ValueError for a seed that JAX would wrap round."""
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
+        raise ValueError(Message(Field("seed", seed), " must be at least 0 and below 2**32"))
 
 
 def path_to_write(path: str, *suffixes: str) -> Path:

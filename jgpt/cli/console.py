@@ -15,7 +15,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from jgpt.cli.options import in_flags
+from jgpt.cli.options import in_options
 from jgpt.cli.terminal import say, spinner
 from jgpt.config import Code, OptimizerConfig, TrainConfig, counted
 from jgpt.data.dataset import Dataset
@@ -214,7 +214,7 @@ class ConsoleProgress(TrainingProgress):
 
     def warned(self, message: str) -> None:
         """Print a line."""
-        self.say(in_flags(message))
+        self.say(in_options(message))
 
     def say(self, *lines: str) -> None:
         """Print plain text. A reader that has left, as `head` does, ends training cleanly."""

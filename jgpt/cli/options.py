@@ -19,6 +19,7 @@ import docstring_parser
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
+from jgpt.refusal import Field, Message, Placeholder
 from jgpt.user_code import with_code
 from jgpt.words import did_you_mean
 
@@ -441,28 +442,31 @@ def describe_presets(width: int) -> list[str]:
     return [textwrap.fill(line, width, subsequent_indent=" " * column) for line in lines]
 
 
-def in_flags(message: str, options: Collection[str] = TRAIN) -> str:
-    """A library's message in a command's words: `--zero-biases` for `zero_biases=True`.
+def in_options(message: str, names: Collection[str] = TRAIN) -> str:
+    """A message as a command says it: `--zero-biases` for `zero_biases=True`.
 
-    Names that are no option of the command stay, and so does what quotes a file or the user.
+    `names` are the command's parameters; a field that it has no option for is spelled as in Python.
     """
+    if not isinstance(message, Message):
+        return message
 
-    def flag(found: re.Match[str]) -> str:
-        name = found["name"]
-        value = found["value"]
-        if name not in (*options, *RENAMED) or not (value or found["part"] or "_" in name):
-            return found[0]
-        name = RENAMED.get(name, name).replace("_", "-")
-        if value in (None, "True", "False"):
-            return f"--no-{name}" if value == "False" else f"--{name}"
-        inner = value[1:-1]
-        several = re.sub(
-            "'([^']*)'|,", lambda it: "" if it[1] is None else shlex.quote(it[1]), inner
-        )
-        words = {"(": several, "'": shlex.quote(inner)}
-        return f"--{name} {words.get(value[0], value)}"
+    def spell(field: Field) -> str:
+        part, _, name = field.name.rpartition(".")
+        if (name not in names and name not in RENAMED) or part not in ("", *GROUPS):
+            return str(field)
+        return _spell_option(RENAMED.get(name, name), field)
 
-    ours, *quoted = re.split("( is damaged: )", message, maxsplit=1)
-    keyword = rf"(?<!\S)(?P<part>(?:{'|'.join(GROUPS)})\.)?(?P<name>[a-z]\w*)(?!\w|\.\w)"
-    value = r"(?:=(?P<value>'[^']*'|\([^()]*\)|[^\s,;:()]+))?"
-    return re.sub(keyword + value, flag, ours) + "".join(quoted)
+    return message.spelled(spell)
+
+
+def _spell_option(name: str, field: Field) -> str:
+    option = f"--{name.replace('_', '-')}"
+    if not field.has_value or field.value is True:
+        return option
+    if field.value is False:
+        return f"--no-{name.replace('_', '-')}"
+    if isinstance(field.value, tuple):
+        return f"{option} {' '.join(shlex.quote(str(item)) for item in field.value)}"
+    if isinstance(field.value, str) and not isinstance(field.value, Placeholder):
+        return f"{option} {shlex.quote(field.value)}"
+    return f"{option} {field.value}"

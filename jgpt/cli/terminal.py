@@ -72,6 +72,11 @@ def say(console: Any, *lines: str, colours: Mapping[str, str] | None = None) -> 
             print(line, file=console.file, flush=True)
 
 
+def on_one_line(text: str) -> str:
+    """A text without line breaks, as an error is shown."""
+    return " ".join(text.split())
+
+
 def spinner(console: Any, doing: str) -> Any:
     """A spinner, of characters that the console can show."""
     return console.status(doing, spinner="line" if console.options.ascii_only else "dots")

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import platformdirs
 
 from jgpt.durable import write_file
+from jgpt.refusal import Field, Message, Placeholder
 from jgpt.words import did_you_mean
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
@@ -227,8 +228,12 @@ def read_blocks(
         if len(changed) > 1:
             named += f" and {len(changed) - 1} more"
         warn(
-            f"{named}: carriage returns are read as newlines and byte-order marks "
-            "dropped; what is read with universal_newlines=False keeps them"
+            Message(
+                f"{named}: carriage returns are read as newlines and byte-order marks dropped; "
+                "what is read with ",
+                Field("universal_newlines", False),
+                " keeps them",
+            )
         )
 
 
@@ -414,8 +419,11 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
             text.encode()  # a lone surrogate can't be
         except (KeyError, TypeError, AttributeError):
             raise ValueError(
-                f"{name}, line {number}, has no text in a field {field!r}: name the field with "
-                "data_field=NAME"
+                Message(
+                    f"{name}, line {number}, has no text in a field {field!r}: name the field "
+                    "with ",
+                    Field("data_field", Placeholder("NAME")),
+                )
             ) from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}, can't be read as JSON: {error}") from None
@@ -430,16 +438,22 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
         schema = table.schema_arrow
         if field not in schema.names:
             raise ValueError(
-                f"{name} has no column {field!r}, but {', '.join(schema.names)}: name the column "
-                "of text with data_field=NAME"
+                Message(
+                    f"{name} has no column {field!r}, but {', '.join(schema.names)}: name the "
+                    "column of text with ",
+                    Field("data_field", Placeholder("NAME")),
+                )
             )
         column = schema.field(field).type
         # as pandas writes a category; its values are read one by one
         value = column.value_type if arrow.types.is_dictionary(column) else column
         if value not in (arrow.string(), arrow.large_string(), arrow.string_view()):
             raise ValueError(
-                f"{name}: its column {field!r} has values of type {column}, not text: name another "
-                f"of {', '.join(schema.names)} with data_field=NAME"
+                Message(
+                    f"{name}: its column {field!r} has values of type {column}, not text: name "
+                    f"another of {', '.join(schema.names)} with ",
+                    Field("data_field", Placeholder("NAME")),
+                )
             )
         size = file.seek(0, os.SEEK_END)
         _require_plausible(table.metadata, size, name, field)

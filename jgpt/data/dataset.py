@@ -37,6 +37,7 @@ from jgpt.data.tokenizers import (
     token_dtype,
 )
 from jgpt.durable import new_directory, own_file, read_file, write_file
+from jgpt.refusal import Field, Message, Placeholder, message_of
 from jgpt.shapes.contract import host_record, typed
 
 TOKENS_FILE = "tokens.bin"
@@ -126,8 +127,11 @@ def load_dataset(
     for name, split in (("training", train), ("validation", validation), ("test", test)):
         if len(split) <= block_size and (name != "test" or config.test_fraction):
             raise ValueError(
-                f"the {name} split has {counted(len(split), 'token')}, too few for one block of "
-                f"{block_size} and its targets: use more text or a smaller block_size"
+                Message(
+                    f"the {name} split has {counted(len(split), 'token')}, too few for one block "
+                    f"of {block_size} and its targets: use more text or a smaller ",
+                    Field("block_size"),
+                )
             )
     text = KnownText(digest, tokens.text_digest, corpus_versions(config.data))
     return Dataset(train, validation, test, tokens.tokenizer, text)
@@ -177,7 +181,9 @@ def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) ->
             tokens = _open_bare_tokens(path / train_file, own_tokenizer)
             validation = _open_bare_tokens(path / validation_file, own_tokenizer)
             if config.test_fraction:
-                raise ValueError(f"{path} is split already: test_fraction must be 0")
+                raise ValueError(
+                    Message(f"{path} is split already: ", Field("test_fraction"), " must be 0")
+                )
         else:
             tokens = _open_bare_tokens(path, own_tokenizer)
     if tokenizer is None:
@@ -313,7 +319,13 @@ def _read(
         if known is None:
             raise
         raise FileNotFoundError(
-            f"{error}; if the run's text has moved, train it with resume=True data=PLACE"
+            Message(
+                message_of(error),
+                "; if the run's text has moved, train it with ",
+                Field("resume", True),
+                " ",
+                Field("data", Placeholder("PLACE")),
+            )
         ) from None
     if known is not None and wanted is not None:
         _require_known(config, known, "", text.digest, wanted)
@@ -541,8 +553,13 @@ def _is_elsewhere(config: DataConfig, known: KnownText) -> bool:
 
 def _other_text(config: DataConfig, known: KnownText, why: str) -> ValueError:
     return ValueError(
-        f"the run was trained on data={known.sources}, and data={config.data} is another text "
-        f"({why}): give the run's data, or train a new run"
+        Message(
+            "the run was trained on ",
+            Field("data", known.sources),
+            ", and ",
+            Field("data", config.data),
+            f" is another text ({why}): give the run's data, or train a new run",
+        )
     )
 
 
@@ -675,8 +692,13 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
     if beside.is_file():
         return read_tokenizer(beside)
     raise ValueError(
-        f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give "
-        "tokenizer=gpt2 and tokenizer_files, or name a text"
+        Message(
+            f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give ",
+            Field("tokenizer", "gpt2"),
+            " and ",
+            Field("tokenizer_files"),
+            ", or name a text",
+        )
     )
 
 

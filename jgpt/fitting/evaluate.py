@@ -15,6 +15,7 @@ from jgpt.hardware import current_platform
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, named_parameters, weights_of
 from jgpt.nn.precision import run_for_platform
+from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import Which, load
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.provenance import known_micro_batches, known_text
@@ -50,9 +51,17 @@ def evaluate(
     loaded, tokenizer, config = load(run_directory, model=model, which=which)
     size = config.model.block_size if window is None else window
     if not 0 < size <= config.model.block_size:
-        raise ValueError(f"window={size} must be from 1 to block_size={config.model.block_size}")
+        raise ValueError(
+            Message(
+                Field("window", size),
+                " must be from 1 to ",
+                Field("block_size", config.model.block_size),
+            )
+        )
     if split == "test" and not config.dataset.test_fraction:
-        raise ValueError(f"{run_directory} has no test split: its test_fraction is 0")
+        raise ValueError(
+            Message(f"{run_directory} has no test split: its ", Field("test_fraction"), " is 0")
+        )
     lines = RunDirectory.open(run_directory).provenance()
     known = known_text(lines)
     if config.micro_batches == "auto":

@@ -33,6 +33,7 @@ from jgpt.nn.consistency import inconsistencies
 from jgpt.nn.models import LanguageModel, abstract_model
 from jgpt.parallel.mesh import current_mesh, use_mesh
 from jgpt.parallel.processes import raise_in_all_processes, require_same
+from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import Checkpoints, load
 from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, SAMPLES, RunDirectory
 from jgpt.runs.target import choose_target
@@ -126,7 +127,7 @@ def fit(
     """
     started = time.perf_counter()
     if profile_steps < 0:
-        raise ValueError(f"profile_steps={profile_steps} must not be negative")
+        raise ValueError(Message(Field("profile_steps", profile_steps), " must not be negative"))
     config = with_code(config, model, optimizer)
     platform = platform or current_platform()
     progress = _progress_of_this_process(progress)
@@ -306,8 +307,13 @@ def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
     if not is_finite(config, state):
         damaged = run.path / CHECKPOINTS / str(int(state.step))
         raise ValueError(
-            f"checkpoint {damaged} has values that are not finite: delete it to resume from the "
-            "one before, or use overwrite=True with a lower learning_rate"
+            Message(
+                f"checkpoint {damaged} has values that are not finite: delete it to resume from "
+                "the one before, or use ",
+                Field("overwrite", True),
+                " with a lower ",
+                Field("learning_rate"),
+            )
         )
     return state
 

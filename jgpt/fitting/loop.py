@@ -16,6 +16,7 @@ from jgpt.fitting.progress import Progress
 from jgpt.fitting.stopping import TrainingStopped
 from jgpt.hardware import process_count, process_index, release_memory
 from jgpt.parallel.processes import Vote, raise_in_all_processes
+from jgpt.refusal import Field, Message, message_of
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import CHECKPOINTS, PROFILE
 from jgpt.training.evaluation import EvaluationPlan, Evaluator
@@ -112,11 +113,15 @@ class Training:
                         watch.enter_context(compilations_watched(self.progress.warned))
                         is_warm = True
         if self.logger.tracker_failure is not None:  # in the last call
-            self.progress.warned(str(self.logger.tracker_failure))
+            self.progress.warned(message_of(self.logger.tracker_failure))
         if self.step < self.config.steps:
             self.progress.warned(
-                f"stopped at step {self.step} of {self.config.steps}: no better validation loss in "
-                f"{patience=} evaluations"
+                Message(
+                    f"stopped at step {self.step} of {self.config.steps}: no better validation "
+                    "loss in ",
+                    Field("patience", patience),
+                    " evaluations",
+                )
             )
 
     @contextlib.contextmanager
@@ -138,7 +143,7 @@ class Training:
             if saved and saved[-1] not in good:
                 folder = self.checkpoints.run.path / CHECKPOINTS / str(saved[-1])
                 kept = f"delete {folder}, whose loss is not finite either; otherwise {kept}"
-            raise FloatingPointError(f"{error}; {kept}") from None
+            raise FloatingPointError(Message(message_of(error), f"; {kept}")) from None
 
     def _state_is_good(self) -> bool:
         """Whether training can go on from the state: it may be finite and its loss not."""
@@ -156,7 +161,10 @@ class Training:
     def _require_finite_state(self) -> None:
         if not is_finite(self.config, self.state):
             raise FloatingPointError(
-                f"the parameters are not finite after step {self.step}: lower learning_rate"
+                Message(
+                    f"the parameters are not finite after step {self.step}: lower ",
+                    Field("learning_rate"),
+                )
             )
 
     def _estimate(self) -> None:
@@ -279,11 +287,11 @@ class Training:
         if math.isfinite(loss):
             return
         self.checkpoints.discard(self.step)
-        averaged = ""
+        advice = Message("lower ", Field("learning_rate"))
         if self.config.optimizer.ema_decay > 0:
-            averaged = "ema_decay or "
+            advice = Message("lower ", Field("ema_decay"), " or ", Field("learning_rate"))
         raise FloatingPointError(
-            f"the validation loss is {loss} after step {self.step}: lower {averaged}learning_rate"
+            Message(f"the validation loss is {loss} after step {self.step}: ", advice)
         )
 
 

@@ -12,6 +12,7 @@ from jgpt.data.batches import window_starts
 from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.costs import flops_per_token
 from jgpt.parallel.processes import raise_in_all_processes
+from jgpt.refusal import Field, Message
 from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.training.step import Metrics
 
@@ -173,14 +174,15 @@ class MetricsLogger:
         tokens = ", ".join(map(str, starts[:8]))
         if len(starts) > 8:
             tokens += ", …"
-        advice = "lower learning_rate"
+        advice = Message("lower ", Field("learning_rate"))
         if step == 1:  # no update has been made, so a lower rate changes nothing
-            advice = (
+            advice = Message(
                 "the model gives it at its first step, before any update: look for the mistake in "
                 "its forward pass or its initial parameters"
             )
-        return (
+        return Message(
             f"{name} is {line[name]} at step {step} (learning_rate {line['learning_rate']:.3g}, "
             f"gradient_norm {line['gradient_norm']:.3g}; the batch's windows start at tokens "
-            f"{tokens} of the training text): {advice}"
+            f"{tokens} of the training text): ",
+            advice,
         )

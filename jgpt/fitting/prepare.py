@@ -29,6 +29,7 @@ from jgpt.fitting.resume import (
 from jgpt.fitting.stopping import StoppedBeforeTraining
 from jgpt.fitting.trackers import require_tracker
 from jgpt.hardware import Platform, process_count
+from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import has_average
 from jgpt.runs.directory import CHECKPOINTS
 from jgpt.runs.provenance import provenance
@@ -206,6 +207,11 @@ def _require_room(config: TrainConfig, out: Path) -> None:
     needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
     if needed > free:
         raise OSError(
-            f"{existing} has {format_bytes(free)} free, the checkpoints need "
-            f"{format_bytes(needed)}: free some space, or lower keep_best and keep_last"
+            Message(
+                f"{existing} has {format_bytes(free)} free, the checkpoints need "
+                f"{format_bytes(needed)}: free some space, or lower ",
+                Field("keep_best"),
+                " and ",
+                Field("keep_last"),
+            )
         )

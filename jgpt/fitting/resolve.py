@@ -7,6 +7,7 @@ from jgpt.config import TrainConfig
 from jgpt.hardware import Platform, accelerators, memory_limit
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.parallel.mesh import abstract_mesh, use_mesh
+from jgpt.refusal import Field, Message
 from jgpt.training.memory import require_feasible, with_micro_batches
 from jgpt.training.placement import parameters_without_names
 from jgpt.training.plan import default_mesh
@@ -64,7 +65,12 @@ def resolve_micro_batches(
 ) -> ResolvedConfig:
     """Decide the last of what is open; `auto` compiles steps to see what fits."""
     if config.micro_batches == "auto":
-        warn("micro_batches=auto: steps are compiled to see how many of them it takes")
+        warn(
+            Message(
+                Field("micro_batches", config.micro_batches),
+                ": steps are compiled to see how many of them it takes",
+            )
+        )
     with use_mesh(config.mesh):
         config = with_micro_batches(config, memory_limit())
     return ResolvedConfig(recorded, config)
@@ -75,8 +81,8 @@ def describe_replicated(config: TrainConfig) -> str | None:
     unnamed = parameters_without_names(config.model, abstract_mesh(config.mesh))
     if not unnamed:
         return None
-    return (
-        f"mesh={config.mesh} replicates {len(unnamed)} parameters whose dimensions have no names, "
-        f"such as {unnamed[0]}: nnx.Param(value, dimensions=('embed_dim', 'hidden_dim')) "
-        "has names"
+    return Message(
+        Field("mesh", config.mesh),
+        f" replicates {len(unnamed)} parameters whose dimensions have no names, such as "
+        f"{unnamed[0]}: nnx.Param(value, dimensions=('embed_dim', 'hidden_dim')) has names",
     )

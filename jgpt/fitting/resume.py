@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jgpt.config import TrainConfig, values_without_code
+from jgpt.refusal import Field, Message, Placeholder
 from jgpt.runs.provenance import comparable_after, known_targets
 from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
 from jgpt.training.schedule import learning_rate_schedule
@@ -44,19 +45,27 @@ def require_same_run(
         names = (name for name, _ in fields_of(saved))
         may_differ |= {name for name in names if not name.startswith(_OF_THE_STATE)}
     differences = [
-        f"{name} is {old!r} in the run, {new!r} in the config"
+        Message(Field(name), f" is {old!r} in the run, {new!r} in the config")
         for (name, old), (_, new) in zip(fields_of(saved), fields_of(given), strict=True)
         if old != new and name not in may_differ
     ]
     if differences:
         raise ValueError(
-            f"the config doesn't match the run to resume: {'; '.join(differences)}. "
-            "Use the same values, or another directory"
+            Message(
+                "the config doesn't match the run to resume: ",
+                Message.join("; ", differences),
+                ". Use the same values, or another directory",
+            )
         )
-    if given.steps < (done := max(checkpoints, default=0)):
+    done = max(checkpoints, default=0)
+    if given.steps < done:
         raise ValueError(
-            f"steps={given.steps} is below the {done} steps that {given.out} has taken: give steps="
-            f"{done} or more, or another directory"
+            Message(
+                Field("steps", given.steps),
+                f" is below the {done} steps that {given.out} has taken: give ",
+                Field("steps", done),
+                " or more, or another directory",
+            )
         )
 
 
@@ -71,9 +80,13 @@ def without_ignored_average(saved: TrainConfig, given: TrainConfig) -> TrainConf
         return saved
     if given.optimizer.ema_decay == decay:
         raise ValueError(
-            f"ema_decay={decay:g} of {given.out} can't be resumed: it had no effect with a custom "
-            "optimizer when the run was trained, so its checkpoints have no average of weights. "
-            "Give ema_decay=0, and the run goes on as it was trained"
+            Message(
+                Field("ema_decay", decay),
+                f" of {given.out} can't be resumed: it had no effect with a custom optimizer when "
+                "the run was trained, so its checkpoints have no average of weights. Give ",
+                Field("ema_decay", 0),
+                ", and the run goes on as it was trained",
+            )
         )
     optimizer = dataclasses.replace(saved.optimizer, ema_decay=0.0)
     return dataclasses.replace(saved, optimizer=optimizer)
@@ -102,8 +115,9 @@ def describe_learning_rate(
     span = saved.optimizer.schedule_steps or saved.steps
     given_span = given.optimizer.schedule_steps or given.steps
     is_same_schedule = (saved.steps, span) == (given.steps, given_span)
-    lowered = [
-        f"{name}={new:g} instead of {old:g}" for name, old, new in _lowered_rates(saved, given)
+    lowered: list[str] = [
+        Message(Field(name, Placeholder(f"{new:g}")), f" instead of {old:g}")
+        for name, old, new in _lowered_rates(saved, given)
     ]
     if is_same_schedule and not lowered:
         return None
@@ -112,17 +126,25 @@ def describe_learning_rate(
     changes = lowered
     if not is_same_schedule:
         changes = [f"{given.steps} steps instead of {saved.steps}", *lowered]
-    changed = f"{', '.join(changes)}: the learning rate"
+    changed = Message(Message.join(", ", changes), ": the learning rate")
     # a rate that was lowered on purpose may jump
     if lowered:
-        return f"{changed} goes from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}"
+        return Message(
+            changed,
+            f" goes from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}",
+        )
     # where both schedules have the same rate, a run goes on without a jump
     steady = [step for step in checkpoints if math.isclose(before(step), after(step), rel_tol=1e-6)]
     if done in steady:
-        return f"{changed} goes on from {before(done - 1):.3g} to {after(done):.3g}, without a jump"
-    return (
-        f"{changed} jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. "
-        f"Without a jump: {_way_without_a_jump(given, span, steady)}"
+        return Message(
+            changed,
+            f" goes on from {before(done - 1):.3g} to {after(done):.3g}, without a jump",
+        )
+    return Message(
+        changed,
+        f" jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. Without a "
+        "jump: ",
+        _way_without_a_jump(given, span, steady),
     )
 
 
@@ -134,12 +156,17 @@ def _way_without_a_jump(given: TrainConfig, span: int, steady: list[int]) -> str
     same_schedule = dataclasses.replace(given.optimizer, schedule_steps=span)
     last_rate = _learning_rate(dataclasses.replace(given, optimizer=same_schedule))(given.steps - 1)
     if last_rate > 0:
-        return f"schedule_steps={span} keeps the schedule ({last_rate:.3g} at the last step)"
+        return Message(
+            Field("schedule_steps", span),
+            f" keeps the schedule ({last_rate:.3g} at the last step)",
+        )
     if steady:
         return f"delete the checkpoints after {steady[-1]} to resume from that one"
-    return (
+    return Message(
         "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
-        "decay, which keep_every keeps"
+        "decay, which ",
+        Field("keep_every"),
+        " keeps",
     )
 
 
@@ -185,10 +212,11 @@ def resume_evaluations(
         return changed, None
     before = _describe_targets(targets, spread, evaluations.split_targets)
     after = _describe_targets(evaluations.targets, evaluations.spread, evaluations.split_targets)
-    return changed, (
-        f"eval_tokens={given.eval_tokens} instead of {saved.eval_tokens}: validation losses up to "
-        f"step {step} are over {before}, later ones over {after}, and can't be compared with them. "
-        "The best checkpoint and patience go by the later ones"
+    return changed, Message(
+        Field("eval_tokens", given.eval_tokens),
+        f" instead of {saved.eval_tokens}: validation losses up to step {step} are over {before}, "
+        f"later ones over {after}, and can't be compared with them. The best checkpoint and "
+        "patience go by the later ones",
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, assert_never
 
 from jgpt.config import TrackerName, TrainConfig, as_dict
 from jgpt.durable import append
+from jgpt.refusal import Field, Message, message_of
 from jgpt.runs.directory import TENSORBOARD, WANDB, WANDB_ID
 
 LOG_SECONDS = 30
@@ -54,7 +55,7 @@ def require_tracker(name: TrackerName) -> Open:
         return functools.partial(tracker, importlib.import_module(module))
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"trackers={name} needs {error.name}: pip install 'jgpt[{name}]'"
+            Message(Field("trackers", (name,)), f" needs {error.name}: pip install 'jgpt[{name}]'")
         ) from None
 
 
@@ -95,7 +96,7 @@ class Trackers:
             try:
                 thread.call(lambda tracker: tracker.close(), CLOSE_SECONDS)
             except Exception as error:
-                warn(str(_failure(name, error)))
+                warn(message_of(_failure(name, error)))
         self._threads.clear()
 
 
@@ -104,8 +105,12 @@ def _failure(name: str, error: Exception) -> OSError:
     if isinstance(error, OSError) and error.strerror is not None:
         reason = error.strerror
     return OSError(
-        f"trackers={name} has failed ({reason}); the run is intact: use resume=True, with an "
-        "empty list of trackers to go on without"
+        Message(
+            Field("trackers", (name,)),
+            f" has failed ({reason}); the run is intact: use ",
+            Field("resume", True),
+            ", with an empty list of trackers to go on without",
+        )
     )
 
 

@@ -11,6 +11,7 @@ from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer
 from jgpt.generation.sampling import Sampling
 from jgpt.generation.text import stream_continuations
 from jgpt.nn.models import LanguageModel
+from jgpt.refusal import Field, Message
 
 START = "<|im_start|>"
 END = "<|im_end|>"
@@ -41,7 +42,7 @@ class Chat:
     ) -> None:
         self._sampling = Sampling(**sampling)
         if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be positive")
+            raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be positive"))
         if not isinstance(tokenizer, BPETokenizer) or not _has_chat_tokens(tokenizer):
             raise ValueError(
                 f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
@@ -93,8 +94,12 @@ class Chat:
                 return turns, tokens
             if len(turns) == 1:
                 raise ValueError(
-                    f"the message is too long: {len(tokens)} tokens with all that belongs to it, "
-                    f"and {max_tokens} of block_size={size} are left"
+                    Message(
+                        f"the message is too long: {len(tokens)} tokens with all that belongs to "
+                        f"it, and {max_tokens} of ",
+                        Field("block_size", size),
+                        " are left",
+                    )
                 )
             turns = turns[2:]  # a question goes with its answer
 

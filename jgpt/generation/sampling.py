@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import record, typed
 
 
@@ -29,7 +30,9 @@ class Sampling:
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]"),
         ):
             if not valid:
-                raise ValueError(f"{name}={getattr(self, name)} must be {requirement}")
+                raise ValueError(
+                    Message(Field(name, getattr(self, name)), f" must be {requirement}")
+                )
 
 
 @typed

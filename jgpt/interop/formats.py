@@ -7,6 +7,7 @@ from typing import Any
 from jgpt.config import Activation, ModelConfig
 from jgpt.interop.config_fields import HARMLESS, WRITTEN_ANEW
 from jgpt.presets import PRESETS
+from jgpt.refusal import Field, Message
 
 
 @dataclass(frozen=True)
@@ -278,13 +279,16 @@ def hf_config(
     rotary = "qwen3" if config.qk_norm else "llama"
     kind = model_type or (rotary if config.positions == "rotary" else "gpt2")
     format = HF_FORMATS[kind]
-    if refused := _unsupported(config, format, zero_biases):
-        if model_type is None and "zero_biases" not in refused:
+    refused = _unsupported(config, format, zero_biases)
+    if refused is not None:
+        # with zero biases the format would fit
+        if model_type is None and Field("zero_biases", True) not in refused.parts:
             plain = [
                 name for name in PRESETS if not _unsupported(PRESETS[name][1].model, GPT2, True)
             ]
-            refused += (
-                f", and no other format fits. The presets that can be exported: {', '.join(plain)}"
+            refused = Message(
+                refused,
+                f", and no other format fits. The presets that can be exported: {', '.join(plain)}",
             )
         raise ValueError(refused)
     activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
@@ -323,7 +327,7 @@ def _in_words_of(
     return kept | written
 
 
-def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str | None:
+def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Message | None:
     """The first field that a format can't express, in words."""
     default = ModelConfig(**format.implied)
     fields = [ours for _, ours in format.fields]
@@ -337,14 +341,22 @@ def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str 
         only = getattr(default, name)
         if name in (*fields, *_IRRELEVANT) or value in (only, meant.get(name, only)):
             continue
-        refused = f"{format.name}'s format doesn't support {name}={value!r}"
+        refused = Message(f"{format.name}'s format doesn't support ", Field(name, value))
         if only is not True or not name.endswith("_bias"):
-            return f"{refused}, only {name}={only!r}"
+            return Message(refused, ", only ", Field(name, only))
         if not zero_biases:
-            return f"{refused}: zero_biases=True writes zeros for the missing biases"
+            return Message(
+                refused,
+                ": ",
+                Field("zero_biases", True),
+                " writes zeros for the missing biases",
+            )
     if "qk_norm_epsilon" in fields and config.norm_epsilon != config.qk_norm_epsilon:
-        return (
-            f"{format.name}'s format doesn't support norm_epsilon={config.norm_epsilon!r} with "
-            f"qk_norm_epsilon={config.qk_norm_epsilon!r}: it has one for all norms"
+        return Message(
+            f"{format.name}'s format doesn't support ",
+            Field("norm_epsilon", config.norm_epsilon),
+            " with ",
+            Field("qk_norm_epsilon", config.qk_norm_epsilon),
+            ": it has one for all norms",
         )
     return None

@@ -37,6 +37,7 @@ from jgpt.interop.text_files import (
 from jgpt.nn.consistency import changed_parts
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
+from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 HF_WEIGHTS = "model.safetensors"
@@ -105,7 +106,9 @@ def save_hf(
             "can't write: choose another directory"
         )
     if not isinstance(model, GPT):
-        raise ValueError("Hugging Face's format doesn't support architecture='bigram'")
+        raise ValueError(
+            Message("Hugging Face's format doesn't support ", Field("architecture", "bigram"))
+        )
     if model.config.make is None:  # a custom model has its own error
         changed = changed_parts(model)
         if changed:

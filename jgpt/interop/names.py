@@ -15,6 +15,7 @@ from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.interop.formats import Format
 from jgpt.nn.models import abstract_model, named_parameters
 from jgpt.nn.transformer import GPT
+from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
@@ -131,8 +132,11 @@ def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenize
         return model, tokenizer
     if model.vocab_size % 64 or not 0 < model.vocab_size - size < 512:
         raise ValueError(
-            f"the tokenizer has {size} tokens and the model vocab_size={model.vocab_size}: "
-            "they don't belong together"
+            Message(
+                f"the tokenizer has {size} tokens and the model ",
+                Field("vocab_size", model.vocab_size),
+                ": they don't belong together",
+            )
         )
     if isinstance(tokenizer, BPETokenizer):
         return model, tokenizer.padded_to(model.vocab_size)

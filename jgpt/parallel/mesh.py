@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jgpt.config import MESH_AXES, mesh_sizes
 from jgpt.hardware import device_kinds
+from jgpt.refusal import Field, Message
 
 
 def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
@@ -19,8 +20,11 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
     count = len(device_kinds()) if devices is None else len(devices)
     if product != count:
         raise ValueError(
-            f"mesh={mesh} is of {product} devices, and there are {count}: give sizes whose product "
-            f"is {count}"
+            Message(
+                Field("mesh", mesh),
+                f" is of {product} devices, and there are {count}: give sizes whose product is "
+                f"{count}",
+            )
         )
     # automatic axes: XLA's partitioner decides what the rules leave open
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
@@ -32,7 +36,9 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
             devices=devices,
         )
     except NotImplementedError as error:  # a torus of chips has axes of its own
-        raise ValueError(f"mesh={mesh} doesn't fit the chips' arrangement: {error}") from None
+        raise ValueError(
+            Message(Field("mesh", mesh), f" doesn't fit the chips' arrangement: {error}")
+        ) from None
 
 
 def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:

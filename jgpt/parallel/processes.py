@@ -22,6 +22,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgpt.hardware import devices_of_processes, process_count, process_index
+from jgpt.refusal import Field, Message, Placeholder, message_of
 from jgpt.user_code import describe_error
 
 HEARTBEAT_SECONDS = 10
@@ -66,14 +67,9 @@ def _join(
 
     Raises ValueError for what can be said before JAX is asked.
     """
-    refusal = (
-        f"the processes can't be joined ({{}}): start all of them within {START_SECONDS} seconds, "
-        "with distributed=True under a launcher that JAX knows, elsewhere with "
-        "coordinator=HOST:PORT, processes=N and process=0 to N-1"
-    )
     # JAX would wait for far longer and then abort, which Python can't catch: so a thread ends the
     # process before
-    timer = threading.Timer(START_SECONDS, leave, [refusal.format("some were not started")])
+    timer = threading.Timer(START_SECONDS, leave, [_not_joined("some were not started")])
     timer.daemon = True
     bind_address = None  # a launcher's coordinator knows its own
     try:
@@ -90,11 +86,26 @@ def _join(
         )
         _require_equal_devices()
     except (ValueError, OSError) as error:
-        raise ValueError(refusal.format(error)) from None
+        raise ValueError(_not_joined(str(error))) from None
     except RuntimeError as error:
-        leave(refusal.format(str(error).splitlines()[0]))
+        leave(_not_joined(str(error).splitlines()[0]))
     finally:
         timer.cancel()
+
+
+def _not_joined(reason: str) -> Message:
+    return Message(
+        f"the processes can't be joined ({reason}): start all of them within {START_SECONDS} "
+        "seconds, with ",
+        Field("distributed", True),
+        " under a launcher that JAX knows, elsewhere with ",
+        Field("coordinator", Placeholder("HOST:PORT")),
+        ", ",
+        Field("processes", Placeholder("N")),
+        " and ",
+        Field("process", Placeholder("0")),
+        " to N-1",
+    )
 
 
 def _require_equal_devices() -> None:
@@ -106,17 +117,19 @@ def _require_equal_devices() -> None:
 
 
 def _last_words(error: BaseException) -> str:
-    """An error as one line; where it is a bug of ours, its traceback is printed before."""
+    """What an error says; where it is a bug of ours, its traceback is printed before."""
     custom = describe_error(error)
     if custom is None and not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
         traceback.print_exc()
-    message = custom or " ".join(str(error).split())
-    message = message[:1000] or repr(error)
+    message = custom or message_of(error) or repr(error)
+    if len(message) > 1000:
+        message = message[:1000]
     # gloo's connections break when a process ends, so that its message is not the reason
     if "Gloo" in message:
-        return (
-            "another process has ended: see its messages; resume=True goes on from the last "
-            f"checkpoint ({message})"
+        return Message(
+            "another process has ended: see its messages; ",
+            Field("resume", True),
+            f" goes on from the last checkpoint ({message})",
         )
     return message
 

@@ -23,6 +23,7 @@ from jgpt.pictures.anatomy import (
     is_real,
     record_calls,
 )
+from jgpt.refusal import Field, Message
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
@@ -196,7 +197,10 @@ class Look:
     def _require_room(self, time: int) -> None:
         if time > self.model.block_size:
             raise ValueError(
-                f"the prompt has {time} tokens, more than block_size={self.model.block_size}"
+                Message(
+                    f"the prompt has {time} tokens, more than ",
+                    Field("block_size", self.model.block_size),
+                )
             )
         if time > self.most_tokens():
             layers = counted(len(self.anatomy.attention), "layer")

@@ -14,6 +14,7 @@ from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.nn.models import LanguageModel
 from jgpt.pictures.numbers import Look, encode_text
+from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 NEW_TOKENS = 48
@@ -35,7 +36,7 @@ def look_page(
         room = look.most_tokens() - len(prompt_tokens)
         max_new_tokens = max(0, min(NEW_TOKENS, room))
     if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be 0 or more")
+        raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be 0 or more"))
     tokens = jnp.asarray(prompt_tokens)[None]
     # past the block, the first tokens would leave the context, and the page shows one context
     count = max(0, min(max_new_tokens, model.block_size - len(prompt_tokens)))

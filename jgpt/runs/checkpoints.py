@@ -43,6 +43,7 @@ from jgpt.nn.precision import run_for_platform
 from jgpt.nn.transformer import GPT
 from jgpt.parallel.processes import raise_in_all_processes
 from jgpt.parallel.rules import abstract_arrays, shardings
+from jgpt.refusal import Field, Message
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory, require_storable
 from jgpt.runs.manifest import MANIFEST, Manifest, files_below, parse_file, sha256_of, verify
 from jgpt.runs.provenance import comparable_after
@@ -197,7 +198,7 @@ class Checkpoints:
         for anything else or if damage hides which one is best.
         """
         if which not in ("best", "last") and type(which) is not int:
-            raise ValueError(f"checkpoint={which!r} must be best, last or a step")
+            raise ValueError(Message(Field("which", which), " must be best, last or a step"))
         steps = self.steps()
         if not steps:
             raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
@@ -266,8 +267,13 @@ class Checkpoints:
         for name, saved in manifest.model.items():
             if name != "make" and name in given and given[name] != saved:
                 raise ValueError(
-                    f"checkpoint {self._path / str(step)} was saved with {name}={saved!r}, the "
-                    f"config has {name}={given[name]!r}; they belong to different runs"
+                    Message(
+                        f"checkpoint {self._path / str(step)} was saved with ",
+                        Field(name, saved),
+                        ", the config has ",
+                        Field(name, given[name]),
+                        "; they belong to different runs",
+                    )
                 )
         if manifest.tokenizer != sha256_of(self.run.path / TOKENIZER):
             raise ValueError(
@@ -284,12 +290,15 @@ class Checkpoints:
             for other in reversed(self.steps()):
                 with contextlib.suppress(ValueError):
                     if other != step and verify(self._path / str(other)):
-                        advice = f"checkpoint {other} is intact: use which={other}, or delete "
-                        advice += f"{self._path / str(step)} to resume from the others"
+                        advice = Message(
+                            f"checkpoint {other} is intact: use ",
+                            Field("which", other),
+                            f", or delete {self._path / str(step)} to resume from the others",
+                        )
                         break
             else:
-                advice = "the run has no other intact checkpoint"
-            raise ValueError(f"{error}; {advice}") from None
+                advice = Message("the run has no other intact checkpoint")
+            raise ValueError(Message(f"{error}; ", advice)) from None
 
     def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         directory = self._path / str(step)
@@ -382,8 +391,11 @@ class Checkpoints:
         steps = self.steps()
         last = f"the last good checkpoint is step {steps[-1]}" if steps else "there is no other yet"
         return OSError(
-            f"the checkpoint of step {step} could not be written to {self._path} "
-            f"({_reason(error)}); {last}: free some space and use resume=True"
+            Message(
+                f"the checkpoint of step {step} could not be written to {self._path} "
+                f"({_reason(error)}); {last}: free some space and use ",
+                Field("resume", True),
+            )
         )
 
     def _delete_old(self) -> None:

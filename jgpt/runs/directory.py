@@ -24,6 +24,7 @@ from jgpt.durable import (
     write_file,
 )
 from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_files
+from jgpt.refusal import Field, Message
 from jgpt.runs.manifest import parse_file, refuse_foreign
 
 CONFIG = "config.json"
@@ -158,7 +159,10 @@ class RunDirectory:
             step = path.name
             if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
                 raise FileNotFoundError(
-                    f"{path} is a checkpoint, not a run directory: give {run} and which={step}"
+                    Message(
+                        f"{path} is a checkpoint, not a run directory: give {run} and ",
+                        Field("which", int(step)),
+                    )
                 )
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         for entry in path.iterdir():
@@ -297,10 +301,12 @@ class RunDirectory:
         try:
             append(self.path / name, text.encode(), durable=durable)
         except OSError as error:
-            advice = "nothing was saved yet: free some space and start again"
+            advice = Message("nothing was saved yet: free some space and start again")
             if self.checkpoint_steps():
-                advice = "the checkpoints are intact: free some space and use resume=True"
-            raise OSError(f"{error}; {advice}") from error
+                advice = Message(
+                    "the checkpoints are intact: free some space and use ", Field("resume", True)
+                )
+            raise OSError(Message(f"{error}; ", advice)) from error
 
     def truncate(self, name: str, step: float) -> None:
         """Truncate a file after its last complete line up to `step`."""

@@ -10,6 +10,7 @@ from typing import Any, Self
 from jgpt.config import TrainConfig, from_json
 from jgpt.data.dataset import KnownText
 from jgpt.data.tokenizers import Tokenizer
+from jgpt.refusal import Field, Message, Placeholder
 from jgpt.runs.directory import (
     CHECKPOINTS,
     CONFIG,
@@ -78,10 +79,18 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
     Raises ValueError or OSError for a directory that is in use, or not a run's.
     """
     if resume and overwrite:
-        raise ValueError("give resume=True or overwrite=True, not both")
+        raise ValueError(
+            Message("give ", Field("resume", True), " or ", Field("overwrite", True), ", not both")
+        )
     if config.out is None:
         if resume:
-            raise ValueError("resume=True needs the run's out=DIRECTORY")
+            raise ValueError(
+                Message(
+                    Field("resume", True),
+                    " needs the run's ",
+                    Field("out", Placeholder("DIRECTORY")),
+                )
+            )
         return Target(_unused_path(config.name), "new")
     path = Path(config.out)
     require_storable(path)
@@ -105,7 +114,13 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
         return Target(path, "resume", saved, checkpoints)
     if RunDirectory(path).has_trained():
         raise FileExistsError(
-            f"{path} already exists: resume=True continues it, overwrite=True starts again"
+            Message(
+                f"{path} already exists: ",
+                Field("resume", True),
+                " continues it, ",
+                Field("overwrite", True),
+                " starts again",
+            )
         )
     return Target(path, "new")
 

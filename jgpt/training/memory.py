@@ -11,6 +11,7 @@ from jgpt.config import TrainConfig
 from jgpt.hardware import host_memory
 from jgpt.parallel import rules
 from jgpt.parallel.mesh import abstract_mesh, current_mesh
+from jgpt.refusal import Field, Message, Placeholder
 from jgpt.training.placement import bytes_on_each
 from jgpt.training.state import abstract_state, dropout_stream, state_specs
 from jgpt.training.step import make_train_steps
@@ -112,7 +113,9 @@ def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
     """Raise ValueError if a device with `memory_limit` bytes can't run it; nothing is compiled."""
     for name in ("dtype", "param_dtype"):
         if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
-            raise ValueError(f"{name}=float64 needs JAX_ENABLE_X64=1 in the environment")
+            raise ValueError(
+                Message(Field(name, "float64"), " needs JAX_ENABLE_X64=1 in the environment")
+            )
     if memory_limit is None:
         return
     # the state alone, which is known without compiling: a lower bound of what a step takes
@@ -120,7 +123,10 @@ def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
     state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     if state > memory_limit:
         raise ValueError(
-            f"parameters and optimizer need {format_bytes(state)}, the device has "
-            f"{format_bytes(memory_limit)}: choose a smaller model, or "
-            "shard it over N devices with mesh=fsdp=N"
+            Message(
+                f"parameters and optimizer need {format_bytes(state)}, the device has "
+                f"{format_bytes(memory_limit)}: choose a smaller model, or shard it over N "
+                "devices with ",
+                Field("mesh", Placeholder("fsdp=N")),
+            )
         )

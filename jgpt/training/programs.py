@@ -6,6 +6,7 @@ from flax import nnx
 
 from jgpt.config import TrainConfig
 from jgpt.nn.models import CachedLanguageModel, abstract_model
+from jgpt.refusal import Field, Message
 from jgpt.shapes.trace import ShapeTrace, shape_trace
 from jgpt.training.state import abstract_state
 from jgpt.training.step import make_train_steps
@@ -30,7 +31,9 @@ def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
     def decode(weights, tokens):
         model = nnx.merge(graph, weights)
         if not isinstance(model, CachedLanguageModel):
-            raise ValueError("the model has no KV cache: leave out decode=True")
+            raise ValueError(
+                Message("the model has no KV cache: leave out ", Field("decode", True))
+            )
         return model(tokens, cache=model.empty_cache(batch, time))
 
     return shape_trace(decode, weights, tokens)

@@ -1,6 +1,7 @@
 """Each door speaks its own language: keywords in Python, flags on the command line."""
 
 import ast
+import copy
 import inspect
 import re
 from pathlib import Path
@@ -11,39 +12,77 @@ import jgpt
 from jgpt.cli.commands.export import export
 from jgpt.cli.commands.plot import plot
 from jgpt.cli.commands.sample import sample
-from jgpt.cli.options import TRAIN, in_flags
+from jgpt.cli.options import TRAIN, in_options
+from jgpt.refusal import Field, Message, Placeholder, message_of
 
 SAMPLE, EXPORT, PLOT = (inspect.signature(it).parameters for it in (sample, export, plot))
-IN_FLAGS = [
-    (TRAIN, "r exists: resume=True continues it", "r exists: --resume continues it"),
-    (TRAIN, "head_bias=True: use_bias=False", "--head-bias: --no-use-bias"),
-    (TRAIN, "out='my run' must be", "--out 'my run' must be"),
-    (TRAIN, "positions='rotary' needs", "--positions rotary needs"),
-    (TRAIN, "trackers=('wandb', 'x') must", "--trackers wandb x must"),
-    (TRAIN, "ngram_sizes=(2, 2) must", "--ngram-sizes 2 2 must"),
-    (TRAIN, "dropout=-0.5, beta2=1.0: no", "--dropout -0.5, --beta2 1.0: no"),
-    (TRAIN, "model.dropout is 0.1, not 0.2", "--dropout is 0.1, not 0.2"),
-    (TRAIN, "lower keep_best and keep_last", "lower --keep-best and --keep-last"),
-    (TRAIN, "(learning_rate 9): lower it_self", "..."),
+SPELLED = [
+    # a field, as Python spells it and as a command does
+    (TRAIN, Field("resume", True), "resume=True", "--resume"),
+    (TRAIN, Field("use_bias", False), "use_bias=False", "--no-use-bias"),
+    (TRAIN, Field("out", "my run"), "out='my run'", "--out 'my run'"),
+    (TRAIN, Field("out", Placeholder("RUN")), "out=RUN", "--out RUN"),
+    (TRAIN, Field("positions", "rotary"), "positions='rotary'", "--positions rotary"),
     (
         TRAIN,
-        "loss is nan: lower learning_rate; 1 is",
-        "loss is nan: lower --learning-rate; 1 is",
+        Field("trackers", ("wandb", "a b")),
+        "trackers=('wandb', 'a b')",
+        "--trackers wandb 'a b'",
     ),
-    (SAMPLE, "it is intact: use which=4, or", "it is intact: use --checkpoint 4, or"),
-    (EXPORT, "no qkv_bias=False: zero_biases=True", "no qkv_bias=False: --zero-biases"),
-    # words, files and what the user wrote stay as they are
-    (TRAIN, "resume and overwrite the data of steps", "..."),
-    (TRAIN, "runs/steps=3 has no lr=0,steps=3/batch_size", "..."),
-    (TRAIN, "config.json is damaged: steps=-4 must be positive", "..."),
-    (TRAIN, "unknown preset 'steps=3'; set FLAGS=--x", "..."),
-    (PLOT, "steps=3 and keep_best", "..."),
+    (TRAIN, Field("ngram_sizes", (2, 3)), "ngram_sizes=(2, 3)", "--ngram-sizes 2 3"),
+    (TRAIN, Field("dropout", -0.5), "dropout=-0.5", "--dropout -0.5"),
+    (TRAIN, Field("out", None), "out=None", "--out None"),
+    (TRAIN, Field("model.dropout"), "model.dropout", "--dropout"),
+    (TRAIN, Field("keep_best"), "keep_best", "--keep-best"),
+    (SAMPLE, Field("which", 4), "which=4", "--checkpoint 4"),
+    (EXPORT, Field("zero_biases", True), "zero_biases=True", "--zero-biases"),
+    # what a command has no option for stays as it is in Python
+    (EXPORT, Field("qkv_bias", False), "qkv_bias=False", "qkv_bias=False"),
+    (PLOT, Field("steps", 3), "steps=3", "steps=3"),
+    (TRAIN, Field("other.dropout"), "other.dropout", "other.dropout"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message", "expected"), IN_FLAGS)
-def test_a_keyword_becomes_the_flag_of_a_command_that_has_it(options, message, expected):
-    assert in_flags(message, options) == (message if expected == "..." else expected)
+@pytest.mark.parametrize(("options", "field", "in_python", "in_a_command"), SPELLED)
+def test_a_field_is_spelled_as_a_keyword_and_as_an_option(options, field, in_python, in_a_command):
+    message = Message("before: ", field, " must be")
+
+    assert message == f"before: {in_python} must be"
+    assert in_options(message, options) == f"before: {in_a_command} must be"
+
+
+def test_words_files_and_what_the_user_wrote_stay_as_they_are():
+    name = "a split=test resume=True"
+    message = Message(f"{name} is not a run: ", Field("resume", True), " needs one")
+
+    assert in_options(message) == f"{name} is not a run: --resume needs one"
+    assert in_options(f"{name} is not a run") == f"{name} is not a run"
+
+
+def test_a_message_inside_another_keeps_its_fields_and_a_quoted_one_does_not():
+    inner = Message("lower ", Field("learning_rate"))
+
+    assert (
+        in_options(Message("the loss is nan: ", inner)) == "the loss is nan: lower --learning-rate"
+    )
+    assert in_options(Message.join("; ", [inner, "or stop"])) == "lower --learning-rate; or stop"
+    assert in_options(Message(f"run.json is damaged: {inner}")) == (
+        "run.json is damaged: lower learning_rate"
+    )
+
+
+def test_a_message_keeps_its_fields_in_an_error_and_in_a_copy():
+    message = Message(Field("steps", -4), " must be positive")
+
+    assert in_options(message_of(ValueError(message))) == "--steps -4 must be positive"
+    assert in_options(message_of(FileExistsError(message))) == "--steps -4 must be positive"
+    assert in_options(copy.deepcopy(message)) == "--steps -4 must be positive"
+
+
+def test_a_value_of_any_length_leaves_a_message_short():
+    message = Message(Field("data", "x" * 10_000), " is not a text")
+
+    assert len(message) < 300
 
 
 def test_the_library_names_no_flag():

@@ -214,7 +214,9 @@ def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
         SumsConfig(vocab_size=11, block_size=7, rank=3),
     )
     path = jgpt.save(sums, tmp_path / "mine", tokenizer=tokenizer, config=config)
-    with pytest.raises(ValueError, match=r"never loads by itself: give model=\S+test_own.py:Sums"):
+    with pytest.raises(
+        ValueError, match=r"never loads by itself: give model='\S+test_own.py:Sums'"
+    ):
         jgpt.load(path)
     model, loaded, found = jgpt.load(path, model=Sums)
     assert loaded.encode("bad").tolist() == tokenizer.encode("bad").tolist()

@@ -142,7 +142,9 @@ def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state
     monkeypatch.setattr("jgpt.fitting.prepare.require_tracker", lambda name: None)
     config = with_changes(small_run, **BIGRAM, steps=200, out=str(tmp_path / "run"))
     config = dataclasses.replace(config, trackers=("wandb",))
-    with pytest.raises(OSError, match=rf"^trackers=wandb has failed \(.*{reason}\).*resume=True"):
+    with pytest.raises(
+        OSError, match=rf"^trackers=\('wandb',\) has failed \(.*{reason}\).*resume=True"
+    ):
         fit(config, progress=None)
     assert tracker.steps[-1] == 3  # and it is not called again
     run = RunDirectory(tmp_path / "run")
@@ -177,7 +179,9 @@ def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, monke
     heard = Heard()
     fit(dataclasses.replace(config, trackers=("wandb",)), progress=heard)
     (message,) = heard.messages
-    assert message.startswith("trackers=wandb has failed (it has not answered for 0.2 seconds)")
+    assert message.startswith(
+        "trackers=('wandb',) has failed (it has not answered for 0.2 seconds)"
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such limit")

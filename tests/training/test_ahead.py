@@ -118,7 +118,9 @@ NORMS = 5 * 256
 
 @pytest.mark.parametrize("on", ["v5e", "v5e:", "v5e:4y4", "v9:2x2", "h100:8;", "h100:12345"])
 def test_a_chip_that_isn_t_one(on):
-    with pytest.raises(ValueError, match=f"on={re.escape(on)} must be a chip and its arrangement"):
+    with pytest.raises(
+        ValueError, match=f"on={re.escape(repr(on))} must be a chip and its arrangement"
+    ):
         topology(on)
 
 
@@ -190,7 +192,7 @@ def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
 
 def test_a_batch_that_the_default_mesh_doesn_t_divide(monkeypatch):
     monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
-    with pytest.raises(ValueError, match=r"^mesh=data=4 shards each batch over data x fsdp = 4"):
+    with pytest.raises(ValueError, match=r"^mesh='data=4' shards each batch over data x fsdp = 4"):
         compile_ahead(dataclasses.replace(CONFIG, mesh=None, batch_size=6), "v5e:2x2")
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Lines, Newlines, shell_command
 from jgpt.cli.options import (
+    OptionError,
     OptionSpec,
 )
 from jgpt.config import (
@@ -45,7 +46,7 @@ def import_(
     if (Path(source) / "checkpoints").is_dir():
         raise ValueError(f"{source} is a run already: sample, eval and train take it as it is")
     if block_size is not None and from_ == "nanogpt":
-        raise ValueError(f"block_size={block_size} needs rotary positions, which nanoGPT lacks")
+        raise OptionError(f"--block-size {block_size} needs rotary positions, which nanoGPT lacks")
 
     with terminal.importing() as status:
         from jgpt.interop import hub, huggingface, names, nanogpt

@@ -13,6 +13,7 @@ from jgpt.cli.arguments import (
     path_to_write,
 )
 from jgpt.cli.options import (
+    OptionError,
     OptionSpec,
 )
 from jgpt.cli.terminal import open_console, say
@@ -40,12 +41,12 @@ def look(
         browser: With --live, open the page in the browser.
     """
     if prompt is None and not live:
-        raise ValueError("give a prompt, or live=True")
+        raise OptionError("give a prompt, or --live")
     run = runs.run_or_latest(run)
     if live:
-        for option, given in (("out", out), ("max_new_tokens", max_new_tokens)):
-            if given is not None:
-                raise ValueError(f"{option}={given} is for a page as a file: leave out live=True")
+        for option, value in (("--out", out), ("--max-new-tokens", max_new_tokens)):
+            if value is not None:
+                raise OptionError(f"{option} {value} is for a page as a file: leave out --live")
         return _serve(run, prompt, checkpoint, model, browser)
     out = out or "look.html"
     path = path_to_write(out, ".html")

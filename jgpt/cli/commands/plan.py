@@ -8,6 +8,7 @@ from json import dumps
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Lines
 from jgpt.cli.options import (
+    OptionError,
     ProcessOptions,
     RunOptions,
 )
@@ -20,9 +21,9 @@ from jgpt.config import (
 def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Show the memory and compute of a training run, here or on other hardware."""
     if options.live:
-        raise ValueError("live=True is for training: a plan has no page")
+        raise OptionError("--live is for training: a plan has no page")
     if where != ProcessOptions():
-        raise ValueError("a plan is for one process: leave out --distributed and --coordinator")
+        raise OptionError("a plan is for one process: leave out --distributed and --coordinator")
     if options.on is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
         if "jax" in sys.modules:  # a user's own model imported it

@@ -1,12 +1,13 @@
 """`jgpt prepare`: text of any size as tokens."""
 
+import inspect
 from pathlib import Path
 from typing import Annotated
 
 from jgpt.cli.arguments import Lines, Newlines, shell_command
 from jgpt.cli.options import (
     OptionSpec,
-    in_flags,
+    in_options,
 )
 from jgpt.cli.terminal import open_console, say
 from jgpt.config import (
@@ -53,7 +54,7 @@ def prepare(
     console = open_console()
 
     def warn(line: str) -> None:
-        say(console, in_flags(line))
+        say(console, in_options(line, inspect.signature(prepare).parameters))
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=1.0)

@@ -16,6 +16,7 @@ from jgpt.cli.arguments import (
 )
 from jgpt.cli.options import (
     File,
+    OptionError,
     OptionSpec,
 )
 
@@ -56,7 +57,7 @@ def sample(
         weights: int8 quantises them, and the inputs of each product: faster on a CPU.
     """
     if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples} must be at least 1")
+        raise OptionError(f"--num-samples {num_samples} must be at least 1")
     require_seed(seed)
     run = runs.run_or_latest(run)
     with runs.loaded_run(run, checkpoint, mesh, model, weights) as (loaded, tokenizer, config):

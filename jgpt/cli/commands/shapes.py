@@ -5,6 +5,7 @@ from json import dumps
 
 from jgpt.cli import runs, terminal
 from jgpt.cli.arguments import Lines, ModelOption, What
+from jgpt.cli.options import OptionError
 from jgpt.cli.terminal import open_console, say
 
 
@@ -30,9 +31,9 @@ def shapes(
     """
     for name, value in (("batch", batch), ("time", time), ("depth", depth)):
         if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be positive")
+            raise OptionError(f"--{name} {value} must be positive")
     if decode and train:
-        raise ValueError("decode=True and train=True are two pictures: give one")
+        raise OptionError("--decode and --train are two pictures: give one")
     with terminal.importing():
         from jgpt.shapes.trace import name_colours, with_symbols
         from jgpt.training import programs

@@ -8,15 +8,9 @@ from typing import NoReturn
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Lines, code_options, shell_command
 from jgpt.cli.commands.plan import plan
-from jgpt.cli.options import (
-    ProcessOptions,
-    RunOptions,
-    in_flags,
-)
-from jgpt.cli.terminal import open_console
-from jgpt.config import (
-    TrainConfig,
-)
+from jgpt.cli.options import OptionError, ProcessOptions, RunOptions, in_options
+from jgpt.cli.terminal import on_one_line, open_console
+from jgpt.config import TrainConfig
 
 
 def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
@@ -25,16 +19,16 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
     if options.dry_run:
         return plan(config, options, where)
     if options.on is not None:
-        raise ValueError(f"on={options.on} compiles for other hardware: it needs dry_run=True")
+        raise OptionError(f"--on {options.on} compiles for other hardware: it needs --dry-run")
     if options.json:
-        raise ValueError("json=True is for a plan: it needs dry_run=True")
+        raise OptionError("--json is for a plan: it needs --dry-run")
     if options.live and where != ProcessOptions():
-        raise ValueError("live=True is for training in one process: use jgpt look RUN --live")
+        raise OptionError("--live is for training in one process: use jgpt look RUN --live")
     if where == ProcessOptions():
         return _train(config, options, began)
     given = where.coordinator, where.processes, where.process
     if not where.distributed and None in given:
-        raise ValueError("give coordinator=HOST:PORT, processes=N and process=I, all three")
+        raise OptionError("give --coordinator HOST:PORT, --processes N and --process I, all three")
 
     from jgpt.parallel.processes import joined
 
@@ -45,7 +39,7 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
 def _leave(message: str) -> NoReturn:
     sys.stdout.flush()
     open_console().show_cursor()
-    print(f"jgpt: {in_flags(message)}", file=sys.stderr, flush=True)
+    print(f"jgpt: {on_one_line(in_options(message))}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
