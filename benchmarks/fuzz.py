@@ -5,12 +5,11 @@ report programs that are executed, and files that are opened outside the directo
 Formats: config.json, tokenizer.json, token files, safetensors, metrics.jsonl, checkpoints,
 checkpoints with a manifest forged to fit the damage, and command-line options, which must be valid
 or end with one line and exit code 2. `compare.py fuzz` does this for all of them.
+The files of a run also get the faults that its tests have: lost, linked, larger than memory.
 """
 
 import contextlib
-import dataclasses
 import faulthandler
-import hashlib
 import io
 import json
 import logging
@@ -25,8 +24,16 @@ from typing import Any, NamedTuple
 
 from runner import ROOT, Figures, Variant, call
 
-SECONDS, MEBIBYTES = 60, 1024
-"""Time per input, and memory growth per format."""
+sys.path.insert(0, str(ROOT))  # the faults are the tests'
+
+from tests.runs.faults import FAULTS, Fault, forge
+
+SECONDS = 60
+"""The time per input."""
+MEBIBYTES = 1024
+"""The growth of memory per format."""
+SHARE_OF_FAULTS = 0.1
+"""Of the inputs, in formats that have faults: each is one of a few, so more would repeat them."""
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class")
 NUMBERS = (-1, 0, 1, 2**31, 2**63, 10**18, 10**400, 1e308, float("nan"), float("inf"))
 VALUES = (*NUMBERS, None, True, "", "../../etc/passwd", "/etc/passwd", [], {}, [[[]]], "\ud800")
@@ -42,6 +49,8 @@ class Target(NamedTuple):
     """Whether every changed file must be refused."""
     opens_anything: bool = False
     """Whether loading may open any file, as with options that name files."""
+    faults: tuple[Fault, ...] = ()
+    """What is done to a file now and then, instead of mutating what is in it."""
 
 
 def variant(format: str, inputs: int) -> Variant:
@@ -54,28 +63,38 @@ def fuzz(format: str, inputs: int, seed: str) -> Figures:
     logging.disable(logging.ERROR)
     chance = random.Random(f"{format} {seed}")
     count = {"inputs": inputs, "loaded": 0, "refused": 0}
-    with tempfile.TemporaryDirectory() as directory:
+    escapes: list[str] = []
+    grown = 0.0
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as outside:
         root = Path(directory).resolve()
         target = TARGETS[format](root)
         target.load()  # imports and compiles before anything is measured
         originals = {path: path.read_bytes() for path in target.files}
-        escapes, grown, before = list[str](), 0.0, peak_mebibytes()
+        before = peak_mebibytes()
         hook = AuditHook(root, escapes)
         for _ in range(inputs):
             path = chance.choice(target.files)
-            mutant = mutated(originals[path], chance)
-            replace(path, mutant)
+            name = str(path.relative_to(root))
+            is_changed = True
+            if target.faults and chance.random() < SHARE_OF_FAULTS:
+                fault = chance.choice(target.faults)
+                name += f", {fault.name}"
+                fault.apply(path, Path(outside))
+            else:
+                mutant = mutated(originals[path], chance)
+                is_changed = mutant != originals[path]
+                replace(path, mutant)
             target.repair(path)
             faulthandler.dump_traceback_later(SECONDS, exit=True)
             hook.on = not target.opens_anything
             try:
                 target.load()
                 count["loaded"] += 1
-                assert not target.detects_all or mutant == originals[path], "a change is loaded"
+                assert not (target.detects_all and is_changed), "a change is loaded"
             except (ValueError, OSError):
                 count["refused"] += 1
             except BaseException as error:
-                escapes.append(f"{path.relative_to(root)}: {type(error).__name__}: {error}"[:300])
+                escapes.append(f"{name}: {type(error).__name__}: {error}"[:300])
             hook.on = False
             faulthandler.cancel_dump_traceback_later()
             for other, content in originals.items():
@@ -84,7 +103,7 @@ def fuzz(format: str, inputs: int, seed: str) -> Figures:
             target.repair(path)
             grown = peak_mebibytes() - before
             if grown > MEBIBYTES:
-                sys.exit(f"{path.relative_to(root)}: memory grew by {grown:.0f} MiB")
+                sys.exit(f"{name}: memory grew by {grown:.0f} MiB")
     if escapes:
         sys.exit("\n".join([f"{len(escapes)} escaped", *escapes[:5]]))
     return {**count, "grown_mib": round(grown)}
@@ -101,10 +120,13 @@ class AuditHook:
     """Reports opened files and started programs while `on`."""
 
     def __init__(self, root: Path, found: list[str]) -> None:
-        self.on, self.found = False, found
-        own = (root, sys.prefix, sys.base_prefix, ROOT)
-        system = ("/dev/", "/proc/", "/sys/")
-        self.allowed = (*(os.path.realpath(path) + os.sep for path in own), *system)
+        self.on = False
+        self.found = found
+        allowed = ["/dev/", "/proc/", "/sys/"]
+        # a traceback reads source, and packages may be installed anywhere that Python looks
+        for path in (root, sys.prefix, sys.base_prefix, ROOT, *sys.path):
+            allowed.append(os.path.realpath(path) + os.sep)
+        self.allowed = tuple(allowed)
         sys.addaudithook(self)
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -117,6 +139,8 @@ class AuditHook:
 
 
 def replace(path: Path, content: bytes) -> None:
+    if path.is_dir():
+        path.rmdir()  # which a fault has put there
     path.unlink(missing_ok=True)  # memory-mapped files keep what they had
     path.write_bytes(content)
 
@@ -136,10 +160,17 @@ def mutated_bytes(data: bytes, chance: random.Random) -> bytes:
     """Replace a part, which may be empty, by other bytes. A header's length is at the start."""
     start = chance.choice((0, chance.randrange(len(data) + 1), chance.randrange(len(data) + 1)))
     end = start + chance.choice((0, 1, 1, 2, 4, 8, 64, 1000, len(data)))
-    number = str(chance.choice(NUMBERS)).encode()
-    others = (b"", data[start:end] * 3, number, b"9" * 5000, b"[" * 10, b"[" * 100_000)
-    randomly = (chance.randbytes(size) for size in (1, 2, 8, 100))
-    return data[:start] + chance.choice((*others, *randomly)) + data[end:]
+    others = [
+        b"",
+        data[start:end] * 3,
+        str(chance.choice(NUMBERS)).encode(),
+        b"9" * 5000,  # more digits than Python makes an integer of
+        b"[" * 10,
+        b"[" * 100_000,  # deeper than a parser that calls itself can go
+    ]
+    for size in (1, 2, 8, 100):
+        others.append(chance.randbytes(size))
+    return data[:start] + chance.choice(others) + data[end:]
 
 
 def mutated_json(values: Any, chance: random.Random) -> Any:
@@ -148,7 +179,8 @@ def mutated_json(values: Any, chance: random.Random) -> Any:
     if not places:
         return chance.choice(VALUES)
     place = chance.choice(places)
-    key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
+    keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+    key = chance.choice(keys)
     match chance.randrange(4):
         case 0:
             del place[key]
@@ -162,10 +194,13 @@ def mutated_json(values: Any, chance: random.Random) -> Any:
 
 
 def containers(values: Any) -> Iterator[Any]:
-    if isinstance(values, dict | list) and values:
-        yield values
-        for value in values.values() if isinstance(values, dict) else values[:50]:
-            yield from containers(value)
+    """All dicts and lists that are not empty, of long lists those of the first items."""
+    if not isinstance(values, dict | list) or not values:
+        return
+    yield values
+    items = list(values.values()) if isinstance(values, dict) else values[:50]
+    for item in items:
+        yield from containers(item)
 
 
 def parsed(data: bytes) -> Any:
@@ -193,27 +228,38 @@ def trained(root: Path) -> Path:
     """The directory of a small run."""
     from jgpt import ModelConfig, TrainConfig, fit
 
-    shape = ModelConfig(block_size=8, num_layers=1, num_heads=2, embed_dim=4)
-    some: dict[str, Any] = {"steps": 2, "batch_size": 2, "eval_interval": 2, "sample_tokens": 0}
-    run = str(root / "run")
-    return fit(TrainConfig(model=shape, dataset=text_of(root), out=run, **some)).directory
+    config = TrainConfig(
+        model=ModelConfig(block_size=8, num_layers=1, num_heads=2, embed_dim=4),
+        dataset=text_of(root),
+        out=str(root / "run"),
+        steps=2,
+        batch_size=2,
+        eval_interval=2,
+        sample_tokens=0,
+    )
+    return fit(config).directory
 
 
-def files_of_a_run(root: Path, pattern: str, **how: Any) -> Target:
+def files_of_a_run(root: Path, pattern: str, **options: Any) -> Target:
     from jgpt.runs.checkpoints import load
 
     run = trained(root)
-    return Target(sorted(filter(Path.is_file, run.glob(pattern))), lambda: load(run), **how)
+    files = sorted(path for path in run.glob(pattern) if path.is_file())
+    return Target(files, lambda: load(run), **options)
 
 
 def tokenizer_json(root: Path) -> Target:
     from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
     from jgpt.data.tokenizers import tokenizer_from_json
 
-    kinds = CharTokenizer.from_text(LINE), ByteTokenizer(), BPETokenizer.train([LINE] * 20, 270)
-    files = [root / f"tokenizer-{index}.json" for index in range(len(kinds))]
-    for path, tokenizer in zip(files, kinds, strict=True):
+    tokenizers = {
+        root / "characters.json": CharTokenizer.from_text(LINE),
+        root / "bytes.json": ByteTokenizer(),
+        root / "pairs.json": BPETokenizer.train([LINE] * 20, 270),
+    }
+    for path, tokenizer in tokenizers.items():
         path.write_text(tokenizer.to_json())
+    files = list(tokenizers)
 
     def load() -> None:
         for file in files:
@@ -239,8 +285,17 @@ def safetensors(root: Path) -> Target:
     import jgpt
 
     folder = root / "gpt2"
-    config = jgpt.ModelConfig(vocab_size=11, block_size=8, num_layers=1, num_heads=2, embed_dim=4)
-    config = dataclasses.replace(config, activation="gelu_tanh", qkv_bias=True, use_bias=True)
+    config = jgpt.ModelConfig(
+        vocab_size=11,
+        block_size=8,
+        num_layers=1,
+        num_heads=2,
+        embed_dim=4,
+        # as GPT-2 has it: its format has no other
+        activation="gelu_tanh",
+        qkv_bias=True,
+        use_bias=True,
+    )
     jgpt.save_gpt2(jgpt.GPT(config, rngs=nnx.Rngs(0)), folder)
     return Target(sorted(folder.iterdir()), lambda: jgpt.load_gpt2(folder))
 
@@ -248,37 +303,26 @@ def safetensors(root: Path) -> Target:
 def metrics_jsonl(root: Path) -> Target:
     from jgpt.runs.directory import RunDirectory
 
-    run = RunDirectory.open(trained(root))
+    path = trained(root)
 
     def load() -> None:
+        run = RunDirectory.open(path)
         for line in run.metrics():
             assert type(line["step"]) is int
             assert all(abs(float(value)) < 1e300 for value in line.values())
         run.provenance()
 
-    return Target([run.path / "metrics.jsonl", run.path / "provenance.jsonl"], load)
-
-
-def forge(checkpoint: Path, **changes: Any) -> None:
-    """Let the manifest of a checkpoint fit the files, or say something else, with its SHA-256."""
-    path = checkpoint / "manifest.json"
-    values = json.loads(path.read_text())
-    del values["sha256"]
-    values["files"] = {
-        file.relative_to(checkpoint).as_posix(): [
-            file.stat().st_size,
-            hashlib.sha256(file.read_bytes()).hexdigest(),
-        ]
-        for file in checkpoint.rglob("*")
-        if file.is_file() and file != path
-    }
-    values |= changes
-    values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    path.write_text(json.dumps(values))
+    files = [path / "metrics.jsonl", path / "provenance.jsonl"]
+    return Target(files, load, faults=FAULTS)
 
 
 def forge_around(file: Path) -> None:
-    forge(next(folder for folder in file.parents if (folder / "manifest.json").exists()))
+    """Forge the manifest of the checkpoint that the file is in."""
+    for folder in file.parents:
+        if (folder / "manifest.json").exists():
+            forge(folder)
+            return
+    raise FileNotFoundError(f"{file} is in no checkpoint")
 
 
 COMMAND_LINES = (
@@ -299,18 +343,21 @@ COMMAND_LINES = (
 
 def command_lines(root: Path) -> Target:
     """Options as a JSON list, or as words where the mutations left no JSON."""
-    originals = {
-        root / f"{index}.json": json.dumps(line.split()).encode()
-        for index, line in enumerate(COMMAND_LINES)
-    }
-    for path, content in originals.items():
-        path.write_bytes(content)
+    originals: dict[Path, bytes] = {}
+    for index, line in enumerate(COMMAND_LINES):
+        path = root / f"{index}.json"
+        originals[path] = json.dumps(line.split()).encode()
+        path.write_bytes(originals[path])
 
     def load() -> None:
         for path, content in originals.items():
-            if (data := path.read_bytes()) != content:
-                words = parsed(data)
-                run_command(words if isinstance(words, list) else data.decode("latin-1").split())
+            data = path.read_bytes()
+            if data == content:
+                continue
+            words = parsed(data)
+            if not isinstance(words, list):
+                words = data.decode("latin-1").split()
+            run_command(words)
 
     os.chdir(root)
     return Target(list(originals), load, opens_anything=True)
@@ -331,7 +378,8 @@ def run_command(words: list[Any]) -> None:
 
     fit_module.fit = valid
     fit_module.plan = valid
-    complained, code = io.StringIO(), 0
+    complained = io.StringIO()
+    code = 0
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(complained):
         try:
             jgpt([str(word) for word in words])
@@ -350,8 +398,10 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "tokenizer.json": tokenizer_json,
     "tokens": token_files,
     "metrics.jsonl": metrics_jsonl,
-    "checkpoint": partial(files_of_a_run, pattern=f"{CHECKPOINT}/**/*", detects_all=True),
-    "config.json": partial(files_of_a_run, pattern="config.json"),
+    "checkpoint": partial(
+        files_of_a_run, pattern=f"{CHECKPOINT}/**/*", detects_all=True, faults=FAULTS
+    ),
+    "config.json": partial(files_of_a_run, pattern="config.json", faults=FAULTS),
     "safetensors": safetensors,
     "forged checkpoint": partial(
         files_of_a_run, pattern=f"{CHECKPOINT}/weights/**/*", repair=forge_around

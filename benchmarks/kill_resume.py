@@ -30,8 +30,11 @@ import numpy as np
 import runner
 import tyro
 
+sys.path.insert(0, str(runner.ROOT))  # what a killed process leaves is the tests'
+
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
+from tests.runs.faults import leave_all
 
 TINY = "train tiny --steps-per-call 4 --eval-tokens 2000 --sample-tokens 0 --dropout 0.1"
 FLOAT64 = "--dtype float64 --param-dtype float64 --activation-dtype float64"
@@ -41,10 +44,24 @@ CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
 }
 TOLERANCE = 1e-12
-MEASURED = "step", "loss", "gradient_norm", "learning_rate"
-MEASURED += "validation_loss", "validation_estimate"
-COUNTED = "kills", "of_one", "in_a_save", "before_the_first_checkpoint", "runs"
-COUNTED += "lost", "differing", "hanging"
+MEASURED = (
+    "step",
+    "loss",
+    "gradient_norm",
+    "learning_rate",
+    "validation_loss",
+    "validation_estimate",
+)
+COUNTED = (
+    "kills",
+    "of_one",
+    "in_a_save",
+    "before_the_first_checkpoint",
+    "runs",
+    "lost",
+    "differing",
+    "hanging",
+)
 
 
 class Layout(NamedTuple):
@@ -94,32 +111,37 @@ def main(kills: int = 100, seed: int = 0, changing_mesh: bool = False) -> None:
     with tempfile.TemporaryDirectory() as directory:
         result = kill_and_resume(Path(directory), kills, seed, setting)
     print(result)
-    print(runner.write("kill_resume" + "_changing_mesh" * changing_mesh, result))
-    sys.exit(1 if any(result[bad] for bad in ("lost", "differing", "hanging")) else 0)
+    record = "kill_resume_changing_mesh" if changing_mesh else "kill_resume"
+    print(runner.write(record, result))
+    if result["lost"] or result["differing"] or result["hanging"]:
+        sys.exit(1)
 
 
 def kill_and_resume(
     directory: Path, kills: int, seed: int, setting: Setting = ONE_DEVICE
 ) -> dict[str, Any]:
     """Kill and resume runs; count those that were lost or ended differently."""
-    chance, layouts = random.Random(seed), setting.layouts
-    never_killed, durations = directory / "never-killed", dict[Layout, float]()
-    for _ in range(2):  # the first one compiles
+    chance = random.Random(seed)
+    never_killed = directory / "never-killed"
+    durations: dict[Layout, float] = {}
+    layout = setting.layouts[0]
+    for _ in range(2):  # the first one compiles, so its time says nothing of when to kill
         shutil.rmtree(never_killed, ignore_errors=True)
         began = time.perf_counter()
-        assert start(setting, layouts[0], never_killed)[0].wait() == 0
-        durations[layouts[0]] = time.perf_counter() - began
+        assert start(setting, layout, never_killed)[0].wait() == 0
+        durations[layout] = time.perf_counter() - began
     expected = values(never_killed)
     count: dict[str, Any] = dict.fromkeys(COUNTED, 0) | {"largest_difference": 0.0}
-    layout = layouts[0]
     while count["kills"] < kills:
         run = directory / f"run-{count['runs']}"
         while True:
-            layout = chance.choice([other for other in layouts if other != layout] or layouts)
-            began, since = time.perf_counter(), time.time()
+            layout = another_layout(setting.layouts, layout, chance)
+            began = time.perf_counter()
+            since = time.time()
             processes = start(setting, layout, run)
             if count["kills"] == kills:
                 break
+            # a save takes a small share of a run: a random moment would hardly ever be inside one
             if chance.random() < 0.5:
                 wait_for_save(processes[0], run, chance.choice(setting.save_steps), since)
                 time.sleep(chance.uniform(0, 0.1))
@@ -127,31 +149,65 @@ def kill_and_resume(
                 ended(processes[0], chance.uniform(0, durations.get(layout, 30)))
             if processes[0].poll() is not None:
                 break
-            doomed = processes if chance.random() < 0.5 else [chance.choice(processes)]
-            for process in doomed:
-                process.kill()
-            count["kills"] += 1
-            count["of_one"] += len(doomed) < len(processes)
-            count["in_a_save"] += bool(saves(run, since))
-            count["hanging"] += not all([ended(process, 60) for process in processes])
-            count["before_the_first_checkpoint"] += not any(run.glob("checkpoints/[0-9]*"))
-            for process in processes:
-                process.kill()
-                process.wait()
+            kill(processes, run, since, count, chance)
         codes = [process.wait() for process in processes]
         durations[layout] = time.perf_counter() - began
         count["runs"] += 1
-        count["lost"] += any(codes)
-        if not any(codes):
-            found = values(run)
-            largest = difference(found, expected)
-            count["largest_difference"] = max(count["largest_difference"], largest)
-            same = largest <= TOLERANCE if setting.x64 else bits(found) == bits(expected)
-            count["differing"] += not same
+        if any(codes):
+            count["lost"] += 1
+        else:
+            compare(values(run), expected, setting, count)
         print(count, flush=True)
         shutil.rmtree(run)
-    names = [f"{it.processes} x {it.devices}: {it.mesh or 'no mesh'}" for it in layouts]
-    return {**count, "layouts": names, "train": setting.train}
+    layouts = []
+    for layout in setting.layouts:
+        layouts.append(f"{layout.processes} x {layout.devices}: {layout.mesh or 'no mesh'}")
+    return {**count, "layouts": layouts, "train": setting.train}
+
+
+def another_layout(layouts: tuple[Layout, ...], last: Layout, chance: random.Random) -> Layout:
+    """Another layout than the last one, where there are several."""
+    others = [layout for layout in layouts if layout != last]
+    return chance.choice(others or layouts)
+
+
+def kill(
+    processes: list[subprocess.Popen[bytes]],
+    run: Path,
+    since: float,
+    count: dict[str, Any],
+    chance: random.Random,
+) -> None:
+    """Kill all processes or one of them, after which the others must end by themselves."""
+    doomed = processes if chance.random() < 0.5 else [chance.choice(processes)]
+    for process in doomed:
+        process.kill()
+    count["kills"] += 1
+    count["of_one"] += len(doomed) < len(processes)
+    count["in_a_save"] += bool(saves(run, since))
+    waited = [ended(process, 60) for process in processes]
+    count["hanging"] += not all(waited)
+    count["before_the_first_checkpoint"] += not any(run.glob("checkpoints/[0-9]*"))
+    for process in processes:
+        process.kill()
+        process.wait()
+    # after every second kill also what other moments would have left; after the others only what
+    # this one left, which might need something that the leftovers would replace
+    if count["kills"] % 2 == 0 and (run / "config.json").exists():
+        leave_all(run)
+
+
+def compare(
+    found: list[np.ndarray], expected: list[np.ndarray], setting: Setting, count: dict[str, Any]
+) -> None:
+    """Count a run that ended differently from the one that was never killed."""
+    largest = difference(found, expected)
+    count["largest_difference"] = max(count["largest_difference"], largest)
+    if setting.x64:
+        same = largest <= TOLERANCE
+    else:
+        same = bits(found) == bits(expected)
+    count["differing"] += not same
 
 
 def start(setting: Setting, layout: Layout, run: Path) -> list[subprocess.Popen[bytes]]:
@@ -168,21 +224,24 @@ def start(setting: Setting, layout: Layout, run: Path) -> list[subprocess.Popen[
         with socket.create_server(("", 0)) as server:
             coordinator = f"localhost:{server.getsockname()[1]}"
         command += ["--coordinator", coordinator, "--processes", str(layout.processes)]
-    return [
-        subprocess.Popen(
-            [*command, "--process", str(index)] if layout.processes > 1 else command,
-            stdout=subprocess.DEVNULL,
-            env=environment,
+    processes = []
+    for index in range(layout.processes):
+        of_this_process = ["--process", str(index)] if layout.processes > 1 else []
+        process = subprocess.Popen(
+            command + of_this_process, stdout=subprocess.DEVNULL, env=environment
         )
-        for index in range(layout.processes)
-    ]
+        processes.append(process)
+    return processes
 
 
 def values(run: Path) -> list[np.ndarray]:
     """The steps of the checkpoints, the metrics of all steps, and all arrays of all states."""
     directory = RunDirectory.open(run)
     config = directory.config()
-    metrics = np.array([[line.get(it, np.nan) for it in MEASURED] for line in directory.metrics()])
+    lines = []
+    for line in directory.metrics():
+        lines.append([line.get(name, np.nan) for name in MEASURED])
+    metrics = np.array(lines)
     assert (metrics[:, 0] == np.arange(len(metrics))).all()  # step 0 has an estimate
     x64 = config.model.param_dtype == "float64"
     with jax.enable_x64(x64), Checkpoints(directory, read_only=True) as checkpoints:
@@ -192,7 +251,8 @@ def values(run: Path) -> list[np.ndarray]:
 
 
 def bits(arrays: list[np.ndarray]) -> list[tuple[Any, ...]]:
-    return [(each.dtype.str, each.shape, each.tobytes()) for each in arrays]
+    """What tells arrays apart to the last bit, among them a zero and a negative zero."""
+    return [(array.dtype.str, array.shape, array.tobytes()) for array in arrays]
 
 
 def fingerprint(run: Path) -> list[tuple[Any, ...]]:
@@ -201,13 +261,19 @@ def fingerprint(run: Path) -> list[tuple[Any, ...]]:
 
 
 def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """The largest difference; infinite if steps or metrics differ in number."""
-    if [each.shape for each in found] != [each.shape for each in expected]:
+    """The largest difference; infinite if steps or metrics differ in number, or one is NaN."""
+    if len(found) != len(expected):
         return np.inf
-    return max(
-        float(np.where(np.isnan(one) & np.isnan(other), 0.0, np.abs(one - other)).max())
-        for one, other in zip(found, expected, strict=True)
-    )
+    largest = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if one.shape != other.shape:
+            return np.inf
+        # most lines of metrics have no validation loss: NaN in both is equal
+        apart = np.where(np.isnan(one) & np.isnan(other), 0.0, np.abs(one - other))
+        if np.isnan(apart).any():  # max() would pass over it
+            return np.inf
+        largest = max(largest, float(apart.max()))
+    return largest
 
 
 def ended(process: subprocess.Popen[bytes], within: float) -> bool:
@@ -222,13 +288,16 @@ def ended(process: subprocess.Popen[bytes], within: float) -> bool:
 def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since: float) -> None:
     """Wait until a save of this step or a later one is under way that began after `since`."""
     while process.poll() is None:
-        names = [path.name for path in saves(run, since)]
-        if any(
-            int(name.removeprefix("saving-").split(".")[0].removesuffix("-manifest")) >= step
-            for name in names
-        ):
-            return
+        for path in saves(run, since):
+            if step_of(path) >= step:
+                return
         time.sleep(0.001)
+
+
+def step_of(save: Path) -> int:
+    """The step of a save under way, whose folder is saving-12, and meanwhile saving-12-manifest."""
+    name = save.name.removeprefix("saving-").split(".")[0]
+    return int(name.removesuffix("-manifest"))
 
 
 def saves(run: Path, since: float) -> list[Path]:

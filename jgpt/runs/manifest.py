@@ -38,7 +38,7 @@ class Manifest:
         """Read a checkpoint's manifest. Raises ValueError if it is missing or damaged."""
         path = directory / MANIFEST
         refuse_foreign(path)
-        if not path.exists():
+        if not path.is_file():
             raise ValueError(f"{path} is missing")
         manifest = parse_file(path, cls._parse)
         if directory.name != str(manifest.step):

@@ -1,7 +1,6 @@
 """A run directory holds all that a run needs, wherever it lies, or says what is wrong with it."""
 
 import dataclasses
-import itertools
 import json
 import logging
 import re
@@ -24,9 +23,10 @@ from jgpt.nn import models
 from jgpt.parallel.mesh import make_mesh
 from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
-from jgpt.runs.manifest import verify
+from jgpt.runs.manifest import Manifest, verify
 from jgpt.runs.target import choose_target
 from jgpt.training.state import TrainState, init_state
+from tests.runs import faults
 from tests.runs.harness import contents
 
 
@@ -84,11 +84,8 @@ def test_the_config_says_how_many_are_kept(tmp_path, small_run, initial, policy,
 def test_a_save_that_fails_leaves_nothing_and_is_told_at_the_latest_at_the_end(
     saved, initial, monkeypatch
 ):
-    def write(manifest, folder):
-        raise OSError(28, "No space left on device")
-
     before = {path.name for path in (saved.path / "checkpoints").iterdir()}
-    monkeypatch.setattr("jgpt.runs.checkpoints.Manifest.write", write)
+    monkeypatch.setattr(Manifest, "write", faults.write_on_a_full_disk)
     failed = "the checkpoint of step 5 could not be written .*the last good checkpoint is step 4"
     checkpoints = Checkpoints(saved)
     checkpoints.save(numbered(initial, 5), 0.5)
@@ -109,11 +106,8 @@ def test_the_error_of_a_save_is_not_replaced_by_one_of_closing(saved, initial, m
             super().close()
             raise OSError(28, "No space left on device")
 
-    def write(manifest, folder):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(ocp, "AsyncCheckpointer", FailsAgain)
-    monkeypatch.setattr("jgpt.runs.checkpoints.Manifest.write", write)
+    monkeypatch.setattr(Manifest, "write", faults.write_on_a_full_disk)
     filters = [*logging.getLogger("absl").filters]
     failed = "the checkpoint of step 5 could not be written .*the last good checkpoint is step 4"
     with pytest.raises(OSError, match=failed), Checkpoints(saved) as checkpoints:
@@ -236,31 +230,24 @@ def test_a_run_or_checkpoint_that_is_not_there_is_named(saved, tmp_path):
     assert not (saved.path / "checkpoints").exists()
 
 
-def flip(path):
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial):
-    """Whatever file of the best checkpoint is emptied, lost, or has one bit flipped."""
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial, tmp_path, fault):
+    """Whatever is done to whatever file of the best checkpoint."""
     folder = saved.path / "checkpoints" / "2"
     victims = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
     assert len(victims) > 40
-    for victim, damage in itertools.product(victims, (flip, Path.unlink, empty)):
-        original = victim.read_bytes()
-        damage(victim)
-        with pytest.raises(ValueError, match=re.escape(f"2/{victim.relative_to(folder)}")):
-            verify(folder)
-        victim.write_bytes(original)
-    flip(victims[-1])
+
+    for victim in victims:
+        with faults.undone(victim):
+            fault.apply(victim, tmp_path)
+            with pytest.raises(ValueError, match=re.escape(f"2/{victim.relative_to(folder)}")):
+                verify(folder)
+
     advice = f"checkpoint 4 is intact: use which=4, or delete {folder} to resume from the others"
-    with pytest.raises(ValueError, match=re.escape(advice)):
-        load(saved.path)
-    flip(victims[-1])
+    with faults.undone(victims[-1]):
+        fault.apply(victims[-1], tmp_path)
+        with pytest.raises(ValueError, match=re.escape(advice)):
+            load(saved.path)
     assert bits(nnx.state(load(saved.path)[0])) == bits(numbered(initial, 2).weights)
 
 

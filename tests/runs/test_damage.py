@@ -20,9 +20,9 @@ from jgpt.durable import MovedDirectory
 from jgpt.fitting.evaluate import evaluate
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
+from tests.runs import faults
+from tests.runs.faults import forge
 from tests.runs.harness import BIGRAM, REPOSITORY, contents, fuzz, runner, with_changes
-
-forge = fuzz.forge
 
 
 @pytest.fixture
@@ -55,10 +55,6 @@ def edit_header(run: Path, **lie: object) -> None:
     forge(run / LAST)
 
 
-def write(run: Path, name: str, data: bytes) -> None:
-    (run / name).write_bytes(data)
-
-
 def add(run: Path, name: str) -> None:
     """The header of another format would claim memory too."""
     (run / LAST / name).parent.mkdir(exist_ok=True)
@@ -75,18 +71,29 @@ def list_outside(run: Path) -> None:
     forge(run / LAST, files={"../../../secret": [6, hashlib.sha256(b"secret").hexdigest()]})
 
 
-def link(run: Path, name: str) -> None:
-    shutil.move(run / name, run.parent / "outside")
-    (run / name).symlink_to(run.parent / "outside")
+def link_checkpoint(run: Path) -> None:
+    faults.link(run / LAST, run.parent)
 
 
-def truncate(run: Path, name: str) -> None:
-    """To more than memory holds: a sparse file costs nothing to make."""
-    os.truncate(run / name, 1 << 40)
+def rename_checkpoint(run: Path) -> None:
+    (run / LAST).rename(run / "checkpoints" / "80")
 
 
-FAULTS: list[tuple[Callable[..., object], dict[str, object], str]] = [
-    (lambda run: (run / LAST).rename(run / "checkpoints/80"), {}, "80/.* it belongs to step 11"),
+def take_another_tokenizer(run: Path) -> None:
+    (run / "tokenizer.json").write_text(CharTokenizer("abc").to_json())
+
+
+NOT_OURS = (
+    "weights/final_norm.scale/zarr.json",
+    "weights/final_norm.scale/.zattrs",
+    "weights/manifest.ocdbt",
+    "weights/ocdbt.process_0/manifest.ocdbt",
+    "weights/zarr.json",
+    "other/_METADATA",
+)
+# what can't be done to just any file: it needs to know a checkpoint's format
+FAULTS_OF_THE_FORMAT: list[tuple[Callable[..., object], dict[str, object], str]] = [
+    (rename_checkpoint, {}, "80/.* it belongs to step 11"),
     (add, {"name": "weights/extra"}, "weights/extra is not in the manifest; checkpoint 8 is"),
     # or a damaged checkpoint could pass for the best
     (edit, {"name": "manifest.json", "validation_loss": 0.1}, "json .* SHA-256 does not match"),
@@ -100,47 +107,51 @@ FAULTS: list[tuple[Callable[..., object], dict[str, object], str]] = [
     (edit_header, {"filters": [{"id": "delta"}]}, "compressor is not zstd alone"),
     *(
         (add_and_forge, {"name": name}, f"11/{name} is not a file that jgpt writes")
-        for name in (
-            *("weights/final_norm.scale/zarr.json", "weights/final_norm.scale/.zattrs"),
-            *("weights/manifest.ocdbt", "weights/ocdbt.process_0/manifest.ocdbt"),
-            *("weights/zarr.json", "other/_METADATA"),
-        )
+        for name in NOT_OURS
     ),
-    *(
-        (write, {"name": name, "data": data}, f"{name} is damaged")
-        for name in ("config.json", "tokenizer.json")
-        for data in (b"", b"{", b"\xff", b"[]", b'{"model": {"embed_dim": "wide"}}')
-    ),
-    (
-        write,
-        {"name": "tokenizer.json", "data": CharTokenizer("abc").to_json().encode()},
-        "checkpoints/11 was saved with another tokenizer than",
-    ),
-    *(
-        (link, {"name": name}, "link")
-        for name in ("config.json", "metrics.jsonl", f"{LAST}/manifest.json")
-    ),
-    (link, {"name": LAST}, "checkpoints/11 is a link or not a file"),
+    (take_another_tokenizer, {}, "checkpoints/11 was saved with another tokenizer than"),
+    (link_checkpoint, {}, "checkpoints/11 is a link or not a file"),
     (lambda run: os.mkfifo(run / LAST / "pipe"), {}, "11/pipe is a link or not a file"),
-    *(
-        (truncate, {"name": name}, f"{name} is damaged: it has 1,099,511,627,776 bytes")
-        for name in ("config.json", "tokenizer.json", f"{LAST}/manifest.json")
-    ),
 ]
 
 
-@pytest.mark.parametrize(("fault", "how", "reason"), FAULTS)
-def test_a_fault_is_named_and_nothing_foreign_is_touched(run, tmp_path, fault, how, reason):
-    fault(run, **how)
-    elsewhere = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+@pytest.mark.parametrize(("fault", "options", "reason"), FAULTS_OF_THE_FORMAT)
+def test_a_fault_is_named_and_nothing_foreign_is_touched(run, tmp_path, fault, options, reason):
+    fault(run, **options)
+    elsewhere = files_in(tmp_path)
     with pytest.raises(ValueError, match=reason):
         load(run, which="last")
-    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == elsewhere
+    assert files_in(tmp_path) == elsewhere
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", f"{LAST}/manifest.json"])
+def test_a_fault_of_a_text_file_is_named_and_nothing_foreign_is_touched(run, tmp_path, name, fault):
+    fault.apply(run / name, tmp_path)
+    reason = f"{Path(name).name}.*{fault.said}"
+    if name == "config.json" and not (run / name).is_file():
+        reason = r"is not a run directory: it has no config\.json"
+    elsewhere = files_in(tmp_path)
+
+    with pytest.raises((ValueError, FileNotFoundError), match=reason):
+        load(run, which="last")
+    assert files_in(tmp_path) == elsewhere
+
+
+def test_a_run_with_a_link_for_its_metrics_is_not_loaded(run, tmp_path):
+    """Though nothing is read of them: the next resumption would write through the link."""
+    faults.link(run / "metrics.jsonl", tmp_path)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a link"):
+        load(run, which="last")
+
+
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_metrics_larger_than_memory_are_read_up_to_their_last_line(run):
     lines = RunDirectory(run).metrics()
-    truncate(run, "metrics.jsonl")
+    faults.grow(run / "metrics.jsonl", run.parent)
     assert RunDirectory(run).metrics() == lines
 
 

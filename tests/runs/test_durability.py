@@ -20,6 +20,7 @@ from jgpt.runs.manifest import Manifest, verify
 from jgpt.runs.target import choose_target
 from jgpt.training.state import TrainState, init_state
 from tests.disk import Disk
+from tests.runs import faults
 
 CONFIG = TrainConfig(
     model=ModelConfig(vocab_size=3, block_size=5, num_layers=1, num_heads=1, embed_dim=4),
@@ -162,6 +163,7 @@ def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch)
         view for view, step in zip(disk.views[-len(last) :], last, strict=True) if step == 8
     )
     monkeypatch.undo()
+    faults.leave_all(middle / "run")
     resumed = fit(dataclasses.replace(config, out=str(middle / "run")), resume=True)
     assert [line["step"] for line in RunDirectory(resumed.directory).metrics()] == [*range(12)]
 

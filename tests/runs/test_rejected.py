@@ -19,6 +19,7 @@ from jgpt.durable import locked
 from jgpt.runs import manifest
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
+from tests.runs import faults
 from tests.runs.harness import BIGRAM, contents, with_changes
 
 
@@ -75,7 +76,7 @@ class Reason:
 
 def damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = max((folder / "checkpoints" / "11" / "weights").rglob("*"), key=_size)
-    largest.write_bytes(largest.read_bytes()[:-1] + b"?")
+    faults.flip_a_bit(largest, folder.parent)
 
 
 def _size(path: Path) -> int:

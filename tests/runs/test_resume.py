@@ -23,8 +23,10 @@ from jgpt.fitting.resume import describe_learning_rate
 from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.manifest import Manifest
 from tests.models import config_of
 from tests.quick import only
+from tests.runs import faults
 from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes
 
 
@@ -118,8 +120,7 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
     out = tmp_path / "run"
     config = dataclasses.replace(config, out=str(out))
     out.mkdir()  # killed before, while it made the directory
-    (out / "lock").touch()
-    (out / "config.json.partial").write_text("{")
+    faults.leave_all(out, faults.LEFTOVERS_OF_A_START)
     if killed_at:
         kill = KillAt(killed_at) if last else KillBeforeTheFirstCheckpoint()
         with pytest.raises(Killed):
@@ -134,9 +135,7 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
     assert RunDirectory(out).metrics()[0]["step"] == 0
     if last:
         load(out)
-    for name in ("metrics.jsonl", "provenance.jsonl"):
-        with (out / name).open("a") as file:
-            file.write('{"step": 9, "lo')  # damage, which is cut off
+    faults.leave_all(out)
     # in calls of another size, too
     with caplog.at_level(logging.WARNING), jax.log_compiles():
         resumed = fit(dataclasses.replace(config, steps_per_call=5), resume=True)
@@ -292,16 +291,14 @@ def test_a_run_that_diverged_goes_on_with_lower_rates_and_more_steps(
 
 
 def test_training_stops_when_a_save_has_failed(small_run, tmp_path, monkeypatch):
-    save, progress = Checkpoints.save, Heard()
-
-    def failing(manifest, directory):
-        raise OSError(28, "No space left on device")
+    save = Checkpoints.save
+    progress = Heard()
 
     def save_and_see_it_fail(self, *arguments):
         save(self, *arguments)
         concurrent.futures.wait([self._saving])
 
-    monkeypatch.setattr("jgpt.runs.checkpoints.Manifest.write", failing)
+    monkeypatch.setattr(Manifest, "write", faults.write_on_a_full_disk)
     monkeypatch.setattr(Checkpoints, "save", save_and_see_it_fail)
     config = with_changes(small_run, **RUNS["bigram"], out=str(tmp_path / "run"))
     with pytest.raises(OSError, match="the checkpoint of step 2 could not be written"):

@@ -1,0 +1,183 @@
+"""What can go wrong with the files of a run: the tables that tests and benchmarks share.
+
+`FAULTS` are done to one file, `LEFTOVERS` are what a killed process leaves in a run. A new fault is
+a new row: it is done to every file of a checkpoint, to the text files of a run, to what the fuzzer
+loads, and a new leftover to the runs that are killed and resumed in a test or a benchmark.
+Nothing here imports JAX: `benchmarks/compare.py`, which imports the fuzzer, has to stay small.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# --- one file ------------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """Something done to one file, after which nothing may be read from it."""
+
+    name: str
+    apply: Callable[[Path, Path], None]
+    """Takes the file, and a folder outside the run for what a link leads to."""
+    said: str
+    """A regular expression: what the message says of a text file of a run, besides its name."""
+
+
+def flip_a_bit(file: Path, outside: Path) -> None:
+    """In the last byte: the first ones of a compressed array are a header that is checked."""
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def cut_off(file: Path, outside: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path, outside: Path) -> None:
+    file.write_bytes(b"")
+
+
+def remove(file: Path, outside: Path) -> None:
+    file.unlink()
+
+
+def grow(file: Path, outside: Path) -> None:
+    """To more than memory holds: a sparse file costs nothing to make."""
+    os.truncate(file, 1 << 40)
+
+
+def link(file: Path, outside: Path) -> None:
+    """With the same content, so that only the link itself can be noticed."""
+    shutil.move(file, outside / "linked")
+    file.symlink_to(outside / "linked")
+
+
+def replace_by_a_pipe(file: Path, outside: Path) -> None:
+    """Whoever opens it waits for a writer, if it is not opened with care."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+def replace_by_a_folder(file: Path, outside: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def overwrite(data: bytes) -> Callable[[Path, Path], None]:
+    def write(file: Path, outside: Path) -> None:
+        file.write_bytes(data)
+
+    return write
+
+
+FOREIGN = r"is a link or not a file"
+DAMAGED = r"is damaged"
+FAULTS = (
+    Fault("a flipped bit", flip_a_bit, DAMAGED),
+    Fault("cut off", cut_off, DAMAGED),
+    Fault("empty", empty, DAMAGED),
+    Fault("larger than memory", grow, r"is damaged: it has 1,099,511,627,776 bytes"),
+    Fault("half of JSON", overwrite(b"{"), DAMAGED),
+    Fault("not text", overwrite(b"\xff"), DAMAGED),
+    Fault("other JSON", overwrite(b"[]"), DAMAGED),
+    Fault("other fields", overwrite(b'{"model": {"embed_dim": "wide"}}'), DAMAGED),
+    Fault("missing", remove, ""),
+    Fault("a folder", replace_by_a_folder, ""),
+    Fault("a link", link, FOREIGN),
+    Fault("a pipe", replace_by_a_pipe, FOREIGN),
+)
+
+
+@contextlib.contextmanager
+def undone(file: Path) -> Iterator[None]:
+    """Put a file back afterwards, whatever is there then."""
+    original = file.read_bytes()
+    try:
+        yield
+    finally:
+        if file.is_dir() and not file.is_symlink():
+            file.rmdir()
+        else:
+            file.unlink(missing_ok=True)
+        file.write_bytes(original)
+
+
+# --- a run whose process was killed --------------------------------------------------------------
+
+
+class Leftover(NamedTuple):
+    """What a killed process leaves, after which a run goes on as if it were not there."""
+
+    name: str
+    apply: Callable[[Path], object]
+    """Takes the run's directory."""
+
+
+def append_half_a_line(name: str) -> Callable[[Path], None]:
+    def append(run: Path) -> None:
+        with (run / name).open("a") as file:
+            file.write('{"step": 9, "lo')
+
+    return append
+
+
+def leave_half_a_checkpoint(name: str) -> Callable[[Path], None]:
+    def leave(run: Path) -> None:
+        folder = run / "checkpoints" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "half").write_text("half")
+
+    return leave
+
+
+LEFTOVERS_OF_A_START = (
+    Leftover("a lock", lambda run: (run / "lock").write_text("4194304999\n")),  # no process has it
+    Leftover("half a config", lambda run: (run / "config.json.partial").write_text("{")),
+)
+"""They are there before the run has a config: in a directory that has only these, one may begin."""
+LEFTOVERS = (
+    *LEFTOVERS_OF_A_START,
+    Leftover("half a line of metrics", append_half_a_line("metrics.jsonl")),
+    Leftover("half a line of provenance", append_half_a_line("provenance.jsonl")),
+    Leftover("half a save", leave_half_a_checkpoint("saving-3")),
+    Leftover("half a deletion", leave_half_a_checkpoint("deleting-1")),
+)
+
+
+def leave_all(run: Path, leftovers: tuple[Leftover, ...] = LEFTOVERS) -> None:
+    """As if a process had been killed at each of these moments."""
+    for leftover in leftovers:
+        leftover.apply(run)
+
+
+# --- a full disk ---------------------------------------------------------------------------------
+
+
+def write_on_a_full_disk(manifest: object, directory: Path) -> None:
+    """In place of `Manifest.write`, the last file of a save: without it no checkpoint counts."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# --- a manifest that was made to fit -------------------------------------------------------------
+
+
+def forge(checkpoint: Path, **changes: Any) -> None:
+    """Let the manifest of a checkpoint fit the files, or say something else, with its SHA-256."""
+    path = checkpoint / "manifest.json"
+    values = json.loads(path.read_text())
+    del values["sha256"]
+    values["files"] = {}
+    for file in checkpoint.rglob("*"):
+        if file.is_file() and file != path:
+            name = file.relative_to(checkpoint).as_posix()
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            values["files"][name] = [file.stat().st_size, digest]
+    values |= changes
+    values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    path.write_text(json.dumps(values))
