@@ -1,6 +1,7 @@
 """The command as a user types it: what works, and one clear line for what doesn't."""
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -19,9 +20,11 @@ import pytest
 from jgpt import GPT, save_gpt2
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
+from jgpt.cli.options import TRAIN, in_options, parse
 from jgpt.cli.terminal import importing
 from jgpt.data.tokenizers import tokenizer_from_json
 from jgpt.fitting.stopping import TrainingStopped
+from jgpt.refusal import message_of
 from jgpt.runs.directory import RunDirectory
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
@@ -66,23 +69,53 @@ UNREADABLE = {
     "short.txt": b"too short",
     "brief.txt": b"a" * 100,
 }
-REFUSALS = (Path(__file__).parent / "refusals.txt").read_text(encoding="utf-8")
+OTHER_FILES = {
+    "folder/notes.txt": b"mine",
+    "page.html/notes.txt": b"mine",
+    "model/config.json": b'{"model_type": "gpt2"}',
+}
 
 
-@pytest.mark.parametrize(("line", "expected"), re.findall(r"^\$ jgpt (.*)\n(.*)", REFUSALS, re.M))
-def test_a_refusal_is_one_line_and_changes_nothing(line, expected, run, text_file, tmp_path):
+def cases_of(name: str) -> list[tuple[str, str]]:
+    """The lines of a file that are typed, each with the line that answers it."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return re.findall(r"^\$ jgpt (.*)\n(.*)", text, re.MULTILINE)
+
+
+@pytest.fixture
+def folder(run, text_file, tmp_path) -> Path:
+    """What a user has: a run, a text, and much that is neither."""
     (tmp_path / "trained").symlink_to(run)
     (tmp_path / "link").symlink_to("missing")
-    files = {"fox.txt": text_file.read_bytes(), **UNREADABLE}
-    files |= {"folder/notes.txt": b"mine", "page.html/notes.txt": b"mine"}
-    files |= {"damaged/config.json": b"{", "foreign/config.json": b"{}"}
-    files |= {"model/config.json": b'{"model_type": "gpt2"}'}
+    files = {"fox.txt": text_file.read_bytes()} | UNREADABLE | OTHER_FILES
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
-    before = contents(tmp_path), contents(run)
-    assert refused(*shlex.split(line), cwd=tmp_path).replace(f"{tmp_path}/", "") == expected
-    assert (contents(tmp_path), contents(run)) == before
+    return tmp_path
+
+
+@pytest.mark.parametrize(("line", "expected"), cases_of("refusals.txt"))
+def test_a_refusal_is_one_line_and_changes_nothing(line, expected, run, folder):
+    """One of each kind, and one for each way from where it is raised to the terminal."""
+    before = contents(folder), contents(run)
+    shown = refused(*shlex.split(line), cwd=folder)
+    assert shown.replace(f"{folder}/", "") == expected
+    assert (contents(folder), contents(run)) == before
+
+
+@pytest.mark.parametrize(("line", "expected"), cases_of("rejected_options.txt"))
+def test_options_that_do_not_fit_are_rejected_before_anything_is_read(
+    line, expected, folder, monkeypatch
+):
+    """What the command itself rejects: its functions are called, without a terminal."""
+    monkeypatch.chdir(folder)
+    name, *words = shlex.split(line)
+    command = COMMANDS[name]
+    with pytest.raises((ValueError, OSError)) as rejection:
+        command(**parse(command, name, words))
+    names = set(inspect.signature(command).parameters)
+    message = in_options(message_of(rejection.value), TRAIN if name in ("train", "plan") else names)
+    assert f"jgpt: {message}" == expected
 
 
 def test_commands_import_jax_when_they_need_it_and_show_that_they_do(data_directory, tmp_path):

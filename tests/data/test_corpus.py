@@ -1,6 +1,7 @@
 """Text is found, downloaded whole or not at all, and read strictly."""
 
 import io
+import re
 import shutil
 import socket
 import threading
@@ -45,6 +46,17 @@ def test_tiny_shakespeare_is_found_in_the_data_directory(
         shakespeare_file()
     assert copy in str(error.value)
     assert (tmp_path / "tinyshakespeare.txt").read_text() == "Thou art not he."
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("missing.txt", ""), ("shakespear", " (did you mean 'shakespeare'?)")]
+)
+def test_a_name_that_is_neither_a_file_nor_a_corpus_is_rejected(name, hint, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    corpora = "no corpus of that name (pydocs and shakespeare are)"
+    message = f"there is no file '{name}', and {corpora}{hint}"
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
+        read_text([name])
 
 
 @contextmanager

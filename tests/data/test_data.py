@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 
 import jax
 import numpy as np
@@ -298,6 +299,20 @@ def test_the_shortest_prepared_text_has_two_tokens(tmp_path):
             ValueError, match="training split has 1" if is_enough else "prepare it again"
         ):
             load_dataset(config, 8)
+
+
+@pytest.mark.parametrize(
+    ("characters", "split", "tokens"), [(9, "training", 8), (100, "validation", 10)]
+)
+def test_a_split_has_a_block_and_its_targets(tmp_path, characters, split, tokens):
+    """A tenth of the text is the validation split."""
+    config = write(tmp_path, "a" * characters)
+    message = (
+        f"the {split} split has {tokens} tokens, too few for one block of 16 and its targets: use "
+        "more text or a smaller block_size"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_dataset(config, 16)
 
 
 def test_a_digest_is_of_all_tokens():

@@ -162,9 +162,16 @@ def test_other_tokenizers_are_refused(tokenizer):
         Chat(Model(), tokenizer, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 1.5}])
-def test_what_can_t_be_sampled_is_refused_at_once(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be positive"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
+        ({"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
+    ],
+)
+def test_what_can_t_be_sampled_is_refused_at_once(wrong, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         Chat(Model(), chat_tokenizer(), rngs=nnx.Rngs(0), **wrong)  # type: ignore[arg-type]
 
 

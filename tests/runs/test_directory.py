@@ -1,6 +1,8 @@
 """What is appended to a run directory's files and cut off, and who began it."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from jgpt import CharTokenizer
 from jgpt.config import TrainConfig
 from jgpt.pictures.plots import losses_image
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.target import choose_target
+from tests.runs.harness import contents
 
 
 def test_lines_are_appended_and_cut_off_after_a_step_and_half_a_line_is_none(tmp_path):
@@ -51,6 +55,70 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_kept(tmp_path):
     run.truncate("metrics.jsonl", 0)  # nothing was trained, so nothing is lost
     run.begin(TrainConfig(steps=7), CharTokenizer("ab"), "new")
     assert run.config() == TrainConfig(steps=7)
+
+
+STARTS = {
+    "new": {"resume": False, "overwrite": False},
+    "resume": {"resume": True, "overwrite": False},
+    "overwrite": {"resume": False, "overwrite": True},
+}
+NO_RUN = "folder is not a run directory: it has files, but no config.json; choose another, such as "
+OTHER_CONFIG = (
+    "model/config.json was written by a newer version of jgpt, or by another program: TrainConfig "
+    "has no field 'model_type' (did you mean 'model'?)"
+)
+DAMAGED = (
+    "damaged/config.json is damaged: not JSON: Expecting property name enclosed in double quotes: "
+    "line 1 column 2 (char 1)"
+)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [
+        ("fox.txt", "fox.txt is a file: choose another directory"),
+        ("link", "link is a link to missing, which does not exist: choose another directory"),
+        ("folder", f"{NO_RUN}{os.path.join('folder', 'tiny')}"),
+        ("model", OTHER_CONFIG),
+        ("damaged", DAMAGED),
+        ("foreign", "foreign is not a run of jgpt's: choose another directory"),
+    ],
+)
+def test_no_run_goes_where_something_else_is(out, reason, start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("missing")
+    Path("fox.txt").write_text("a text")
+    files = {
+        "folder/notes.txt": "mine",
+        "model/config.json": '{"model_type": "gpt2"}',
+        "damaged/config.json": "{",
+        "foreign/config.json": "{}",
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir()
+        Path(name).write_text(text)
+    before = contents(tmp_path)
+
+    with pytest.raises((ValueError, OSError), match=f"^{re.escape(reason)}$"):
+        choose_target(TrainConfig(name="tiny", out=out), **STARTS[start])
+
+    assert contents(tmp_path) == before
+
+
+def test_what_is_resumed_must_be_named():
+    message = "resume=True needs the run's out=DIRECTORY"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        choose_target(TrainConfig(), resume=True, overwrite=False)
+
+
+@pytest.mark.parametrize("path", ["run/checkpoints/newest", "nowhere"])
+def test_a_path_that_is_no_run_s_is_not_opened(path, tmp_path):
+    RunDirectory.create(tmp_path / "run", TrainConfig(), CharTokenizer("ab"))
+    (tmp_path / "run" / "checkpoints").mkdir()
+    reason = f"{path} is not a run directory: it has no config.json"
+    with pytest.raises(FileNotFoundError, match=f"{re.escape(reason)}$"):
+        RunDirectory.open(tmp_path / path)
 
 
 def test_the_latest_run_is_the_one_that_was_written_to_last(tmp_path, monkeypatch):
