@@ -40,28 +40,43 @@ include_patterns += ["benchmarks/results/*.md", "tests/contract/README.md"]
 CONTENTS = """
 ```{toctree}
 :hidden:
-:glob:
-:caption: Lessons
-notebooks/*
+:caption: Start here
+docs/start
+docs/presets
+docs/data
+docs/runs
+docs/troubleshooting
 ```
 ```{toctree}
 :hidden:
 :caption: How to
 docs/change
-docs/data
-docs/gpu
-docs/hosts
-docs/finetune
+docs/weights
+docs/scale
+docs/look
+docs/idea
 ```
 ```{toctree}
 :hidden:
-:caption: Documentation
+:caption: Shapes
+docs/shapes_in_your_code
+docs/shapes
+docs/static
+```
+```{toctree}
+:hidden:
 :glob:
-docs/commands
-docs/idea
+:caption: Lessons
+notebooks/*
 docs/one_page_gpt
+```
+```{toctree}
+:hidden:
+:caption: Reference
 docs/api
-docs/*
+docs/design
+docs/parity
+docs/benchmarks
 ```
 ```{toctree}
 :hidden:

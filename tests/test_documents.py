@@ -33,10 +33,7 @@ from tests.models import random_gpt
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-RUN = [
-    ROOT / page
-    for page in ("README.md", "docs/commands.md", "docs/look.md", "docs/runs.md", "docs/weights.md")
-]
+RUN = [ROOT / page for page in ("README.md", "docs/look.md", "docs/runs.md", "docs/weights.md")]
 """Pages whose commands are all run. On other pages, commands without output are only parsed: they
 start many processes, or train large models."""
 SESSION = ROOT / "docs" / "idea.md"
@@ -124,9 +121,7 @@ def run_python(block: Block, names: dict[str, Any], page: str) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(
-            page, marks=[pytest.mark.slow] * (page.name in ("api.md", "commands.md", "runs.md"))
-        )
+        pytest.param(page, marks=[pytest.mark.slow] * (page.name in ("api.md", "runs.md")))
         for page in sorted({page for page, block in ALL if block.language == "python"} - {SESSION})
     ],
     ids=name,

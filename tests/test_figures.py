@@ -207,19 +207,20 @@ KILLS_ON_CHANGING_MESHES = (
 )
 
 
-def scanning(found: dict[str, Any]) -> str:
-    def figures(layers: int, name: str) -> list[list[float]]:
-        return [found["figures"][f"{how}, {layers} layers"][name] for how in ("scan", "loop")]
+def scanning(layers: int) -> Callable[[dict[str, Any]], str]:
+    """The row of so many layers."""
 
-    def times(layers: int) -> str:
-        pairs = zip(*figures(layers, "milliseconds"), strict=True)
-        return runner.spread([scan / loop for scan, loop in pairs], ".2f")
+    def row(found: dict[str, Any]) -> str:
+        scanned = found["figures"][f"scan, {layers} layers"]
+        looped = found["figures"][f"loop, {layers} layers"]
+        seconds = [
+            f"{statistics.median(its['first_step_cpu_seconds']):.1f} s" for its in (scanned, looped)
+        ]
+        pairs = zip(scanned["milliseconds"], looped["milliseconds"], strict=True)
+        times = runner.spread([scan / loop for scan, loop in pairs], ".2f")
+        return f"| {layers} | {seconds[0]} | {seconds[1]} | {times} |"
 
-    scan, loop = (statistics.median(its) for its in figures(36, "first_step_cpu_seconds"))
-    return (
-        f"36 layers compile in [{scan:.1f} s instead of {loop:.1f}, and a step takes {times(36)} "
-        f"times as long; of 4 layers {times(4)}]"
-    )
+    return row
 
 
 SENTENCES: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
@@ -227,7 +228,8 @@ SENTENCES: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
     ("benchmarks", "int8", int8),
     ("runs", "kill_resume", KILLS.format_map),
     ("scale", "kill_resume_changing_mesh", KILLS_ON_CHANGING_MESHES.format_map),
-    ("scale", "scan_layers", scanning),
+    ("scale", "scan_layers", scanning(36)),
+    ("scale", "scan_layers", scanning(4)),
     ("shapes", "contract_overhead", "new process | {ratio[first trace]:.2f} times |".format_map),
     ("shapes", "contract_overhead", "forward pass | {ratio[eager forward]:.2f} times |".format_map),
     ("weights", "smollm2", "Both losses are {loss[jgpt]:.6f},".format_map),
