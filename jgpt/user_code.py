@@ -33,13 +33,18 @@ def load_code(named: str) -> Callable[..., Any]:
     if not file.endswith(".py"):
         raise ValueError(f"{named!r} must be a file and a name in it, as in my_gpt.py:GPT")
     path = Path(file).resolve()
-    unique = f"{path.stem}_{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+    # a file that was changed meanwhile is another module, and one of the same name in another
+    # folder is, too
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    unique = f"{path.stem}_{digest[:12]}"
     if unique not in sys.modules:
         _load(path, unique)
-    found = getattr(sys.modules[unique], name, None)
+    module = sys.modules[unique]
+    found = getattr(module, name, None)
     if not callable(found):
-        own = (each for each, it in vars(sys.modules[unique]).items() if callable(it))
-        raise ValueError(f"{file} has no function or class {name!r}{did_you_mean(name, own)}")
+        callables = [known for known, value in vars(module).items() if callable(value)]
+        suggestion = did_you_mean(name, callables)
+        raise ValueError(f"{file} has no function or class {name!r}{suggestion}")
     return found
 
 
@@ -48,7 +53,9 @@ def _load(path: Path, unique: str) -> None:
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None  # of a .py there is one
     assert spec.loader is not None
-    sys.modules[unique] = module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    # before it runs: dataclasses look their module up
+    sys.modules[unique] = module
     _loaded.append(path)
     # at the end and for this import alone: a file beside it must not stand in for a package that
     # this process imports later
@@ -56,7 +63,7 @@ def _load(path: Path, unique: str) -> None:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[unique]
+        del sys.modules[unique]  # or the next call would find half of it
         described = describe_error(error)
         raise CustomCodeError(described or f"{_shown(path)} can't be loaded: {error}") from error
     finally:
@@ -78,7 +85,9 @@ def describe_error(error: BaseException) -> str | None:
         line = (error.text or "").strip()
         return f"{_shown(Path(error.filename))}, line {error.lineno}: {line}: {message}"
     place = _place_of(error, files)
-    return None if place is None else f"{place}: {message}"
+    if place is None:
+        return None
+    return f"{place}: {message}"
 
 
 def _place_of(error: BaseException, files: set[Path]) -> str | None:
@@ -94,7 +103,7 @@ def _place_of(error: BaseException, files: set[Path]) -> str | None:
             if code is None or Path(code.co_filename) not in files:
                 continue
             path = Path(code.co_filename)
-            number = code.co_firstlineno
+            number = code.co_firstlineno  # of the first decorator
             while linecache.getline(str(path), number).lstrip().startswith("@"):
                 number += 1
         line = linecache.getline(str(path), number).strip()
@@ -103,7 +112,11 @@ def _place_of(error: BaseException, files: set[Path]) -> str | None:
 
 
 def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    """A path as the user would type it."""
+    here = Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    return str(path)
 
 
 def require_code(make: Make, what: str) -> Callable[..., Any]:
@@ -128,64 +141,89 @@ def with_code(
 
     `config.model` is converted to the class in the annotation of `make(config, rngs=)`.
     """
+    # a record changes nothing: it is in the config already, and isn't code
     if model is not None and not isinstance(model, Code):
-        make = load_code(model) if isinstance(model, str) else model
+        make = _loaded_code(model)
         fields = values_without_code(config.model)
         if isinstance(config.model.make, Code):
+            # those of the user's own class, which the saved config could not be made of
             fields |= dict(config.model.make.fields)
-        config = dataclasses.replace(config, model=config_class(make, config)(**fields, make=make))
+        make_config = config_class(make, config)
+        config = dataclasses.replace(config, model=make_config(**fields, make=make))
     if optimizer is not None and not isinstance(optimizer, Code):
-        make = load_code(optimizer) if isinstance(optimizer, str) else optimizer
-        given = config.optimizer, config.steps
-        _require_call(make, "the optimizer must take (config, steps)", *given)
-        config = dataclasses.replace(
-            config, optimizer=dataclasses.replace(config.optimizer, make=make)
-        )
+        make = _loaded_code(optimizer)
+        rule = "the optimizer must take (config, steps)"
+        _require_call(make, rule, config.optimizer, config.steps)
+        custom_optimizer = dataclasses.replace(config.optimizer, make=make)
+        config = dataclasses.replace(config, optimizer=custom_optimizer)
     return config
+
+
+def _loaded_code(code: Callable[..., Any] | str) -> Callable[..., Any]:
+    """A function or class as it is, or loaded if it is FILE.py:NAME."""
+    if isinstance(code, str):
+        return load_code(code)
+    return code
 
 
 def config_class(make: Callable[..., Any], config: TrainConfig) -> type[ModelConfig]:
     """The config class that an argument of `make` is annotated with, or that of `config.model`."""
     _require_call(make, "the model must take (config, rngs=)", config.model, rngs=None)
-    called = make.__init__ if isinstance(make, type) else make
+    called = make
+    if isinstance(make, type):  # whose own signature NNX's metaclass hides
+        called = make.__init__
     signature = inspect.signature(called, eval_str=True)
     for parameter in signature.parameters.values():
         kind = parameter.annotation
         if isinstance(kind, type) and issubclass(kind, ModelConfig):
-            return type(config.model) if isinstance(config.model, kind) else kind
+            if isinstance(config.model, kind):  # a subclass keeps its further fields
+                return type(config.model)
+            return kind
     return type(config.model)
 
 
 def _require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any) -> None:
     """Raise ValueError, which begins with the rule, for code that doesn't take these arguments."""
     called = make
-    if isinstance(make, type):  # object's own __init__ says that it takes anything
-        called = (lambda self: None) if make.__init__ is object.__init__ else make.__init__
-        given = make, *given
+    arguments = given
+    if isinstance(make, type):
+        called = make.__init__
+        if called is object.__init__:  # which says that it takes anything, and takes nothing
+            called = _takes_nothing
+        arguments = (make, *given)  # any object will do for `self`
     try:
-        inspect.signature(called).bind(*given, **named)
+        inspect.signature(called).bind(*arguments, **named)
     except TypeError as error:
         raise ValueError(f"{rule}: {error}") from None
+
+
+def _takes_nothing(self: Any) -> None:
+    """The signature of a class without a constructor."""
 
 
 def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
     """A line for each file of the model and the optimizer that is not as the run began with."""
     lines = []
     for part in ("model", "optimizer"):
-        old, new = (getattr(each, part).make for each in (saved, given))
-        if new is None:
+        make = getattr(given, part).make
+        if make is None:
             continue
-        old = old and Code.of(old)
-        new = Code.of(new)
-        if old is None or (old.name, old.sha256) != (new.name, new.sha256):
-            lines.append(f"the {part} {new.named} has changed since the run began")
-        before = dict(old.modules if old else ())
-        after = dict(new.modules)
-        if not before:  # not recorded; a file that imported nothing has changed if it does now
+        new = Code.of(make)
+        changed = f"{part} {new.named} has changed since the run began"
+        saved_make = getattr(saved, part).make
+        if saved_make is None:
+            lines.append(f"the {changed}")
             continue
-        for file in sorted(before | after):
-            if before.get(file) != after.get(file):
-                lines.append(f"{file} of the {part} {new.named} has changed since the run began")
+        old = Code.of(saved_make)
+        if (old.name, old.sha256) != (new.name, new.sha256):
+            lines.append(f"the {changed}")
+        if not old.modules:  # not recorded; a file that imported nothing has changed if it does now
+            continue
+        old_modules = dict(old.modules)
+        new_modules = dict(new.modules)
+        for file in sorted(old_modules | new_modules):
+            if old_modules.get(file) != new_modules.get(file):
+                lines.append(f"{file} of the {changed}")
     return lines
 
 

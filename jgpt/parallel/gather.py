@@ -52,6 +52,8 @@ def remat(
     is_gathered = bool(axes_of("embed_dim", mesh))  # the dimension that fsdp shards
     if not is_gathered and not scanned:
         return function
+    # else the forward pass would keep each gathered weight for the backward pass, and each device
+    # so all weights at once: the backward pass gathers them again
     return nnx.remat(
         function,
         policy=_is_kept,
@@ -68,6 +70,7 @@ def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
     if "call_jaxpr" in parameters:
         equations = parameters["call_jaxpr"].eqns
         return any(_is_kept(equation.primitive) for equation in equations)
+    # all that a gather is made of: cheap to do again, and as large as the weight to keep
     moves = ("convert_element_type", "optimization_barrier", "sharding_constraint")
     return operation.name not in moves
 
@@ -77,6 +80,7 @@ def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
 
     The gradient keeps the sharding of the parameter.
     """
+    # as for the head of a loss in chunks, which each chunk would gather
     if not current_mesh().empty:
         parameter.set_value(gather_parameter(parameter, dtype))
 
@@ -95,6 +99,7 @@ def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
 
 
 def _forward(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> tuple[Any, None]:
+    # linear in the parameter: the backward pass needs nothing of it
     return _gathered(dimensions, dtype, parameter), None
 
 

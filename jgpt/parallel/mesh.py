@@ -17,7 +17,10 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
     sizes = mesh_sizes(mesh)
     product = math.prod(sizes.values())
-    count = len(device_kinds()) if devices is None else len(devices)
+    if devices is None:
+        count = len(device_kinds())
+    else:
+        count = len(devices)
     if product != count:
         raise ValueError(
             Message(
@@ -50,7 +53,7 @@ def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
 
 def abstract_mesh(mesh: str | None) -> AbstractMesh:
     """A mesh without devices, to compute shardings; of one device for None."""
-    sizes = mesh_sizes(mesh or "data=1")
+    sizes = mesh_sizes(mesh or "data=1")  # axes of size 1 shard nothing
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
@@ -62,7 +65,7 @@ def current_mesh() -> AbstractMesh:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.explicit_axes:
-        axes = ", ".join(map(str, mesh.explicit_axes))
+        axes = ", ".join(mesh.explicit_axes)
         raise ValueError(
             f"the mesh has explicit axes ({axes}): make it with "
             "jgpt.parallel.mesh.make_mesh, or give jax.make_mesh axis_types of AxisType.Auto"

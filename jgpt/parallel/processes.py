@@ -53,7 +53,7 @@ def joined(
         yield
     except (Exception, KeyboardInterrupt) as error:
         message = _last_words(error)
-        if process_index() == 0:
+        if process_index() == 0:  # JAX's service is in it: the others are to say their own words
             time.sleep(GRACE_SECONDS)
         leave(message)
     finally:
@@ -70,7 +70,7 @@ def _join(
     # JAX would wait for far longer and then abort, which Python can't catch: so a thread ends the
     # process before
     timer = threading.Timer(START_SECONDS, leave, [_not_joined("some were not started")])
-    timer.daemon = True
+    timer.daemon = True  # an error in here must not wait for it
     bind_address = None  # a launcher's coordinator knows its own
     try:
         if coordinator is not None and processes is not None and process is not None:
@@ -150,8 +150,8 @@ def _meet(coordinator: str, processes: int, process: int) -> str:
         raise ValueError(f"there is no process {process} of {processes}, which count from 0")
     try:
         # an address of the kind that this machine has: IPv6 may be compiled in and switched off
-        flags = socket.AI_ADDRCONFIG
-        family, *_, address = socket.getaddrinfo(host, port, flags=flags)[0]
+        addresses = socket.getaddrinfo(host, port, flags=socket.AI_ADDRCONFIG)
+        family, *_, address = addresses[0]
         if process == 0:
             with socket.create_server(address[:2], family=family) as server:
                 asyncio.run(_wait_for_others(server, processes))
@@ -202,16 +202,16 @@ async def _wait_for_others(server: socket.socket, processes: int) -> None:
                     del connections[process]
 
     await asyncio.start_server(greet, sock=server)
-    before = None
+    previous_connections = None
     try:
         async with asyncio.timeout(START_SECONDS):
             # the same ones twice: one of them may have gone, which is read a moment later
-            while len(connections) < processes - 1 or connections != before:
-                before = dict(connections)
+            while len(connections) < processes - 1 or connections != previous_connections:
+                previous_connections = dict(connections)
                 await asyncio.sleep(0.05)
     except TimeoutError:
         absent = sorted(set(range(1, processes)) - set(connections))
-        some = ", ".join(map(str, absent[:8]))
+        some = ", ".join(str(process) for process in absent[:8])  # of hundreds, one line
         raise ValueError(f"not started: process {some}") from None
     for writer in connections.values():
         writer.write(b"jgpt: go")
@@ -247,12 +247,13 @@ def _silence_gloo() -> None:
     """
     sys.stdout.flush()
     copy = os.dup(1)
-    line_buffered = 1
-    default = -1
+    buffering = -1  # the default
+    if os.isatty(copy):  # a line at a time, as Python's own on a terminal
+        buffering = 1
     sys.stdout = open(  # noqa: SIM115
         copy,
         "w",
-        buffering=line_buffered if os.isatty(copy) else default,
+        buffering=buffering,
         encoding=sys.stdout.encoding,
         errors=sys.stdout.errors,
     )
@@ -264,6 +265,7 @@ def gather(value: Any) -> list[Any]:
     """All processes' values, in order. All call this at the same point."""
     if process_count() == 1:
         return [value]
+    # as JSON in an array of bytes: JAX exchanges arrays alone, and nothing received is executed
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = process_allgather(np.int32(text.size))
     # all send arrays of one size, and few sizes are few compilations
@@ -284,8 +286,11 @@ def raise_in_all_processes() -> Iterator[None]:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         failure = error
     # those without an error take part too, or the others would wait for ever
-    failures = gather(None if failure is None else str(failure))
+    message = None
     if failure is not None:
+        message = str(failure)
+    failures = gather(message)
+    if failure is not None:  # of the class that callers know
         raise failure
     for index, message in enumerate(failures):
         if message is not None:
@@ -325,7 +330,9 @@ class Vote:
         own_devices = devices_of_processes()[process_index()]
         own_votes = np.full(own_devices, wanted, np.int32)
         votes = jax.make_array_from_process_local_data(one_for_each_device, own_votes)
-        before = self._pending
+        votes_before = self._pending
         # dispatched, and read at the next call, when it has long been computed
         self._pending = jax.jit(jnp.max, out_shardings=replicated)(votes)
-        return before is not None and bool(before)
+        if votes_before is None:  # the first call
+            return False
+        return bool(votes_before)

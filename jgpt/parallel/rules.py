@@ -43,7 +43,12 @@ def _name_and_units(dimension: Dimension) -> tuple[str | None, int | None]:
 
 def shards_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> int:
     """The number of shards of a dimension."""
-    return math.prod(mesh.shape[axis] for axis in axes_of(dimension, mesh))
+    return _product_of_sizes(axes_of(dimension, mesh), mesh)
+
+
+def _product_of_sizes(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
+    """The number of devices along some axes of a mesh."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def spec_of(
@@ -57,15 +62,17 @@ def spec_of(
     parts: list[tuple[str, ...] | None] = []
     for dimension, size in zip(dimensions, shape, strict=True):
         excluded = exclude
-        if len(shape) == 1 and dimension != "batch":
+        if len(shape) == 1 and dimension != "batch":  # biases and scales of norms
             excluded = "fsdp"
         axes = tuple(axis for axis in axes_of(dimension, mesh) if axis != excluded)
-        shards = math.prod(mesh.shape[axis] for axis in axes)
         _, units = _name_and_units(dimension)
         if units is None:
             units = size
-        is_sharded = axes and units % shards == 0
-        parts.append(axes if is_sharded else None)
+        # by all axes of a dimension, or by none of them
+        if axes and units % _product_of_sizes(axes, mesh) == 0:
+            parts.append(axes)
+        else:
+            parts.append(None)
     return PartitionSpec(*parts)
 
 
@@ -94,6 +101,7 @@ def split_batch(x: Any, parts: int) -> Any:
     rows = x.shape[0] // parts
     x = x.reshape(parts, rows, *x.shape[1:])
     unsharded = [None] * (x.ndim - 2)
+    # the second axis, so that all devices take part in each of the parts
     return shard_by_name(x, None, "batch", *unsharded)
 
 
@@ -168,7 +176,7 @@ def shardings(specs: Any) -> Any:
     """Specs as shardings over the devices of the mesh that is set, or on the default device."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        default = jnp.zeros(()).sharding
+        default = jnp.zeros(()).sharding  # as `jax.default_device` has it
         return jax.tree.map(lambda _: default, specs)
     return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 

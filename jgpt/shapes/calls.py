@@ -130,7 +130,7 @@ def call_watched(
     call = TypedCall(path, function, bound.arguments, hints)
 
     _note_program()
-    with _unwatched():  # what a watcher calls itself isn't heard
+    with _unwatched():  # or a watcher that calls typed functions would watch itself without end
         replacements = [watch(call) for watch in watches]
     for replace in replacements:
         if replace is not None and not callable(replace):
@@ -138,11 +138,12 @@ def call_watched(
                 f"a watch returns a function of the result, not {describe_value(replace)}"
             )
 
+    # calls inside have paths from here on
     with set_context(_PLACE, place_of_call):
         result = function(*bound.args, **bound.kwargs)
 
     with _unwatched():
-        for replace in reversed(replacements):
+        for replace in reversed(replacements):  # the inner watcher sees the result first
             if replace is not None:
                 result = replace(result)
     return result
@@ -216,9 +217,10 @@ def module_path_of(module: Any) -> _Place:
     if id(module) not in modules:
         # the outermost module, or a copy that a transformation made of one: its parts are new
         modules = dict(modules)
-        prefix = [current.path] if current.path else []
         for keys, part in nnx.iter_modules(module):
-            path = ".".join(map(str, [*prefix, *keys]))
-            modules[id(part)] = (path, part)
+            names = [str(key) for key in keys]
+            if current.path:
+                names.insert(0, current.path)
+            modules[id(part)] = (".".join(names), part)
     path, _ = modules[id(module)]
     return _Place(path, modules)

@@ -32,7 +32,10 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
         found: dict[str, Any] = {}
 
         def keep(path: str, result: Any) -> Any:
-            earlier_calls = sum(name.partition("[")[0] == path for name in found)
+            earlier_calls = 0
+            for name in found:
+                if name.partition("[")[0] == path:
+                    earlier_calls += 1
             if earlier_calls > 0:
                 path = f"{path}[{earlier_calls}]"
             found[path] = result
@@ -41,6 +44,7 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
         def keeping(path: str, _: Any) -> Callable[[Any], Any]:
             return functools.partial(keep, path)
 
+        # as a replacement that replaces nothing: a watcher alone is called before there is a result
         _call_watched(model, paths, keeping, *args, **kwargs)
         return found
 
@@ -56,6 +60,7 @@ def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
     context for each token, padded to `block_size` at its end. Raises ValueError for a path that
     nothing has.
     """
+    # what `generate` calls, and what an edited MLP or head lacks
     is_language_model = hasattr(model, "hidden") and hasattr(model, "logits")
     if is_language_model:
         return _EditedLanguageModel(model, edits)
@@ -119,6 +124,7 @@ class _EditedLanguageModel(_Edited):
         jax.eval_shape(whole_call, tokens)
 
     def _watch(self, call: TypedCall) -> Callable[[Any], Any] | None:
+        """The function of the first pattern that fits a call, to replace its result."""
         for pattern, function in self.edits:
             if _fits(pattern, call.path):
                 return function
@@ -139,12 +145,14 @@ def _call_watched(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the model, with `change(path, pattern)` of each result whose path has a pattern.
+    """Call the model with `args` and `kwargs`, and change results inside whose paths fit patterns.
 
-    A path has the first pattern that fits. Raises ValueError for a pattern that fits none.
+    `change(path, pattern)` returns the function of such a result that replaces it. A path has the
+    first pattern that fits. Raises ValueError for a pattern that fits no path.
     """
+    # `/` above: the model's own call may have arguments called `model` or `patterns`
     patterns = list(patterns)
-    paths: set[str] = set()
+    paths: set[str] = set()  # of all calls, for a suggestion
     used: set[str] = set()
 
     def watch(call: TypedCall) -> Callable[[Any], Any] | None:
@@ -157,6 +165,7 @@ def _call_watched(
 
     with watching(watch):
         result = _in_turn(model)(*args, **kwargs)
+    # known only now: which calls a model makes is decided while it runs
     for pattern in patterns:
         if pattern not in used:
             raise ValueError(f"no typed call has the path {pattern!r}{_suggestion(pattern, paths)}")

@@ -77,7 +77,7 @@ def check(value: Result, annotation: Any) -> Result:
         )
     reason = array_mismatch(annotation, value)
     if reason:
-        frame = sys._getframe(1)
+        frame = sys._getframe(1)  # the function that calls `check`
         name = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
         raise _error(f"{name}() computed a wrong intermediate", annotation, value, reason)
     return value
@@ -85,6 +85,7 @@ def check(value: Result, annotation: Any) -> Result:
 
 def host_record(kind: type[Record]) -> type[Record]:
     """Check a dataclass's fields against their annotations when it is made."""
+    # sizes are bound in the order of the fields: those of a record have to agree with each other
     kind.__init__ = typed(kind.__init__)
     return kind
 

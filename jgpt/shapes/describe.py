@@ -44,7 +44,8 @@ class _Repr(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         if is_shaped(x):
-            return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+            sizes = ",".join(str(size) for size in x.shape)
+            return f"{x.dtype}[{sizes}]"
         # the text of an object may be pages long, as that of a module with its weights is
         if type(x).__module__ != "builtins":
             return f"{type(x).__name__} object"
@@ -61,9 +62,15 @@ def describe_annotation(hint: Any) -> str:
     if hint is types.NoneType:
         return "None"
     text = str(hint)
-    if isinstance(hint, type):
+    if isinstance(hint, type):  # whose text is `<class 'int'>`
         text = hint.__name__
     # dots between quotes are the dimensions' (`{self.embed_dim}`), all others are of modules
     quoted_or_module = r"('[^']*')|\b(?:\w+\.)+(?=\w)"
-    text = re.sub(quoted_or_module, lambda match: match[1] or "", text)
-    return text.replace("'", '"')
+
+    def without_module(match: re.Match[str]) -> str:
+        quoted = match[1]
+        if quoted is None:
+            return ""
+        return quoted
+
+    return re.sub(quoted_or_module, without_module, text).replace("'", '"')

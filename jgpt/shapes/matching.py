@@ -52,14 +52,15 @@ def mismatch(hint: Any, value: Any) -> str:
 
 
 def _union_mismatch(hint: Any, value: Any) -> str:
-    first, *others = (part for part in get_args(hint) if part is not types.NoneType)
+    """The reason for `X | None`, which is most unions, and for those of several alternatives."""
+    alternatives = [part for part in get_args(hint) if part is not types.NoneType]
     matches = value is None
-    if others:
+    if len(alternatives) > 1:
         matches = is_bearable(_with_numbers(value), hint, conf=_BEARTYPE)
     if matches:
         return ""
     # of several alternatives, the first one is what the message speaks of
-    return mismatch(first, value)
+    return mismatch(alternatives[0], value)
 
 
 def _tuple_mismatch(hint: Any, value: Any) -> str:
@@ -80,6 +81,7 @@ def _other_mismatch(hint: Any, value: Any) -> str:
     except BeartypeCallHintViolation as violation:
         if is_shaped(value):  # beartype would print the numbers
             return f"an array is no {describe_annotation(hint)}"
+        # `Value 'a' violates type hint <class 'int'>, as str 'a' not instance of int`
         reason = str(violation).partition(", as ")[2].strip()
         return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
     return ""
@@ -93,14 +95,16 @@ def array_mismatch(hint: Any, value: Any) -> str:
     import jax
 
     reason = _jaxtyping_mismatch(hint, value)
-    dtype = hint.__name__.partition("[")[0]
+    dtype = hint.__name__.partition("[")[0]  # `Float` of `Float[Array, "batch time"]`
     advice = ""
     if dtype == "Key":
         advice = ": jax.random.key makes one"
 
+    # A wrong dtype, or a wrong shape. jaxtyping lists every dtype that a `Float` may have.
     if "array type" not in reason:
         return re.sub(", not .* as expected.*", f", which is no {dtype}{advice}", reason)
 
+    # no array at all, or one of another library: jaxtyping names classes, such as `ArrayImpl`
     library = "JAX"
     function = "jnp.asarray"
     if hint.array_type is np.ndarray:
@@ -109,10 +113,10 @@ def array_mismatch(hint: Any, value: Any) -> str:
     can_be_converted = is_shaped(value) or isinstance(value, (list, tuple, int, float))
     if can_be_converted and not advice:
         advice = f": {function} makes one"
-    what = type(value).__name__
-    if isinstance(value, jax.Array):  # its class is `ArrayImpl` or a tracer's
-        what = "a JAX array"
-    return f"{what} is not a {library} array{advice}"
+    kind = type(value).__name__
+    if isinstance(value, jax.Array):
+        kind = "a JAX array"
+    return f"{kind} is not a {library} array{advice}"
 
 
 def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
@@ -144,7 +148,7 @@ def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
     """
     quoted = " ".join(re.findall(r'"([^"]*)"', annotation))
     dimensions = re.findall(r"\{[^}]*\}|\w+", quoted)
-    for dimension in dict.fromkeys(dimensions):
+    for dimension in dict.fromkeys(dimensions):  # each once, in the order of the text
         # a name may be bound as one dimension or as several
         for pattern in (dimension, f"*{dimension}"):
             with contextlib.suppress(Exception):  # a brace that can't be evaluated is the reason
@@ -183,10 +187,12 @@ def _tree_mismatch(hint: Any, tree: Any) -> str:
 
     if tree is None:
         return ""
+    # the first tree of a name binds its structure, as the first array of a name binds its size
     if hint.structure is not None and not isinstance(tree, PyTree[Any, hint.structure]):
         return "its structure is not that of the tree it must match"
     has_own_sizes = "?" in str(hint.leaftype)
     for index, leaf in enumerate(jax.tree.leaves(tree)):
+        # the same for the same leaf of each tree of this name, such as weights and gradients
         suffix = f"_{hint.structure}{index}"
         leaf_hint = hint.leaftype
         if has_own_sizes:
@@ -202,6 +208,7 @@ def _tree_mismatch(hint: Any, tree: Any) -> str:
     return ""
 
 
+# jaxtyping makes a class for each text of dimensions
 @functools.cache
 def _leaf_annotation(hint: Any, suffix: str) -> Any:
     """An array annotation for one leaf: `?size` becomes `size_LEAF`."""
@@ -213,9 +220,9 @@ def _leaf_annotation(hint: Any, suffix: str) -> Any:
 
 
 def _with_numbers(value: Any) -> Any:
-    """The value with an integer in place of each symbolic size."""
-    if type(value) is tuple:
-        return tuple(map(_with_numbers, value))
+    """The value with an integer in place of each symbolic size, which beartype takes for none."""
+    if type(value) is tuple:  # not a subclass, whose constructor may be another
+        return tuple(_with_numbers(item) for item in value)
     if _is_symbolic(value):
         return 1
     return value

@@ -54,7 +54,10 @@ class _Open(BaseException):
 
 
 class _Scale(float):
-    """A power or a quotient of open sizes: it scales numbers, and what it would decide is open."""
+    """A power or a quotient of open sizes: it scales numbers, and what it would decide is open.
+
+    Its value as a float is 1 and means nothing: values are not computed in a proof.
+    """
 
     def _decides(self, *_: Any) -> Any:
         raise _Open("a power or a quotient of a size decides a shape or a branch")
@@ -135,7 +138,7 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
         outcome = _try_case(function, parsed, names, constraints)
         if isinstance(outcome, Case):
             cases.append(outcome)
-        else:
+        else:  # split: no sizes of the case are left out, for its parts are all of them
             # the last is taken first, so that cases are listed in the order of their text
             todo += [(*constraints, part) for part in reversed(outcome)]
     return Proof(tuple(cases))
@@ -300,12 +303,13 @@ def _patched_arithmetic() -> list[_Patch]:
             return _Scale(1)
         return divide_into(self, dividend)
 
+    # a size times a quotient of sizes is no size any more: what it decides stays open
     def times(self: Any, factor: Any) -> Any:
         if isinstance(factor, _Scale):
             return factor
         return multiply(self, factor)
 
-    def times_into(self: Any, factor: Any) -> Any:
+    def times_into(self: Any, factor: Any) -> Any:  # `factor * self`
         if isinstance(factor, _Scale):
             return factor
         return multiply_into(self, factor)
@@ -390,7 +394,9 @@ def _a_library_asks() -> bool:
 
 def _describe_error(error: BaseException) -> str:
     """An error in one line, with the last place in the program that is proven."""
-    lines = str(error).splitlines() or [type(error).__name__]
+    lines = str(error).splitlines()
+    if not lines:
+        lines = [type(error).__name__]
     text = lines[0]
     # of the four lines of a typed call's error, the last is the reason
     if isinstance(error, TypeError) and len(lines) > 1:

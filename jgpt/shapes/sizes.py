@@ -23,14 +23,20 @@ _NAME = r"[A-Za-z_]\w*"
 
 def parse_array(array: str) -> tuple[Any, str]:
     """The dtype and the dimensions in a text such as `float32[b t 8]`."""
+    problem = ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
     found = re.fullmatch(r"(\w+)\[([^\],]*)\]", array.strip())
+    if found is None:
+        raise problem
+    try:
+        dtype = jnp.dtype(found[1])
+        sizes = make_shape(found[2], jax.export.SymbolicScope())
     # an unknown dtype is a TypeError, an expression that JAX can't read a ValueError
-    with contextlib.suppress(TypeError, ValueError):
-        if found:
-            sizes = make_shape(found[2], jax.export.SymbolicScope())
-            if all(isinstance(size, Size) or size >= 0 for size in sizes):
-                return jnp.dtype(found[1]), found[2]
-    raise ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
+    except (TypeError, ValueError):
+        raise problem from None
+    for size in sizes:
+        if not isinstance(size, Size) and size < 0:
+            raise problem
+    return dtype, found[2]
 
 
 def make_shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:
@@ -41,7 +47,7 @@ def make_shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any
 
 def names_in(text: str) -> list[str]:
     """The sizes that a text names, not functions."""
-    functions = ("max", "min", *SIZE_FUNCTIONS)
+    functions = ("max", "min", *SIZE_FUNCTIONS)  # all that JAX's text of a size may call
     return [name for name in re.findall(_NAME, text) if name not in functions]
 
 
@@ -62,7 +68,7 @@ def rename_for_jax(text: str) -> str:
 
 
 def restore_names(text: str) -> str:
-    """Undo `rename_for_jax`, in messages."""
+    """Undo `rename_for_jax`, in messages: the user's own names."""
     return re.sub(r"\b(\w+?)_symbol\b", r"\1", text)
 
 
@@ -88,12 +94,14 @@ def require_readable(where: tuple[str, ...], names: list[str]) -> None:
 
 def _is_never_met(constraint: str, scope: jax.export.SymbolicScope) -> bool:
     """Whether JAX knows that a constraint holds for no sizes of a scope."""
-    low, comparison, high = _sides(constraint, scope)
-    with contextlib.suppress(InconclusiveDimensionOperation):
+    left, comparison, right = _sides(constraint, scope)
+    try:
         if comparison == "<=":
-            return (low > high) is True
-        return (low < high) is True
-    return False
+            return (left > right) is True
+        # for `>=`, and for one of the two ways in which the sides of `==` differ
+        return (left < right) is True
+    except InconclusiveDimensionOperation:  # it holds for some sizes and not for others
+        return False
 
 
 def make_scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
@@ -114,26 +122,29 @@ def make_scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
         if are_fixed and not _holds(constraint, numbers):
             raise ValueError("unsatisfiable")
     # sizes that are numbers first: JAX puts them into what comes later
-    return jax.export.SymbolicScope(list(map(rename_for_jax, [*fixing, *others])))
+    return jax.export.SymbolicScope([rename_for_jax(text) for text in fixing + others])
 
 
 def _holds(constraint: str, numbers: dict[str, int]) -> bool:
     """Whether a constraint holds for sizes that are numbers."""
     left, comparison, right = _sides(constraint, jax.export.SymbolicScope())
     values = {rename_for_jax(name): number for name, number in numbers.items()}
-    return COMPARISONS[comparison](_evaluate(left, values), _evaluate(right, values))
+    compare = COMPARISONS[comparison]
+    return compare(_evaluate(left, values), _evaluate(right, values))
 
 
 def _evaluate(size: Any, values: dict[str, int]) -> int:
+    if not isinstance(size, Size):
+        return size
     # not public: in a scope where `b == 1`, JAX leaves `mod(1, 8)` as it is. A test says what broke
     # if JAX changes the method
-    return size._evaluate(values) if isinstance(size, Size) else size
+    return size._evaluate(values)
 
 
 def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, Any]:
     """The two sides of a constraint as sizes, and the comparison between them."""
     left, comparison, right = re.split("(==|>=|<=)", constraint)
-    # a shape of two dimensions, which spaces separate
+    # JAX reads shapes, not sizes: so the sides are one of two dimensions, which a space separates
     dimensions = f"{left.replace(' ', '')} {right.replace(' ', '')}"
     left_size, right_size = make_shape(dimensions, scope)
     return left_size, comparison, right_size
@@ -144,6 +155,7 @@ def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, 
 
 def is_open(size: Any) -> bool:
     """Whether a size may be 0 and may be something else."""
+    # it isn't 0 if JAX knows it to be above 0 or below 0, and raises an error if it doesn't know
     for signed in (size, -size):
         with contextlib.suppress(InconclusiveDimensionOperation):
             if (signed >= 1) is True:
@@ -162,6 +174,7 @@ def split_question(question: str) -> list[str]:
     if comparison == "==" and difference and right.isdigit():
         left = difference[1]
         right = str(int(right) + int(difference[2]))
+    # sizes are integers: what isn't `t <= 8` is `t >= 9`
     less = f"{left} <= {right} - 1"
     more = f"{left} >= {right} + 1"
     if right.isdigit():

@@ -44,7 +44,10 @@ class Shape:
             return self.dtype
         sizes = []
         for name, size in self.dimensions:
-            sizes.append(f"{name}={size}" if name else str(size))
+            if name:
+                sizes.append(f"{name}={size}")
+            else:
+                sizes.append(str(size))
         return f"{self.dtype}[{' '.join(sizes)}]"
 
 
@@ -84,8 +87,9 @@ class ShapeTrace:
         if depth is not None and level >= depth:
             return rows
         # a module's calls are named from it on; a function has no path of its own
-        is_module = self.path == self.name
-        path_inside = self.path if is_module else path
+        path_inside = path
+        if self.path == self.name:
+            path_inside = self.path
         for call, names_alike in _without_repetition(self.calls):
             rows += call._rows(level + 1, depth, path_inside)
             if names_alike:
@@ -157,7 +161,7 @@ def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Shap
     found: list[ShapeTrace] = []
 
     def ignore(*_: Any) -> None:
-        pass
+        """`on_call` is for pictures, which draw the values."""
 
     def trace(*args: Any, **kwargs: Any) -> None:
         found.append(trace_calls(function, ignore, *args, **kwargs))
@@ -194,12 +198,13 @@ def trace_calls(
             was_in_module = in_module.pop()
             caller = stack[-1]
             calls_modules = any(inner.path == inner.name for inner in traced.calls)
+            # such as `hidden`, which would show each block one level deeper than in the code
             passes_on = was_in_module and not is_module and calls_modules
             # the call of a base class: the module's own is in the tree
             is_super = is_module and len(stack) > 1 and caller.name == traced.name
             is_private = not is_module and name.startswith("_")
             if passes_on or is_super or is_private or not traced.results:
-                caller.calls += traced.calls
+                caller.calls += traced.calls  # what is inside takes its place
             else:
                 caller.calls.append(traced)
                 on_call(traced, call, result)
@@ -257,8 +262,9 @@ def _shapes_of_array(annotation: Any, value: Any) -> list[Shape]:
         dtype = "key"
     dimensions = []
     for name, sizes in by_dimension(annotation, value.shape):
-        # the sizes of `*batch` share a name that is none of theirs
-        plain_name = _plain(name) if len(sizes) == 1 else ""
+        plain_name = ""  # the sizes of `*batch` share a name that is none of theirs
+        if len(sizes) == 1:
+            plain_name = _plain(name)
         for size in sizes:
             dimensions.append((plain_name, size))
     return [Shape(dtype, tuple(dimensions))]
