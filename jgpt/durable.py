@@ -20,6 +20,7 @@ else:
     import fcntl
 
 _LARGEST_TEXT = 1 << 28
+# never through a link, never waiting for the other end of a pipe, and bytes as they are on Windows
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _PRIVATE = 0o700
 _WRITABLE_BY_OTHERS = 0o022
@@ -36,14 +37,18 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
     another process fills it, and OSError for a directory to continue that is not this user's.
     """
     taken = FileExistsError(f"{path} already exists: choose another directory")
-    empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
-    if os.path.lexists(path) and not empty:
+    is_empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    if os.path.lexists(path) and not is_empty:
         raise taken
     make_directory(path.parent)
     _delete_abandoned(path, content)
-    partial = path.with_name(f"{path.name}.{content}.partial") if content else _partial(path)
+    if content:
+        partial = path.with_name(f"{path.name}.{content}.partial")
+    else:
+        partial = _partial(path)
     lock = partial.with_suffix(".lock")
-    interrupted = foreign = False
+    is_to_continue = False
+    is_foreign = False
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(lock, path))
@@ -58,6 +63,8 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
                 sync_directory(path.parent)  # what is kept of it survives a power cut, too
             made = os.lstat(partial)
             yield partial
+            # The order is the promise: files, then the directory, then its name. After a power cut
+            # there is no name, or a name with all that was written.
             sync_below(partial)
             if not os.path.samestat(made, os.lstat(partial)):
                 raise OSError(f"{partial} was replaced while it was written")
@@ -66,10 +73,10 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
             os.replace(partial, path)
             sync_directory(path.parent)
         except KeyboardInterrupt:
-            interrupted = content is not None
+            is_to_continue = content is not None
             raise
         except ForeignDirectory:
-            foreign = True
+            is_foreign = True
             raise
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
@@ -78,9 +85,9 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
                 raise _unwritten(path, error) from error
             raise
         finally:
-            if not interrupted and not foreign:
+            if not is_to_continue and not is_foreign:
                 shutil.rmtree(partial, ignore_errors=True)
-            if not interrupted:  # the lock of what is kept tells later that it is ours
+            if not is_to_continue:  # the lock of what is kept tells later that it is ours
                 with contextlib.suppress(OSError):  # Windows keeps what is open
                     lock.unlink(missing_ok=True)
 
@@ -164,9 +171,10 @@ def _is_own(path: Path) -> bool:
 
 def write_file(path: Path, data: str | bytes) -> None:
     """Write a file, or replace it: a crash leaves the old one or the new one."""
-    data = data.encode() if isinstance(data, str) else data
-    given = path
-    path = path.resolve()
+    if isinstance(data, str):
+        data = data.encode()
+    named_path = path  # for messages: the user's words
+    path = path.resolve()  # a link stays one, and what it leads to is replaced
     if path.exists() and not path.is_file():  # a pipe or a device has to stay what it is
         path.write_bytes(data)
         return
@@ -179,14 +187,15 @@ def write_file(path: Path, data: str | bytes) -> None:
         os.replace(partial, path)
         sync_directory(path.parent)
     except OSError as error:
-        raise _unwritten(given, error) from error
+        raise _unwritten(named_path, error) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def read_file(path: Path) -> str:
     """The text of a small file, as configs are. Raises ValueError for a large one."""
-    if (size := path.stat().st_size) > _LARGEST_TEXT:
+    size = path.stat().st_size
+    if size > _LARGEST_TEXT:  # such as a device or a forged file, which would fill the memory
         raise ValueError(f"it has {size:,} bytes")
     return path.read_text(encoding="utf-8-sig")  # an editor may have added a mark
 
@@ -218,13 +227,14 @@ def append(path: Path, data: bytes, *, durable: bool = False) -> None:
     with own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
         size = os.fstat(descriptor).st_size
         try:
-            while data:
-                data = data[os.write(descriptor, data) :]
+            while data:  # a nearly full disk takes a part
+                written = os.write(descriptor, data)
+                data = data[written:]
             if durable:
                 os.fsync(descriptor)
                 sync_directory(path.parent)
         except OSError as error:
-            os.truncate(descriptor, size)
+            os.truncate(descriptor, size)  # or a line cut off would be damage at the next start
             raise _unwritten(path, error) from error
 
 
@@ -239,6 +249,7 @@ def own_file(path: Path, flags: int) -> Iterator[int]:
             raise foreign from None
         raise
     try:
+        # of what was opened, and not of the name, which may be another file's by now
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise foreign
@@ -290,13 +301,13 @@ def locked(lock: Path, path: Path) -> Iterator[Lock]:
     while True:
         with own_file(lock, os.O_RDWR | os.O_CREAT) as descriptor:
             _take_lock(descriptor, path)
-            held = Lock(lock, path, descriptor)
-            if not held.is_in_place():
+            taken_lock = Lock(lock, path, descriptor)
+            if not taken_lock.is_in_place():
                 continue  # the process that held it has just deleted it
             with contextlib.suppress(OSError):  # a full disk: the lock holds without a number
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"{os.getpid()}\n".encode())
-            yield held
+            yield taken_lock
             return
 
 
@@ -312,20 +323,21 @@ def _take_lock(descriptor: int, path: Path) -> None:
                 f"{path} can't be locked against other processes ({error.strerror}): choose a "
                 "directory on another file system"
             ) from None
-        holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
-        # the holder may not have written its number yet
-        by = f"process {holder}" if holder else "another process"
+        holder = "another process"
+        number = os.read(descriptor, 20).decode("ascii", "replace").strip()
+        if number:  # the holder may not have written it yet
+            holder = f"process {number}"
         raise BlockingIOError(
-            f"{path} is in use by {by}: wait for it, or choose another directory"
+            f"{path} is in use by {holder}: wait for it, or choose another directory"
         ) from None
 
 
 def make_directory(path: Path) -> None:
     """Make a directory and its missing parents."""
-    new = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for each in reversed(new):
-        sync_directory(each.parent)
+    for directory in reversed(missing):  # the outermost first
+        sync_directory(directory.parent)
 
 
 def sync_below(directory: Path) -> None:
@@ -359,6 +371,7 @@ def printable(text: str) -> str:
 
 
 def _partial(path: Path) -> Path:
+    """A name beside a path that nobody else computes: a rename within one folder is atomic."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
 
 
