@@ -57,7 +57,8 @@ class Chat:
         self._system: list[_Turn] = []
         if system is not None:
             self._system = [self._pieces("system", system)]
-        self._tokens([*self._system, self._pieces("user", "")])  # raises for what can't be encoded
+        # raises for what can't be encoded, before the first message is written
+        self._tokens([*self._system, self._pieces("user", "")])
         self._turns: list[_Turn] = []
 
     def reply(self, message: str) -> tuple[int, Generator[str, None, None]]:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,11 +76,7 @@ def stream(
     if isinstance(key, nnx.Rngs):
         key = key()
     prompt = jnp.asarray(prompt)
-    arrays = jax.tree.leaves((weights, prompt, key, jax.device_put(0)))  # under jit all are traced
-    if any(isinstance(array, Tracer) for array in arrays):
-        raise ValueError(
-            "generate can't be called under jit, vmap or grad: its loop is compiled already"
-        )
+    _require_no_trace((weights, prompt, key))
     _require_valid(prompt, lengths, max_new_tokens, model.vocab_size)
 
     size = model.block_size
@@ -89,11 +86,7 @@ def stream(
     window, length, cache = _prefill(
         weights, window, length, graph=graph, width=width, capacity=capacity
     )
-    # Learned positions shift with the context, so that nothing in a cache stays true. A full
-    # context is good for one more token before that.
-    recomputes = not isinstance(model, CachedLanguageModel) or (
-        not model.supports_rolling_cache and prompt.shape[1] + max_new_tokens > size + 1
-    )
+    recomputes = _must_recompute(model, prompt.shape[1] + max_new_tokens)
     draw = functools.partial(_compiled_draw, graph=graph, recomputes=recomputes)
     # as arrays of one dtype: Python's int and float would each have a program
     sampling = jax.tree.map(jnp.float32, sampling)
@@ -106,19 +99,50 @@ def stream(
             )
             yield drawn, finite, count
 
-    def read_calls(calls):
-        call = next(calls, None)
-        while call is not None:
-            drawn, finite, count = call
-            # the next one is dispatched before this one is waited for: the device is never idle
-            call = next(calls, None)
-            if not finite:
-                raise FloatingPointError(
-                    "the model's logits are not finite: its weights have diverged or are damaged"
-                )
-            yield np.asarray(drawn)[:, :count]
+    return _read_calls(dispatch_calls(window, length, cache))
 
-    return read_calls(dispatch_calls(window, length, cache))
+
+def _read_calls(calls: Iterator[tuple[Any, Any, int]]) -> Iterator[np.ndarray]:
+    """The tokens of calls of the decode loop, which are dispatched one ahead.
+
+    JAX returns from a call before it is computed. While the host waits for the tokens of one call,
+    and decodes them, the device computes the next: it is never idle.
+    """
+    call = next(calls, None)
+    while call is not None:
+        drawn, is_finite, count = call
+        call = next(calls, None)  # dispatched before the wait, which is in the next line
+        if not is_finite:
+            raise FloatingPointError(
+                "the model's logits are not finite: its weights have diverged or are damaged"
+            )
+        yield np.asarray(drawn)[:, :count]
+
+
+def _must_recompute(model: LanguageModel, tokens: int) -> bool:
+    """Whether some token of so many needs the whole context computed anew, without the cache.
+
+    Learned positions shift with the context, so that nothing in a cache stays true. A full context
+    is good for one more token before that. Rotary positions are relative: a cache of theirs rolls.
+    """
+    if not isinstance(model, CachedLanguageModel):
+        return True
+    if model.supports_rolling_cache:
+        return False
+    return tokens > model.block_size + 1
+
+
+def _require_no_trace(arrays: Any) -> None:
+    """Raise ValueError under jit, vmap and grad, where some array is a tracer.
+
+    Under jit the model and the prompt may be constants, but an array that is made there is not.
+    """
+    made_here = jax.device_put(0)
+    for array in jax.tree.leaves((arrays, made_here)):
+        if isinstance(array, Tracer):
+            raise ValueError(
+                "generate can't be called under jit, vmap or grad: its loop is compiled already"
+            )
 
 
 @typed
@@ -195,14 +219,19 @@ def _prefill(
     batch, size = window.shape
     if not isinstance(model, CachedLanguageModel):
         return window, length, KVCache((), batch=batch)
+    prefill_capacity = width
+    if width == 0:  # prompts of one token, with which the decode loop starts
+        prefill_capacity = capacity
     # as large as the prompt: attention over a cache that is full skips the keys after each query
-    cache = model.empty_cache(batch, width or capacity)
+    cache = model.empty_cache(batch, prefill_capacity)
     cache.set_lengths(length - 1 - width)  # negative: the number of slots of padding
-    if width:
-        tokens = jnp.pad(window, ((0, 0), (1, 0)))[:, size - width : size]  # batch width
-        model.hidden(tokens, cache=cache)
-        for layer in cache.layers:
-            layer.grow(capacity)
+    if width == 0:
+        return window, length, cache
+    # With a column of padding, the slice ends before the last token also if `width` is a block.
+    tokens = jnp.pad(window, ((0, 0), (1, 0)))[:, size - width : size]  # batch width
+    model.hidden(tokens, cache=cache)
+    for layer in cache.layers:
+        layer.grow(capacity)
     return window, length, cache
 
 
@@ -226,7 +255,12 @@ def _draw(
     Int[Array, f"batch {TOKENS_PER_CALL}"],
     Bool[Array, ""],
 ]:
-    """Sample `count` tokens. Rows of `window` are left-padded."""
+    """Sample `count` tokens. Rows of `window` are left-padded.
+
+    `count` and `start` are traced: calls of all lengths are one program, whose result has room for
+    `TOKENS_PER_CALL`. Returns the window, the lengths and the cache after them, the tokens, and
+    whether all logits were finite.
+    """
     model = nnx.merge(graph, weights)
     batch, size = window.shape
 
@@ -236,7 +270,7 @@ def _draw(
             tokens = jax.vmap(jnp.roll)(window, known)
             hidden = model.hidden(tokens)
             return jnp.take_along_axis(hidden, known[:, None, None] - 1, axis=1)
-        if whole_window:
+        if whole_window:  # learned positions that have shifted
             empty = model.empty_cache(batch)
             empty.set_lengths(known - size)
             return model.hidden(window, cache=empty)[:, -1:]
@@ -249,6 +283,7 @@ def _draw(
         logits = model.logits(x)[:, 0]  # batch vocab
         # by the number of the token, so that calls of any length draw the same
         token = next_token(logits, jax.random.fold_in(key, start + i), sampling)
+        # rows end together: one shift of the window appends the token to all of them
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
         drawn = drawn.at[:, i].set(token)
         # a compiled loop can't raise: the host reads it with the tokens
@@ -265,6 +300,8 @@ def _draw(
         # a full context is good for one more token from the cache; then learned positions shift
         from_cache = jnp.clip(size + 1 - length.max(), 0, count)
     carry = jax.lax.fori_loop(0, from_cache, functools.partial(step, False), carry)
+    # Two loops and not a condition in one: `recomputes` is static, and a program for a text that
+    # fits into the block has no second pass over the model.
     if recomputes:
         carry = jax.lax.fori_loop(from_cache, count, functools.partial(step, True), carry)
     window, cache, drawn, finite = carry

@@ -46,6 +46,7 @@ def next_token(
     (Nguyen et al. 2024, section 3). Temperature 0 is greedy. Of equally likely tokens, `top_k`,
     `top_p` and temperature 0 prefer those of the lowest index.
     """
+    # bfloat16 has too few digits for probabilities; float64 stays
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     draw = functools.partial(_sample, key=key, sampling=sampling)
     # below the smallest normal number, division overflows
@@ -64,35 +65,41 @@ def _sample(
     logits: Float[Array, "batch vocab"], key: Key[Array, ""], sampling: Sampling
 ) -> Int[Array, " batch"]:
     # shifted to a maximum of 0, logits can't overflow at any temperature
-    logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
+    highest = logits.max(axis=-1, keepdims=True)  # batch 1
+    logits = (logits - highest) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits = _keep_top_k(logits, sampling.top_k)
     if sampling.top_p is not None:
         logits = _keep_nucleus(logits, sampling.top_p)
     if sampling.min_p is not None:
-        # a fraction of the highest probability, whose logit is 0
-        logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)
-    return _draw_by_weight(jnp.exp(logits), key)
+        # a fraction of the highest probability, whose logit is 0: no softmax is needed
+        is_unlikely = logits < jnp.log(sampling.min_p)
+        logits = jnp.where(is_unlikely, -jnp.inf, logits)
+    # weights, not probabilities: the draw divides by their sum
+    weights = jnp.exp(logits)
+    return _draw_by_weight(weights, key)
 
 
 @typed
 def _keep_top_k(logits: Float[Array, "batch vocab"], top_k: int) -> Float[Array, "batch vocab"]:
     largest, _ = jax.lax.top_k(logits, top_k)  # batch top_k, descending
     count = jnp.full(logits.shape[0], top_k)
-    return _keep_largest(logits, largest[:, -1], count)
+    smallest_kept = largest[:, -1]  # batch
+    return _keep_largest(logits, smallest_kept, count)
 
 
 @typed
 def _keep_nucleus(
     logits: Float[Array, "batch vocab"], top_p: Float[Array, ""] | float
 ) -> Float[Array, "batch vocab"]:
-    descending = jnp.sort(logits, axis=-1)[:, ::-1]
-    cumulative = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1)  # batch vocab
+    descending = jnp.sort(logits, axis=-1)[:, ::-1]  # batch vocab
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    cumulative = jnp.cumsum(probabilities, axis=-1)  # batch vocab
     # A token is in the nucleus while those before it fall short of `top_p`. Their sum is read
     # off the cumulative one: `cumulative - probability` rounds, and 0.9 - 0.1 is below 0.8.
     count = 1 + (cumulative[:, :-1] < top_p).sum(axis=-1)  # batch
-    smallest = jnp.take_along_axis(descending, count[:, None] - 1, axis=-1)[:, 0]
-    return _keep_largest(logits, smallest, count)
+    smallest_kept = jnp.take_along_axis(descending, count[:, None] - 1, axis=-1)[:, 0]  # batch
+    return _keep_largest(logits, smallest_kept, count)
 
 
 @typed
@@ -107,12 +114,13 @@ def _draw_by_weight(
     batch, vocab = weights.shape
     block_size = math.isqrt(vocab)  # as many blocks as tokens in each: both sums are short
     num_blocks = -(-vocab // block_size)
+    # the padding has weight 0, and is never drawn
     padded = jnp.pad(weights, ((0, 0), (0, num_blocks * block_size - vocab)))
     blocks = padded.reshape(batch, num_blocks, block_size)
     uniform = jax.random.uniform(key, (batch, 2), weights.dtype)
     block = _inverse_transform(blocks.sum(axis=-1), uniform[:, 0])  # batch
-    chosen_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * block_size + _inverse_transform(chosen_block, uniform[:, 1])
+    weights_in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * block_size + _inverse_transform(weights_in_block, uniform[:, 1])
 
 
 @typed
@@ -126,9 +134,9 @@ def _keep_largest(
     A threshold alone would keep every tie, and bfloat16 makes many. Of ties the first are kept:
     counting them takes a tenth of the time of a sort that also moves indices.
     """
-    larger = logits > smallest[:, None]
+    larger = logits > smallest[:, None]  # batch vocab
     ties = logits == smallest[:, None]
-    room = count - larger.sum(axis=-1)
+    room = count - larger.sum(axis=-1)  # batch: so many ties are kept
     first_ties = ties & (jnp.cumsum(ties, axis=-1) <= room[:, None])
     return jnp.where(larger | first_ties, logits, -jnp.inf)
 
@@ -138,7 +146,8 @@ def _inverse_transform(
     weights: Float[Array, "batch choices"], uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
     """A choice for each row, by weight, from a number in [0, 1); never one of weight 0."""
-    # partial sums may round, so weight 0 is not seen in them
+    # partial sums may round, so weight 0 is not seen in them: it gets a sum that is never reached
     total = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)
+    # in (0, 1], and times the last sum: the largest number still reaches the last choice
     reached = total >= (1 - uniform[:, None]) * total.max(axis=-1, keepdims=True)
-    return jnp.argmax(reached, axis=-1).astype(jnp.int32)
+    return jnp.argmax(reached, axis=-1).astype(jnp.int32)  # the first that is reached

@@ -29,7 +29,10 @@ def generate_text(
     stop: str | tuple[str, ...] = (),
     **sampling: Any,
 ) -> Texts:
-    """The continuations that `stream_text` streams, whole."""
+    """The continuations of prompts, or of one prompt: what `stream_text` streams, whole.
+
+    Arguments and errors are those of `stream_text`.
+    """
     pieces: Any = stream_text(
         model, tokenizer, prompts, max_new_tokens, key=key, stop=stop, **sampling
     )
@@ -58,7 +61,9 @@ def stream_text(
     Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
     encode, or an invalid sampling parameter.
     """
-    texts = (prompts,) if isinstance(prompts, str) else prompts
+    texts = prompts
+    if isinstance(prompts, str):
+        texts = (prompts,)
     if not texts:
         raise ValueError("prompts is empty: give at least one, which may be an empty string")
     if isinstance(stop, str):
@@ -70,20 +75,15 @@ def stream_text(
     rows = []
     contexts = []
     for text in texts:
-        if text:
-            row = tokenizer.encode(text)
-            context = row[len(tokenizer.begin) :].tolist()
-        else:
-            row = default_prompt(tokenizer)
-            context = []  # what stands for an empty prompt is no part of the text
+        row, context = _encode_prompt(tokenizer, text)
         rows.append(row)
-        contexts.append(tuple(context))
+        contexts.append(context)
     lengths = np.array([len(row) for row in rows])
-    padded = [np.pad(row, (0, lengths.max() - len(row))) for row in rows]
+    prompt = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows])
     pieces: Any = stream_continuations(
         model,
         tokenizer,
-        np.stack(padded),
+        prompt,
         lengths,
         max_new_tokens,
         Sampling(**sampling),
@@ -94,6 +94,16 @@ def stream_text(
     if isinstance(prompts, str):
         return (text for (text,) in pieces)
     return pieces
+
+
+def _encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The tokens that the model continues, and those of the text that the continuation follows."""
+    if text:
+        tokens = tokenizer.encode(text)
+        # tokens that begin a text are none of its characters
+        return tokens, tuple(tokens[len(tokenizer.begin) :].tolist())
+    # what stands for an empty prompt is no part of the text
+    return default_prompt(tokenizer), ()
 
 
 @typed
@@ -144,8 +154,9 @@ def default_prompt(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
         newline = tokenizer.encode("\n")
     except ValueError:
         return first_token
-    # a tokenizer of words leaves out what is between them
-    return newline if len(newline) else first_token
+    if len(newline) == 0:  # a tokenizer of words leaves out what is between them
+        return first_token
+    return newline
 
 
 MOST_PENDING = 2 * TOKENS_PER_CALL
@@ -185,10 +196,10 @@ class _Detokenizer:
         if self.ended:
             return ""
         self._unwritten += self._new_text(tokens.tolist(), final)
-        places = [self._unwritten.find(stop) for stop in self._stop if stop in self._unwritten]
-        if places:  # the first in the text, and not in the order in which they are listed
+        stops = [self._unwritten.find(stop) for stop in self._stop if stop in self._unwritten]
+        if stops:
             self.ended = True
-            end = min(places)
+            end = min(stops)  # the first in the text, whichever is listed first
         elif final:
             end = len(self._unwritten)
         else:
@@ -200,10 +211,14 @@ class _Detokenizer:
     def _new_text(self, tokens: list[int], final: bool) -> str:
         """The text of tokens and of those that waited, but for an incomplete character."""
         self._pending.extend(tokens)
-        count = len(self._pending) if final else self._count_complete()
+        if final:
+            count = len(self._pending)
+        else:
+            count = self._count_complete()
         if count == 0:
             return ""
         complete = self._pending[:count]
+        # the difference of two decodings: the tokens alone might lose the space before a word
         text = self._tokenizer.decode(self._context + complete)
         new_text = text[self._context_length :]
         self._set_context(complete)
@@ -228,7 +243,7 @@ class _Detokenizer:
         # a whole stop string was looked for before: all but its last character may be there
         first = max(0, len(self._unwritten) - (longest - 1))
         for place in range(first, len(self._unwritten)):
-            rest = self._unwritten[place:]
-            if any(stop.startswith(rest) for stop in self._stop):
+            possible_beginning = self._unwritten[place:]
+            if any(stop.startswith(possible_beginning) for stop in self._stop):
                 return place
         return len(self._unwritten)
