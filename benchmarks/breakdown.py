@@ -79,7 +79,8 @@ def step(config: str) -> Figures:
     """Milliseconds a step, by kind, of a TrainConfig as JSON."""
     import jax
 
-    from jgpt.config import TrainConfig, from_json
+    from jgpt.config import TrainConfig
+    from jgpt.fields import from_json
     from jgpt.hardware import current_platform
     from jgpt.nn.precision import run_for_platform
 

@@ -35,8 +35,8 @@ from runner import (
 from stepping import variant
 from texts import write_code
 
-from jgpt.config import to_json
 from jgpt.data.corpus import shakespeare_file
+from jgpt.fields import to_json
 from jgpt.presets import PRESETS, preset
 
 SETTING = preset("nanogpt-cpu")

@@ -21,7 +21,7 @@ TakeSteps = Callable[[int], float]
 
 
 def variant(name: str, config: Any, **options: Any) -> Variant:
-    from jgpt.config import to_json
+    from jgpt.fields import to_json
 
     return Variant(name, call("stepping", "step", config=to_json(config), **options))
 
@@ -103,7 +103,8 @@ def step(
     `config` is a TrainConfig as JSON: model, batch and optimizer of jgpt, or of nanoGPT where there
     is a checkout of it, with torch.compile or without.
     """
-    from jgpt.config import TrainConfig, from_json
+    from jgpt.config import TrainConfig
+    from jgpt.fields import from_json
     from jgpt.hardware import peak_flops
     from jgpt.nn.costs import flops_per_token
 

@@ -1,29 +1,29 @@
-"""Configs: frozen dataclasses, validated when made, JSON on disk.
+"""The configs of a run: frozen dataclasses, validated when they are made.
 
 Attribute docstrings are the command line's help. Nothing here imports jax.
 """
 
-import ast
-import dataclasses
-import functools
-import hashlib
-import inspect
-import json
 import re
-import reprlib
-import sys
-import typing
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal
 
+from jgpt.fields import (
+    DECAY_RATE,
+    FRACTION,
+    INT32,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Fields,
+    Make,
+    Rule,
+    at_most,
+    require_multiple,
+    validate,
+)
 from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 
-Config = typing.TypeVar("Config")
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
@@ -34,29 +34,6 @@ MESH_AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
 MAX_NGRAM = 63  # each size up to it is traced
 
-
-class Rule(typing.NamedTuple):
-    """What a value must be, in the annotation of its field."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-def at_most(most: int) -> Rule:
-    """An upper bound."""
-    return Rule(f"be at most {most}", lambda value: value <= most)
-
-
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-FINITE = Rule("be finite in float32", lambda value: abs(value) <= FLOAT32_MAX)  # NaN is not
-INT32 = at_most(2**31 - 1)
-POSITIVE = Rule("be positive", lambda value: value > 0)
-NOT_NEGATIVE = Rule("not be negative", lambda value: value >= 0)
-FRACTION = Rule("be at least 0 and below 1", lambda value: 0 <= value < 1)
-DECAY_RATE = Rule(
-    "be at least 0 and below 1 in float32, which rounds 0.99999998 to 1",
-    lambda value: 0 <= value < 1 - 2**-25,
-)
 BYTES_AND_A_MERGE = Rule("be at least 257: 256 bytes and one merge", lambda value: value >= 257)
 ASCENDING = Rule("be above 1 and ascending", lambda sizes: [1, *sizes] == sorted({1, *sizes}))
 SOURCES = Rule("name a corpus (pydocs, shakespeare) or a file", lambda data: data and all(data))
@@ -72,187 +49,8 @@ Fraction = Annotated[float, FRACTION]
 DecayRate = Annotated[float, DECAY_RATE]
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, tuple[Any, Any]]:
-    """The type of each field, without and with rules."""
-    annotated = typing.get_type_hints(kind, include_extras=True)
-    return {name: (hint, annotated[name]) for name, hint in typing.get_type_hints(kind).items()}
-
-
-def _validate(config: Any) -> None:
-    """Raise ValueError for a field of another type, as from edited JSON, or out of bounds."""
-    for name, (hint, annotated) in _hints(type(config)).items():
-        value = getattr(config, name)
-        if not _has_type(value, hint):
-            advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
-            raise ValueError(
-                Message(
-                    Field(name),
-                    f" must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}",
-                )
-            )
-        rules = [FINITE] if isinstance(value, (int, float)) else []
-        for kind in (annotated, *get_args(annotated)):  # in `Count | None`, also Count
-            if hasattr(kind, "__metadata__") and _has_type(value, kind.__origin__):
-                rules += kind.__metadata__
-        for rule in rules:
-            if not rule.holds(value):
-                raise ValueError(Message(Field(name, value), f" must {rule.text}"))
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of a field's type; an int is a float too, but a bool is not an int."""
-    kinds = get_args(hint)
-    if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in kinds
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_has_type(item, kinds[0]) for item in value)
-    if get_origin(hint) in (typing.Union, UnionType):
-        return any(_has_type(value, kind) for kind in kinds)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _in_words(hint: Any) -> str:
-    kinds = get_args(hint)
-    if get_origin(hint) is Literal:
-        words = ", ".join(kinds)
-        if len(kinds) == 1:
-            return words
-        return f"one of {words}"
-    if get_origin(hint) is tuple:
-        return f"a tuple, each item {_in_words(kinds[0])}"
-    if kinds:
-        return " or ".join(map(_in_words, kinds))
-    words = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
-    return {**words, NoneType: "None"}.get(hint) or f"a {hint.__name__}"
-
-
-def _require_multiple(config: Any, name: str, of: str) -> None:
-    value = getattr(config, name)
-    divisor = getattr(config, of)
-    if isinstance(divisor, int) and value % divisor:
-        raise ValueError(Message(Field(name, value), " must be divisible by ", Field(of, divisor)))
-
-
-class UnknownField(TypeError, ValueError):
-    """A field that this version of jgpt doesn't know, as from a newer one."""
-
-
-class _Fields:
-    """Raises UnknownField, with a suggestion, instead of a dataclass's own TypeError."""
-
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        for name in given:
-            if name not in known:
-                suggestion = did_you_mean(name, known)
-                raise UnknownField(f"{cls.__name__} has no field {name!r}{suggestion}")
-        return super().__new__(cls)
-
-
 @dataclass(frozen=True)
-class Code(_Fields):
-    """A record of a user's own function or class: its name, its file and the file's SHA-256.
-
-    A run has this in place of the code, which it never loads by itself.
-    """
-
-    name: str
-    file: str | None = None
-    """None for code typed into a notebook or an interpreter."""
-    sha256: str | None = None
-    fields: tuple[tuple[str, Any], ...] = ()
-    """What the user's own class of configs has and `ModelConfig` has not."""
-    modules: tuple[tuple[str, str], ...] = ()
-    """The files in the same folder that the file imports, and those that they import, each with
-    its SHA-256. Runs from before this record have none."""
-
-    @property
-    def named(self) -> str:
-        """FILE.py:NAME."""
-        return f"{self.file or 'FILE.py'}:{self.name}"
-
-    @classmethod
-    def of(cls, make: Any) -> "Code":
-        """The record of a function or class; that of a record is itself."""
-        if isinstance(make, Code):
-            return make
-        name = getattr(make, "__qualname__", type(make).__qualname__)
-        try:
-            path = Path(inspect.getfile(make))
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        except (TypeError, OSError):
-            return cls(name)
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        modules = [
-            (file.relative_to(path.parent).as_posix(), sha256)
-            for file, sha256 in imported_beside(path).items()
-        ]
-        return cls(name, str(shown), digest, modules=tuple(sorted(modules)))
-
-
-def imported_beside(path: Path) -> dict[Path, str]:
-    """The files in a Python file's folder that it imports, and those that they import, each with
-    its SHA-256.
-
-    They are found in the source: what a module has imported can't be asked of it.
-    """
-    found: dict[Path, str] = {}
-    unread = [path]
-    while unread:
-        file = unread.pop()
-        try:
-            source = file.read_bytes()
-            tree = ast.parse(source)
-        except (OSError, SyntaxError, ValueError):
-            continue
-        if file != path:
-            found[file] = hashlib.sha256(source).hexdigest()
-        for imported in _imports(tree, file, path.parent):
-            if imported != path and imported not in found:
-                unread.append(imported)
-    return found
-
-
-def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
-    """The files below a folder that a file's import statements name."""
-    for node in ast.walk(tree):
-        base = folder
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            # what is imported may be a module too
-            names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
-            if node.level:
-                base = file.parents[node.level - 1]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            if base == folder and _is_elsewhere(parts[0], folder):
-                continue
-            for count in range(1, len(parts) + 1):
-                place = base.joinpath(*parts[:count])
-                for candidate in (place.with_suffix(".py"), place / "__init__.py"):
-                    if candidate.is_file():
-                        yield candidate
-
-
-def _is_elsewhere(module: str, folder: Path) -> bool:
-    """Whether a name means another module than the one in the folder, as an installed package."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not Path(file).resolve().is_relative_to(folder)
-
-
-Make = Callable | Code | None
-"""A user's own code in a config, or the record of it."""
-
-
-@dataclass(frozen=True)
-class ModelConfig(_Fields):
+class ModelConfig(Fields):
     """The model. Families of GPT differ only by values of these fields."""
 
     architecture: Literal["gpt", "bigram"] = "gpt"
@@ -339,10 +137,10 @@ class ModelConfig(_Fields):
     instead of `architecture`. A run records its name and SHA-256."""
 
     def __post_init__(self) -> None:
-        _validate(self)
+        validate(self)
         if self.head_dim is None:
-            _require_multiple(self, "embed_dim", "num_heads")
-        _require_multiple(self, "num_heads", "num_kv_heads")
+            require_multiple(self, "embed_dim", "num_heads")
+        require_multiple(self, "num_heads", "num_kv_heads")
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
                 Message(
@@ -389,7 +187,7 @@ class ModelConfig(_Fields):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_Fields):
+class OptimizerConfig(Fields):
     """The optimizer: AdamW, or Muon for matrices, with a schedule and clipping."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -432,7 +230,7 @@ class OptimizerConfig(_Fields):
     `optimizer`. A run records its name and SHA-256."""
 
     def __post_init__(self) -> None:
-        _validate(self)
+        validate(self)
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 Message(
@@ -445,8 +243,11 @@ class OptimizerConfig(_Fields):
 
 
 @dataclass(frozen=True)
-class DataConfig(_Fields):
+class DataConfig(Fields):
     """The data and its tokenizer."""
+
+    # before this field, newlines were kept as they are in the text
+    of_older_files: ClassVar[dict[str, Any]] = {"universal_newlines": False}
 
     data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
     """The corpora pydocs or shakespeare, files and folders of text, JSON lines or Parquet, or one
@@ -470,7 +271,7 @@ class DataConfig(_Fields):
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
-        _validate(self)
+        validate(self)
         if self.held_out_fraction >= 1:
             raise ValueError(
                 Message(
@@ -497,8 +298,11 @@ class DataConfig(_Fields):
 
 
 @dataclass(frozen=True)
-class TrainConfig(_Fields):
+class TrainConfig(Fields):
     """A training run. The same config on the same machine gives the same run."""
+
+    # before this field, each evaluation was of the whole split
+    of_older_files: ClassVar[dict[str, Any]] = {"eval_tokens": None}
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
@@ -545,8 +349,8 @@ class TrainConfig(_Fields):
     one can't hold the train state."""
 
     def __post_init__(self) -> None:
-        _validate(self)
-        _require_multiple(self, "batch_size", "micro_batches")
+        validate(self)
+        require_multiple(self, "batch_size", "micro_batches")
         if isinstance(self.eval_tokens, int) and self.eval_tokens <= self.model.block_size:
             raise ValueError(
                 Message(
@@ -604,70 +408,3 @@ def mesh_sizes(mesh: str) -> dict[str, int]:
             )
         sizes[axis] = int(size)
     return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
-
-
-def values_without_code(config: Any) -> dict[str, Any]:
-    """The fields by name, without the user's own code."""
-    names = (each.name for each in dataclasses.fields(config))
-    return {name: getattr(config, name) for name in names if name != "make"}
-
-
-def as_dict(config: Any) -> dict[str, Any]:
-    """The fields as a run saves them, in place of a user's own code the record of it."""
-    values = {
-        name: as_dict(it) if dataclasses.is_dataclass(it) else it
-        for name, it in values_without_code(config).items()
-    }
-    if (make := getattr(config, "make", None)) is not None:
-        record = dataclasses.asdict(Code.of(make))
-        modules = record.pop("modules")
-        if modules:
-            record["modules"] = dict(modules)
-        values |= dict(record.pop("fields")) | {"make": record}
-    return values
-
-
-def to_json(config: Any) -> str:
-    """Serialise as JSON, one field per line."""
-    return json.dumps(as_dict(config), indent=2) + "\n"
-
-
-def from_json(kind: type[Config], text: str) -> Config:
-    """The inverse of `to_json`. Raises ValueError for anything else."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
-    return _from_dict(kind, values)
-
-
-def _from_dict(kind: type[Config], values: Any) -> Config:
-    if not isinstance(values, dict):
-        raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
-    hints = {name: hint for name, (hint, _) in _hints(kind).items()}
-    # what a file from before a field says by not having it
-    fields: dict[str, Any] = {}
-    if kind is DataConfig:
-        fields["universal_newlines"] = False
-    if kind is TrainConfig:
-        fields["eval_tokens"] = None
-    if isinstance(recorded := values.get("make"), dict):
-        others = tuple(
-            (name, tuple(it) if isinstance(it, list) else it)
-            for name, it in values.items()
-            if name not in hints
-        )
-        values = {name: it for name, it in values.items() if name in hints and name != "make"}
-        modules = tuple(dict(recorded.get("modules", {})).items())
-        fields["make"] = Code(**recorded | {"fields": others, "modules": modules})
-    for name, value in values.items():
-        nested: Any = hints.get(name)
-        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
-            value = _from_dict(nested, value)
-        fields[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**fields)
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things in words: 1 token, 2 tokens."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jgpt.config import Code, Make, ModelConfig, TrainConfig, imported_beside, values_without_code
+from jgpt.config import ModelConfig, TrainConfig
+from jgpt.fields import Code, Make, imported_beside, values_without_code
 from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 

@@ -33,6 +33,11 @@ def format_bytes(size: int) -> str:
     return f"{size / 1024**power:,.{min(power, 1)}f} {units[power]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: 1 token, 2 tokens."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 LEGEND: dict[str, str] = {
     "batch": "sequences in a batch; `*batch` is any number of leading axes",
     "time": "positions in a sequence",

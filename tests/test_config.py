@@ -15,10 +15,18 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
-from jgpt import config as config_module
-from jgpt.config import UnknownField, from_json, to_json
+from jgpt import (
+    GPT,
+    BigramLM,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    fields,
+    preset,
+)
 from jgpt.data.dataset import load_dataset
+from jgpt.fields import UnknownField, from_json, to_json
 from jgpt.fitting.trackers import require_tracker
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
@@ -397,7 +405,7 @@ def test_a_word_without_a_case_is_refused_by_the_file_to_add_it_in(
     several = get_origin(known) is tuple
     words = Literal[(*get_args(get_args(known)[0] if several else known), "another")]
     monkeypatch.setitem(kind.__annotations__, name, tuple[words, ...] if several else words)
-    monkeypatch.setattr(config_module, "_hints", config_module._hints.__wrapped__)  # uncached
+    monkeypatch.setattr(fields, "_hints", fields._hints.__wrapped__)  # uncached
     config = kind(**{name: ("another",) if several else "another"})
     with pytest.raises(AssertionError, match=r"unreachable.*'another'") as caught:
         use(config)

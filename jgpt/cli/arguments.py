@@ -7,10 +7,8 @@ from typing import Annotated, Literal
 from jgpt.cli.options import (
     OptionSpec,
 )
-from jgpt.config import (
-    Code,
-    TrainConfig,
-)
+from jgpt.config import TrainConfig
+from jgpt.fields import Code
 from jgpt.refusal import Field, Message
 
 Run = Annotated[str, OptionSpec("RUN", "The run directory.", positional=True)]

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from jgpt.cli.options import in_options
 from jgpt.cli.terminal import say, spinner
-from jgpt.config import Code, OptimizerConfig, TrainConfig, counted
+from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.data.dataset import Dataset
+from jgpt.fields import Code
 from jgpt.fitting.progress import Progress as TrainingProgress
 from jgpt.hardware import device_kinds
 from jgpt.nn.models import Weights, weight_dimensions
@@ -33,7 +34,7 @@ from jgpt.training.optimizer import dimensions_in_block, partition
 from jgpt.training.placement import bytes_on_each, placements, replicated_dimensions
 from jgpt.training.plan import Plan
 from jgpt.training.state import TrainState, abstract_state, state_specs
-from jgpt.words import format_bytes
+from jgpt.words import counted, format_bytes
 
 SECONDS_PER_LINE = 20
 SECONDS_PER_MOVE = 0.5  # of the bar, if a step takes less

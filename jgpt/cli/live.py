@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from jgpt.cli.console import ConsoleProgress
-from jgpt.config import Code, TrainConfig
+from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
+from jgpt.fields import Code
 from jgpt.training.state import TrainState
 
 PROMPT_TOKENS = 32

@@ -18,7 +18,7 @@ import numpy as np
 import platformdirs
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig, counted
+from jgpt.config import DataConfig
 from jgpt.data import tokenizers
 from jgpt.data.corpus import (
     Warn,
@@ -39,6 +39,7 @@ from jgpt.data.tokenizers import (
 from jgpt.durable import new_directory, own_file, read_file, write_file
 from jgpt.refusal import Field, Message, Placeholder, message_of
 from jgpt.shapes.contract import host_record, typed
+from jgpt.words import counted
 
 TOKENS_FILE = "tokens.bin"
 INDEX_FILE = "dataset.json"

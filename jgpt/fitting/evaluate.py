@@ -8,8 +8,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jgpt.config import Make
 from jgpt.data.dataset import count_characters, load_dataset
+from jgpt.fields import Make
 from jgpt.fitting.progress import Progress
 from jgpt.hardware import current_platform
 from jgpt.nn.loss import bits_per_character

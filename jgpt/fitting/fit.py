@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgpt.config import Make, TrainConfig
+from jgpt.config import TrainConfig
 from jgpt.data.tokenizers import Tokenizer
+from jgpt.fields import Make
 from jgpt.fitting.loop import Training
 from jgpt.fitting.metrics import MetricsLogger
 from jgpt.fitting.prepare import PreparedRun, prepare, shared_facts

@@ -4,11 +4,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from jgpt.config import TrainConfig, counted
+from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
 from jgpt.runs.directory import RunDirectory
 from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.state import TrainState
+from jgpt.words import counted
 
 
 class Progress:

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jgpt.config import TrainConfig, values_without_code
+from jgpt.config import TrainConfig
+from jgpt.fields import values_without_code
 from jgpt.refusal import Field, Message, Placeholder
 from jgpt.runs.provenance import comparable_after, known_targets
 from jgpt.training.evaluation import EvaluationPlan, plan_evaluations

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
-from jgpt.config import TrackerName, TrainConfig, as_dict
+from jgpt.config import TrackerName, TrainConfig
 from jgpt.durable import append
+from jgpt.fields import as_dict
 from jgpt.refusal import Field, Message, message_of
 from jgpt.runs.directory import TENSORBOARD, WANDB, WANDB_ID
 

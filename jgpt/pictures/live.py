@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jgpt.config import Make
+from jgpt.fields import Make
 from jgpt.generation.text import default_prompt, generate_text
 from jgpt.hardware import current_platform, enable_compilation_cache
 from jgpt.nn.models import abstract_model

@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from jgpt.config import counted
 from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.pictures.anatomy import (
     Anatomy,
@@ -28,6 +27,7 @@ from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
 from jgpt.shapes.trace import Shape, ShapeTrace
+from jgpt.words import counted
 
 MOST_WEIGHTS = 4_000_000
 """The limit of a page, in attention weights."""

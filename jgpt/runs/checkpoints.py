@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jgpt.config import Make, ModelConfig, OptimizerConfig, TrainConfig, as_dict
+from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import (
     MovedDirectory,
@@ -29,6 +29,7 @@ from jgpt.durable import (
     sync_below,
     sync_directory,
 )
+from jgpt.fields import Make, as_dict
 from jgpt.hardware import Platform, current_platform, process_count, process_index
 from jgpt.interop.text_files import TextFiles
 from jgpt.nn.bigram import BigramLM

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from jgpt.config import TrainConfig, from_json, to_json
+from jgpt.config import TrainConfig
 from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
 from jgpt.durable import (
     Lock,
@@ -23,6 +23,7 @@ from jgpt.durable import (
     sync_directory,
     write_file,
 )
+from jgpt.fields import from_json, to_json
 from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_files
 from jgpt.refusal import Field, Message
 from jgpt.runs.manifest import parse_file, refuse_foreign

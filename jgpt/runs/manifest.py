@@ -10,8 +10,8 @@ from typing import Any, Self, TypeVar, get_type_hints
 
 from beartype.door import is_bearable
 
-from jgpt.config import UnknownField
 from jgpt.durable import read_file, write_file
+from jgpt.fields import UnknownField
 
 Parsed = TypeVar("Parsed")
 MANIFEST = "manifest.json"

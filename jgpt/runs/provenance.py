@@ -8,8 +8,9 @@ import platform
 import sys
 from typing import Any
 
-from jgpt.config import TrainConfig, as_dict
+from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset, KnownText
+from jgpt.fields import as_dict
 from jgpt.hardware import current_platform, device_kinds
 from jgpt.training.evaluation import EvaluationPlan
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from jgpt.config import TrainConfig, from_json
+from jgpt.config import TrainConfig
 from jgpt.data.dataset import KnownText
 from jgpt.data.tokenizers import Tokenizer
+from jgpt.fields import from_json
 from jgpt.refusal import Field, Message, Placeholder
 from jgpt.runs.directory import (
     CHECKPOINTS,

@@ -19,7 +19,7 @@ from flax import nnx
 from jgpt import ModelConfig
 from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
-from jgpt.config import to_json
+from jgpt.fields import to_json
 from jgpt.fitting.evaluate import Evaluation
 from jgpt.presets import PRESETS
 from tests.commands import jgpt

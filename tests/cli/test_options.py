@@ -17,7 +17,7 @@ from jgpt.cli.options import (
     describe_presets,
     parse,
 )
-from jgpt.config import to_json
+from jgpt.fields import to_json
 from jgpt.presets import PRESETS
 from tests.commands import on_terminal, refused, worked
 

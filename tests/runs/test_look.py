@@ -14,11 +14,11 @@ import pytest
 
 import jgpt
 from jgpt import CharTokenizer, fit, generate
-from jgpt.config import counted
 from jgpt.nn.models import abstract_model
 from jgpt.pictures import numbers
 from jgpt.pictures import page as html
 from jgpt.pictures.page import look_page
+from jgpt.words import counted
 from tests.browser import CHROMIUM, Page
 from tests.commands import refused, worked
 from tests.models import config_of, loud, random_gpt

@@ -19,8 +19,8 @@ from flax import nnx
 
 import jgpt
 from jgpt import BigramLM, ByteTokenizer, DataConfig, ModelConfig, fit, generate, load
-from jgpt.config import to_json
 from jgpt.data.dataset import load_dataset, prepare
+from jgpt.fields import to_json
 from jgpt.fitting import fit as fit_module
 from jgpt.fitting import loop, trackers
 from jgpt.fitting import prepare as prepare_module
@@ -226,7 +226,7 @@ def test_what_training_needs_late_is_imported_late(small_run, tmp_path):
     code = (
         "import pathlib, sys\n"
         "from jgpt import TrainConfig, fit\n"
-        "from jgpt.config import from_json\n"
+        "from jgpt.fields import from_json\n"
         "late = {'orbax.checkpoint', 'matplotlib'}\n"
         "seen = []\n"
         "def stop(): seen.append(late & set(sys.modules)); return False\n"

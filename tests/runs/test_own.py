@@ -17,7 +17,8 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.config import Code, TrainConfig, from_json, to_json
+from jgpt.config import TrainConfig
+from jgpt.fields import Code, from_json, to_json
 from jgpt.fitting.evaluate import evaluate
 from jgpt.fitting.stopping import TrainingStopped
 from jgpt.nn.costs import flops_per_token, parts_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jgpt import OptimizerConfig, TrainConfig, fit
-from jgpt.config import as_dict
+from jgpt.fields import as_dict
 from jgpt.fitting import trackers
 from jgpt.fitting.trackers import require_tracker
 from jgpt.runs.directory import RunDirectory

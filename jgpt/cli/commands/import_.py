@@ -10,13 +10,8 @@ from jgpt.cli.options import (
     OptionError,
     OptionSpec,
 )
-from jgpt.config import (
-    ComputeDtype,
-    DataConfig,
-    OptimizerConfig,
-    TrainConfig,
-    counted,
-)
+from jgpt.config import ComputeDtype, DataConfig, OptimizerConfig, TrainConfig
+from jgpt.words import counted
 
 
 def import_(

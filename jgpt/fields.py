@@ -1,0 +1,303 @@
+"""The fields of a config: what their values must be, in rules and in words, and JSON.
+
+Nothing here knows which configs there are, or imports jax.
+"""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import reprlib
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+
+from jgpt.refusal import Field, Message
+from jgpt.words import did_you_mean
+
+
+class Rule(typing.NamedTuple):
+    """What a value must be, in the annotation of its field."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def at_most(most: int) -> Rule:
+    """An upper bound."""
+    return Rule(f"be at most {most}", lambda value: value <= most)
+
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FINITE = Rule("be finite in float32", lambda value: abs(value) <= FLOAT32_MAX)  # NaN is not
+INT32 = at_most(2**31 - 1)
+POSITIVE = Rule("be positive", lambda value: value > 0)
+NOT_NEGATIVE = Rule("not be negative", lambda value: value >= 0)
+FRACTION = Rule("be at least 0 and below 1", lambda value: 0 <= value < 1)
+DECAY_RATE = Rule(
+    "be at least 0 and below 1 in float32, which rounds 0.99999998 to 1",
+    lambda value: 0 <= value < 1 - 2**-25,
+)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, tuple[Any, Any]]:
+    """The type of each field, without and with rules."""
+    plain = typing.get_type_hints(kind)
+    annotated = typing.get_type_hints(kind, include_extras=True)
+    # class variables have types too
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: (plain[name], annotated[name]) for name in names}
+
+
+def validate(config: Any) -> None:
+    """Raise ValueError for a field of another type, as from edited JSON, or out of bounds."""
+    for name, (hint, annotated) in _hints(type(config)).items():
+        value = getattr(config, name)
+        if not _has_type(value, hint):
+            advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
+            raise ValueError(
+                Message(
+                    Field(name),
+                    f" must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}",
+                )
+            )
+        rules = [FINITE] if isinstance(value, (int, float)) else []
+        for kind in (annotated, *get_args(annotated)):  # in `Count | None`, also Count
+            if hasattr(kind, "__metadata__") and _has_type(value, kind.__origin__):
+                rules += kind.__metadata__
+        for rule in rules:
+            if not rule.holds(value):
+                raise ValueError(Message(Field(name, value), f" must {rule.text}"))
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of a field's type; an int is a float too, but a bool is not an int."""
+    kinds = get_args(hint)
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in kinds
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_has_type(item, kinds[0]) for item in value)
+    if get_origin(hint) in (typing.Union, UnionType):
+        return any(_has_type(value, kind) for kind in kinds)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _in_words(hint: Any) -> str:
+    kinds = get_args(hint)
+    if get_origin(hint) is Literal:
+        words = ", ".join(kinds)
+        if len(kinds) == 1:
+            return words
+        return f"one of {words}"
+    if get_origin(hint) is tuple:
+        return f"a tuple, each item {_in_words(kinds[0])}"
+    if kinds:
+        return " or ".join(map(_in_words, kinds))
+    words = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+    return {**words, NoneType: "None"}.get(hint) or f"a {hint.__name__}"
+
+
+def require_multiple(config: Any, name: str, divisor_name: str) -> None:
+    """Raise ValueError for a field that another, if it is a number, doesn't divide."""
+    value = getattr(config, name)
+    divisor = getattr(config, divisor_name)
+    if isinstance(divisor, int) and value % divisor:
+        raise ValueError(
+            Message(Field(name, value), " must be divisible by ", Field(divisor_name, divisor))
+        )
+
+
+class UnknownField(TypeError, ValueError):
+    """A field that this version of jgpt doesn't know, as from a newer one."""
+
+
+class Fields:
+    """A frozen dataclass of fields that have rules and go to JSON.
+
+    Raises UnknownField, with a suggestion, where a dataclass alone would raise a TypeError.
+    """
+
+    of_older_files: ClassVar[dict[str, Any]] = {}
+    """What a file from before a field says by not having it, where that is not the default."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Raise UnknownField for a name that the dataclass has no field of."""
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in given:
+            if name not in known:
+                suggestion = did_you_mean(name, known)
+                raise UnknownField(f"{cls.__name__} has no field {name!r}{suggestion}")
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True)
+class Code(Fields):
+    """A record of a user's own function or class: its name, its file and the file's SHA-256.
+
+    A run has this in place of the code, which it never loads by itself.
+    """
+
+    name: str
+    file: str | None = None
+    """None for code typed into a notebook or an interpreter."""
+    sha256: str | None = None
+    fields: tuple[tuple[str, Any], ...] = ()
+    """What the user's own class of configs has and `ModelConfig` has not."""
+    modules: tuple[tuple[str, str], ...] = ()
+    """The files in the same folder that the file imports, and those that they import, each with
+    its SHA-256. Runs from before this record have none."""
+
+    @property
+    def named(self) -> str:
+        """FILE.py:NAME."""
+        return f"{self.file or 'FILE.py'}:{self.name}"
+
+    @classmethod
+    def of(cls, make: Any) -> "Code":
+        """The record of a function or class; that of a record is itself."""
+        if isinstance(make, Code):
+            return make
+        name = getattr(make, "__qualname__", type(make).__qualname__)
+        try:
+            path = Path(inspect.getfile(make))
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        except (TypeError, OSError):
+            return cls(name)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        modules = [
+            (file.relative_to(path.parent).as_posix(), sha256)
+            for file, sha256 in imported_beside(path).items()
+        ]
+        return cls(name, str(shown), digest, modules=tuple(sorted(modules)))
+
+
+def imported_beside(path: Path) -> dict[Path, str]:
+    """The files in a Python file's folder that it imports, and those that they import, each with
+    its SHA-256.
+
+    They are found in the source: what a module has imported can't be asked of it.
+    """
+    found: dict[Path, str] = {}
+    unread = [path]
+    while unread:
+        file = unread.pop()
+        try:
+            source = file.read_bytes()
+            tree = ast.parse(source)
+        except (OSError, SyntaxError, ValueError):
+            continue
+        if file != path:
+            found[file] = hashlib.sha256(source).hexdigest()
+        for imported in _imports(tree, file, path.parent):
+            if imported != path and imported not in found:
+                unread.append(imported)
+    return found
+
+
+def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
+    """The files below a folder that a file's import statements name."""
+    for node in ast.walk(tree):
+        base = folder
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            # what is imported may be a module too
+            names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
+            if node.level:
+                base = file.parents[node.level - 1]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if base == folder and _is_elsewhere(parts[0], folder):
+                continue
+            for count in range(1, len(parts) + 1):
+                place = base.joinpath(*parts[:count])
+                for candidate in (place.with_suffix(".py"), place / "__init__.py"):
+                    if candidate.is_file():
+                        yield candidate
+
+
+def _is_elsewhere(module: str, folder: Path) -> bool:
+    """Whether a name means another module than the one in the folder, as an installed package."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and not Path(file).resolve().is_relative_to(folder)
+
+
+Config = typing.TypeVar("Config")
+Make = Callable | Code | None
+"""A user's own code in a config, or the record of it."""
+
+
+def values_without_code(config: Any) -> dict[str, Any]:
+    """The fields by name, without the user's own code."""
+    names = (each.name for each in dataclasses.fields(config))
+    return {name: getattr(config, name) for name in names if name != "make"}
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """The fields as a run saves them, in place of a user's own code the record of it."""
+    values = values_without_code(config)
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            values[name] = as_dict(value)
+    make = getattr(config, "make", None)
+    if make is not None:
+        record = dataclasses.asdict(Code.of(make))
+        modules = record.pop("modules")
+        if modules:
+            record["modules"] = dict(modules)
+        values |= dict(record.pop("fields")) | {"make": record}
+    return values
+
+
+def to_json(config: Any) -> str:
+    """Serialise as JSON, one field per line."""
+    return json.dumps(as_dict(config), indent=2) + "\n"
+
+
+def from_json(kind: type[Config], text: str) -> Config:
+    """The inverse of `to_json`. Raises ValueError for anything else."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    return _from_dict(kind, values)
+
+
+def _from_dict(kind: type[Config], values: Any) -> Config:
+    if not isinstance(values, dict):
+        raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
+    hints = {name: hint for name, (hint, _) in _hints(kind).items()}
+    fields = dict(getattr(kind, "of_older_files", {}))  # a part of a user's own may lack it
+    recorded = values.get("make")
+    if isinstance(recorded, dict):
+        fields["make"] = _code_from_dict(recorded, values, set(hints))
+        values = {name: value for name, value in values.items() if name in hints}
+        del values["make"]
+    for name, value in values.items():
+        nested: Any = hints.get(name)
+        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
+            value = _from_dict(nested, value)
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**fields)
+
+
+def _code_from_dict(recorded: dict[str, Any], values: dict[str, Any], known: set[str]) -> Code:
+    """The record of a user's code, with the fields of a config that only the user's class knows."""
+    others = []
+    for name, value in values.items():
+        if name not in known:
+            others.append((name, tuple(value) if isinstance(value, list) else value))
+    modules = tuple(dict(recorded.get("modules", {})).items())
+    return Code(**recorded | {"fields": tuple(others), "modules": modules})
