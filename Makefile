@@ -37,7 +37,7 @@ test: $(VENV)/installed-extras
 test-docs: $(VENV)/installed-extras
 	@$(PYTEST) -q -m "not slow" $(DOCS_TESTS)
 
-# where the time of `make test` goes when nothing is compiled yet: the table in CONTRIBUTING.md
+# where the time of `make test` goes when nothing is compiled yet, as a table
 test-times: $(VENV)/installed-extras
 	JAX_COMPILATION_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" $(addprefix --ignore=,$(DOCS_TESTS)) --junitxml=$(VENV)/times.xml
 	$(BIN)/python tests/slowest.py $(VENV)/times.xml

@@ -16,7 +16,10 @@ from runner import PROCESSOR, RESULTS, ROOT, Measured, median, spread
 
 PAGES = [
     *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "scale")),
-    *(ROOT / "benchmarks" / f"{page}.md" for page in ("ablation", "processors", "proofs")),
+    *(
+        ROOT / "benchmarks" / f"{page}.md"
+        for page in ("ablation", "details", "processors", "proofs")
+    ),
     ROOT / "README.md",
 ]
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
