@@ -130,10 +130,18 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
 def peak_flops() -> float | None:
     """Dense 16-bit FLOP/s of one device, or None if unknown."""
     kind = device_kinds()[0]
-    # a GPU's kind ends with its form factor and memory, a TPU's is exact
-    known = [name for name in _PEAK_FLOPS if kind == name or kind.startswith(f"{name}-")]
-    known += [name for name in _PEAK_FLOPS if "TPU" not in name and kind.startswith(f"{name} ")]
-    return _PEAK_FLOPS[max(known, key=len)] if known else None
+    matching = []
+    for name in _PEAK_FLOPS:
+        # A GPU's kind ends with its form factor and memory. A TPU's is exact: "TPU v5 lite" is
+        # another chip than "TPU v5".
+        is_variant = kind.startswith(f"{name}-")
+        if "TPU" not in name:
+            is_variant = is_variant or kind.startswith(f"{name} ")
+        if kind == name or is_variant:
+            matching.append(name)
+    if not matching:
+        return None
+    return _PEAK_FLOPS[max(matching, key=len)]  # "NVIDIA H100 PCIe" before "NVIDIA H100"
 
 
 def current_platform() -> Platform:
@@ -145,8 +153,9 @@ def current_platform() -> Platform:
         raise OSError(
             f"JAX can't use JAX_PLATFORMS={named} on this machine: unset it, or set it to cpu"
         ) from error
-    is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version
-    capability = float(device.compute_capability) if is_cuda else None
+    capability = None
+    if device.platform == "gpu" and "cuda" in device.client.platform_version:  # not ROCm
+        capability = float(device.compute_capability)
     return Platform(jax.default_backend(), capability)
 
 
@@ -160,10 +169,13 @@ def accelerators() -> int:
 
     Several CPU devices would share its cores.
     """
-    return 1 if jax.default_backend() == "cpu" and process_count() == 1 else len(jax.devices())
+    if jax.default_backend() == "cpu" and process_count() == 1:
+        return 1
+    return len(jax.devices())
 
 
-process_count, process_index = jax.process_count, jax.process_index
+process_count = jax.process_count
+process_index = jax.process_index
 """Process 0 owns the run directory and the console."""
 
 
@@ -190,12 +202,17 @@ def memory_in_use() -> int | None:
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    if sys.platform == "darwin":  # in bytes there, in KiB elsewhere
+        return peak
+    return 1024 * peak
 
 
 def memory_limit() -> int | None:
     """A device's memory in bytes, or None if unknown."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    statistics = jax.local_devices()[0].memory_stats()
+    if statistics is None:  # as of a CPU
+        return None
+    return statistics.get("bytes_limit")
 
 
 def host_memory() -> int:
@@ -272,6 +289,7 @@ def enable_compilation_cache() -> None:
         with contextlib.suppress(OSError):
             _remove_incomplete_entries(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        # small programs, too: a start compiles many of them
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_compilation_cache_max_size", 1 << 30)
         # a folder that can't be written is no cache, and none is needed

@@ -37,6 +37,7 @@ from jgpt.nn.models import (
     LanguageModel,
     Weights,
     abstract_model,
+    named_parameters,
     weight_dimensions,
     weights_of,
 )
@@ -59,6 +60,7 @@ Which = Literal["best", "last"] | int
 WAITED_FOR = 256 << 20
 """The bytes of a state on a CPU from which on a second one costs more than waiting for a save."""
 
+# as Zarr's headers spell what a state may hold; no text, objects or structures
 _STORED_DTYPES = ("bfloat16", "<f2", "<f4", "<f8", "<i4", "<i8", "<u4", "|b1")
 _LAYOUT = re.compile(
     r"manifest\.json|((weights|optimizer)/)?(_[A-Za-z_]+|commit_success\.txt)"
@@ -79,10 +81,13 @@ class Checkpoints:
     ) -> None:
         """`config` is the saved one by default; to resume, a run is read with the new one."""
         require_storable(run.path)
-        self._path = (run.path / CHECKPOINTS).resolve()
-        self._config = run.config() if config is None else config
+        self._path = (run.path / CHECKPOINTS).resolve()  # Orbax takes absolute paths alone
+        if config is None:
+            config = run.config()
+        self._config = config
         self.run = run
         self._orbax: Any = None
+        # one thread: a save, the loss that is added to it and the next save keep their order
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # drops Orbax's log messages, and no others: what fails raises an error as well
         self._quiet = lambda record: "orbax" not in Path(record.pathname).parts
@@ -139,9 +144,13 @@ class Checkpoints:
         state = unstack_state(state)
         partial = self._path / f"saving-{step}"
         ocp = self._open_orbax()
-        weights, optimizer = map(ocp.args.StandardSave, (state.weights, state.optimizer))
+        # two parts, so that sampling reads the weights alone, a third of AdamW's state
+        parts = ocp.args.Composite(
+            weights=ocp.args.StandardSave(state.weights),
+            optimizer=ocp.args.StandardSave(state.optimizer),
+        )
         try:
-            self._orbax.save(partial, args=ocp.args.Composite(weights=weights, optimizer=optimizer))
+            self._orbax.save(partial, args=parts)  # which returns before they are written
         except Exception as error:
             raise self._failed(step, error) from error
         arrays = {
@@ -176,7 +185,9 @@ class Checkpoints:
         """How long the last save took, or takes so far; 0 before the first."""
         if self._save_began is None:
             return 0.0
-        ended = time.monotonic() if self._save_ended is None else self._save_ended
+        ended = self._save_ended
+        if ended is None:  # the background is still writing
+            ended = time.monotonic()
         return ended - self._save_began
 
     def wait(self) -> None:
@@ -208,8 +219,11 @@ class Checkpoints:
                 known = ", ".join(map(str, steps))
                 raise ValueError(f"{self._path} has no checkpoint {which}: it has {known}")
             return which
-        by_loss = self._by_loss() if which == "best" else []
-        return by_loss[0] if by_loss else steps[-1]
+        if which == "best":
+            by_loss = self._by_loss()
+            if by_loss:
+                return by_loss[0]
+        return steps[-1]  # the best, too, where none was evaluated yet
 
     def best(self) -> Manifest:
         """The manifest of the best checkpoint."""
@@ -226,7 +240,8 @@ class Checkpoints:
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """Restore verified weights only. Raises ValueError if they are damaged."""
         config = dataclasses.replace(config, optimizer=OptimizerConfig())  # a user's isn't needed
-        return self._restore(config, which, ("weights",))[1]["weights"]
+        _, arrays = self._restore(config, which, ("weights",))
+        return arrays["weights"]
 
     def _restore(
         self, config: TrainConfig, which: Which, parts: tuple[str, ...]
@@ -238,13 +253,15 @@ class Checkpoints:
         model = dataclasses.replace(config.model, scan_layers=False)
         unstacked = dataclasses.replace(config, model=model)
         while True:
-            before = self.steps()
+            steps_before = self.steps()
             try:
                 step = self._verified_step(which)  # before a state that may be huge
                 state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
-                return step, self._read_arrays(step, {part: getattr(state, part) for part in parts})
+                wanted = {part: getattr(state, part) for part in parts}
+                return step, self._read_arrays(step, wanted)
             except (ValueError, OSError):
-                if set(before) <= set(self.steps()):
+                # damage, if all checkpoints are still there
+                if set(steps_before) <= set(self.steps()):
                     raise
 
     def _by_loss(self) -> list[int]:
@@ -253,26 +270,39 @@ class Checkpoints:
         Losses over other targets than the last ones can't be compared with them. These steps count
         only as long as there are no others.
         """
-        losses = {step: self._read(Manifest.read, step).validation_loss for step in self.steps()}
-        evaluated = [(loss, step) for step, loss in losses.items() if loss is not None]
-        first = comparable_after(self.run.provenance())
-        comparable = [(loss, step) for loss, step in evaluated if step > first]
+        first_comparable = comparable_after(self.run.provenance()) + 1
+        evaluated = []
+        comparable = []
+        for step in self.steps():
+            loss = self._read(Manifest.read, step).validation_loss
+            if loss is None:
+                continue
+            evaluated.append((loss, step))
+            if step >= first_comparable:
+                comparable.append((loss, step))
+        # of equal losses the earlier step
         return [step for _, step in sorted(comparable or evaluated)]
 
     def _verified_step(self, which: Which) -> int:
         step = self.step(which)
         with raise_in_all_processes():
-            manifest = self._read(verify if process_index() == 0 else Manifest.read, step)
+            read = Manifest.read
+            if process_index() == 0:  # one process reads every byte, and its error is all others'
+                read = verify
+            manifest = self._read(read, step)
         # tuples become lists, as in the manifest
-        given = json.loads(json.dumps(as_dict(self._config.model)))
+        fields = json.loads(json.dumps(as_dict(self._config.model)))
         for name, saved in manifest.model.items():
-            if name != "make" and name in given and given[name] != saved:
+            # a field that this version lacks, or code, of which a manifest has the name alone
+            if name == "make" or name not in fields:
+                continue
+            if fields[name] != saved:
                 raise ValueError(
                     Message(
                         f"checkpoint {self._path / str(step)} was saved with ",
                         Field(name, saved),
                         ", the config has ",
-                        Field(name, given[name]),
+                        Field(name, fields[name]),
                         "; they belong to different runs",
                     )
                 )
@@ -288,22 +318,30 @@ class Checkpoints:
         try:
             return read(self._path / str(step))
         except ValueError as error:
-            for other in reversed(self.steps()):
-                with contextlib.suppress(ValueError):
-                    if other != step and verify(self._path / str(other)):
-                        advice = Message(
-                            f"checkpoint {other} is intact: use ",
-                            Field("which", other),
-                            f", or delete {self._path / str(step)} to resume from the others",
-                        )
-                        break
-            else:
-                advice = Message("the run has no other intact checkpoint")
+            other = self._newest_intact(except_step=step)
+            advice = Message("the run has no other intact checkpoint")
+            if other is not None:
+                advice = Message(
+                    f"checkpoint {other} is intact: use ",
+                    Field("which", other),
+                    f", or delete {self._path / str(step)} to resume from the others",
+                )
             raise ValueError(Message(f"{error}; ", advice)) from None
+
+    def _newest_intact(self, *, except_step: int) -> int | None:
+        """The newest step, without this one, whose checkpoint has no damage; None if all have."""
+        for step in reversed(self.steps()):
+            if step == except_step:
+                continue
+            with contextlib.suppress(ValueError):
+                verify(self._path / str(step))
+                return step
+        return None
 
     def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         directory = self._path / str(step)
-        _require_plausible(directory, max(leaf.size for leaf in jax.tree.leaves(wanted)))
+        largest = max(leaf.size for leaf in jax.tree.leaves(wanted))
+        _require_plausible(directory, largest)  # before TensorStore reads anything
         ocp = self._open_orbax()
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         try:
@@ -321,8 +359,10 @@ class Checkpoints:
 
         if self._orbax is None:
             # plain Zarr: a directory per array, which can be inspected and checksummed
-            weights, optimizer = (ocp.StandardCheckpointHandler(use_ocdbt=False) for _ in range(2))
-            handler = ocp.CompositeCheckpointHandler(weights=weights, optimizer=optimizer)
+            handler = ocp.CompositeCheckpointHandler(
+                weights=ocp.StandardCheckpointHandler(use_ocdbt=False),
+                optimizer=ocp.StandardCheckpointHandler(use_ocdbt=False),
+            )
             self._orbax = ocp.AsyncCheckpointer(handler)
         return ocp
 
@@ -341,12 +381,20 @@ class Checkpoints:
                 return
             for part, count in arrays.items():
                 _require_arrays(partial / part, count)
+            # The order is what makes a directory with the name of a step complete: all files are on
+            # disk, then the manifest that lists them, and last the name.
             sync_below(partial)  # Orbax syncs arrays, but not its metadata
-            model = as_dict(self._config.model)
-            tokenizer = sha256_of(self.run.path / TOKENIZER)
-            found = files_below(partial)
-            files = {name: (path.stat().st_size, sha256_of(path)) for name, path in found}
-            manifest = Manifest(step, validation_loss, model, tokenizer, files, unevaluated)
+            files = {}
+            for name, path in files_below(partial):
+                files[name] = (path.stat().st_size, sha256_of(path))
+            manifest = Manifest(
+                step=step,
+                validation_loss=validation_loss,
+                model=as_dict(self._config.model),
+                tokenizer=sha256_of(self.run.path / TOKENIZER),
+                files=files,
+                unevaluated=unevaluated,
+            )
             manifest.write(partial)
             self.run.require_in_place()
             os.replace(partial, self._path / str(step))
@@ -390,7 +438,9 @@ class Checkpoints:
 
     def _failed(self, step: int, error: Exception) -> OSError:
         steps = self.steps()
-        last = f"the last good checkpoint is step {steps[-1]}" if steps else "there is no other yet"
+        last = "there is no other yet"
+        if steps:
+            last = f"the last good checkpoint is step {steps[-1]}"
         return OSError(
             Message(
                 f"the checkpoint of step {step} could not be written to {self._path} "
@@ -458,7 +508,8 @@ def save(
     the config or the tokenizer.
     """
     path = Path(directory)
-    config = TrainConfig(model=config) if isinstance(config, ModelConfig) else config
+    if isinstance(config, ModelConfig):
+        config = TrainConfig(model=config)
     config = dataclasses.replace(config, name=path.resolve().name, out=str(path))
     if config.model.make is None and type(model) not in (GPT, BigramLM):
         config = with_code(config, type(model))
@@ -466,17 +517,17 @@ def save(
         raise ValueError(
             f"the model has {model.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}"
         )
-    its = dataclasses.replace(config.model, vocab_size=model.vocab_size)
-    config = dataclasses.replace(config, model=its)
-    wanted, given = (
-        {path: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(each, nnx.Param))}
-        for each in (abstract_model(config.model), model)
-    )
-    for name in wanted | given:
-        if wanted.get(name) != given.get(name):
+    model_config = dataclasses.replace(config.model, vocab_size=model.vocab_size)
+    config = dataclasses.replace(config, model=model_config)
+    # or `load` would fail, later and without a name
+    expected_shapes = _shapes_by_path(abstract_model(config.model))
+    shapes = _shapes_by_path(model)
+    for name in expected_shapes | shapes:
+        shape = shapes.get(name)
+        expected_shape = expected_shapes.get(name)
+        if shape != expected_shape:
             raise ValueError(
-                f"{'.'.join(map(str, name))} is {given.get(name)} in the model and "
-                f"{wanted.get(name)} in one of the config"
+                f"{name} is {shape} in the model and {expected_shape} in one of the config"
             )
     with new_directory(path) as partial:
         weights = weights_of(model)
@@ -486,6 +537,11 @@ def save(
         with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
     return path
+
+
+def _shapes_by_path(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its path, such as blocks.0.attention.query.kernel."""
+    return {name: parameter.shape for name, parameter in named_parameters(model).items()}
 
 
 def _require_arrays(directory: Path, count: int) -> None:
@@ -499,9 +555,10 @@ def _require_arrays(directory: Path, count: int) -> None:
         raise OSError(f"{len(headers)} of {count} arrays are in {directory}")
     for path in headers:
         header = json.loads(path.read_text())
-        grid = zip(header["shape"], header["chunks"], strict=True)
-        chunks = math.prod(-(-size // chunk) for size, chunk in grid)
-        found = len(list(path.parent.iterdir())) - 1
+        chunks = 1  # a scalar is one chunk
+        for size, chunk_size in zip(header["shape"], header["chunks"], strict=True):
+            chunks *= -(-size // chunk_size)  # rounded up
+        found = len(list(path.parent.iterdir())) - 1  # without the header
         if found != chunks:
             raise OSError(f"{path.parent} has {found} of {chunks} files")
 
@@ -554,6 +611,11 @@ def _require_plausible(directory: Path, largest: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore's
+    """What an error says, in a few words: TensorStore's are pages with the place in its source."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
         return os.strerror(int(code[1]))
-    return (str(error).splitlines() or [repr(error)])[0][:200]
+    lines = str(error).splitlines()
+    if not lines:
+        lines = [repr(error)]
+    return lines[0][:200]

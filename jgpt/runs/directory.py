@@ -42,6 +42,7 @@ IMPORTED = "imported"
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 WANDB_ID = "wandb.id"
+# what a new run in the place of an old one begins anew; `create` replaces config and tokenizer
 _REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
 _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
@@ -110,7 +111,9 @@ class RunDirectory:
             raise FileExistsError(
                 f"{self.path} was created by another process: choose another directory"
             )
-        self.clear(self.tracker_files() if earlier is None else earlier)
+        if earlier is None:
+            earlier = self.tracker_files()
+        self.clear(earlier)
         self.create(self.path, config, tokenizer)
 
     def has_trained(self) -> bool:
@@ -130,13 +133,14 @@ class RunDirectory:
         """
         lock = self.path / LOCK
         had_lock = lock.exists()
+        # the innermost first, in which order they can be removed again
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        with self.locked() as held:
+        with self.locked() as taken_lock:
             try:
-                yield held
+                yield taken_lock
             except BaseException:
                 # the name can be that of another process's lock, if the directory was replaced
-                if not had_lock and held.is_in_place():
+                if not had_lock and taken_lock.is_in_place():
                     with contextlib.suppress(OSError):  # Windows keeps what is open
                         lock.unlink()
                 raise
@@ -168,8 +172,10 @@ class RunDirectory:
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
         for entry in path.iterdir():
             refuse_foreign(entry)
-            misplaced = _FILES if entry.is_dir() else (CHECKPOINTS, IMPORTED)
-            if entry.name in misplaced:
+            names_of_other_kind = (CHECKPOINTS, IMPORTED)
+            if entry.is_dir():
+                names_of_other_kind = _FILES
+            if entry.name in names_of_other_kind:
                 raise ValueError(f"{entry} is not what a run has under that name: move it away")
         return cls(path)
 
@@ -196,11 +202,11 @@ class RunDirectory:
     @staticmethod
     def is_unused(path: Path) -> bool:
         """Whether a directory is empty, except for what a run killed during `create` leaves."""
-        return all(
-            (entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial"))
-            and not entry.is_symlink()
-            for entry in path.iterdir()
-        )
+        for entry in path.iterdir():
+            is_ours = entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial")
+            if not is_ours or entry.is_symlink():
+                return False
+        return True
 
     def locked(self) -> contextlib.AbstractContextManager[Lock]:
         """The lock of the run, held at most as long as this process lives.
@@ -234,6 +240,7 @@ class RunDirectory:
         """The steps of the checkpoints, oldest first. Raises ValueError for a link."""
         steps = []
         for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
+            # not 007, nor digits of other scripts: a step has one name
             if entry.name.isdecimal() and str(int(entry.name)) == entry.name:
                 refuse_foreign(entry)
                 if entry.is_dir():
@@ -257,7 +264,11 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics so far, without truncated or damaged lines."""
-        return [line for line, _ in self._lines(METRICS) if all(map(_is_plain, line.values()))]
+        lines = []
+        for line, _ in self._lines(METRICS):
+            if all(_is_plain(value) for value in line.values()):
+                lines.append(line)
+        return lines
 
     def append_provenance(self, line: dict[str, Any]) -> None:
         """Append the provenance of a start or resumption."""
@@ -271,9 +282,12 @@ class RunDirectory:
     def tracker_files(self) -> set[Path]:
         """The files and folders that trackers and the profiler have written."""
         patterns: list[str] = list(_BY_TRACKERS)
-        if (self.path / WANDB_ID).is_file():
+        if (self.path / WANDB_ID).is_file():  # else a folder wandb is somebody else's
             patterns.extend(_BY_WANDB)
-        return {entry for pattern in patterns for entry in self.path.glob(pattern)}
+        found: set[Path] = set()
+        for pattern in patterns:
+            found.update(self.path.glob(pattern))
+        return found
 
     def clear(self, by_trackers: Iterable[Path]) -> None:
         """Delete the files of a run, except those that `create` replaces. Other files stay.
@@ -312,8 +326,10 @@ class RunDirectory:
     def truncate(self, name: str, step: float) -> None:
         """Truncate a file after its last complete line up to `step`."""
         self.require_in_place()
-        ends = (end for line, end in self._lines(name) if line["step"] <= step)
-        end = max(ends, default=0)
+        end = 0
+        for line, end_of_line in self._lines(name):
+            if line["step"] <= step:
+                end = end_of_line
         path = self.path / name
         if path.is_file():
             with own_file(path, os.O_WRONLY) as descriptor:
@@ -326,11 +342,12 @@ class RunDirectory:
             return
         end = 0
         with path.open("rb") as file:
+            # a longer line is damage, which would fill the memory
             while text := file.readline(_LONGEST_LINE):
                 end += len(text)
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n"):  # the last line, which a crash has cut off
                     return
-                with contextlib.suppress(ValueError, RecursionError):
+                with contextlib.suppress(ValueError, RecursionError):  # damage: the line is skipped
                     line = json.loads(text)
                     if isinstance(line, dict) and type(line.get("step")) is int:
                         yield line, end
@@ -370,8 +387,9 @@ def read_config(path: Path) -> TrainConfig:
 
 def _is_plain(value: Any) -> bool:
     """Whether a metric is a number that NumPy's int64 or float64 holds."""
-    limit = 2**63 if type(value) is int else 1e300
-    return type(value) in (int, float) and abs(value) < limit
+    if type(value) is int:
+        return abs(value) < 2**63
+    return type(value) is float and abs(value) < 1e300  # neither NaN nor infinity
 
 
 def _delete(entry: Path) -> None:

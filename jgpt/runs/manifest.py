@@ -48,11 +48,13 @@ class Manifest:
     @classmethod
     def _parse(cls, text: str) -> Self:
         values = json.loads(text)
-        digest = values.pop("sha256")
-        if digest != hashlib.sha256(json.dumps(values).encode()).hexdigest():
+        digest = values.pop("sha256")  # of all the rest
+        if digest != _digest_of(values):
             raise ValueError("its SHA-256 does not match")
-        files = {name: (size, sha) for name, (size, sha) in values["files"].items()}
-        manifest = cls(**values | {"files": files})
+        # JSON has no tuples
+        values["files"] = {name: (size, sha) for name, (size, sha) in values["files"].items()}
+        manifest = cls(**values)
+        # whoever forges a manifest can forge its digest, too: fields are checked all the same
         for name, hint in get_type_hints(cls).items():
             if not is_bearable(getattr(manifest, name), hint):
                 raise ValueError(f"{name} is not {hint}")
@@ -61,8 +63,13 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write it durably, with its own SHA-256."""
         values = dataclasses.asdict(self)
-        values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+        values["sha256"] = _digest_of(values)
         write_file(directory / MANIFEST, json.dumps(values, indent=1) + "\n")
+
+
+def _digest_of(values: dict[str, Any]) -> str:
+    """The SHA-256 of a manifest's other fields, as JSON without its line breaks."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def verify(directory: Path) -> Manifest:
@@ -76,6 +83,7 @@ def verify(directory: Path) -> Manifest:
         if name not in manifest.files:
             raise ValueError(f"{path} is not in the manifest")
         size, sha = manifest.files[name]
+        # a file cut off is found without reading any
         if path.stat().st_size != size:
             raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}")
         if sha256_of(path) != sha:
@@ -105,7 +113,8 @@ def parse_file(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
 
 def refuse_foreign(path: Path) -> None:
     """Raise ValueError for a symbolic link, a pipe or a device."""
-    if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
+    is_special = path.exists() and not path.is_file() and not path.is_dir()
+    if path.is_symlink() or is_special:
         raise ValueError(
             f"{path} is a link or not a file: a run only reads and writes its own files"
         )

@@ -40,6 +40,7 @@ def provenance(
         "tokenizer_sha256": hashlib.sha256(dataset.tokenizer.to_json().encode()).hexdigest(),
         "devices": device_kinds(),
         "backend": current_platform().name,
+        # what may change the last bits of a step
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -49,18 +50,26 @@ def provenance(
 
 def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
     """The text of the first start that recorded it."""
-    tokens = [str(line["corpus_sha256"]) for line in lines if "corpus_sha256" in line]
+    token_digests = [str(line["corpus_sha256"]) for line in lines if "corpus_sha256" in line]
+    if not token_digests:
+        return None
+    # the tokens of the first start, which a resumed run has to have, whatever later ones say
+    tokens_digest = token_digests[0]
     for line in lines:
         match line:
-            case {"corpus_sha256": _, "text_sha256": str(digest), "corpora": dict(versions)}:
-                return KnownText(tokens[0], digest, {str(k): str(v) for k, v in versions.items()})
-    return KnownText(tokens[0], None, {}) if tokens else None
+            case {"corpus_sha256": _, "text_sha256": str(digest), "corpora": dict(corpora)}:
+                versions = {str(corpus): str(version) for corpus, version in corpora.items()}
+                return KnownText(tokens_digest, digest, versions)
+    return KnownText(tokens_digest, None, {})  # earlier versions recorded the tokens alone
 
 
 def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
     """The micro-batches of the last start that recorded them."""
-    counts = [line.get("micro_batches") for line in lines]
-    return next((count for count in reversed(counts) if isinstance(count, int)), None)
+    for line in reversed(lines):
+        count = line.get("micro_batches")
+        if isinstance(count, int):  # a line may be damaged, or of a version that recorded none
+            return count
+    return None
 
 
 def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
@@ -78,7 +87,8 @@ def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
 def comparable_after(lines: list[dict[str, Any]]) -> int:
     """The step after which all evaluations are of the same targets."""
     for line in reversed(lines):
-        if isinstance(step := line.get("comparable_after"), int):
+        step = line.get("comparable_after")
+        if isinstance(step, int):
             return step
     return 0
 

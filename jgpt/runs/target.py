@@ -113,6 +113,7 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
         return Target(path, "overwrite", checkpoints=checkpoints)
     if resume:
         return Target(path, "resume", saved, checkpoints)
+    # one that failed before its first step has nothing to lose
     if RunDirectory(path).has_trained():
         raise FileExistsError(
             Message(
@@ -136,6 +137,7 @@ def _unused_path(name: str) -> Path:
     """runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
     path = Path("runs") / name
     require_storable(path)
+    # another process may take the same name meanwhile: the lock of the directory decides
     number = 1
     while path.exists():
         number += 1
