@@ -52,7 +52,8 @@ def main(budget: bool = False) -> None:
     steps = []
     for name, on, batch_size, meshes in CASES:
         for mesh in meshes:
-            began, busy = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            busy = time.process_time()
             try:
                 step = compile_ahead(configured(name, batch_size, mesh), on)
             except ValueError as error:  # it doesn't fit

@@ -13,8 +13,10 @@ from pathlib import Path
 from runner import Figures
 from stepping import STEPS, take_compiled, traced
 
-DENSE, ATTENTION = "dense products", "attention's small products"
-REDUCTIONS, ELEMENTWISE = "softmax, norms and loss", "elementwise and moves"
+DENSE = "dense products"
+ATTENTION = "attention's small products"
+REDUCTIONS = "softmax, norms and loss"
+ELEMENTWISE = "elementwise and moves"
 OPTIMIZER = "optimizer, clipping and checks"
 KINDS: tuple[str, ...] = DENSE, ATTENTION, REDUCTIONS, ELEMENTWISE, OPTIMIZER
 REDUCING = {"reduce_max", "reduce_sum", "rsqrt", "exp", "log", "logsumexp", "take_along_axis"}

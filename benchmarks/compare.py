@@ -6,6 +6,7 @@ PATH is a checkout of nanoGPT. The record has the name of the comparison; `--hel
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ from jgpt.fields import to_json
 from jgpt.presets import PRESETS, preset
 
 SETTING = preset("nanogpt-cpu")
-DTYPES = "float32", "bfloat16"
+DTYPES = ("float32", "bfloat16")
 AXES = {
     "num_layers": (2, 4, 8),
     "embed_dim": (64, 128, 256),
@@ -95,23 +96,28 @@ NANOGPT = Path("nanoGPT")
 
 def changed(**fields: Any) -> Any:
     """nanoGPT's CPU setting with changes of the model or of the run."""
-    run = {name: fields.pop(name) for name in ("batch_size", "steps_per_call") if name in fields}
-    return replace(SETTING, model=replace(SETTING.model, **fields), **run)
+    of_the_run = {}
+    for name in ("batch_size", "steps_per_call"):
+        if name in fields:
+            of_the_run[name] = fields.pop(name)
+    return replace(SETTING, model=replace(SETTING.model, **fields), **of_the_run)
 
 
 def repeated_shakespeare(folder: str, size: float) -> Path:
     """A file of tiny Shakespeare as many times as it takes for so many bytes."""
-    path, words = Path(folder, "text.txt"), shakespeare_file().read_bytes()
+    path = Path(folder, "text.txt")
+    text = shakespeare_file().read_bytes()
+    times = math.ceil(size / len(text))
     with path.open("wb") as file:
-        for _ in range(-int(-size // len(words))):
-            file.write(words)
+        for _ in range(times):
+            file.write(text)
     return path
 
 
-def step_time(how: Rounds, nanogpt: Path = NANOGPT) -> None:
+def step_time(options: Rounds, nanogpt: Path = NANOGPT) -> None:
     """One train step beside nanoGPT's, eager and compiled, at its CPU setting (four layers of 128
     features, block 64, batch 12): its batch, forward, backward, clipping and AdamW."""
-    if not how.only:
+    if not options.only:
         require(nanogpt)
     variants = [
         variant("nanoGPT eager", SETTING, nanogpt=nanogpt),
@@ -119,50 +125,54 @@ def step_time(how: Rounds, nanogpt: Path = NANOGPT) -> None:
         variant("jgpt float32", SETTING),
         variant("jgpt bfloat16", changed(dtype="bfloat16")),
     ]
-    compare("step_time", variants, how)
+    compare("step_time", variants, options)
 
 
 def time_to_loss(
-    how: Rounds, nanogpt: Path = NANOGPT, short_steps: int = 42, steps: int = 1150
+    options: Rounds, nanogpt: Path = NANOGPT, short_steps: int = 42, steps: int = 1150
 ) -> None:
     """Whole commands on tiny Shakespeare. nanoGPT trains its CPU setting (its README), to about
     1.9 by its own estimate over 20 batches, and `jgpt train nanogpt-cpu` the same; `jgpt train
     modern-cpu` for a few steps, to an exact loss at least as good, and for as many as end before
     nanoGPT does, both evaluated at the end; `jgpt train` the default preset. None draws a sample.
     Each round has a seed."""
-    once = "--eval-interval", steps
     with TemporaryDirectory() as folder:
         variants = [
             trained_by_nanogpt("nanoGPT", check_out(nanogpt, folder), *CPU_SETTING),
             trained_by_jgpt("jgpt nanogpt-cpu", "nanogpt-cpu"),
             trained_by_jgpt("to the loss", "modern-cpu", "--steps", short_steps, *SHORT.split()),
             trained_by_jgpt(
-                "to nanoGPT's end", "modern-cpu", "--steps", steps, *once, *AVERAGED.split()
+                "to nanoGPT's end",
+                "modern-cpu",
+                *("--steps", steps),
+                *("--eval-interval", steps),  # once, at the end
+                *AVERAGED.split(),
             ),
             trained_by_jgpt("the default preset"),
         ]
-        compare("time_to_loss", variants, how)
+        compare("time_to_loss", variants, options)
 
 
-def memory(how: Rounds, nanogpt: Path = NANOGPT, gigabytes: float = 1.0) -> None:
+def memory(options: Rounds, nanogpt: Path = NANOGPT, gigabytes: float = 1.0) -> None:
     """Peak memory of nanoGPT's CPU setting in both, of a first run of jgpt, which compiles, and of
     preparing a large text."""
-    train = "train", "nanogpt-cpu", "--data", "shakespeare", "--steps", 200, "--out", "{out}"
-    ours, uncached = jgpt(*train), {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    setting = ("nanogpt-cpu", "--data", "shakespeare", "--steps", 200)
+    train = jgpt("train", *setting, "--out", "{out}")
+    uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     with TemporaryDirectory() as folder:
         theirs = check_out(nanogpt, folder)
         cache = {"XDG_CACHE_HOME": f"{folder}/programs"}  # jgpt's own cache, as its users have it
         prepare = jgpt("prepare", repeated_shakespeare(folder, 1e9 * gigabytes), "--out", "{out}")
         variants = [
             trained_by_nanogpt("nanoGPT", theirs, *CPU_SETTING, "--max_iters=200"),
-            Variant("jgpt, first run", ours, nothing, uncached),
-            Variant("jgpt", ours, nothing, cache, warm=True),
+            Variant("jgpt, first run", train, nothing, uncached),
+            Variant("jgpt", train, nothing, cache, warm=True),
             Variant("jgpt prepare", prepare, nothing, rounds=1),
         ]
-        compare("memory", variants, how)
+        compare("memory", variants, options)
 
 
-def prepare(how: Rounds, megabytes: int = 200) -> None:
+def prepare(options: Rounds, megabytes: int = 200) -> None:
     """Whole commands that encode a text, tiny Shakespeare many times, with GPT-2's byte-pairs:
     `jgpt prepare`, tiktoken with as many threads, nanoGPT's prepare.py (tiktoken, the whole text on
     one thread), and tokenizers; the files of the byte-pairs are in $JGPT_DATA_DIR/gpt2-bpe."""
@@ -178,24 +188,24 @@ def prepare(how: Rounds, megabytes: int = 200) -> None:
             command = call("encoding", "encode", way=way, text=text, files=files, out="{out}")
             return Variant(name, command, speed, **rest)
 
-        ours = "--tokenizer", "gpt2", "--tokenizer-files", files, "--out", "{out}"
+        ours = ("--tokenizer", "gpt2", "--tokenizer-files", files, "--out", "{out}")
         variants = [
             theirs("tiktoken", "tiktoken"),
             theirs("nanoGPT's prepare.py", "nanogpt"),
             theirs("tokenizers", "tokenizers", rounds=1),
             Variant("jgpt prepare", jgpt("prepare", text, *ours), speed),
         ]
-        compare("prepare", variants, how)
+        compare("prepare", variants, options)
 
 
-def large_text(how: Rounds, megabytes: int = 400, steps: int = 200) -> None:
+def large_text(options: Rounds, megabytes: int = 400, steps: int = 200) -> None:
     """A text of the size that people have, made from a seed: `jgpt prepare` with byte-pairs, and
     `jgpt train` on the text as it is, the first time, which tokenizes it, and a later time; peak
     memory, the seconds to the first step and the share of the time that no step takes."""
     with TemporaryDirectory() as folder:
         text = Path(folder, "text.txt")
         write_code(text, 1_000_000 * megabytes)
-        pairs = "--tokenizer", "bpe", "--bpe-vocab-size", 8192
+        pairs = ("--tokenizer", "bpe", "--bpe-vocab-size", 8192)
         train = call("watching", "large_text", text=text, out="{out}", preset="tiny", steps=steps)
         # the caches of texts are below these folders
         first = {"XDG_CACHE_HOME": f"{folder}/first"}
@@ -209,20 +219,21 @@ def large_text(how: Rounds, megabytes: int = 400, steps: int = 200) -> None:
         def facts(measured: Measured) -> dict[str, Any]:
             return {"text_bytes": text.stat().st_size}
 
-        compare("large_text", variants, how, facts)
+        compare("large_text", variants, options, facts)
 
 
-def startup(how: Rounds) -> None:
+def startup(options: Rounds) -> None:
     """`jgpt --help`, `jgpt train` to its first step, with and without a compilation cache, and
     `jgpt sample` to its first tokens, with one."""
     train = call("watching", "first_step", out="{out}")
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # jgpt's own is below XDG_CACHE_HOME
     with TemporaryDirectory() as folder:
-        first, later = {"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"XDG_CACHE_HOME": folder}
-        run, its = f"{folder}/run", ("--data", "shakespeare", "--steps", 1, "--sample-tokens", 0)
-        subprocess.run(
-            jgpt("train", "nanogpt-cpu", *its, "--out", run), check=True, stdout=subprocess.DEVNULL
-        )
+        first = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+        later = {"XDG_CACHE_HOME": folder}
+        run = f"{folder}/run"
+        one_step = ("--data", "shakespeare", "--steps", 1, "--sample-tokens", 0)
+        train_once = jgpt("train", "nanogpt-cpu", *one_step, "--out", run)
+        subprocess.run(train_once, check=True, stdout=subprocess.DEVNULL)
         sample = call("watching", "first_text", run=run)
         variants = [
             Variant("jgpt --help", jgpt("--help"), nothing, warm=True),
@@ -230,18 +241,18 @@ def startup(how: Rounds) -> None:
             Variant("jgpt train, a later run", train, environment=later, warm=True),
             Variant("jgpt sample, a later run", sample, environment=later, warm=True),
         ]
-        compare("startup", variants, how)
+        compare("startup", variants, options)
 
 
-def scaling(how: Rounds) -> None:
+def scaling(options: Rounds) -> None:
     """Step time against layers, width, block and batch of nanoGPT's CPU setting, one at a time. The
     exponent of time over floating-point operations is 1 where growth is linear."""
-    variants = [
-        variant(f"{axis} {size}", changed(**{axis: size}), steps=10)
-        for axis, sizes in AXES.items()
-        for size in sizes
-    ]
-    compare("scaling", variants, how, exponents)
+    variants = []
+    for axis, sizes in AXES.items():
+        for size in sizes:
+            config = changed(**{axis: size})
+            variants.append(variant(f"{axis} {size}", config, steps=10))
+    compare("scaling", variants, options, exponents)
 
 
 def exponents(measured: Measured) -> dict[str, Any]:
@@ -249,63 +260,62 @@ def exponents(measured: Measured) -> dict[str, Any]:
     found = {}
     for axis in AXES:
         names = [name for name in measured if name.startswith(axis)]
-        if len(names) > 1:
-            work, times = (
-                [np.log(median(measured, name, figure)) for name in names]
-                for figure in ("flops", "milliseconds")
-            )
-            found[axis] = float(np.polyfit(work, times, 1)[0])
+        if len(names) < 2:  # with `only`
+            continue
+        work = [np.log(median(measured, name, "flops")) for name in names]
+        times = [np.log(median(measured, name, "milliseconds")) for name in names]
+        slope, _ = np.polyfit(work, times, 1)
+        found[axis] = float(slope)
     return {"exponents": found}
 
 
-def scan_layers(how: Rounds) -> None:
+def scan_layers(options: Rounds) -> None:
     """What a step takes to compile, in seconds of processor time, and to run, with a loop and with
     a scan over the blocks."""
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    variants = [
-        variant(
-            f"{name}, {layers} layers",
-            changed(num_layers=layers, scan_layers=scan, steps_per_call=4),
-            steps=4,
-        )
-        for layers in (4, 12, 36)
-        for name, scan in (("loop", False), ("scan", True))
-    ]
-    compare("scan_layers", variants, how)
+    variants = []
+    for layers in (4, 12, 36):
+        for name, scan in (("loop", False), ("scan", True)):
+            config = changed(num_layers=layers, scan_layers=scan, steps_per_call=4)
+            variants.append(variant(f"{name}, {layers} layers", config, steps=4))
+    compare("scan_layers", variants, options)
 
 
-def step_breakdown(how: Rounds, train_preset: str = "nanogpt-cpu") -> None:
+def step_breakdown(options: Rounds, train_preset: str = "nanogpt-cpu") -> None:
     """Where a train step's time goes: milliseconds by kind of operation, summed over threads."""
-    its = preset(train_preset)
-    configs = [replace(its, model=replace(its.model, dtype=dtype)) for dtype in DTYPES]
-    variants = [
-        Variant(it.model.dtype, call("breakdown", "step", config=to_json(it))) for it in configs
-    ]
-    compare("step_breakdown", variants, how)
+    given = preset(train_preset)
+    variants = []
+    for dtype in DTYPES:
+        config = replace(given, model=replace(given.model, dtype=dtype))
+        variants.append(Variant(dtype, call("breakdown", "step", config=to_json(config))))
+    compare("step_breakdown", variants, options)
 
 
-def ablation(how: Rounds, steps: int = 1000) -> None:
+def ablation(options: Rounds, steps: int = 1000) -> None:
     """The exact loss of `modern-cpu` and of single changes of it, all with as many steps and the
     same seeds, of which each round has one; the schedule ends with the steps."""
-    its = "modern-cpu", "--steps", steps, "--eval-interval", steps
-    variants = [trained_by_jgpt(name, *its, *change.split()) for name, change in CHANGES.items()]
-    compare("ablation", variants, how, lambda _: {"steps": steps})
+    setting = ("modern-cpu", "--steps", steps, "--eval-interval", steps)
+    variants = []
+    for name, change in CHANGES.items():
+        variants.append(trained_by_jgpt(name, *setting, *change.split()))
+    compare("ablation", variants, options, lambda _: {"steps": steps})
 
 
-def narrow_loss(how: Rounds, steps: int = 1000) -> None:
+def narrow_loss(options: Rounds, steps: int = 1000) -> None:
     """nanoGPT's CPU setting in float32 and in bfloat16. A seed decides parameters and batches, so
     the two runs of a round differ by rounding alone."""
-    its = "nanogpt-cpu", "--steps", steps, "--eval-interval", steps
-    variants = [trained_by_jgpt(dtype, *its, "--dtype", dtype) for dtype in DTYPES]
-    compare("narrow_loss", variants, how, differences)
+    setting = ("nanogpt-cpu", "--steps", steps, "--eval-interval", steps)
+    variants = [trained_by_jgpt(dtype, *setting, "--dtype", dtype) for dtype in DTYPES]
+    compare("narrow_loss", variants, options, differences)
 
 
 def differences(measured: Measured) -> dict[str, Any]:
     """bfloat16's losses minus float32's of the same seeds, and how far apart seeds are."""
-    wide, narrow = (measured.get(it, {}).get("validation_loss") for it in ("float32", "bfloat16"))
+    wide = measured.get("float32", {}).get("validation_loss")
+    narrow = measured.get("bfloat16", {}).get("validation_loss")
     if not wide or not narrow:
         return {}
-    apart = [after - before for before, after in zip(wide, narrow, strict=False)]
+    apart = [rounded - exact for exact, rounded in zip(wide, narrow, strict=False)]
     return {
         "deviation_over_seeds": statistics.stdev(wide) if len(wide) > 1 else 0.0,
         "mean_difference": statistics.mean(apart),
@@ -314,54 +324,59 @@ def differences(measured: Measured) -> dict[str, Any]:
 
 
 def contract_overhead(
-    how: Rounds, preset: str = "nanogpt-cpu", traced_presets: tuple[str, ...] = tuple(PRESETS)
+    options: Rounds, preset: str = "nanogpt-cpu", traced_presets: tuple[str, ...] = tuple(PRESETS)
 ) -> None:
     """What the shape contract costs: the import, the first trace of a preset's train step, its
     compilation and steps, an eager forward pass, and tracing each preset's train step."""
     command = call("stepping", "checks", preset=preset, traced_presets=traced_presets)
     variants = [
-        Variant(f"checks {name}", command, environment={"JAXTYPING_DISABLE": disable})
-        for name, disable in (("on", "0"), ("off", "1"))
+        Variant("checks on", command, environment={"JAXTYPING_DISABLE": "0"}),
+        Variant("checks off", command, environment={"JAXTYPING_DISABLE": "1"}),
     ]
-    compare("contract_overhead", variants, how, ratios)
+    compare("contract_overhead", variants, options, ratios)
 
 
 def ratios(measured: Measured) -> dict[str, Any]:
     """The median ratio over the rounds, and the time added to the trace of each preset.
 
     Other load slows both halves of a round alike."""
-    on, off = (measured.get(f"checks {name}", {}) for name in ("on", "off"))
-    pairs = {name: list(zip(on[name], off[name], strict=False)) for name in on if name in off}
-    return {
-        "ratio": {name: statistics.median(a / b for a, b in its) for name, its in pairs.items()},
-        "added": {
-            name.removeprefix("trace "): statistics.median(a - b for a, b in its)
-            for name, its in pairs.items()
-            if name.startswith("trace ")
-        },
-    }
+    on = measured.get("checks on", {})
+    off = measured.get("checks off", {})
+    ratio = {}
+    added = {}
+    for name in on:
+        if name not in off:
+            continue
+        # one of them may have a round more, when this is called in between
+        rounds = list(zip(on[name], off[name], strict=False))
+        ratio[name] = statistics.median(with_checks / without for with_checks, without in rounds)
+        if name.startswith("trace "):
+            differences = [with_checks - without for with_checks, without in rounds]
+            added[name.removeprefix("trace ")] = statistics.median(differences)
+    return {"ratio": ratio, "added": added}
 
 
-def live(how: Rounds, steps: int = 2000) -> None:
+def live(options: Rounds, steps: int = 2000) -> None:
     """`jgpt train` with its live page, which is read, and without: the time of a step."""
-    variants = [
-        Variant(name, call("watching", "page", steps=steps, out="{out}", live=name == "live"))
-        for name in ("alone", "live")
-    ]
+    variants = []
+    for name in ("alone", "live"):
+        watch = call("watching", "page", steps=steps, out="{out}", live=name == "live")
+        variants.append(Variant(name, watch))
 
     def slower(measured: Measured) -> dict[str, Any]:
-        times = [
-            measured.get(name, {}).get("milliseconds_per_step", ()) for name in ("live", "alone")
-        ]
-        each = [live / alone - 1 for live, alone in zip(*times, strict=False)]
-        median = sorted(each)[len(each) // 2] if each else None
-        return {"steps": steps, "slower_by": each, "median": median}
+        live = measured.get("live", {}).get("milliseconds_per_step", [])
+        alone = measured.get("alone", {}).get("milliseconds_per_step", [])
+        slower_by = []
+        for with_page, without in zip(live, alone, strict=False):
+            slower_by.append(with_page / without - 1)
+        median = sorted(slower_by)[len(slower_by) // 2] if slower_by else None
+        return {"steps": steps, "slower_by": slower_by, "median": median}
 
-    compare("live", variants, how, slower)
+    compare("live", variants, options, slower)
 
 
 def shakespeare_candidates(
-    how: Rounds, candidates: tuple[str, ...] = tuple(CANDIDATES), extra: str = ""
+    options: Rounds, candidates: tuple[str, ...] = tuple(CANDIDATES), extra: str = ""
 ) -> None:
     """Changes of `shakespeare-best`, with one seed: the loss on the first half of the last tenth of
     tiny Shakespeare, which nobody trains on. `extra` are options of all runs."""
@@ -369,11 +384,11 @@ def shakespeare_candidates(
         trained_on_nine_tenths(name, "shakespeare-best", CANDIDATES[name], extra)
         for name in candidates
     ]
-    compare("shakespeare_candidates", variants, replace(how, rounds=1))
+    compare("shakespeare_candidates", variants, replace(options, rounds=1))
 
 
 def shakespeare_best(
-    how: Rounds,
+    options: Rounds,
     candidate: str = "weight decay 0.1",
     references: tuple[str, ...] = ("nanogpt-cpu",),
     extra: str = "",
@@ -381,17 +396,16 @@ def shakespeare_best(
     """The best candidate and other presets, with other seeds: the loss on the second half of the
     last tenth, which chose nothing, at the checkpoint that is best on the first half.
     `nanogpt-char` as a reference takes hours on a CPU."""
-    name, change = f"shakespeare-best, {candidate}", CANDIDATES[candidate]
-    trained = [
-        trained_on_nine_tenths(name, "shakespeare-best", change, extra),
-        *(trained_on_nine_tenths(name, name, extra) for name in references),
-    ]
-    variants = [replace(its, read=tested(its.read)) for its in trained]
-    compare("shakespeare_best", variants, replace(how, first_seed=101))
+    name = f"shakespeare-best, {candidate}"
+    trained = [trained_on_nine_tenths(name, "shakespeare-best", CANDIDATES[candidate], extra)]
+    for reference in references:
+        trained.append(trained_on_nine_tenths(reference, reference, extra))
+    variants = [replace(variant, read=tested(variant.read)) for variant in trained]
+    compare("shakespeare_best", variants, replace(options, first_seed=101))
 
 
 def trained_on_nine_tenths(name: str, train_preset: str, *changes: str) -> Variant:
-    halves = "--validation-fraction", 0.05, "--test-fraction", 0.05
+    halves = ("--validation-fraction", 0.05, "--test-fraction", 0.05)
     return trained_by_jgpt(name, train_preset, *halves, *" ".join(changes).split())
 
 
@@ -406,48 +420,54 @@ def tested(read: Read) -> Read:
     return read_and_test
 
 
-def int8(how: Rounds, runs: tuple[Path, ...]) -> None:
+def int8(options: Rounds, runs: tuple[Path, ...]) -> None:
     """The validation loss of trained runs with and without int8 weights."""
     variants = [Variant(run.name, call("evaluating", "int8", run=run)) for run in runs]
-    compare("int8", variants, replace(how, rounds=1))
+    compare("int8", variants, replace(options, rounds=1))
 
 
 def fuzz(
-    how: Rounds, formats: tuple[str, ...] = tuple(fuzzing.TARGETS), inputs: int = 10_000
+    options: Rounds, formats: tuple[str, ...] = tuple(fuzzing.TARGETS), inputs: int = 10_000
 ) -> None:
     """Mutated files of each format: how many are loaded, and how many refused; see `fuzz.py`."""
     variants = [fuzzing.variant(format, inputs) for format in formats]
-    compare("fuzz", variants, replace(how, rounds=1))
+    compare("fuzz", variants, replace(options, rounds=1))
 
 
-def sampling(how: Rounds, nanogpt: Path | None = None) -> None:
+def sampling(options: Rounds, nanogpt: Path | None = None) -> None:
     """Tokens a second when sampling, beside what people use on a CPU; see `sampling.py`. First
     `pip install ctranslate2 gguf xllamacpp`; engines that aren't there are left out."""
-    sampled("sampling", how, nanogpt=nanogpt)
+    sampled("sampling", options, nanogpt=nanogpt)
 
 
 def gpu_sampling(
-    how: Rounds,
+    options: Rounds,
     nanogpt: Path | None = None,
     batches: tuple[int, ...] = (1, 16, 64),
     tokens: int = 255,
 ) -> None:
     """Tokens a second of several texts at once on an accelerator. At most one block of tokens;
     beyond it, nanoGPT's window would slide."""
-    counts, names = {"10.7M": tokens}, ("jgpt bfloat16", "nanoGPT")
-    sampled("gpu_sampling", how, nanogpt=nanogpt, tokens=counts, batches=batches, names=names)
+    sampled(
+        "gpu_sampling",
+        options,
+        nanogpt=nanogpt,
+        tokens={"10.7M": tokens},
+        batches=batches,
+        names=("jgpt bfloat16", "nanoGPT"),
+    )
 
 
-def sampled(name: str, how: Rounds, tokens: Any = engines.TOKENS, **which: Any) -> None:
+def sampled(name: str, options: Rounds, tokens: Any = engines.TOKENS, **which: Any) -> None:
     with TemporaryDirectory() as folder:
         prepare = call("sampling", "prepare", folder=folder, models=[*tokens])
         subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
         facts = {"temperature": engines.TEMPERATURE, "tokens": tokens}
-        compare(name, engines.variants(folder, tokens, **which), how, lambda _: facts)
+        compare(name, engines.variants(folder, tokens, **which), options, lambda _: facts)
 
 
 def gpu_step(
-    how: Rounds,
+    options: Rounds,
     nanogpt: Path | None = None,
     presets: tuple[str, ...] = ("gpt2", "nanogpt-char"),
     batch_size: int = 32,
@@ -457,19 +477,20 @@ def gpu_step(
     torch.compile. GPT-2 has `batch_size`, other presets their own."""
     variants = []
     for name in presets:
-        its = preset(name)
-        size = batch_size if name == "gpt2" else its.batch_size
-        model = replace(its.model, dtype="bfloat16")
-        config = replace(its, model=model, batch_size=size, micro_batches=1)
+        config = preset(name)
+        if name == "gpt2":
+            config = replace(config, batch_size=batch_size)
+        model = replace(config.model, dtype="bfloat16")
+        config = replace(config, model=model, micro_batches=1)
         variants.append(variant(f"{name} jgpt", config, steps=steps))
         if nanogpt:
-            theirs = {"steps": steps, "nanogpt": nanogpt, "compile": True}
-            variants.append(variant(f"{name} nanoGPT", config, **theirs))
-    compare("gpu_step", variants, how)
+            name = f"{name} nanoGPT"
+            variants.append(variant(name, config, steps=steps, nanogpt=nanogpt, compile=True))
+    compare("gpu_step", variants, options)
 
 
 def gpu_train(
-    how: Rounds,
+    options: Rounds,
     nanogpt: Path | None = None,
     train_preset: str = "nanogpt-char",
     target: float = 1.4655,
@@ -483,13 +504,31 @@ def gpu_train(
         if nanogpt:
             theirs = check_out(nanogpt, folder)
             variants.append(trained_by_nanogpt("nanoGPT", theirs, target=target, rounds=1))
-        compare("gpu_train", variants, how, lambda _: {"target": target})
+        compare("gpu_train", variants, options, lambda _: {"target": target})
 
 
 COMPARISONS = (
-    *(step_time, time_to_loss, memory, prepare, large_text, startup, scaling, scan_layers),
-    *(step_breakdown, ablation, narrow_loss, contract_overhead, live, shakespeare_candidates),
-    *(shakespeare_best, int8, fuzz, sampling, gpu_step, gpu_train, gpu_sampling),
+    step_time,
+    time_to_loss,
+    memory,
+    prepare,
+    large_text,
+    startup,
+    scaling,
+    scan_layers,
+    step_breakdown,
+    ablation,
+    narrow_loss,
+    contract_overhead,
+    live,
+    shakespeare_candidates,
+    shakespeare_best,
+    int8,
+    fuzz,
+    sampling,
+    gpu_step,
+    gpu_train,
+    gpu_sampling,
 )
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import numpy as np
 
 def chunks(text: str) -> list[str]:
     """About a megabyte each, cut where a line ends."""
-    found, start = [], 0
+    found = []
+    start = 0
     while start < len(text):
         end = text.find("\n", start + (1 << 20)) + 1 or len(text)
         found.append(text[start:end])

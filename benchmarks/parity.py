@@ -32,8 +32,9 @@ from tests.parity.test_transformers import MODELS, compared, random_model, trans
 
 
 def ladder(family: str, dtype: str) -> list[dict]:
-    mine, its = ours(family, dtype), theirs(family, dtype)
-    return [row(family, dtype, rung, errors(mine[rung], its[rung])) for rung in mine]
+    found = ours(family, dtype)
+    expected = theirs(family, dtype)
+    return [row(family, dtype, rung, errors(found[rung], expected[rung])) for rung in found]
 
 
 def checkpoint(nanogpt: Path, file: str) -> list[dict]:
@@ -43,15 +44,21 @@ def checkpoint(nanogpt: Path, file: str) -> list[dict]:
     reference.load_state_dict(torch.load(file, weights_only=True)["model"])
     size = (2, model.block_size + 1)
     window = np.random.default_rng(0).integers(model.vocab_size, size=size)
+    inputs = window[:, :-1]
+    targets = window[:, 1:]
     with torch.no_grad():
-        tokens, targets = torch.tensor(window[:, :-1]), torch.tensor(window[:, 1:])
-        its = [array.numpy() for array in reference(tokens, targets)]
-    logits = model(jnp.asarray(window[:, :-1]))
-    mine = [np.asarray(logits), np.asarray(cross_entropy(logits, jnp.asarray(window[:, 1:])))]
-    return [
-        row(f"ckpt.pt, bias={model.config.use_bias}", "float32", rung, errors({"": a}, {"": b}))
-        for rung, a, b in zip(("logits", "loss"), mine, its, strict=True)
-    ]
+        expected_logits, expected_loss = reference(torch.tensor(inputs), torch.tensor(targets))
+    logits = model(jnp.asarray(inputs))
+    loss = cross_entropy(logits, jnp.asarray(targets))
+    compared_arrays = {
+        "logits": (np.asarray(logits), expected_logits.numpy()),
+        "loss": (np.asarray(loss), expected_loss.numpy()),
+    }
+    name = f"ckpt.pt, bias={model.config.use_bias}"
+    rows = []
+    for rung, (found, expected) in compared_arrays.items():
+        rows.append(row(name, "float32", rung, errors({"": found}, {"": expected})))
+    return rows
 
 
 def directory(name: str) -> list[dict]:
@@ -62,22 +69,29 @@ def directory(name: str) -> list[dict]:
         model = jgpt.load_hf(folder)
         jgpt.save_hf(model, f"{folder}/again")
         again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/again")
-    stored, wanted = (
-        {path: leaf.detach().numpy() for path, leaf in each.named_parameters()}
-        for each in (again, reference)
-    )
-    pairs = {**compared(reference, model), "written back": (stored, wanted)}
-    return [
-        row(f"{name} of transformers", "float32", rung, errors(*its)) for rung, its in pairs.items()
-    ]
+    pairs = {**compared(reference, model), "written back": (arrays_of(again), arrays_of(reference))}
+    rows = []
+    for rung, (found, expected) in pairs.items():
+        rows.append(row(f"{name} of transformers", "float32", rung, errors(found, expected)))
+    return rows
+
+
+def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {path: leaf.detach().numpy() for path, leaf in model.named_parameters()}
 
 
 def row(family: str, dtype: str, rung: str, errors: tuple[float, float]) -> dict:
     absolute, relative = errors
     # Adam turns gradients that are all rounding error into full steps
     tested = (dtype, rung) != ("float32", "weights after ten")
-    which = {"family": family, "dtype": dtype, "rung": rung}
-    return {**which, "absolute": absolute, "relative": relative, "tested": tested}
+    return {
+        "family": family,
+        "dtype": dtype,
+        "rung": rung,
+        "absolute": absolute,
+        "relative": relative,
+        "tested": tested,
+    }
 
 
 def main(
@@ -91,19 +105,28 @@ def main(
         open_models: Llama and Qwen3 alone.
     """
     families = ["qwen3"] if open_models else FAMILIES
-    rows = [row for dtype in TOLERANCE for family in families for row in ladder(family, dtype)]
+    rows = []
+    for dtype in TOLERANCE:
+        for family in families:
+            rows += ladder(family, dtype)
     if open_models:
-        rows += [row for name in MODELS if "gpt2" not in name for row in directory(name)]
+        for name in MODELS:
+            if "gpt2" not in name:
+                rows += directory(name)
     if nanogpt is not None:
-        rows += [row for file in checkpoints for row in checkpoint(nanogpt, file)]
-    for its in rows:
-        untested = "" if its["tested"] else ", not tested"
-        name = f"{its['family']}, {its['dtype']}, {its['rung']}"
-        print(f"{name}: {its['relative']:.1e}, below {TOLERANCE[its['dtype']]}{untested}")
+        for file in checkpoints:
+            rows += checkpoint(nanogpt, file)
+    for found in rows:
+        name = f"{found['family']}, {found['dtype']}, {found['rung']}"
+        line = f"{name}: {found['relative']:.1e}, below {TOLERANCE[found['dtype']]}"
+        if not found["tested"]:
+            line += ", not tested"
+        print(line)
     name = "parity_open_models" if open_models else "parity"
     print(runner.write(name, {"tolerance": TOLERANCE, "rows": rows}))
     worst = max(row["relative"] / TOLERANCE[row["dtype"]] for row in rows if row["tested"])
-    sys.exit(f"the largest error is {worst:.1f} times the tolerance" if worst > 1 else 0)
+    if worst > 1:
+        sys.exit(f"the largest error is {worst:.1f} times the tolerance")
 
 
 if __name__ == "__main__":

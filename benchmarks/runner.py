@@ -22,9 +22,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("jax", "flax", "optax", "jaxtyping", "beartype", "numpy")
-PACKAGES += ("torch", "transformers", "ctranslate2", "tiktoken", "tokenizers")
-PACKAGES += ("openvino-genai", "optimum-intel", "xllamacpp")
+PACKAGES = (
+    *("jax", "flax", "optax", "jaxtyping", "beartype", "numpy"),
+    *("torch", "transformers", "ctranslate2", "tiktoken", "tokenizers"),
+    *("openvino-genai", "optimum-intel", "xllamacpp"),
+)
 PROCESSOR = "the processor"
 Figures = dict[str, float]
 Measured = dict[str, dict[str, list[float]]]
@@ -93,15 +95,17 @@ def compare(
     that fails is left out from then on, and the process ends with 1.
     """
     if options.only:
-        variants = [it for it in variants if any(word in it.name for word in options.only)]
-    processor, machine = Variant(PROCESSOR, call("runner", "processor_speed")), provenance()
+        variants = [variant for variant in variants if _is_asked_for(variant, options.only)]
+    processor = Variant(PROCESSOR, call("runner", "processor_speed"))
+    machine = provenance()
     measured: Measured = {}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
         for index in range(-1, options.rounds):  # the one before the first fills caches
             for variant in (processor, *variants):
-                its_rounds = range(-variant.warm, variant.rounds or options.rounds)
-                if index not in its_rounds or variant.name in failed:
+                first_round = -1 if variant.warm else 0
+                rounds = range(first_round, variant.rounds or options.rounds)
+                if index not in rounds or variant.name in failed:
                     continue
                 try:
                     figures = measure(variant, options.first_seed + index, Path(directory))
@@ -113,26 +117,31 @@ def compare(
                     continue
                 for figure, value in figures.items():
                     measured.setdefault(variant.name, {}).setdefault(figure, []).append(value)
-                told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-                print(f"round {index + 1}: {variant.name}: {told}", file=sys.stderr, flush=True)
+                shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                print(f"round {index + 1}: {variant.name}: {shown}", file=sys.stderr, flush=True)
+            # after every round: what was measured in hours isn't lost when this is stopped
             if measured.keys() - {PROCESSOR} and not options.only:
                 write(name, {"figures": measured, **facts(measured)}, machine, options.results)
     print("median (least to most)")
-    for variant, its in measured.items():
-        print(f"{variant}: " + ", ".join(f"{figure} {spread(its[figure])}" for figure in its))
+    for variant, figures in measured.items():
+        shown = ", ".join(f"{figure} {spread(values)}" for figure, values in figures.items())
+        print(f"{variant}: {shown}")
     if measured.keys() - {PROCESSOR} and not options.only:
         print(options.results / f"{name}.json")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
+def _is_asked_for(variant: Variant, words: tuple[str, ...]) -> bool:
+    return any(word in variant.name for word in words)
+
+
 def measure(variant: Variant, seed: int, directory: Path) -> Figures:
     """Run a variant in a new process; return the printed figures, seconds and peak memory."""
     out = directory / f"{variant.name.replace('/', ' ')}-{seed}"
-    command = [
-        argument.replace("{seed}", str(seed)).replace("{out}", str(out))
-        for argument in variant.command
-    ]
+    command = []
+    for argument in variant.command:
+        command.append(argument.replace("{seed}", str(seed)).replace("{out}", str(out)))
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as complained:
@@ -153,7 +162,8 @@ def measure(variant: Variant, seed: int, directory: Path) -> Figures:
         if process.returncode:
             said = complained.read()[-3000:]
             raise VariantFailed(f"{variant.name} ended with {process.returncode}:\n{said}")
-        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**20
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        peak = usage.ru_maxrss * unit / 2**20
         return {"seconds": seconds, "peak_mib": peak} | variant.read(printed.read(), out)
 
 
@@ -164,15 +174,19 @@ def nothing(printed: str, out: Path) -> Figures:
 
 def trained_by_jgpt(name: str, *options: object, target: float = 0.0) -> Variant:
     def read(printed: str, out: Path) -> Figures:
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        found = [(it["step"], it["validation_loss"]) for it in lines if "validation_loss" in it]
-        steps = [
-            it["tokens"] / it["step"] / speed
-            for it in lines
-            if (speed := it.get("tokens_per_second"))
-        ]
-        taken = {"milliseconds": 1e3 * statistics.median(steps)} if steps else {}
-        return losses_of(found, target) | taken
+        losses = []
+        seconds = []
+        for text in (out / "metrics.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            if "validation_loss" in line:
+                losses.append((line["step"], line["validation_loss"]))
+            if line.get("tokens_per_second"):
+                tokens_per_step = line["tokens"] / line["step"]
+                seconds.append(tokens_per_step / line["tokens_per_second"])
+        figures = losses_of(losses, target)
+        if seconds:
+            figures["milliseconds"] = 1e3 * statistics.median(seconds)
+        return figures
 
     command = jgpt("train", *options, "--data", "shakespeare", "--sample-tokens", 0)
     return Variant(name, [*command, "--out", "{out}", "--seed", "{seed}"], read)
@@ -183,9 +197,13 @@ def losses_of(found: list[tuple[int, float]], target: float) -> Figures:
     last_step, last_loss = found[-1]
     best_loss, best_step = min((loss, step) for step, loss in found)
     reached = [step for step, loss in found if loss <= target]
-    share = (reached or [last_step])[0] / max(last_step, 1)
-    best = {"best_loss": best_loss, "best_step": best_step}
-    return {"validation_loss": last_loss, **best, "share_to_target": share}
+    needed = reached[0] if reached else last_step
+    return {
+        "validation_loss": last_loss,
+        "best_loss": best_loss,
+        "best_step": best_step,
+        "share_to_target": needed / max(last_step, 1),
+    }
 
 
 def median(measured: Measured, variant: str, figure: str) -> float:
@@ -194,8 +212,8 @@ def median(measured: Measured, variant: str, figure: str) -> float:
 
 def spread(values: Sequence[float], form: str = ".4g") -> str:
     """The median and the range."""
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:{form}} ({least:{form}} to {most:{form}})"
+    middle = statistics.median(values)
+    return f"{middle:{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def draws(action: Callable[[int], object], count: int) -> list[float]:
@@ -235,7 +253,10 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(": ")[2]
+    return ""
 
 
 def write(
@@ -257,7 +278,8 @@ def processor_speed() -> Figures:
 
     import numpy as np
 
-    matrix, numbers = np.ones((2048, 2048), np.float32), np.ones((2, 1 << 25), np.float32)
+    matrix = np.ones((2048, 2048), np.float32)
+    numbers = np.ones((2, 1 << 25), np.float32)
     with ThreadPoolExecutor(2) as pool:
         products = draws(lambda _: matrix @ matrix, 5)
         sums = draws(lambda _: list(pool.map(np.sum, numbers)), 5)

@@ -21,7 +21,8 @@ from runner import Figures, Variant, call, draws
 from jgpt.config import ModelConfig
 from jgpt.presets import preset
 
-TEMPERATURE, PROMPT = 0.8, 1000
+TEMPERATURE = 0.8
+PROMPT = 1000
 MODELS = {
     "10.7M": replace(preset("nanogpt-char").model, dropout=0.0, dtype="float32"),
     "124M": replace(preset("gpt2").model, dropout=0.0, dtype="float32"),
@@ -76,7 +77,8 @@ def measure(
     The folder is where `prepare` wrote the models.
     """
     kind, *how = engine.split()
-    shape, path = MODELS[model], f"{folder}/{model}"
+    shape = MODELS[model]
+    path = f"{folder}/{model}"
     match kind:
         case "jgpt":
             draw = draw_of_jgpt(path, *how)
@@ -116,7 +118,8 @@ def draw_of_jgpt(path: str, dtype: str) -> Draw:
         model = nnx.merge(graph, nnx.state(model))
 
     def draw(batch: int, prompt: int, new: int) -> None:
-        tokens, key = jnp.ones((batch, prompt), jnp.int32), jax.random.key(0)
+        tokens = jnp.ones((batch, prompt), jnp.int32)
+        key = jax.random.key(0)
         jgpt.generate(model, tokens, new, key=key, temperature=TEMPERATURE).block_until_ready()
 
     return draw
@@ -156,8 +159,8 @@ def draw_of_transformers(path: str) -> Draw:
 def draw_of_ctranslate2(path: str, dtype: str, threads: str) -> Draw:
     import ctranslate2
 
-    folder, how = f"{path}-{dtype}", {"compute_type": dtype, "intra_threads": int(threads)}
-    generator = ctranslate2.Generator(folder, **how)
+    folder = f"{path}-{dtype}"
+    generator = ctranslate2.Generator(folder, compute_type=dtype, intra_threads=int(threads))
 
     def draw(batch: int, prompt: int, new: int) -> None:
         drawn = generator.generate_batch(
@@ -223,7 +226,8 @@ def prepare(folder: str, models: list[str]) -> None:
     import transformers
 
     for name in models:
-        shape, path = MODELS[name], f"{folder}/{name}"
+        shape = MODELS[name]
+        path = f"{folder}/{name}"
         torch.manual_seed(0)
         config = transformers.GPT2Config(
             vocab_size=shape.vocab_size,
@@ -266,7 +270,8 @@ def write_gguf(path: str, dtype: str) -> None:
     import transformers
 
     model = transformers.GPT2LMHeadModel.from_pretrained(path)
-    shape, kind = model.config, gguf.GGMLQuantizationType[dtype]
+    shape = model.config
+    kind = gguf.GGMLQuantizationType[dtype]
     writer = gguf.GGUFWriter(f"{path}-{dtype}.gguf", "gpt2")
     writer.add_context_length(shape.n_positions)
     writer.add_embedding_length(shape.n_embd)

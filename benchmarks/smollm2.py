@@ -39,8 +39,10 @@ PROMPT = (
 STORY = "Once upon a time, in a village by the sea,"
 
 
-PAGE, NEW = 512, 200
-"""Tokens of the page whose logits and loss are compared, and of each continuation."""
+PAGE = 512
+"""Tokens of the page whose logits and loss are compared."""
+NEW = 200
+"""Tokens of each continuation."""
 
 
 def main(directory: Path | None = None) -> None:

@@ -35,17 +35,25 @@ def jgpt_steps(config: Any) -> TakeSteps:
     from jgpt.training.step import make_train_steps
 
     config = run_for_platform(config, current_platform())
-    train_steps, state = make_train_steps(config), init_state(config)
-    tokens, key, step = resident(some_tokens(config)), dropout_stream(config.seed), 0
+    train_steps = make_train_steps(config)
+    state = init_state(config)
+    tokens = resident(some_tokens(config))
+    key = dropout_stream(config.seed)
+    step = 0
 
     def take(count: int) -> float:
         nonlocal state, step
-        losses, end = [], step + count
+        losses = []
+        end = step + count
         while step < end:
             some = min(config.steps_per_call, end - step)
             windows = batches(
-                *(tokens, config.seed, step, config.steps_per_call),
-                *(config.batch_size, config.model.block_size),
+                tokens,
+                config.seed,
+                step,
+                config.steps_per_call,
+                config.batch_size,
+                config.model.block_size,
             )
             state, metrics = train_steps(state, windows, key, some, step)
             losses.append(metrics.loss[some - 1])
@@ -62,11 +70,15 @@ def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(config.seed)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    shape, how = config.model, config.optimizer
+    shape = config.model
+    optimization = config.optimizer
     model = nanogpt_model(checkout, shape).to(device)
     with contextlib.redirect_stdout(io.StringIO()):
         optimizer = model.configure_optimizers(
-            how.weight_decay, how.learning_rate, (how.beta1, how.beta2), device
+            optimization.weight_decay,
+            optimization.learning_rate,
+            (optimization.beta1, optimization.beta2),
+            device,
         )
     run = torch.compile(model) if compile else model
     tokens = torch.from_numpy(some_tokens(config).astype(np.int64))
@@ -87,7 +99,7 @@ def nanogpt_steps(config: Any, checkout: Path, compile: bool) -> TakeSteps:
                 _, loss = run(*batch)
             batch = next_batch()  # while the device computes
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), how.gradient_clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), optimization.gradient_clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss.item()
@@ -108,19 +120,24 @@ def step(
     from jgpt.hardware import peak_flops
     from jgpt.nn.costs import flops_per_token
 
-    its = from_json(TrainConfig, config)
-    take = nanogpt_steps(its, Path(nanogpt), compile) if nanogpt else jgpt_steps(its)
-    began, busy = time.perf_counter(), time.process_time()
+    setting = from_json(TrainConfig, config)
+    if nanogpt:
+        take = nanogpt_steps(setting, Path(nanogpt), compile)
+    else:
+        take = jgpt_steps(setting)
+    began = time.perf_counter()
+    busy = time.process_time()
     take(1)
-    first = time.perf_counter() - began, time.process_time() - busy
+    first_step = time.perf_counter() - began
+    first_step_cpu = time.process_time() - busy
     seconds = statistics.median(draws(lambda _: take(steps), 3)) / steps
-    tokens = its.batch_size * its.model.block_size
+    tokens = setting.batch_size * setting.model.block_size
     figures = {
         "milliseconds": 1e3 * seconds,
         "tokens_per_second": tokens / seconds,
-        "flops": 3 * flops_per_token(its.model) * tokens,
-        "first_step_seconds": first[0],
-        "first_step_cpu_seconds": first[1],
+        "flops": 3 * flops_per_token(setting.model) * tokens,
+        "first_step_seconds": first_step,
+        "first_step_cpu_seconds": first_step_cpu,
     }
     if peak := peak_flops():  # it isn't known of a CPU
         figures["utilisation"] = figures["flops"] / seconds / peak
@@ -147,7 +164,8 @@ def take_compiled(config: Any, compiled: Any) -> Callable[[], None]:
 
     from jgpt.training.state import dropout_stream, init_state
 
-    state, key = init_state(config), dropout_stream(config.seed)
+    state = init_state(config)
+    key = dropout_stream(config.seed)
     windows = jnp.asarray(np.resize(some_tokens(config), shape_of_windows(config)), jnp.int32)
 
     def take() -> None:

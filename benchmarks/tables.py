@@ -47,6 +47,19 @@ BETTER_OF_TWO = [
 """Engines that are measured in two ways."""
 PLACES = "_slowest_epyc", "", "_faster_epyc"
 """How the records of each processor's comparisons end."""
+ENGINES = (
+    "jgpt float32",
+    "CTranslate2 float32",
+    "jgpt bfloat16",
+    "jgpt int8",
+    "CTranslate2 int8",
+    "transformers",
+    "nanoGPT",
+)
+OPTIONAL_ENGINES = ("OpenVINO float32", "OpenVINO int8", "llama.cpp F16", "llama.cpp Q8_0")
+"""They have a column where they were measured."""
+AXES = {"num_layers": "layers", "embed_dim": "width", "block_size": "block"}
+"""What `scaling` calls them."""
 TEST_LOSS = "test_loss_in_windows_of_"
 Row = Sequence[str]
 Table = Sequence[Row]
@@ -60,14 +73,23 @@ def record(name: str) -> dict[str, Any]:
 
 def measured(name: str) -> Measured:
     """The values per round, without those of the processor."""
-    figures = record(name).get("figures", {})
-    return {variant: its for variant, its in figures.items() if variant != PROCESSOR}
+    figures = dict(record(name).get("figures", {}))
+    figures.pop(PROCESSOR, None)
+    return figures
+
+
+def figure_of(measured: Measured, figure: str) -> dict[str, list[float]]:
+    """One figure of all variants."""
+    return {variant: figures[figure] for variant, figures in measured.items()}
 
 
 def goal(value: float, target: float, unit: str = "", *, more: bool = False) -> str:
     """The cell of a target, which says whether it was missed."""
     missed = value < target if more else value > target
-    return f"{target:g}{unit}{' (missed)' if missed else ''}"
+    cell = f"{target:g}{unit}"
+    if missed:
+        cell += " (missed)"
+    return cell
 
 
 def beside(
@@ -75,13 +97,20 @@ def beside(
 ) -> tuple[str, str, str, str]:
     """The cells of both, of their ratio and of its target."""
     ratio = statistics.median(ours) / statistics.median(theirs)
-    cells = f"{ratio:.2f}", goal(ratio, target, more=more)
-    return spread(theirs, form), spread(ours, form), *cells
+    return (
+        spread(theirs, form),
+        spread(ours, form),
+        f"{ratio:.2f}",
+        goal(ratio, target, more=more),
+    )
 
 
 def mean_of(losses: list[float], digits: int = 4) -> str:
-    mean, deviation = statistics.mean(losses), deviation_of(losses, digits)
-    return f"{mean:.{digits}f}" + (f" (sd {deviation})" if deviation else "")
+    mean = f"{statistics.mean(losses):.{digits}f}"
+    deviation = deviation_of(losses, digits)
+    if not deviation:
+        return mean
+    return f"{mean} (sd {deviation})"
 
 
 def deviation_of(losses: list[float], digits: int = 4) -> str:
@@ -92,44 +121,57 @@ def deviation_of(losses: list[float], digits: int = 4) -> str:
 def seeds_of(losses: list[float]) -> str:
     count = len(losses)
     number = NUMBERS[count] if count < len(NUMBERS) else str(count)
-    return f"{number} seed{'s' * (count != 1)}"
+    return f"{number} seed" if count == 1 else f"{number} seeds"
 
 
 def step_rows(where: str = "") -> Iterator[Row]:
-    if its := measured(f"step_time{where}"):
-        times = {name: figures["milliseconds"] for name, figures in its.items()}
-        nanogpt = [name for name in times if name.startswith("nanoGPT")]
-        best = min(nanogpt, key=lambda name: statistics.median(times[name]))
-        for dtype, target in (("float32", 0.9), ("bfloat16", 0.65)):
-            theirs, ours, *ratio = beside(times[best], times[f"jgpt {dtype}"], ".1f", target)
-            what, how = f"train step, nanoGPT's CPU setting, {dtype}", best.split()[1]
-            yield what, f"{theirs} ms, {how}", f"{ours} ms", *ratio
+    figures = measured(f"step_time{where}")
+    if not figures:
+        return
+    times = figure_of(figures, "milliseconds")
+    # nanoGPT is measured eager and compiled: the faster of the two counts
+    nanogpt = [name for name in times if name.startswith("nanoGPT")]
+    fastest = min(nanogpt, key=lambda name: statistics.median(times[name]))
+    kind = fastest.removeprefix("nanoGPT ")
+    for dtype, target in (("float32", 0.9), ("bfloat16", 0.65)):
+        theirs, ours, *ratio = beside(times[fastest], times[f"jgpt {dtype}"], ".1f", target)
+        what = f"train step, nanoGPT's CPU setting, {dtype}"
+        yield what, f"{theirs} ms, {kind}", f"{ours} ms", *ratio
 
 
 def command_rows(where: str = "") -> Iterator[Row]:
     runs = measured(f"time_to_loss{where}")
     if not runs:
         return
-    seconds = {name: its["seconds"] for name, its in runs.items()}
-    loss = {name: its["validation_loss"] for name, its in runs.items()}
-    seeds = seeds_of(loss["nanoGPT"])
+    seconds = figure_of(runs, "seconds")
+    losses = figure_of(runs, "validation_loss")
+    seeds = seeds_of(losses["nanoGPT"])
+    their_seconds = f"{spread(seconds['nanoGPT'], '.0f')} s"
 
     def row(what: str, name: str, reached: str, target: float, form: str = ".0f") -> Row:
         _, ours, *ratio = beside(seconds["nanoGPT"], seconds[name], form, target)
-        return what, f"{spread(seconds['nanoGPT'], '.0f')} s", f"{ours} s, to {reached}", *ratio
+        return what, their_seconds, f"{ours} s, to {reached}", *ratio
 
-    name = "to the loss"
-    worst = f"{max(loss[name]):.3f} at worst"
-    what, theirs, *rest = row("whole command to nanoGPT's loss", name, worst, 0.083, ".1f")
-    yield what, f"{theirs}, to {min(loss['nanoGPT']):.3f} at best", *rest
-    name, estimates = "to nanoGPT's end", ", ".join(f"{its:.3f}" for its in loss["nanoGPT"])
-    ours = f"{mean_of(loss[name], 3)} after {statistics.median(seconds[name]):.0f} s"
-    what, reached = f"loss when nanoGPT's command ends, {seeds}", statistics.mean(loss[name])
-    yield what, f"{estimates} (its estimate)", ours, "", goal(reached, 1.48)
-    name, what = "the default preset", f"whole command, the default preset to its end, {seeds}"
-    yield row(what, name, mean_of(loss[name], 3), 1.3)
-    name, what = "jgpt nanogpt-cpu", "whole command, nanoGPT's CPU setting in both"
-    *cells, _ = row(what, name, spread(loss[name], ".3f"), 1)
+    # the worst of ours beside the best of theirs, so that no seed decides
+    worst = f"{max(losses['to the loss']):.3f} at worst"
+    best = f"{min(losses['nanoGPT']):.3f} at best"
+    what, theirs, *rest = row("whole command to nanoGPT's loss", "to the loss", worst, 0.083, ".1f")
+    yield what, f"{theirs}, to {best}", *rest
+
+    estimates = ", ".join(f"{loss:.3f}" for loss in losses["nanoGPT"])
+    reached = losses["to nanoGPT's end"]
+    ended = statistics.median(seconds["to nanoGPT's end"])
+    ours = f"{mean_of(reached, 3)} after {ended:.0f} s"
+    target = goal(statistics.mean(reached), 1.48)
+    what = f"loss when nanoGPT's command ends, {seeds}"
+    yield what, f"{estimates} (its estimate)", ours, "", target
+
+    what = f"whole command, the default preset to its end, {seeds}"
+    yield row(what, "the default preset", mean_of(losses["the default preset"], 3), 1.3)
+
+    what = "whole command, nanoGPT's CPU setting in both"
+    name = "jgpt nanogpt-cpu"
+    *cells, _ = row(what, name, spread(losses[name], ".3f"), 1)
     yield *cells, ""
 
 
@@ -138,34 +180,36 @@ def decoding(where: str = "") -> Iterator[tuple[str, dict[str, list[float]]]]:
 
     CTranslate2 counts with one thread or two, and OpenVINO with either cache, whichever is faster.
     """
+    variants = measured(f"sampling{where}")
     for model in ("10.7M", "124M"):
         for figure, label in FIGURES.items():
-            found = {
-                name.removeprefix(f"{model} "): its[figure]
-                for name, its in measured(f"sampling{where}").items()
-                if name.startswith(f"{model} ") and figure in its
-            }
-            for name in BETTER_OF_TWO:
-                both = [found[each] for each in found if each.startswith(name)]
+            found = {}
+            for name, figures in variants.items():
+                if name.startswith(f"{model} ") and figure in figures:
+                    found[name.removeprefix(f"{model} ")] = figures[figure]
+            for engine in BETTER_OF_TWO:
+                both = [found[name] for name in found if name.startswith(engine)]
                 if both:
+                    # of a prompt these are seconds, of a batch tokens a second
                     fastest = min if label == PROMPT else max
-                    found[name] = fastest(both, key=statistics.median)
+                    found[engine] = fastest(both, key=statistics.median)
             if found:
                 yield f"{model}, {label}", found
 
 
 def sampling_rows(where: str = "") -> Iterator[Row]:
     for label, found in decoding(where):
-        if not label.endswith(PROMPT):
-            both = found["CTranslate2 float32"], found["jgpt float32"]
-            what = f"tokens/s sampled in float32, {label}, beside CTranslate2"
-            yield what, *beside(*both, ",.0f", 1, more=True)
+        if label.endswith(PROMPT):
+            continue
+        what = f"tokens/s sampled in float32, {label}, beside CTranslate2"
+        theirs = found["CTranslate2 float32"]
+        yield what, *beside(theirs, found["jgpt float32"], ",.0f", 1, more=True)
 
 
 def tested() -> Iterator[tuple[str, str, list[float]]]:
     """For each model and length of a window: both, and the losses of the seeds."""
-    for name, its in measured("shakespeare_best").items():
-        for figure, losses in its.items():
+    for name, figures in measured("shakespeare_best").items():
+        for figure, losses in figures.items():
             if figure.startswith(TEST_LOSS):
                 yield name, figure.removeprefix(TEST_LOSS), losses
 
@@ -173,55 +217,93 @@ def tested() -> Iterator[tuple[str, str, list[float]]]:
 def best_rows() -> Iterator[Row]:
     """One row per window length; theirs are the nanoGPT settings measured at that length."""
     for name, size, losses in tested():
-        if name.startswith("shakespeare-best"):
-            theirs = [
-                f"{mean_of(others)} ({other})"
-                for other, length, others in tested()
-                if "nanogpt" in other and length == size
-            ]
-            what = f"`shakespeare-best`, test loss in windows of {size}, {seeds_of(losses)}"
-            yield what, "; ".join(theirs), mean_of(losses), "", ""
+        if not name.startswith("shakespeare-best"):
+            continue
+        theirs = []
+        for other, length, their_losses in tested():
+            if "nanogpt" in other and length == size:
+                theirs.append(f"{mean_of(their_losses)} ({other})")
+        what = f"`shakespeare-best`, test loss in windows of {size}, {seeds_of(losses)}"
+        yield what, "; ".join(theirs), mean_of(losses), "", ""
 
 
 def own_rows() -> Iterator[Row]:
     """Startup, memory, scaling, rounding, and the cost of shape checks."""
-    if started := measured("startup"):
-        seconds = median(started, "jgpt --help", "seconds")
-        yield "`jgpt --help`", "", f"{seconds:.2f} s", "", "0.3 s"
-        later, first = (f"jgpt train, {which}" for which in ("a later run", "the first run"))
-        took = median(started, later, "seconds")
-        both = f"{took:.1f} s (the first run {median(started, first, 'seconds'):.1f})"
-        yield "`jgpt train` to its first step, a later run", "", both, "", goal(took, 4, " s")
-    if (sampled := "jgpt sample, a later run") in started:
-        took = median(started, sampled, "seconds")
+    yield from startup_rows()
+    yield from memory_rows()
+    yield from scaling_rows()
+    yield from narrow_rows()
+    yield from contract_rows()
+
+
+def startup_rows() -> Iterator[Row]:
+    started = measured("startup")
+    if not started:
+        return
+    seconds = median(started, "jgpt --help", "seconds")
+    yield "`jgpt --help`", "", f"{seconds:.2f} s", "", "0.3 s"
+
+    later = median(started, "jgpt train, a later run", "seconds")
+    first = median(started, "jgpt train, the first run", "seconds")
+    what = "`jgpt train` to its first step, a later run"
+    yield what, "", f"{later:.1f} s (the first run {first:.1f})", "", goal(later, 4, " s")
+
+    if "jgpt sample, a later run" in started:
+        seconds = median(started, "jgpt sample, a later run", "seconds")
         what = "`jgpt sample` of a small run to its first tokens, later"
-        yield what, "", f"{took:.1f} s", "", goal(took, 2, " s")
-    if memory := measured("memory"):
-        peaks = {name: statistics.median(its["peak_mib"]) for name, its in memory.items()}
-        ratio = peaks["jgpt"] / peaks["nanoGPT"]
-        cells = f"{peaks['nanoGPT']:.0f} MiB", f"{peaks['jgpt']:.0f} MiB", f"{ratio:.2f}"
-        yield "peak memory of training, nanoGPT's CPU setting", *cells, goal(ratio, 1.2)
-        peak = f"{peaks['jgpt prepare']:.0f} MiB"
-        yield "peak memory of preparing 1 GB of text", "", peak, "", "500 MB"
-    if powers := record("scaling").get("exponents"):
-        names = {"num_layers": "layers", "embed_dim": "width", "block_size": "block"}
-        grows = [f"{power:.2f} ({names.get(axis, 'batch')})" for axis, power in powers.items()]
-        yield "step time grows with FLOPs to the power of", "", ", ".join(grows), "", "1"
-    if narrow := record("narrow_loss"):
-        apart = f"{narrow['mean_difference']:.4f}, at most {narrow['largest_difference']:.4f} apart"
-        apart += f" (seeds: sd {narrow['deviation_over_seeds']:.4f})"
-        seeds = seeds_of(measured("narrow_loss")["float32"]["validation_loss"])
-        what = f"bfloat16 minus float32, loss after 1,000 steps, {seeds}"
-        yield what, "", apart, "", "within noise"
-    if checks := record("contract_overhead"):
-        added = {name: milliseconds / 1e3 for name, milliseconds in checks["added"].items()}
-        slowest = max(added, key=added.__getitem__)
-        most = added.pop(slowest)
-        what = "shape checks: what they add to a preset's compilation"
-        its = f"{min(added.values()):.2f} to {max(added.values()):.2f} s; {slowest} {most:.2f} s"
-        yield what, "", its, "", goal(most, 0.15, " s")
-        eager, what = checks["ratio"]["eager forward"], "shape checks: an eager forward pass"
-        yield f"{what}, beside without", "", "", f"{eager:.2f}", goal(eager, 1.6)
+        yield what, "", f"{seconds:.1f} s", "", goal(seconds, 2, " s")
+
+
+def memory_rows() -> Iterator[Row]:
+    figures = measured("memory")
+    if not figures:
+        return
+    theirs = median(figures, "nanoGPT", "peak_mib")
+    ours = median(figures, "jgpt", "peak_mib")
+    ratio = ours / theirs
+    what = "peak memory of training, nanoGPT's CPU setting"
+    yield what, f"{theirs:.0f} MiB", f"{ours:.0f} MiB", f"{ratio:.2f}", goal(ratio, 1.2)
+
+    prepare = median(figures, "jgpt prepare", "peak_mib")
+    yield "peak memory of preparing 1 GB of text", "", f"{prepare:.0f} MiB", "", "500 MB"
+
+
+def scaling_rows() -> Iterator[Row]:
+    exponents = record("scaling").get("exponents", {})
+    if not exponents:
+        return
+    grows = []
+    for axis, power in exponents.items():
+        grows.append(f"{power:.2f} ({AXES.get(axis, 'batch')})")
+    yield "step time grows with FLOPs to the power of", "", ", ".join(grows), "", "1"
+
+
+def narrow_rows() -> Iterator[Row]:
+    narrow = record("narrow_loss")
+    if not narrow:
+        return
+    seeds = seeds_of(measured("narrow_loss")["float32"]["validation_loss"])
+    what = f"bfloat16 minus float32, loss after 1,000 steps, {seeds}"
+    apart = f"{narrow['mean_difference']:.4f}, at most {narrow['largest_difference']:.4f} apart"
+    noise = f"(seeds: sd {narrow['deviation_over_seeds']:.4f})"
+    yield what, "", f"{apart} {noise}", "", "within noise"
+
+
+def contract_rows() -> Iterator[Row]:
+    checks = record("contract_overhead")
+    if not checks:
+        return
+    # the preset with the most is named apart from the others: the target is for it
+    added = {preset: milliseconds / 1e3 for preset, milliseconds in checks["added"].items()}
+    slowest = max(added, key=added.__getitem__)
+    most = added.pop(slowest)
+    others = f"{min(added.values()):.2f} to {max(added.values()):.2f} s"
+    what = "shape checks: what they add to a preset's compilation"
+    yield what, "", f"{others}; {slowest} {most:.2f} s", "", goal(most, 0.15, " s")
+
+    eager = checks["ratio"]["eager forward"]
+    what = "shape checks: an eager forward pass, beside without"
+    yield what, "", "", f"{eager:.2f}", goal(eager, 1.6)
 
 
 def rows() -> list[Row]:
@@ -230,8 +312,11 @@ def rows() -> list[Row]:
 
 def ratios(where: str) -> dict[str, str]:
     """The ratio of each row, as measured on one of the processors."""
-    found = [*step_rows(where), *command_rows(where), *sampling_rows(where)]
-    return {without_seeds(what): ratio for what, *_, ratio, _ in found if ratio}
+    found = {}
+    for what, *_, ratio, _ in (*step_rows(where), *command_rows(where), *sampling_rows(where)):
+        if ratio:
+            found[without_seeds(what)] = ratio
+    return found
 
 
 def without_seeds(what: str) -> str:
@@ -240,13 +325,19 @@ def without_seeds(what: str) -> str:
 
 def places_table() -> Table:
     """The ratios on each processor, by the speed of its products."""
-    columns = {}
+    columns: dict[str, dict[str, str]] = {}
     for where in PLACES:
-        if speed := record(f"step_time{where}").get("figures", {}).get(PROCESSOR):
+        speed = record(f"step_time{where}").get("figures", {}).get(PROCESSOR)
+        if speed:
             columns[f"{statistics.median(speed['gflops']):.0f} GFLOP/s"] = ratios(where)
-    names = dict.fromkeys(what for its in columns.values() for what in its)
-    table = [[what, *(its.get(what, "") for its in columns.values())] for what in names]
-    return [["ratio, on a processor of", *columns], *table]
+    # a dict keeps the order in which the rows come, and each of them once
+    names: dict[str, None] = {}
+    for ratio_of in columns.values():
+        names |= dict.fromkeys(ratio_of)
+    table = [["ratio, on a processor of", *columns]]
+    for what in names:
+        table.append([what, *(ratio_of.get(what, "") for ratio_of in columns.values())])
+    return table
 
 
 def summary() -> Table:
@@ -256,7 +347,7 @@ def summary() -> Table:
 def readme() -> Table:
     elsewhere = [ratios(where) for where in PLACES if where]
     table: list[Row] = [[*HEADER[:-1], "on a slower, a faster processor"]]
-    found = list(rows())
+    found = rows()
     for beginning in README_ROWS:
         for row in found:
             if row[0].startswith(beginning):
@@ -266,91 +357,128 @@ def readme() -> Table:
 
 
 def decoding_table() -> Table:
-    engines = {name for _, found in decoding() for name in found}
-    names = ["jgpt float32", "CTranslate2 float32", "jgpt bfloat16", "jgpt int8"]
-    names += ["CTranslate2 int8", "transformers", "nanoGPT"]
-    others = "OpenVINO float32", "OpenVINO int8", "llama.cpp F16", "llama.cpp Q8_0"
-    names += [name for name in others if name in engines]
-    table = [["tokens/s", *names]]
-    for label, found in decoding():
-        form, unit = (".2f", " s") if label.endswith(PROMPT) else (",.0f", "")
-        cells = [spread(found[name], form) + unit if name in found else "" for name in names]
-        table.append([label, *cells])
+    """An engine that was not measured has no column where it is optional, and else empty cells."""
+    found = list(decoding())
+    measured_engines = {engine for _, values in found for engine in values}
+    engines: list[str] = list(ENGINES)
+    for engine in OPTIONAL_ENGINES:
+        if engine in measured_engines:
+            engines.append(engine)
+    table = [["tokens/s", *engines]]
+    for label, values in found:
+        is_prompt = label.endswith(PROMPT)
+        row = [label]
+        for engine in engines:
+            if engine not in values:
+                row.append("")
+            elif is_prompt:
+                row.append(f"{spread(values[engine], '.2f')} s")
+            else:
+                row.append(spread(values[engine], ",.0f"))
+        table.append(row)
     return table
 
 
 def best_table() -> Table:
     table = [["model", "windows", "mean", "standard deviation", "each seed"]]
     for name, size, losses in tested():
-        mean, seeds = statistics.mean(losses), ", ".join(f"{loss:.4f}" for loss in losses)
-        table.append([name, size, f"{mean:.4f}", deviation_of(losses), seeds])
+        mean = f"{statistics.mean(losses):.4f}"
+        seeds = ", ".join(f"{loss:.4f}" for loss in losses)
+        table.append([name, size, mean, deviation_of(losses), seeds])
     return table
 
 
 def candidates_table() -> Table:
-    losses = {name: its["best_loss"][0] for name, its in measured("shakespeare_candidates").items()}
-    lines = [[name, f"{losses[name]:.4f}"] for name in sorted(losses, key=losses.__getitem__)]
-    return [["change of `shakespeare-best`", "loss on the validation half"], *lines]
+    # one seed chose: a candidate has one loss
+    losses = {}
+    for name, (loss,) in figure_of(measured("shakespeare_candidates"), "best_loss").items():
+        losses[name] = loss
+    table = [["change of `shakespeare-best`", "loss on the validation half"]]
+    for name in sorted(losses, key=losses.__getitem__):
+        table.append([name, f"{losses[name]:.4f}"])
+    return table
 
 
 def ablation_table() -> Table:
     """The worst change last."""
     figures = measured("ablation")
-    loss = {name: statistics.mean(its["validation_loss"]) for name, its in figures.items()}
-    step = {name: statistics.mean(its["milliseconds"]) for name, its in figures.items()}
     base = "the preset"
+    loss = {}
+    step = {}
+    for name, values in figures.items():
+        loss[name] = statistics.mean(values["validation_loss"])
+        step[name] = statistics.mean(values["milliseconds"])
     table = [["one change", "loss", "each seed", "difference", "a step's time, of the preset's"]]
     for name in sorted(loss, key=loss.__getitem__):
-        seeds = ", ".join(f"{each:.3f}" for each in figures[name]["validation_loss"])
-        difference, time = f"{loss[name] - loss[base]:+.3f}", f"{step[name] / step[base]:.2f}"
+        seeds = ", ".join(f"{seed:.3f}" for seed in figures[name]["validation_loss"])
+        difference = f"{loss[name] - loss[base]:+.3f}"
+        time = f"{step[name] / step[base]:.2f}"
         table.append([name, f"{loss[name]:.3f}", seeds, difference, time])
     return table
 
 
 def breakdown_table() -> Table:
-    total = {
-        dtype: {kind: sum(its[kind]) for kind in KINDS}
-        for dtype, its in measured("step_breakdown").items()
-    }
-    shares = (
-        [kind, *(f"{its[kind] / sum(its.values()):.0%}" for its in total.values())]
-        for kind in KINDS
-    )
-    return [["kind of operation", *total], *shares]
+    """Shares: the times are summed over threads, so they are no times of a step."""
+    columns: dict[str, dict[str, float]] = {}
+    for dtype, figures in measured("step_breakdown").items():
+        columns[dtype] = {kind: sum(figures[kind]) for kind in KINDS}
+    table = [["kind of operation", *columns]]
+    for kind in KINDS:
+        row = [kind]
+        for spent in columns.values():
+            row.append(f"{spent[kind] / sum(spent.values()):.0%}")
+        table.append(row)
+    return table
+
+
+def size_of(count: int) -> str:
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB"
 
 
 def ahead_table() -> Table:
     """The best mesh is the one with the least time, and of equals the one that sends less."""
-
-    def size(count: int) -> str:
-        return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-    found: dict[tuple[str, str], list[tuple[float, int, list[str]]]] = {}
+    header = ["preset", "chips", "sequences", "mesh", "memory of a chip"]
+    header += ["a chip sends", "bound by", "at least"]
+    groups: dict[tuple[str, str], list[tuple[float, int, list[str]]]] = {}
     for step in record("ahead")["steps"]:
         sent = sum(kind["sent"] for kind in step["collectives"])
-        memory = size(step["memory"]["state"] + step["memory"]["working"])
+        memory = size_of(step["memory"]["state"] + step["memory"]["working"])
+        if not step["fits"]:
+            memory += ", too much"
         least = round(1e3 * step[f"{step['bound']}_seconds"], 1)
-        cells = [step["preset"], step["on"], f"{step['batch_size']:,}", f"`{step['mesh']}`"]
-        cells += [memory + (not step["fits"]) * ", too much", size(sent)]
-        cells += [step["bound"], f"{least} ms"]
-        found.setdefault((step["preset"], step["on"]), []).append((least, sent, cells))
-    for steps in found.values():
-        min(steps)[2][3] += " (best)"
-    sizes = "preset", "chips", "sequences", "mesh", "memory of a chip"
-    header = [*sizes, "a chip sends", "bound by", "at least"]
-    return [header, *(cells for steps in found.values() for *_, cells in steps)]
+        cells = [
+            step["preset"],
+            step["on"],
+            f"{step['batch_size']:,}",
+            f"`{step['mesh']}`",
+            memory,
+            size_of(sent),
+            step["bound"],
+            f"{least} ms",
+        ]
+        group = groups.setdefault((step["preset"], step["on"]), [])
+        group.append((least, sent, cells))
+    table = [header]
+    for steps in groups.values():
+        _, _, best = min(steps)
+        best[header.index("mesh")] += " (best)"
+        for _, _, cells in steps:
+            table.append(cells)
+    return table
 
 
 def prepare_table() -> Table:
     table = [["a text with GPT-2's byte-pairs", "seconds", "MB/s", "of tiktoken's", "peak memory"]]
     ways = measured("prepare")
-    for name, its in ways.items():
-        best, seconds = (median(ways, which, "seconds") for which in ("tiktoken", name))
-        size = its["megabytes"][0]
-        speed, peak = f"{size / seconds:.1f}", f"{max(its['peak_mib']):.0f} MiB"
-        label = f"{name}, {size:.0f} MB"
-        cells = [spread(its["seconds"], ".1f"), speed, f"{best / seconds:.2f}", peak]
-        table.append([label, *cells])
+    for name, figures in ways.items():
+        seconds = median(ways, name, "seconds")
+        ratio = median(ways, "tiktoken", "seconds") / seconds
+        size = figures["megabytes"][0]
+        cells = [f"{name}, {size:.0f} MB", spread(figures["seconds"], ".1f")]
+        cells += [f"{size / seconds:.1f}", f"{ratio:.2f}", f"{max(figures['peak_mib']):.0f} MiB"]
+        table.append(cells)
     return table
 
 
@@ -370,23 +498,24 @@ def large_text_table() -> Table:
 
 
 def proofs_table() -> Table:
-    verdicts = "proven", "refused", "open"
-    found = record("proofs")
-    rows = [
-        [name, f"`{its['arrays']}`", *(str(its[verdict]) for verdict in verdicts)]
-        for name, its in found.items()
-    ]
-    return [["program", "for any", *(f"cases {verdict}" for verdict in verdicts)], *rows]
+    verdicts = ("proven", "refused", "open")
+    table = [["program", "for any", *(f"cases {verdict}" for verdict in verdicts)]]
+    for name, found in record("proofs").items():
+        table.append([name, f"`{found['arrays']}`", *(str(found[verdict]) for verdict in verdicts)])
+    return table
 
 
 def processors_table() -> Table:
     table = [["record", "processor", "GFLOP/s", "GB/s"]]
     for path in sorted(RESULTS.glob("*.json")):
         found = record(path.stem)
-        if speed := found.get("figures", {}).get(PROCESSOR):
-            figures = (spread(speed[name], ".0f") for name in ("gflops", "gbytes_per_second"))
-            name = f"[{path.stem}](results/{path.name})"
-            table.append([name, found["processor"], *figures])
+        speed = found.get("figures", {}).get(PROCESSOR)
+        if not speed:
+            continue  # from before it was measured, or not a comparison
+        name = f"[{path.stem}](results/{path.name})"
+        products = spread(speed["gflops"], ".0f")
+        sums = spread(speed["gbytes_per_second"], ".0f")
+        table.append([name, found["processor"], products, sums])
     return table
 
 
@@ -412,13 +541,17 @@ def written(page: str) -> str:
 
     def fill(block: re.Match[str]) -> str:
         header, *cells = TABLES[block[2]]()
-        lines = [
-            "".join(f"| {cell} " if cell else "| " for cell in row) for row in [header, *cells]
-        ]
-        lines.insert(1, "|---" * len(header))
-        return block[1] + "".join(f"{line}|\n" for line in lines if cells) + block[3]
+        if not cells:  # nothing was measured: no header alone
+            return block[1] + block[3]
+        lines = [line_of(header), "|---" * len(header) + "|\n"]
+        lines += [line_of(row) for row in cells]
+        return block[1] + "".join(lines) + block[3]
 
     return BLOCK.sub(fill, page)
+
+
+def line_of(row: Row) -> str:
+    return "".join(f"| {cell} " if cell else "| " for cell in row) + "|\n"
 
 
 def main() -> None:

@@ -37,12 +37,14 @@ def first_step(out: str) -> Figures:
 
 def first_text(run: str) -> Figures:
     """The seconds until `jgpt sample` writes the first tokens."""
-    command, began = jgpt("sample", run, "--prompt", "ROMEO:"), time.perf_counter()
+    command = jgpt("sample", run, "--prompt", "ROMEO:")
+    began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         written = b""
         while len(written) <= len("ROMEO:"):
-            if not (more := os.read(process.stdout.fileno(), 1024)):
+            more = os.read(process.stdout.fileno(), 1024)
+            if not more:
                 sys.exit(f"{command} wrote {written!r}")
             written += more
         seconds = time.perf_counter() - began
@@ -56,30 +58,32 @@ def page(steps: int, out: str, live: bool = False) -> Figures:
     If `live`, with the page, and a reader who asks for what an open page asks.
     """
     command = jgpt(*TRAIN, "--steps", steps, "--out", out)
-    command += ["--live", "--no-browser"] if live else []
+    if live:
+        command += ["--live", "--no-browser"]
     spent: Figures = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "look inside at " in line:
-                asked = line.split()[-1], process.pid, spent
+                address = line.split()[-1]
+                asked = (address, process.pid, spent)
                 threading.Thread(target=read_on, args=asked, daemon=True).start()
     if process.returncode:
         sys.exit(f"{command} ended with {process.returncode}")
     lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
     timed = [line for line in lines if "seconds" in line and line["step"] > steps // 5]
-    first, last = timed[0], timed[-1]
+    first = timed[0]
+    last = timed[-1]
     taken = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
     return {"milliseconds_per_step": 1000 * taken, **spent}
 
 
 def read_on(address: str, trainer: int, spent: Figures) -> None:
     """Ask as an open page does, until the server is gone; note the server's processor time."""
-    (server,) = (
-        pid
-        for children in Path(f"/proc/{trainer}/task").glob("*/children")
-        for pid in children.read_text().split()
-    )
+    children: list[str] = []
+    for thread in Path(f"/proc/{trainer}/task").iterdir():
+        children += (thread / "children").read_text().split()
+    (server,) = children  # training starts no other process
 
     def ask(name: str, asked: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
@@ -87,14 +91,17 @@ def read_on(address: str, trainer: int, spent: Figures) -> None:
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
 
-    at, seen = None, set[int]()
+    position = None
+    seen: set[int] = set()
     while True:
         began = time.monotonic()
         try:
             spent["server_processor_seconds"] = processor_seconds(server)
-            told = ask("training", {"since": at})
-            at = told.get("at", at)
-            for step in [each for each in told.get("checkpoints", ()) if each not in seen]:
+            news = ask("training", {"since": position})
+            position = news.get("at", position)
+            for step in news.get("checkpoints", ()):
+                if step in seen:
+                    continue
                 ask("checkpoint", {"checkpoint": step})
                 ask("look", {"prompt": "ROMEO:", "checkpoint": step})
                 seen.add(step)
@@ -115,6 +122,7 @@ def large_text(text: str, out: str, preset: str, steps: int) -> Figures:
     That share is of the time from the first step to the end, and counts what no step takes.
     """
     command = jgpt("train", preset, "--data", text, "--out", out, "--steps", steps)
+    # one step per call, so that the first is reported at once
     command += ["--steps-per-call", "1", "--sample-tokens", "0", "--eval-interval", str(steps)]
     metrics = Path(out, "metrics.jsonl")
     began = time.perf_counter()
