@@ -69,8 +69,14 @@ class Run:
     def metrics(self) -> dict[str, list[float]]:
         """The columns of `metrics.jsonl`, for `pandas.DataFrame`; NaN where a step has no value."""
         lines = RunDirectory.open(self.directory).metrics()
-        names = dict.fromkeys(name for line in lines for name in line)
-        return {name: [line.get(name, math.nan) for line in lines] for name in names}
+        columns: dict[str, list[float]] = {}
+        for line in lines:
+            for name in line:
+                columns.setdefault(name, [])
+        for name, column in columns.items():
+            for line in lines:
+                column.append(line.get(name, math.nan))
+        return columns
 
 
 @dataclass
@@ -136,6 +142,7 @@ def fit(
         require_open_files()
         target = choose_target(config, resume=resume, overwrite=overwrite)
         prepared = prepare(config, target, platform, progress, should_stop)
+    # from here on all processes compute together, and would wait for ever for one that does not
     require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))
     with use_mesh(prepared.config.trained.mesh), _opened(prepared, progress) as run:
         _train(run, progress, profile_steps, should_stop)
@@ -161,6 +168,7 @@ def plan(
     trained = prepared.config.trained
     with use_mesh(trained.mesh):
         made = make_plan(trained, prepared.dataset, target.path, prepared.evaluations)
+    # of this machine, whatever the platform is that was planned for
     if current_platform().name != "cpu":
         return made
     return with_process_memory(made, memory_in_use())
@@ -189,6 +197,7 @@ def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
         with raise_in_all_processes():
             if process_index() == 0:
                 run = replace(run, lock=stack.enter_context(run.reserved()))
+        # all that may reject the start, and writes nothing
         state = _starting_state(prepared, run)
         train_steps = make_train_steps(config)
         _check_custom_code(config, state, train_steps, progress)
@@ -238,9 +247,11 @@ def _begin(prepared: PreparedRun, run: RunDirectory, trackers: Trackers, step: i
     mode = prepared.target.mode
     # a tracker that can't be opened, or a disk that is full now, leaves no file of a tracker
     with trackers_removed_on_error(run.path):
+        # before new ones are opened: those of a run to overwrite are deleted, and no others
         earlier = run.tracker_files()
         trackers.open(recorded.trackers, run.path, step, recorded, new=mode != "resume")
         run.begin(recorded, prepared.dataset.tokenizer, mode, earlier=earlier)
+    # lines of steps after the checkpoint are of steps that are taken again
     run.truncate(METRICS, step)
     run.append_provenance({"step": step} | prepared.provenance)
 
@@ -253,12 +264,12 @@ def _train(
 ) -> None:
     """Train to the end. The state and the tokens on the device are let go of when it returns."""
     training = Training(
-        run.prepared,
-        run.take_state(),
-        run.train_steps,
-        run.checkpoints,
-        run.logger,
-        progress,
+        prepared=run.prepared,
+        state=run.take_state(),
+        train_steps=run.train_steps,
+        checkpoints=run.checkpoints,
+        logger=run.logger,
+        progress=progress,
         profile_steps=profile_steps,
         should_stop=should_stop,
     )
@@ -329,10 +340,10 @@ def _check_custom_code(
         return
     sizes = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(sizes, jnp.int32)
-    # traced once: the first call finds it in the cache
+    # with the arguments of the first call, which then finds the traced steps in JAX's cache
     jax.eval_shape(train_steps, state, windows, dropout_stream(config.seed), 0, int(state.step))
     if config.model.make is not None:
-        # a mesh shards the batch
+        # a sequence for each device of a mesh, which shards the batch
         batch = max(current_mesh().size, 1)
         for sentence in inconsistencies(abstract_model(config.model), state.weights, batch):
             progress.warned(sentence)
@@ -353,8 +364,9 @@ def _sample_or_warn(
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
-    prompt = jnp.asarray(default_prompt(tokenizer))
-    key = jax.random.key(np.uint32(seed))
-    drawn = generate(model, prompt[None], tokens, key=key, temperature=0.8)
+    prompt = jnp.asarray(default_prompt(tokenizer))  # time
+    key = jax.random.key(np.uint32(seed))  # a Python number past 2**31 would overflow
+    drawn = generate(model, prompt[None], tokens, key=key, temperature=0.8)  # 1 time+tokens
+    # without the tokens that a tokenizer puts before each text, such as <s>
     text = drawn[0, len(tokenizer.begin) :]
     return tokenizer.decode(np.asarray(text))

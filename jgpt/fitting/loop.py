@@ -76,6 +76,7 @@ class Training:
         if self.step == 0 and not lines:
             self.estimate_steps.add(0)
         self.first_save = min(halves - {0}, default=self.config.eval_interval)
+        # two votes, as processes have to agree on each: to stop, and to save
         self.vote = Vote()
         self.save_vote = Vote()
         self.last_save = time.monotonic()
@@ -109,6 +110,7 @@ class Training:
                 if self.step % self.config.eval_interval == 0 or self.step == self.config.steps:
                     self._evaluate()
                     if not is_warm:
+                        # all programs are compiled by now: a further compilation is a mistake
                         release_memory()
                         watch.enter_context(compilations_watched(self.progress.warned))
                         is_warm = True
@@ -137,13 +139,15 @@ class Training:
             if is_good and self.first_step < step < self.step:
                 self.checkpoints.save(self.state, None)
             self.checkpoints.wait()  # a pending one doesn't count yet
-            saved = self.checkpoints.steps()
-            good = [each for each in saved if is_good or each < step]
-            kept = f"checkpoint {good[-1]} is kept" if good else "nothing was saved yet"
-            if saved and saved[-1] not in good:
-                folder = self.checkpoints.run.path / CHECKPOINTS / str(saved[-1])
-                kept = f"delete {folder}, whose loss is not finite either; otherwise {kept}"
-            raise FloatingPointError(Message(message_of(error), f"; {kept}")) from None
+            saved_steps = self.checkpoints.steps()
+            good_steps = [saved for saved in saved_steps if is_good or saved < step]
+            advice = "nothing was saved yet"
+            if good_steps:
+                advice = f"checkpoint {good_steps[-1]} is kept"
+            if saved_steps and saved_steps[-1] not in good_steps:
+                folder = self.checkpoints.run.path / CHECKPOINTS / str(saved_steps[-1])
+                advice = f"delete {folder}, whose loss is not finite either; otherwise {advice}"
+            raise FloatingPointError(Message(message_of(error), f"; {advice}")) from None
 
     def _state_is_good(self) -> bool:
         """Whether training can go on from the state: it may be finite and its loss not."""
@@ -168,6 +172,7 @@ class Training:
             )
 
     def _estimate(self) -> None:
+        """Estimate the validation loss, and at the first estimate save, too."""
         self.logger.wait()
         loss = self.evaluator.estimate(self.state.weights)
         if math.isfinite(loss):  # if not, the next step stops the run
@@ -187,16 +192,23 @@ class Training:
         is_due = False
         if process_index() == 0:
             waited = time.monotonic() - self.last_save
-            is_due = waited >= max(SECONDS_BETWEEN_SAVES, self.checkpoints.seconds() / SAVING_SHARE)
+            # a save that takes a second is worth 100 seconds of steps
+            interval = max(SECONDS_BETWEEN_SAVES, self.checkpoints.seconds() / SAVING_SHARE)
+            is_due = waited >= interval
         if self.save_vote(is_due):
             self._save()
             self.save_vote = Vote()  # what was asked before this save is done
             self.logger.start_clock()
 
     def _stop_if_asked(self) -> None:
-        failures = self.logger.failure, self.logger.tracker_failure
-        failed = self.checkpoints.have_failed() or failures != (None, None)
-        if self.vote(self.should_stop() or failed):
+        """Save and stop if any process was asked to, or can't write."""
+        has_failed = (
+            self.checkpoints.have_failed()
+            or self.logger.failure is not None
+            or self.logger.tracker_failure is not None
+        )
+        # the vote is of all processes: all stop at the same step
+        if self.vote(self.should_stop() or has_failed):
             self._save()
             self.checkpoints.wait()
             with raise_in_all_processes():
@@ -221,7 +233,8 @@ class Training:
             block_size=config.model.block_size,
             count=count,
         )
-        if first == self.first_step:  # a call of no steps compiles, which isn't training's time
+        if first == self.first_step:
+            # a call of no steps compiles, which isn't training's time
             self.state, _ = self.train_steps(self.state, windows, self.key, 0, first)
             release_memory()
             self.logger.start_clock()
@@ -257,7 +270,7 @@ class Training:
         of metrics waits in the checkpoint for the loss. Whoever resumes evaluates again.
         """
         line = self.logger.unevaluated()
-        if is_finite(self.config, self.state):
+        if is_finite(self.config, self.state):  # never a checkpoint that can't be trained further
             self.checkpoints.save(self.state, None, unevaluated=line)
         loss = self.evaluator.exact(self.state.weights, self._between_calls)
         self._require_finite(loss)
@@ -265,11 +278,12 @@ class Training:
         losses = {"validation_loss": loss}
         exact = None
         if self.evaluations.exact_last and self.step == self.config.steps:
-            whole = Evaluator(self.config, self.dataset.validation, self.parameters)
-            exact = whole.exact(self.state.weights, self._between_calls)
+            all_targets = Evaluator(self.config, self.dataset.validation, self.parameters)
+            exact = all_targets.exact(self.state.weights, self._between_calls)
             self._require_finite(exact)
             losses["exact_validation_loss"] = exact
         self.losses.append(loss)
+        # the line before the checkpoint's loss: a crash in between evaluates again
         self.logger.add_evaluation(**losses)
         self.logger.finish()
         self.progress.evaluated(self.step, loss)
@@ -305,6 +319,9 @@ def _comparable_losses(lines: list[dict[str, Any]], evaluations: EvaluationPlan)
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
+    """Whether so many evaluations have passed since the first one with the lowest loss."""
     if patience is None or not losses:
         return False
-    return len(losses) - 1 - losses.index(min(losses)) >= patience
+    best = losses.index(min(losses))
+    evaluations_since = len(losses) - 1 - best
+    return evaluations_since >= patience

@@ -39,13 +39,13 @@ class MetricsLogger:
         self._report = report
         self._training_tokens = training_tokens
         self._tokens_per_step = config.batch_size * config.model.block_size
-        peak = peak_flops()
-        flops = 3 * flops_per_token(config.model) if peak else 0  # lowers a user's own model
-        self._peak_speed = devices * peak / flops if peak and flops else None
+        self._peak_speed = _peak_tokens_per_second(config, devices)
         self._pending: tuple[int, int, Metrics] | None = None
         self._unwritten: list[dict[str, Any]] = []
-        seconds = [line["seconds"] for line in run.metrics() if "seconds" in line]
-        self._started = time.perf_counter() - (seconds[-1] if seconds else 0.0)
+        seconds_before = 0.0  # of a run that is resumed: its seconds go on
+        for line in run.metrics():
+            seconds_before = line.get("seconds", seconds_before)
+        self._started = time.perf_counter() - seconds_before
         self._clock: float | None = None
         self._tokens = 0
         self.tokens_per_second: float | None = None
@@ -62,8 +62,8 @@ class MetricsLogger:
 
     def add(self, first_step: int, count: int, metrics: Metrics) -> None:
         """Record the previous call, and this one if it is ready."""
-        self.wait()
-        self._pending = first_step, count, metrics
+        self.wait()  # for the call before, while this one computes
+        self._pending = (first_step, count, metrics)
         if metrics.loss.is_ready():  # type: ignore[attr-defined]
             self.wait()
 
@@ -77,7 +77,10 @@ class MetricsLogger:
         first_step, count, metrics = self._pending
         self._pending = None
         # one transfer for each metric, not for each step; what follows `count` belongs to no step
-        columns = {name: np.asarray(getattr(metrics, name))[:count].tolist() for name in EACH_STEP}
+        columns = {}
+        for name in EACH_STEP:
+            values = np.asarray(getattr(metrics, name))  # steps
+            columns[name] = values[:count].tolist()
         for row in range(count):
             line: dict[str, Any] = {"step": first_step + 1 + row}
             for name, column in columns.items():
@@ -95,7 +98,8 @@ class MetricsLogger:
 
     def add_evaluation(self, **losses: float) -> None:
         """Add to the last step's line, or begin that of step 0. Call `wait` before."""
-        self._unwritten = self._unwritten or [{"step": 0}]
+        if not self._unwritten:
+            self._unwritten = [{"step": 0}]
         self._unwritten[-1] |= losses
 
     def finish(self) -> None:
@@ -110,8 +114,8 @@ class MetricsLogger:
         It waits for the loss of an evaluation.
         """
         self.wait()
-        (last,) = self._unwritten
-        self._write([], durable=True)
+        (last,) = self._unwritten  # `wait` leaves one line
+        self._write([], durable=True)  # syncs the lines before it
         self._unwritten = [last]
         self._raise_failure()
         return last.copy()
@@ -143,23 +147,32 @@ class MetricsLogger:
         return measured
 
     def _write(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
+        """Append lines to the file and log them to the trackers. An error is kept for later.
+
+        Not raised here, in one process: the others are in the middle of a call of steps. The loop
+        sees it, and all processes save the same step and end.
+        """
         self._unwritten = []
         try:
             if process_index() == 0:
                 self._run.append(METRICS, lines, durable=durable)
         except (OSError, ValueError) as error:  # ValueError for a link or a directory
-            self.failure = self.failure or error
+            if self.failure is None:  # the first one is the cause
+                self.failure = error
         for line in lines:
             values = {name: value for name, value in line.items() if name != "step"}
             for log in self._trackers:
                 try:
                     log(values, line["step"])
                 except OSError as error:
-                    self.tracker_failure = self.tracker_failure or error
+                    if self.tracker_failure is None:
+                        self.tracker_failure = error
 
     def _not_finite_message(self, line: dict[str, Any]) -> str:
+        """What to say of a step: which number, after which part of the text, and what to change."""
         config = self._config
         step = line["step"]
+        # a batch is a function of the seed and the step: it can be made again
         starts = window_starts(
             config.seed,
             step - 1,
@@ -171,7 +184,7 @@ class MetricsLogger:
         name = "loss"
         if math.isfinite(line["loss"]):
             name = "gradient_norm"
-        tokens = ", ".join(map(str, starts[:8]))
+        tokens = ", ".join(str(start) for start in starts[:8])
         if len(starts) > 8:
             tokens += ", …"
         advice = Message("lower ", Field("learning_rate"))
@@ -186,3 +199,15 @@ class MetricsLogger:
             f"{tokens} of the training text): ",
             advice,
         )
+
+
+def _peak_tokens_per_second(config: TrainConfig, devices: int) -> float | None:
+    """The tokens a second at the published peak of the devices; None where that isn't known."""
+    peak = peak_flops()
+    if peak is None:
+        return None
+    # asked only now, for a user's own model is lowered to count them
+    flops = 3 * flops_per_token(config.model)
+    if flops == 0:  # a bigram model multiplies nothing
+        return None
+    return devices * peak / flops

@@ -50,6 +50,7 @@ class PreparedRun:
     target: Target
     evaluations: EvaluationPlan
 
+    # once: it is compared between processes, and written later
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
         """The line that this start adds to the run, without its step."""
@@ -202,9 +203,11 @@ def _require_room(config: TrainConfig, out: Path) -> None:
 
     A disk that fills up later costs steps, and hours may pass until then.
     """
+    # the folder that will have the run's, for the directory itself may not exist yet
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
+    kept = config.keep_best + config.keep_last
+    needed = bytes_of(abstract_state(config)) * (kept + 1)
     if needed > free:
         raise OSError(
             Message(

@@ -17,7 +17,7 @@ def compilations_watched(warn: Callable[[str], None]) -> Iterator[None]:
 
     With a JAX that has no monitoring event of that name it does nothing.
     """
-    warned = False
+    warned = False  # once: what compiles again may do so at each call
 
     def on_event(event: str, duration_secs: float, **details: Any) -> None:
         nonlocal warned

@@ -1,4 +1,4 @@
-"""The Progress protocol: callbacks of training."""
+"""Callbacks of training: what `fit` reports, and the displays of it outside the command line."""
 
 import sys
 from collections.abc import Callable
@@ -81,7 +81,9 @@ class LineProgress(Progress):
         self._write(f"{message}\n")
 
     def _write(self, text: str) -> None:
-        print(f"\r{' ' * 40}\r{text}", end="", file=sys.stderr, flush=True)
+        # back to the beginning of the line, over what stands there, and back again
+        erase = f"\r{' ' * 40}\r"
+        print(f"{erase}{text}", end="", file=sys.stderr, flush=True)
 
 
 class NotebookProgress(LineProgress):
@@ -119,14 +121,20 @@ def draw_losses(run: RunDirectory, format: str, warn: Callable[[str], None]) -> 
 
         return losses_image(run.metrics(), run.path.absolute().name, format)
     except Exception as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        warn(f"no picture of the losses: {reason}")
+        lines = str(error).splitlines()
+        if not lines:
+            lines = [repr(error)]
+        warn(f"no picture of the losses: {lines[0]}")
         return None
 
 
 def default_progress() -> Progress:
     """Shown on a terminal and in a notebook, silent elsewhere."""
-    if "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel"):
+    # a notebook has imported IPython, and a shell of IPython has no kernel
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
         return NotebookProgress()
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    return LineProgress() if is_terminal else Progress()
+    # None under pythonw, and where standard error is closed
+    if sys.stderr is not None and sys.stderr.isatty():
+        return LineProgress()
+    return Progress()

@@ -15,16 +15,39 @@ from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
 from jgpt.training.schedule import learning_rate_schedule
 
 _MAY_DIFFER = {
-    *("steps", "eval_interval", "eval_tokens", "steps_per_call", "sample_tokens", "out", "name"),
-    *("mesh", "patience", "keep_best", "keep_last", "keep_every", "trackers"),
-    *("model.vocab_size", "optimizer.schedule_steps"),
+    # how long, how often and where: none of them changes a step that is taken
+    "steps",
+    "eval_interval",
+    "eval_tokens",
+    "steps_per_call",
+    "sample_tokens",
+    "out",
+    "name",
+    "mesh",
+    "patience",
+    "keep_best",
+    "keep_last",
+    "keep_every",
+    "trackers",
+    # from the tokenizer
+    "model.vocab_size",
+    # the learning rate may jump, which `describe_learning_rate` says
+    "optimizer.schedule_steps",
 }
-_MAY_BE_LOWERED = ("learning_rate", "min_learning_rate", "muon_learning_rate")
-_MAY_BE_LOWERED += ("embedding_learning_rate",)
-_OF_THE_STATE = (
-    *("model.", "optimizer.optimizer", "optimizer.embedding_learning_rate"),
-    *("optimizer.gradient_clip", "optimizer.ema_decay"),
+_MAY_BE_LOWERED = (
+    "learning_rate",
+    "min_learning_rate",
+    "muon_learning_rate",
+    "embedding_learning_rate",
 )
+_OF_THE_STATE = (
+    "model.",
+    "optimizer.optimizer",
+    "optimizer.embedding_learning_rate",
+    "optimizer.gradient_clip",
+    "optimizer.ema_decay",
+)
+"""The beginnings of the names of fields that decide what arrays a train state has."""
 
 
 def require_same_run(
@@ -40,16 +63,21 @@ def require_same_run(
     lower. An imported run, whose only checkpoint is of step 0, keeps only what its state was made
     with.
     """
-    may_differ = _MAY_DIFFER | ({"dataset.data"} if text_is_known else set())
-    may_differ |= {f"optimizer.{name}" for name, _, _ in _lowered_rates(saved, given)}
+    may_differ = set(_MAY_DIFFER)
+    if text_is_known:
+        may_differ.add("dataset.data")
+    for name, _, _ in _lowered_rates(saved, given):
+        may_differ.add(f"optimizer.{name}")
     if list(checkpoints) == [0]:
-        names = (name for name, _ in fields_of(saved))
-        may_differ |= {name for name in names if not name.startswith(_OF_THE_STATE)}
-    differences = [
-        Message(Field(name), f" is {old!r} in the run, {new!r} in the config")
-        for (name, old), (_, new) in zip(fields_of(saved), fields_of(given), strict=True)
-        if old != new and name not in may_differ
-    ]
+        for name, _ in fields_of(saved):
+            if not name.startswith(_OF_THE_STATE):
+                may_differ.add(name)
+    differences = []
+    for (name, old), (_, new) in zip(fields_of(saved), fields_of(given), strict=True):
+        if old != new and name not in may_differ:
+            differences.append(
+                Message(Field(name), f" is {old!r} in the run, {new!r} in the config")
+            )
     if differences:
         raise ValueError(
             Message(
@@ -116,10 +144,9 @@ def describe_learning_rate(
     span = saved.optimizer.schedule_steps or saved.steps
     given_span = given.optimizer.schedule_steps or given.steps
     is_same_schedule = (saved.steps, span) == (given.steps, given_span)
-    lowered: list[str] = [
-        Message(Field(name, Placeholder(f"{new:g}")), f" instead of {old:g}")
-        for name, old, new in _lowered_rates(saved, given)
-    ]
+    lowered: list[str] = []
+    for name, old, new in _lowered_rates(saved, given):
+        lowered.append(Message(Field(name, Placeholder(f"{new:g}")), f" instead of {old:g}"))
     if is_same_schedule and not lowered:
         return None
     before = _learning_rate(saved)
@@ -197,13 +224,13 @@ def resume_evaluations(
     where more steps would allow `auto` more of them.
     """
     recorded = known_targets(lines)
-    kept = None
+    same_targets = None
     if recorded is not None and saved.eval_tokens == given.eval_tokens == "auto":
-        kept, _ = recorded
-    evaluations = plan_evaluations(given, validation_tokens, targets=kept)
+        same_targets, _ = recorded
+    evaluations = plan_evaluations(given, validation_tokens, targets=same_targets)
     if recorded is None:  # a run from before they were recorded
         previous = plan_evaluations(saved, validation_tokens)
-        recorded = previous.targets, previous.spread
+        recorded = (previous.targets, previous.spread)
     targets, spread = recorded
     if (targets, spread) == (evaluations.targets, evaluations.spread):
         same = dataclasses.replace(evaluations, comparable_after=comparable_after(lines))
@@ -224,7 +251,9 @@ def resume_evaluations(
 def _describe_targets(targets: int, spread: bool, split_targets: int) -> str:
     if targets == split_targets:
         return f"all {targets:,} tokens"
-    where = "spread over" if spread else "the first of"
+    where = "the first of"
+    if spread:
+        where = "spread over"
     return f"{targets:,} tokens, {where} {split_targets:,}"
 
 

@@ -170,11 +170,10 @@ class _TensorBoard:
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Append an event for each value."""
-        records = [
-            self._record(step, summary=self._scalar(field, value))
-            for field, value in values.items()
-        ]
-        append(self._path, b"".join(records))
+        records = b""
+        for field, value in values.items():
+            records += self._record(step, summary=self._scalar(field, value))
+        append(self._path, records)  # all of a step or nothing
 
     def close(self) -> None:
         """All is written already."""
@@ -184,8 +183,11 @@ class _TensorBoard:
         event = self._event.Event(step=step, wall_time=time.time(), **content)
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
-        checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
-        return length + checksums[0] + data + checksums[1]
+
+        def checksum(part: bytes) -> bytes:
+            return struct.pack("<I", self._checksum(part))
+
+        return length + checksum(length) + data + checksum(data)
 
 
 class _Wandb:
@@ -195,9 +197,11 @@ class _Wandb:
         self, wandb: Any, run: Path, first_step: int, config: TrainConfig, new: bool
     ) -> None:
         self._file = run / WANDB_ID
-        resumes = self._file.is_file() and not new
-        self._identity = self._file.read_text() if resumes else secrets.token_hex(4)
-        self._saved = resumes
+        self._identity = secrets.token_hex(4)
+        self._saved = False
+        if self._file.is_file() and not new:  # their run goes on, too
+            self._identity = self._file.read_text()
+            self._saved = True
         self._run = wandb.init(
             dir=str(run),
             project="jgpt",
@@ -224,14 +228,15 @@ class _Wandb:
 @contextlib.contextmanager
 def trackers_removed_on_error(run: Path) -> Iterator[None]:
     """After an error in the block, the folders of trackers have only what they had before."""
-    before = {
-        folder: set(folder.iterdir()) if folder.is_dir() else None
-        for folder in (run / TENSORBOARD, run / WANDB)
-    }
+    entries_before: dict[Path, set[Path] | None] = {}
+    for folder in (run / TENSORBOARD, run / WANDB):
+        entries_before[folder] = None
+        if folder.is_dir():
+            entries_before[folder] = set(folder.iterdir())
     try:
         yield
-    except BaseException:
-        for folder, entries in before.items():
+    except BaseException:  # Ctrl-C, too
+        for folder, entries in entries_before.items():
             if entries is None:
                 shutil.rmtree(folder, ignore_errors=True)
             elif folder.is_dir():
