@@ -19,8 +19,11 @@ from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
+_HEAD = "lm_head.weight"
+"""The head, in all formats beside the model that their prefix names."""
 _BLOCK = re.compile(r"(h|layers)\.\d+\.")
 _NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
+"""Buffers that are constants: GPT-2's causal mask, and the frequencies of rotary positions."""
 
 
 class Entry(NamedTuple):
@@ -33,8 +36,8 @@ class Entry(NamedTuple):
 class _Stored(NamedTuple):
     """Parameters of ours, concatenated along the last axis, as a tensor of another project."""
 
-    parts: dict[str, int]
-    """Their names, and their sizes along the last axis."""
+    sizes: dict[str, int]
+    """By the names of the parameters, their sizes along the last axis."""
     shape: tuple[int, ...]
     transposed: bool
 
@@ -49,27 +52,27 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
     if len(blocks) != config.num_layers:
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
     layout = _layout(config, format)
-    head = "lm_head.weight"
     table = f"{format.modules['token_embedding']}.weight"
     copies = {}
-    if config.tie_embeddings and head in entries:
+    if config.tie_embeddings and _HEAD in entries:
+        # one tensor for both, which a file may have under either name or under both
         if table in entries:
-            copies[head] = layout[table]
-        else:  # a tied table may be stored as the head alone
-            entries = {**entries, table: entries[head]}
-            del entries[head]
-    require_names(set(entries), {*layout, *copies})
+            copies[_HEAD] = layout[table]
+        else:
+            entries = dict(entries)
+            entries[table] = entries.pop(_HEAD)
+    require_names(found=set(entries), wanted=set(layout) | set(copies))
     # all shapes before any tensor: a large one may take minutes to read
     for name, stored in (layout | copies).items():
         shape = list(entries[name].shape)
         if shape != list(stored.shape):
             raise ValueError(f"{name} has shape {shape}, not {list(stored.shape)}")
-    if copies and not np.array_equal(entries[head].read(), entries[table].read()):
-        raise ValueError(f"{head} differs from {table}, but tie_word_embeddings=True")
-    leaves = {}
+    if copies and not np.array_equal(entries[_HEAD].read(), entries[table].read()):
+        raise ValueError(f"{_HEAD} differs from {table}, but tie_word_embeddings=True")
+    parameters = {}
     for name, stored in layout.items():
-        leaves |= _split(name, stored, entries[name])
-    return _model(config, leaves)
+        parameters |= _split(name, stored, entries[name])
+    return _model(config, parameters)
 
 
 def _blocks_of(names: Iterable[str]) -> set[str]:
@@ -90,34 +93,47 @@ def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
         raise ValueError(f"{name} of shape {list(stored.shape)} exceeds the memory") from None
     if stored.transposed:
         tensor = tensor.T
-    *ends, _ = itertools.accumulate(stored.parts.values())
-    return dict(zip(stored.parts, jnp.split(tensor, ends, axis=-1), strict=True))
+    *ends, _ = itertools.accumulate(stored.sizes.values())
+    parameters = jnp.split(tensor, ends, axis=-1)
+    return dict(zip(stored.sizes, parameters, strict=True))
 
 
 @typed
 def write_tensors(model: GPT, format: Format) -> Tensors:
     """The inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2 has."""
     config = model.config
-    leaves = named_parameters(model)
+    parameters = named_parameters(model)
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
     tensors = {}
     for name, stored in _layout(config, format).items():
-        parts = [np.asarray(leaves[part].get_value(), dtype) for part in stored.parts]
-        tensor = np.concatenate(parts, axis=-1)
+        arrays = []
+        for parameter in stored.sizes:
+            arrays.append(np.asarray(parameters[parameter].get_value(), dtype))
+        tensor = np.concatenate(arrays, axis=-1)
         if stored.transposed:
             tensor = tensor.T
         tensors[name] = tensor
-    for name in list(tensors):
-        bias = name.removesuffix("weight") + "bias"
-        has_bias = name.startswith(("h.", "ln_f.")) and name.endswith("weight")
-        if has_bias and bias not in tensors:
-            tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
-    # the head is beside the model that the prefix names, in all formats
-    head = tensors.pop("lm_head.weight", None)
-    prefixed = {f"{format.prefix}.{name}": tensor for name, tensor in tensors.items()}
-    if head is not None:
-        prefixed["lm_head.weight"] = head
+    _add_zero_biases(tensors, dtype)
+    prefixed = {}
+    for name, tensor in tensors.items():
+        if name != _HEAD:
+            prefixed[f"{format.prefix}.{name}"] = tensor
+    if _HEAD in tensors:
+        prefixed[_HEAD] = tensors[_HEAD]
     return prefixed
+
+
+def _add_zero_biases(tensors: dict[str, Any], dtype: Any) -> None:
+    """Add a bias of zeros to each linear layer and norm of GPT-2's that has none.
+
+    GPT-2's format has all of them. The names of Llama and Qwen3 begin otherwise.
+    """
+    for name in list(tensors):
+        if not name.startswith(("h.", "ln_f.")) or not name.endswith("weight"):
+            continue
+        bias = name.removesuffix("weight") + "bias"
+        if bias not in tensors:
+            tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
 
 
 def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenizer]:
@@ -145,11 +161,15 @@ def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenize
 
 def _crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
     """A model of the first tokens of another."""
-    leaves = {name: leaf.get_value() for name, leaf in named_parameters(model).items()}
-    leaves["token_embedding.embedding"] = leaves["token_embedding.embedding"][:vocab_size]
-    for name in leaves.keys() & {"head.kernel", "head.bias"}:
-        leaves[name] = leaves[name][..., :vocab_size]
-    return _model(dataclasses.replace(model.config, vocab_size=vocab_size), leaves)
+    parameters = {}
+    for name, parameter in named_parameters(model).items():
+        value = parameter.get_value()
+        if name == "token_embedding.embedding":
+            value = value[:vocab_size]
+        elif name in ("head.kernel", "head.bias"):  # a tied head has none
+            value = value[..., :vocab_size]
+        parameters[name] = value
+    return _model(dataclasses.replace(model.config, vocab_size=vocab_size), parameters)
 
 
 def require_names(found: set[str], wanted: set[str]) -> None:
@@ -182,40 +202,49 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
     """The tensors of another project for the parameters that a model has."""
-    leaves = named_parameters(abstract_model(config))
-    # GPT-2 has one tensor for queries, keys and values, so that several names of ours share one
-    names_in: dict[str, list[str]] = {}
-    for ours, theirs in format.modules.items():
-        count = 1
-        if "{}" in ours:
-            count = config.num_layers
-        for index in range(count):
-            for kind in ("kernel", "scale", "embedding", "bias"):
-                name = f"{ours}.{kind}".format(index)
-                if name not in leaves:
-                    continue
-                ending = "weight"
-                if kind == "bias":
-                    ending = "bias"
-                names_in.setdefault(f"{theirs}.{ending}".format(index), []).append(name)
+    parameters = named_parameters(abstract_model(config))
     layout = {}
-    for tensor, names in names_in.items():
+    for tensor, names in _names_by_tensor(config, format, set(parameters)).items():
         # PyTorch's nn.Linear keeps (out, in), which GPT-2's Conv1D doesn't; the head of all formats
         # is an nn.Linear
-        is_linear = format.linear or tensor == "lm_head.weight"
+        is_linear = format.linear or tensor == _HEAD
         transposed = is_linear and names[0].endswith(".kernel")
-        sizes = {name: leaves[name].shape[-1] for name in names}
-        shape = (*leaves[names[0]].shape[:-1], sum(sizes.values()))
+        sizes = {name: parameters[name].shape[-1] for name in names}
+        shape = (*parameters[names[0]].shape[:-1], sum(sizes.values()))
         if transposed:
             shape = shape[::-1]
         layout[tensor] = _Stored(sizes, shape, transposed)
     return layout
 
 
-def _model(config: ModelConfig, leaves: dict[str, Any]) -> GPT:
+def _names_by_tensor(
+    config: ModelConfig, format: Format, parameters: set[str]
+) -> dict[str, list[str]]:
+    """The names of our parameters in each tensor of another project.
+
+    GPT-2 has one tensor for queries, keys and values, so that several names of ours share one.
+    """
+    names_in: dict[str, list[str]] = {}
+    for module, their_module in format.modules.items():
+        copies = 1
+        if "{}" in module:  # the number of the block
+            copies = config.num_layers
+        for index in range(copies):
+            for kind in ("kernel", "scale", "embedding", "bias"):
+                name = f"{module}.{kind}".format(index)
+                if name not in parameters:
+                    continue
+                # PyTorch calls all but biases weights
+                ending = "bias" if kind == "bias" else "weight"
+                tensor = f"{their_module}.{ending}".format(index)
+                names_in.setdefault(tensor, []).append(name)
+    return names_in
+
+
+def _model(config: ModelConfig, parameters: dict[str, Any]) -> GPT:
     """The model with these parameters by name, in its dtypes."""
     model = abstract_model(config)
     assert isinstance(model, GPT)
     for name, parameter in named_parameters(model).items():
-        parameter.set_value(jnp.asarray(leaves[name], parameter.dtype))
+        parameter.set_value(jnp.asarray(parameters[name], parameter.dtype))
     return model

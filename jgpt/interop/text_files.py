@@ -6,7 +6,7 @@ transformers stops, pads and fills the template as it did before.
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ OF_THE_TOKENIZER = (
 )  # fmt: skip
 MORE_TEMPLATES = "additional_chat_templates"
 """The folder of a tokenizer's templates beside the default one."""
-NAMED_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+NAMED_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
 MORE_NAMED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _LARGEST_FILE = 1 << 26
 
@@ -67,8 +69,9 @@ def read_text_files(model_folder: Path, tokenizer_folder: Path) -> TextFiles:
 
 def parse_text_file(files: TextFiles, name: str) -> dict[str, Any]:
     """The object in one of the JSON files, or an empty one if the folder has no such file."""
-    data = files.get(name)
-    return {} if data is None else json.loads(data.decode("utf-8-sig"))
+    if name not in files:
+        return {}
+    return json.loads(files[name].decode("utf-8-sig"))  # some editors write a byte-order mark
 
 
 def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
@@ -96,29 +99,49 @@ def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.Adde
     it. The other files only name tokens, and change nothing about those that are known.
     """
     config = parse_text_file(files, TOKENIZER_CONFIG)
-    names = config
-    numbered: dict[int, tokenizers.AddedToken] = {}
     if "added_tokens_decoder" in config:  # which replaces the two older files
+        named = _named_tokens(config)
+        numbered = {}
         for number, fields in config["added_tokens_decoder"].items():
             numbered[int(number)] = _added_token(fields)
     else:
-        names = parse_text_file(files, SPECIAL_TOKENS)
-        more = {name: config[name] for name in MORE_NAMED_TOKENS if config.get(name)}
-        names = config | names | more
-    named = _named_tokens(names)
-    if "added_tokens_decoder" not in config:
-        for content, number in parse_text_file(files, ADDED_TOKENS).items():
-            if content not in known:
-                is_special = content in named
-                numbered[number] = tokenizers.AddedToken(
-                    content, normalized=not is_special, special=is_special
-                )
+        named = _named_tokens(_named_in_older_files(files, config))
+        numbered = _numbered_in_older_file(files, named.keys(), known)
+    # in the order of their numbers, which the tokenizer gives out one after another
     for number in sorted(numbered):
         yield numbered[number]
     known = known | {token.content for token in numbered.values()}
     for content, token in named.items():
         if content not in known:
             yield token
+
+
+def _named_in_older_files(files: TextFiles, config: dict[str, Any]) -> dict[str, Any]:
+    """The named tokens of `tokenizer_config.json` and `special_tokens_map.json`.
+
+    The latter counts for a token of one name, the former for lists of more.
+    """
+    names = config | parse_text_file(files, SPECIAL_TOKENS)
+    for name in MORE_NAMED_TOKENS:
+        if config.get(name):
+            names[name] = config[name]
+    return names
+
+
+def _numbered_in_older_file(
+    files: TextFiles, named: Container[str], known: set[str]
+) -> dict[int, tokenizers.AddedToken]:
+    """The tokens of `added_tokens.json` that aren't known, by their numbers."""
+    numbered = {}
+    for content, number in parse_text_file(files, ADDED_TOKENS).items():
+        if content in known:
+            continue
+        # the file has texts and numbers alone: a token is special if another file names it
+        is_special = content in named
+        numbered[number] = tokenizers.AddedToken(
+            content, normalized=not is_special, special=is_special
+        )
+    return numbered
 
 
 def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
@@ -130,7 +153,9 @@ def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
             tokens[token.content] = token
     for name in MORE_NAMED_TOKENS:
         more = values.get(name) or []
-        for value in more.values() if isinstance(more, dict) else more:
+        if isinstance(more, dict):  # by names that a tokenizer chooses
+            more = more.values()
+        for value in more:
             token = _added_token(value)
             tokens[token.content] = token
     return tokens
@@ -142,8 +167,11 @@ def _added_token(value: Any) -> tokenizers.AddedToken:
         return tokenizers.AddedToken(value, normalized=False, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise ValueError(f"{value!r} is not a token: it has no content")
-    known = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    return tokenizers.AddedToken(**{name: value[name] for name in known if name in value})
+    fields = {}
+    for name in ("content", "single_word", "lstrip", "rstrip", "normalized", "special"):
+        if name in value:
+            fields[name] = value[name]
+    return tokenizers.AddedToken(**fields)
 
 
 def write_tokenizer(tokenizer: Tokenizer, files: TextFiles, directory: Path) -> None:
@@ -181,12 +209,14 @@ def without_tokens_past(values: dict[str, Any], vocab_size: int) -> dict[str, An
     """
     kept = {}
     for name, value in values.items():
-        if name.endswith("_token_id"):
-            tokens = value if isinstance(value, list) else [value]
-            if any(isinstance(token, int) and token >= vocab_size for token in tokens):
-                inside = [token for token in tokens if token < vocab_size]
-                if inside and isinstance(value, list):
-                    kept[name] = inside
-                continue
-        kept[name] = value
+        if not name.endswith("_token_id"):
+            kept[name] = value
+            continue
+        tokens = value if isinstance(value, list) else [value]
+        if not any(isinstance(token, int) and token >= vocab_size for token in tokens):
+            kept[name] = value
+            continue
+        inside = [token for token in tokens if token < vocab_size]
+        if inside and isinstance(value, list):  # several tokens may end a text
+            kept[name] = inside
     return kept
