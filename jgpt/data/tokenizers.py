@@ -27,6 +27,7 @@ from jgpt.shapes.contract import typed
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_GROWTH = 16
+"""How many times longer than a text its tokens may make it, in a tokenizer that is read."""
 LONG_TEXT = 1 << 16
 """Characters; for shorter texts making tiktoken's encoder does not pay."""
 LONG_WORD = 1 << 12
@@ -35,7 +36,9 @@ LONGEST_PROBE = 3.0
 """Seconds in which regular expressions must read a few words; those in use take milliseconds."""
 MAX_THREADS = 8
 NO_TOKEN = -1
+"""In a table of tokens, of code points that the vocabulary lacks."""
 CHARACTERS_AT_ONCE = 1 << 18
+"""Characters that are encoded at once: code points take four bytes for each."""
 CONTEXT = 256
 """Characters before a part of a text that are encoded with it, where its beginning may matter."""
 UNUSED_BYTE = "<0xFF>"
@@ -88,21 +91,22 @@ class CharTokenizer:
         for start in range(0, len(text), CHARACTERS_AT_ONCE):
             part = text[start : start + CHARACTERS_AT_ONCE]
             code_points = np.frombuffer(part.encode(*UTF_32), np.uint32)
-            last = np.uint32(len(self._token_of) - 1)
-            found = self._token_of[np.minimum(code_points, last)]
-            unknown = np.flatnonzero(found == NO_TOKEN)
+            above_all = np.uint32(len(self._token_of) - 1)
+            part_tokens = self._token_of[np.minimum(code_points, above_all)]
+            unknown = np.flatnonzero(part_tokens == NO_TOKEN)
             if unknown.size:
-                self._raise_unknown(part[unknown[0]], offset + start + int(unknown[0]))
-            tokens[start : start + len(part)] = found
+                first = int(unknown[0])
+                self._raise_unknown(part[first], offset + start + first)
+            tokens[start : start + len(part)] = part_tokens
         return tokens
 
     def _raise_unknown(self, character: str, position: int) -> NoReturn:
-        known = repr(self.characters[:100])
+        known = self.characters[:100]
         if self.vocab_size > 100:
-            known = repr(self.characters[:100] + "…")
+            known += "…"
         raise ValueError(
             f"unknown character {character!r} at position {position}: the vocabulary is the "
-            f"{self.vocab_size} characters {known}"
+            f"{self.vocab_size} characters {known!r}"
         )
 
     @typed
@@ -203,6 +207,7 @@ class BPETokenizer:
         """
         backend = _byte_level(tokenizers.models.BPE())
         words = backend.pre_tokenizer
+        # while merges are learned, long words are cut
         parts = tokenizers.pre_tokenizers.FixedLength(LONG_WORD)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
         trainer = tokenizers.trainers.BpeTrainer(
@@ -210,8 +215,7 @@ class BPETokenizer:
             show_progress=False,
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         )
-        documents = (document for text in texts for document in text.split(END_OF_TEXT))
-        backend.train_from_iterator(documents, trainer)
+        backend.train_from_iterator(_documents(texts), trainer)
         backend.pre_tokenizer = words
         return cls(_with_unused_byte_named(backend, END_OF_TEXT))
 
@@ -228,9 +232,11 @@ class BPETokenizer:
         Raises ValueError if it may make a text much longer, or its regular expressions take too
         long.
         """
-        # encode texts whole, and always alike
-        model = {**values["model"], "dropout": None}
-        values = {**values, "model": model, "truncation": None, "padding": None}
+        values = dict(values)
+        # texts are encoded whole, and always alike: BPE dropout (Provilkov et al. 2020) draws
+        values["model"] = values["model"] | {"dropout": None}
+        values["truncation"] = None
+        values["padding"] = None
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             if _max_expansion(values.get(part)) > MAX_GROWTH:
                 raise ValueError(f"its {part} may make a text more than {MAX_GROWTH} times longer")
@@ -248,8 +254,12 @@ class BPETokenizer:
         `<|endoftext|>` in a text is encoded as that token.
         """
         directory = Path(directory)
-        for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-            vocabulary, merges = (directory / name for name in names)
+        for vocabulary_file, merges_file in (
+            ("encoder.json", "vocab.bpe"),  # OpenAI's names
+            ("vocab.json", "merges.txt"),  # those of transformers
+        ):
+            vocabulary = directory / vocabulary_file
+            merges = directory / merges_file
             if vocabulary.is_file() and merges.is_file():
                 break
         else:
@@ -299,8 +309,9 @@ class BPETokenizer:
         export need, and one more token would have no embedding.
         """
         values = json.loads(self._backend.to_str())
-        is_byte_level = values["pre_tokenizer"] == _byte_level_json()["pre_tokenizer"]
-        if values["added_tokens"] or not is_byte_level:
+        if values["added_tokens"]:
+            return self
+        if values["pre_tokenizer"] != _byte_level_json()["pre_tokenizer"]:
             return self
         if _UNUSED_LETTER not in values["model"]["vocab"]:
             return self
@@ -452,54 +463,62 @@ class BPETokenizer:
     def _fast(self) -> tiktoken.Encoding | None:
         """tiktoken's encoder, or None for a tokenizer whose tokens might not be the same."""
         values = json.loads(self._backend.to_str())
-        plain = _byte_level_json()
-        model = values["model"]
-        added = values["added_tokens"]
-        fields = set(plain["model"]) - {"vocab", "merges", "unk_token", "fuse_unk"}
-        if not (
-            all(values[part] == plain[part] for part in ("normalizer", "pre_tokenizer"))
-            and all((model.get(name) or None) == (plain["model"][name] or None) for name in fields)
-            and (values["post_processor"] or plain["decoder"])["type"] == "ByteLevel"
-            and len(added) <= 1
-            and not any(it[how] for it in added for how in ("single_word", "lstrip", "rstrip"))
-        ):
+        if not _splits_as_gpt2(values):
             return None
-        special = {token["content"]: token["id"] for token in added}
-        ids = {word: id for word, id in model["vocab"].items() if word not in special}
-        merged = ["".join(pair) for pair in model["merges"]]
-        ranks = [ids.get(word, -1) for word in merged]
-        bytes_of = bytes_of_letters()
-        # tiktoken merges the pair of the lowest token; all tokens must be made by their merges.
-        # Byte 255 is in no text, and its token may have another name
-        letters = {letter for letter in bytes_of if letter in ids or letter != _UNUSED_LETTER}
-        if not (
-            len(ids) == len(merged) + len(letters)
-            and set(ids) == {*merged, *letters}
-            and ranks == sorted(ranks)
-            and all(len(self._backend.model.tokenize(word)) == 1 for word in merged)
-        ):
+        special = {}
+        for token in values["added_tokens"]:
+            special[token["content"]] = token["id"]
+        numbers = {}
+        for word, number in values["model"]["vocab"].items():
+            if word not in special:
+                numbers[word] = number
+        merged = ["".join(pair) for pair in values["model"]["merges"]]
+        if not self._is_made_by_merges(numbers, merged):
             return None
-        codes = str.maketrans({letter: chr(byte) for letter, byte in bytes_of.items()})
-        words = {word.translate(codes).encode("latin-1"): id for word, id in ids.items()}
+        to_byte = {}
+        for letter, byte in bytes_of_letters().items():
+            to_byte[ord(letter)] = byte  # as a character: latin-1 has one for each byte
+        ranks = {}
+        for word, number in numbers.items():
+            ranks[word.translate(to_byte).encode("latin-1")] = number
         return tiktoken.Encoding(
-            "jgpt", pat_str=r50k_pat_str, mergeable_ranks=words, special_tokens=special
+            "jgpt", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
         )
+
+    def _is_made_by_merges(self, numbers: dict[str, int], merged: list[str]) -> bool:
+        """Whether each token is a byte or made by one merge, and merges are in order.
+
+        tiktoken has no list of merges: it merges the pair whose token has the lowest number.
+        """
+        # byte 255 is in no text, and its token may have another name
+        letters = set(bytes_of_letters())
+        if _UNUSED_LETTER not in numbers:
+            letters.remove(_UNUSED_LETTER)
+        if set(numbers) != letters | set(merged):
+            return False
+        if len(numbers) != len(letters) + len(merged):  # two merges make one token
+            return False
+        ranks = [numbers[word] for word in merged]
+        if ranks != sorted(ranks):
+            return False
+        # other merges may come in between, so that a word is never made
+        return all(len(self._backend.model.tokenize(word)) == 1 for word in merged)
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
         """Decode; invalid UTF-8 becomes the replacement character."""
         indices = _in_range(tokens, self.vocab_size)
-        pieces = []
+        if not self._whole_texts:
+            return self._decode(indices)
+        text = ""
         pending: list[int] = []
-        for token in indices if self._whole_texts else ():
+        for token in indices:
             if token not in self._whole_texts:
                 pending.append(token)
                 continue
-            pieces.append(self._decode(pending))
-            pieces.append(self._whole_texts[token])
+            text += self._decode(pending) + self._whole_texts[token]
             pending = []
-        rest = pending if self._whole_texts else indices
-        return "".join([*pieces, self._decode(rest)])
+        return text + self._decode(pending)
 
     def _decode(self, tokens: list[int]) -> str:
         with _failures_raised():
@@ -515,12 +534,15 @@ class BPETokenizer:
         values = json.loads(self._backend.to_str())
         if "ByteLevel" not in json.dumps(values["decoder"]):
             return {}
-        of_bytes = set(bytes_of_letters())
-        of_bytes.update("".join(pair) for pair in values["model"].get("merges", ()))
+        made_of_bytes = set(bytes_of_letters())
+        for pair in values["model"].get("merges", ()):
+            made_of_bytes.add("".join(pair))
         found = {}
         for token, added in self._backend.get_added_tokens_decoder().items():
             text = added.content
-            if not text.isascii() and text not in of_bytes and self._decode([token]) != text:
+            if text.isascii() or text in made_of_bytes:
+                continue
+            if self._decode([token]) != text:
                 found[token] = text
         return found
 
@@ -589,11 +611,12 @@ def encode_each(
     out.
     """
     encode_part = _part_encoder(tokenizer)
+    begin = np.array(tokenizer.begin, np.int32)
     end = np.array(_tokens_after_text(tokenizer), np.int32)
 
     def encode(part: _Part) -> bytes:
         tokens = encode_part(part)
-        begin = np.array(tokenizer.begin, np.int32)
+        # a text that begins with them already gets no more, as in `encode`
         if part.offset == 0 and not np.array_equal(tokens[: len(begin)], begin):
             tokens = np.concatenate([begin, tokens])
         if part.is_last and len(end):
@@ -603,6 +626,7 @@ def encode_each(
     threads = min(os.cpu_count() or 1, MAX_THREADS)
     with ThreadPoolExecutor(threads) as pool:
         parts = _parts(texts, encoded)
+        # lazily: a part is read when one is done, so that few are in memory
         submitted = ((len(part.text), pool.submit(encode, part)) for part in parts)
         waiting = deque(islice(submitted, threads + 2))
         while waiting:
@@ -633,16 +657,15 @@ def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
     while text is not None:
         next_text = next(following, None)
         start = min(max(encoded - offset, 0), len(text))
-        if start:
+        if start > 0:
             context = text[:start]
         if start < len(text):
-            is_last = next_text is None
             yield _Part(
                 text[start:],
                 context=context[-CONTEXT:],
-                following="" if next_text is None else next_text[:CONTEXT],
+                following=(next_text or "")[:CONTEXT],
                 offset=offset + start,
-                is_last=is_last,
+                is_last=next_text is None,
             )
         context = text
         offset += len(text)
@@ -651,8 +674,9 @@ def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
 
 def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
     """A function from a part of a text to its tokens."""
+    # unwrapped: to check shapes, jaxtyping would import JAX, which takes a second
     if isinstance(tokenizer, CharTokenizer):
-        encode_at = inspect.unwrap(CharTokenizer._encode_at)  # jaxtyping would import JAX: a second
+        encode_at = inspect.unwrap(CharTokenizer._encode_at)
         return lambda part: encode_at(tokenizer, part.text, part.offset)
     if isinstance(tokenizer, ByteTokenizer):
         encode_bytes = inspect.unwrap(ByteTokenizer.encode)
@@ -666,7 +690,7 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
         line = part.context[part.context.rfind("\n", 0, -1) + 1 :]
         text = part.text
         if tokenizer.takes_spaces_before(part.following):
-            text = text.rstrip()
+            text = text.rstrip()  # the next part begins with a token that takes them
         before = encode(tokenizer, line)
         tokens = encode(tokenizer, line + text)
         if np.array_equal(tokens[: len(before)], before):
@@ -681,9 +705,9 @@ def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
     if not isinstance(tokenizer, BPETokenizer) or not tokenizer.adds_special_tokens:
         return ()
     sample = " "
-    within = _encode(tokenizer._backend, sample)
-    whole = _encode(tokenizer._backend, sample, add_special_tokens=True)
-    return tuple(whole[len(tokenizer.begin) + len(within) :])
+    tokens = _encode(tokenizer._backend, sample)
+    with_special = _encode(tokenizer._backend, sample, add_special_tokens=True)
+    return tuple(with_special[len(tokenizer.begin) + len(tokens) :])
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -737,15 +761,19 @@ def _tokens_before_text(processor: Any) -> list[int]:
     """The special tokens that a post-processor of the tokenizers library puts before a text."""
     match processor:
         case {"type": "Sequence", "processors": list(processors)}:
+            tokens = []
             # the last one is applied to what the others have made, and so is the outermost
-            return [token for part in reversed(processors) for token in _tokens_before_text(part)]
+            for part in reversed(processors):
+                tokens.extend(_tokens_before_text(part))
+            return tokens
         case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": special}:
-            found: list[int] = []
+            tokens = []
             for piece in pieces:
-                if "SpecialToken" not in piece:
+                if "SpecialToken" not in piece:  # the text itself
                     break
-                found.extend(special[piece["SpecialToken"]["id"]]["ids"])
-            return found
+                name = piece["SpecialToken"]["id"]
+                tokens.extend(special[name]["ids"])
+            return tokens
         case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, int(token)]}:
             return [token]
     return []
@@ -781,18 +809,24 @@ def _max_expansion(part: Any) -> int:
     kind = part.get("type")
     if kind == "Precompiled":  # a table of any replacements
         return MAX_GROWTH + 1
-    if kind == "TemplateProcessing":
+    if kind == "TemplateProcessing":  # which may say the text several times
         return sum("Sequence" in piece for piece in part["single"])
-    added = [text for name in ("content", "prepend") if isinstance(text := part.get(name), str)]
-    own = 2 if kind == "ByteLevel" else 1 + len("".join(added))
-    return own * _max_expansion(list(part.values()))
+    expansion = 1
+    if kind == "ByteLevel":
+        expansion = 2  # each byte becomes a letter, which may have two bytes
+    else:
+        for name in ("content", "prepend"):
+            added = part.get(name)
+            if isinstance(added, str):
+                expansion += len(added)
+    return expansion * _max_expansion(list(part.values()))
 
 
 def _regular_expressions(part: Any) -> Iterator[str]:
     """The regular expressions in a part of a tokenizer."""
     if isinstance(part, list):
-        for each in part:
-            yield from _regular_expressions(each)
+        for item in part:
+            yield from _regular_expressions(item)
     if isinstance(part, dict):
         for name, value in part.items():
             if name == "Regex" and isinstance(value, str):
@@ -808,7 +842,7 @@ def _require_quick(backend: Any, expressions: str) -> None:
     """
     if not expressions:
         return
-    letters = sorted({*expressions, *"aA0 "})[:64]
+    letters = sorted(set(expressions) | set("aA0 "))[:64]
     # of this thread, so that a busy machine rejects nothing
     began = time.thread_time()
     for length in (8, 16, 32, 64, 128, 256):
@@ -846,6 +880,38 @@ def _stderr_ignored() -> Iterator[None]:
         os.close(stderr)
 
 
+def _splits_as_gpt2(values: dict[str, Any]) -> bool:
+    """Whether a tokenizer, as JSON, finds words as GPT-2's does, and adds nothing to them.
+
+    At most one special token may be beside them, which is found wherever it stands.
+    """
+    plain = _byte_level_json()
+    for part in ("normalizer", "pre_tokenizer"):
+        if values[part] != plain[part]:
+            return False
+    for name, value in plain["model"].items():
+        if name in ("vocab", "merges", "unk_token", "fuse_unk"):
+            continue
+        # null, false, and an empty text or list all say that there is none
+        if (values["model"].get(name) or None) != (value or None):
+            return False
+    processor = values["post_processor"] or plain["decoder"]
+    if processor["type"] != "ByteLevel":  # which changes offsets alone, and no tokens
+        return False
+    if len(values["added_tokens"]) > 1:
+        return False
+    for token in values["added_tokens"]:
+        if token["single_word"] or token["lstrip"] or token["rstrip"]:
+            return False
+    return True
+
+
+def _documents(texts: Iterable[str]) -> Iterator[str]:
+    """Texts without the `<|endoftext|>` between them."""
+    for text in texts:
+        yield from text.split(END_OF_TEXT)
+
+
 def _byte_level_json() -> dict[str, Any]:
     """What the tokenizers library writes of a plain byte-level tokenizer."""
     return json.loads(_byte_level(tokenizers.models.BPE()).to_str())
@@ -854,8 +920,11 @@ def _byte_level_json() -> dict[str, Any]:
 def bytes_of_letters() -> dict[str, int]:
     """The byte that each letter of the byte-level alphabet stands for."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    same = [ord(letter) for letter in letters if ord(letter) < 256]  # the others follow in order
-    return dict(zip(letters, same + sorted(set(range(256)) - set(same)), strict=True))
+    # Printable bytes are the letters of the same number. For the others, GPT-2 takes letters from
+    # 256 on, in order, so that its vocabulary has no white space and no control characters.
+    same = [ord(letter) for letter in letters if ord(letter) < 256]
+    others = sorted(set(range(256)) - set(same))
+    return dict(zip(letters, same + others, strict=True))
 
 
 def _with_unused_byte_named(backend: Any, name: str) -> Any:
@@ -866,8 +935,15 @@ def _with_unused_byte_named(backend: Any, name: str) -> Any:
     values = json.loads(backend.to_str())
     vocabulary = values["model"]["vocab"]
     vocabulary[name] = vocabulary.pop(_UNUSED_LETTER)
-    token = {"id": vocabulary[name], "content": name, "special": True, "normalized": False}
-    token |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    token = {
+        "id": vocabulary[name],
+        "content": name,
+        "special": True,
+        "normalized": False,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
     values["added_tokens"].append(token)
     return tokenizers.Tokenizer.from_str(json.dumps(values))
 

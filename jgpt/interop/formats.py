@@ -33,6 +33,7 @@ class Format:
     """Pairs of another name that transformers accepts, and their config field."""
 
 
+# A row of a table is a line, and not a field: formats are compared by reading down a column.
 _MODULES = (
     ("token_embedding", "wte", "embed_tokens"),
     ("position_embedding", "wpe", ""),
@@ -276,34 +277,24 @@ def hf_config(
     """
     if config.make is not None:
         raise ValueError("a custom model can't be exported: no format describes it")
-    rotary = "qwen3" if config.qk_norm else "llama"
-    kind = model_type or (rotary if config.positions == "rotary" else "gpt2")
+    kind = model_type or _natural_type(config)
     format = HF_FORMATS[kind]
     refused = _unsupported(config, format, zero_biases)
     if refused is not None:
         # with zero biases the format would fit
         if model_type is None and Field("zero_biases", True) not in refused.parts:
-            plain = [
-                name for name in PRESETS if not _unsupported(PRESETS[name][1].model, GPT2, True)
-            ]
+            presets = ", ".join(_exportable_presets())
             refused = Message(
                 refused,
-                f", and no other format fits. The presets that can be exported: {', '.join(plain)}",
+                f", and no other format fits. The presets that can be exported: {presets}",
             )
         raise ValueError(refused)
-    activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
-    values = dataclasses.asdict(config) | {
-        "activation": activations[config.activation],
-        "num_kv_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": config.head_size,
-        "hidden_dim": config.hidden_dim or 4 * config.embed_dim,
-    }
-    written = {
-        "model_type": kind,
-        "architectures": [format.architecture],
-        **{name: values[ours] for name, ours in format.fields},
-        "dtype": "float64" if config.param_dtype == "float64" else "float32",
-    }
+    written = {"model_type": kind, "architectures": [format.architecture]}
+    values = _explicit_values(config)
+    for theirs, ours in format.fields:
+        written[theirs] = values[ours]
+    # what `write_tensors` writes: other dtypes are widened to float32
+    written["dtype"] = "float64" if config.param_dtype == "float64" else "float32"
     if kind == "gpt2":
         # unused by transformers, and read by others as the length of the context
         written["n_ctx"] = config.block_size
@@ -312,14 +303,43 @@ def hf_config(
     return _in_words_of(source, written, config, format)
 
 
+def _exportable_presets() -> list[str]:
+    """The presets that GPT-2's format expresses, with biases of zeros."""
+    exportable = []
+    for name, (_, preset) in PRESETS.items():
+        if _unsupported(preset.model, GPT2, zero_biases=True) is None:
+            exportable.append(name)
+    return exportable
+
+
+def _explicit_values(config: ModelConfig) -> dict[str, Any]:
+    """The config's values, with those that None stands for, and with another project's words."""
+    # from the last to the first, so that of several names the first is written
+    activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    return dataclasses.asdict(config) | {
+        "activation": activations[config.activation],
+        "num_kv_heads": config.num_kv_heads or config.num_heads,
+        "head_dim": config.head_size,
+        "hidden_dim": config.hidden_dim or 4 * config.embed_dim,
+    }
+
+
+def _natural_type(config: ModelConfig) -> str:
+    """The `model_type` whose format expresses most of a model."""
+    if config.positions != "rotary":
+        return "gpt2"
+    return "qwen3" if config.qk_norm else "llama"
+
+
 def _in_words_of(
     source: dict[str, Any], written: dict[str, Any], config: ModelConfig, format: Format
 ) -> dict[str, Any]:
     """A written config, with the fields of the model's own source that still hold."""
-    meant = read_config(source, format)
+    source_config = read_config(source, format)
     kept = {name: value for name, value in source.items() if name not in WRITTEN_ANEW}
     for theirs, ours in format.fields:
-        if getattr(meant, ours) == getattr(config, ours):
+        # compared as configs: null and a missing field may say the same as a number
+        if getattr(source_config, ours) == getattr(config, ours):
             written.pop(theirs, None)
     for alias, name in format.aliases:
         if name in written:  # the written name says another value

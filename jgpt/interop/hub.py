@@ -17,8 +17,16 @@ HUB = {
     "qwen3": "Qwen/Qwen3-0.6B",
 }
 """Short names of repositories."""
-SMALL = [*OF_THE_MODEL, *OF_THE_TOKENIZER, HF_INDEX, f"{MORE_TEMPLATES}/*.jinja"]
-SMALL += ["tokenizer.json", "vocab.json", "merges.txt"]
+SMALL = [
+    *OF_THE_MODEL,
+    *OF_THE_TOKENIZER,
+    HF_INDEX,
+    f"{MORE_TEMPLATES}/*.jinja",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+]
+"""What is fetched first: a config that needs code is noticed before gigabytes are on their way."""
 WEIGHTS = [HF_WEIGHTS, "model-*-of-*.safetensors"]
 
 
@@ -58,8 +66,12 @@ def fetch(repository: str) -> Path:
                 f"{repository} needs code of its own, by auto_map in {name}: code is never "
                 "fetched or run"
             )
+    # of the same commit, even if the repository has changed since
     _snapshot(repository, WEIGHTS, revision=folder.name)
-    if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
+    weights: list[Path] = []
+    for pattern in WEIGHTS:
+        weights.extend(folder.glob(pattern))
+    if not weights:
         raise ValueError(
             f"{repository} has no {HF_WEIGHTS}: other formats can run code when they are read, "
             "and are never fetched"
@@ -68,6 +80,7 @@ def fetch(repository: str) -> Path:
 
 
 def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
+    # here, since most commands need no hub
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     from huggingface_hub.utils import disable_progress_bars, logging
@@ -122,7 +135,9 @@ def _require_names(response: Any) -> None:
     """Raise ForgedName for an answer with a commit, ETag or path that leads elsewhere."""
     _require_hexadecimal("X-Repo-Commit", response.headers.get("X-Repo-Commit"))
     if response.request.method == "HEAD":  # ETags of other answers name nothing
-        name = "X-Linked-ETag" if response.headers.get("X-Linked-ETag") else "ETag"
+        name = "ETag"
+        if response.headers.get("X-Linked-ETag"):  # of a large file, which prevails over the other
+            name = "X-Linked-ETag"
         tag = response.headers.get(name)
         if tag is not None:
             _require_hexadecimal(name, tag.lstrip("W/").strip('"'))
@@ -138,7 +153,9 @@ def _require_names(response: Any) -> None:
         listed = answer.get("siblings")
     else:
         listed = answer
-    for file in listed if isinstance(listed, list) else ():
+    if not isinstance(listed, list):
+        return
+    for file in listed:
         if isinstance(file, dict):
             _require_file(file)
 

@@ -66,7 +66,8 @@ def load_hf(
     known = list(HF_FORMATS) if model_type is None else [model_type]
     with prefix_errors(directory / HF_CONFIG):
         values = read_json(directory / HF_CONFIG)
-        if (kind := values.get("model_type", "gpt2")) not in known:
+        kind = values.get("model_type", "gpt2")  # which the oldest configs lack
+        if kind not in known:
             only = ", ".join(map(repr, known))
             raise ValueError(f"model_type={kind!r} is not supported, only {only}")
         format = HF_FORMATS[kind]
@@ -100,6 +101,7 @@ def save_hf(
     folder that the model was loaded from: its special tokens, chat template and options of
     generation are saved too. Raises ValueError for a model that the format can't express.
     """
+    # Python's stand-ins for bytes of a path that are not UTF-8
     if any("\ud800" <= character <= "\udfff" for character in str(directory)):
         raise ValueError(
             f"{printable(str(directory))} has bytes in it that are not UTF-8, which safetensors "
@@ -115,7 +117,10 @@ def save_hf(
             raise ValueError(
                 f"the model can't be exported: {changed[0]}, and no format describes that"
             )
-    files = {} if like is None else read_text_files(Path(like), Path(like))
+    files: TextFiles = {}
+    if like is not None:
+        files = read_text_files(Path(like), Path(like))
+    # programs that read an export ask for a special token that ends a text
     if isinstance(tokenizer, BPETokenizer) and TOKENIZER_CONFIG not in files:
         tokenizer = tokenizer.with_special_token()
     config = _config_to_write(model, tokenizer, files, model_type, zero_biases)
@@ -123,12 +128,13 @@ def save_hf(
     with_embedding = without_tokens_past(generation, model.vocab_size)
     if with_embedding != generation:
         files[GENERATION] = (json.dumps(with_embedding, indent=2) + "\n").encode()
-    files.pop(HF_CONFIG, None)
+    files.pop(HF_CONFIG, None)  # it is written from the model
+    # before the folder is made: what can't be expressed leaves nothing behind
     tensors = write_tensors(model, HF_FORMATS[config["model_type"]])
     with new_directory(Path(directory)) as partial:
         (partial / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write_weights(tensors, partial / HF_WEIGHTS)
-        # safetensors writes with mode 0600
+        # safetensors writes with mode 0600: other users of the machine could read all but this
         shutil.copymode(partial / HF_CONFIG, partial / HF_WEIGHTS)
         write_text_files(files, partial)
         if tokenizer is None:
@@ -176,7 +182,7 @@ def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> 
         found = _open_file(directory / shard, layers, stack)
         listed = plain_names(name for name, file in shard_of.items() if file == shard)
         with prefix_errors(Path(shard)):
-            require_names(set(found), set(listed))
+            require_names(found=set(found), wanted=set(listed))
         for name in found.keys() & entries.keys():
             raise ValueError(
                 f"{HF_INDEX} has {name} in two files, under two names: remove one of them"
@@ -199,6 +205,7 @@ def _open_file(path: Path, layers: int, stack: contextlib.ExitStack) -> dict[str
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: only safetensors weights are supported")
     with prefix_errors(Path(path.name)):
+        # safetensors begins with the length of its header, which the library would read whole
         with path.open("rb") as opened:
             header = int.from_bytes(opened.read(8), "little")
         if path.stat().st_size >= header > _HEADER_BYTES * (layers + 1):
@@ -208,8 +215,9 @@ def _open_file(path: Path, layers: int, stack: contextlib.ExitStack) -> dict[str
             file: Any = stack.enter_context(safe_open(path, "flax"))
             entries = {}
             for short, name in plain_names(file.keys()).items():
-                tensor = file.get_slice(name)
-                if (precision := tensor.get_dtype()) not in _PRECISIONS:
+                tensor = file.get_slice(name)  # its shape and dtype, without its values
+                precision = tensor.get_dtype()
+                if precision not in _PRECISIONS:
                     raise ValueError(f"{name} is {precision}, not {', '.join(_PRECISIONS)}")
                 read = functools.partial(file.get_tensor, name)
                 entries[short] = Entry(tensor.get_shape(), read)

@@ -33,24 +33,32 @@ def load_nanogpt(file: str | Path) -> GPT:
             with warnings.catch_warnings(action="ignore"):  # the error below says it in one line
                 checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
             arguments = dict(checkpoint["model_args"])
-            stored = {}
-            for name, tensor in checkpoint["model"].items():
-                short = name.removeprefix("_orig_mod.")  # from torch.compile
-                if short in stored:
-                    raise ValueError(f"_orig_mod.{short} and {short} are two names of one tensor")
-                stored[short] = tensor
-            entries = {
-                short: Entry(stored[name].shape, functools.partial(_read, short, stored[name]))
-                for short, name in plain_names(stored).items()
-            }
+            entries = _entries(checkpoint["model"])
         except Exception as error:  # a damaged file can raise anything
             # a sentence of PyTorch's, and not its advice on how to run code from the file
-            reason = (str(error).splitlines() or [""])[0].split(". ")[0][:200]
+            lines = str(error).splitlines()
+            first_line = lines[0] if lines else ""
+            reason = first_line.partition(". ")[0][:200]
             raise ValueError(
                 f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None
 
         return read_tensors(read_config(arguments, NANOGPT), NANOGPT, entries)
+
+
+def _entries(tensors: dict[str, Any]) -> dict[str, Entry]:
+    """The tensors of a checkpoint by their plain names."""
+    named = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix("_orig_mod.")  # from torch.compile
+        if short in named:
+            raise ValueError(f"_orig_mod.{short} and {short} are two names of one tensor")
+        named[short] = tensor
+    entries = {}
+    for short, name in plain_names(named).items():
+        tensor = named[name]
+        entries[short] = Entry(tensor.shape, functools.partial(_read, short, tensor))
+    return entries
 
 
 def _require_stored(file: BinaryIO) -> None:
@@ -92,6 +100,7 @@ def _strings_of_pickles(file: IO[bytes]) -> Iterator[str]:
 
 
 def _read(name: str, tensor: Any) -> Any:
+    # strides may claim far more values than are stored, and a copy would make them
     needed = tensor.numel() * tensor.element_size()
     if str(tensor.layout) == "torch.strided" and tensor.untyped_storage().nbytes() < needed:
         raise ValueError(f"{name} claims {needed:,} bytes, which the file doesn't have")
