@@ -26,7 +26,9 @@ _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, Me
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command; a user's error is one line and exit code 2."""
-    args = list(sys.argv[1:] if args is None else args)
+    if args is None:
+        args = sys.argv[1:]
+    args = list(args)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell's >&-
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -41,6 +43,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
+    """Run a command; end the process as a shell expects of what went wrong.
+
+    `repeated` are the interruptions that are to be repeated: this one is the end of all of them.
+    """
     try:
         try:
             lines = _run(args)
@@ -64,7 +70,10 @@ def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
         if custom is None and not isinstance(error, _USER_ERRORS):
             raise
         _discard_output()
-        message = _describe(error) if custom is None else custom
+        if custom is None:
+            message = _describe(error)
+        else:
+            message = custom
         print(f"jgpt: {on_one_line(in_options(message, _options_of(args)))}", file=sys.stderr)
         sys.exit(2)
 
@@ -107,13 +116,17 @@ def _run(args: list[str]) -> Iterable[str]:
 
 def _describe_commands() -> list[str]:
     """A line for each command; on a narrow terminal, a summary continues below where it began."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
-    column = 2 + max(map(len, COMMANDS)) + 2
+    width = 1000  # for a program that reads it, a line stays one
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    column = 2 + max(len(name) for name in COMMANDS) + 2
+    width = max(width, column + 8)
+    indent = " " * column
     lines = []
     for name, command in COMMANDS.items():
         summary = str(command.__doc__).splitlines()[0]
         line = f"{'  ' + name:<{column}}{summary}"
-        lines.append(textwrap.fill(line, max(width, column + 8), subsequent_indent=" " * column))
+        lines.append(textwrap.fill(line, width, subsequent_indent=indent))
     return lines
 
 
@@ -165,16 +178,19 @@ def _discard_output() -> None:
 
 def _options_of(args: list[str]) -> Collection[str]:
     """The fields that the command of these words has options for."""
-    command = COMMANDS.get(args[0]) if args else None
-    if command is None:
+    if not args or args[0] not in COMMANDS:
         return ()
-    names = inspect.signature(command).parameters
-    return TRAIN if "config" in names else names
+    names = inspect.signature(COMMANDS[args[0]]).parameters
+    if "config" in names:  # whose fields are options
+        return TRAIN
+    return names
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror is not None:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, OSError) and error.strerror is not None:  # the system's: `[Errno 2] ...`
+        if error.filename:
+            return f"{error.filename}: {error.strerror}"
+        return error.strerror
     text = message_of(error) or repr(error)
     if isinstance(error, MemoryError):  # NumPy says how much, and not that it was too much
         return f"the memory is too small ({text}): free some, or take a smaller model or text"

@@ -36,7 +36,7 @@ from jgpt.training.plan import Plan
 from jgpt.training.state import TrainState, abstract_state, state_specs
 from jgpt.words import counted, format_bytes
 
-SECONDS_PER_LINE = 20
+SECONDS_PER_LINE = 20  # where the output is no terminal, such as the log of a job
 SECONDS_PER_MOVE = 0.5  # of the bar, if a step takes less
 BAR_WIDTH = 40
 EVALUATE = "evaluate"
@@ -76,14 +76,20 @@ class ConsoleProgress(TrainingProgress):
         self.is_tokenizing = False
         self.spinner = spinner(console, doing)
         self.bar = _Bar(console=console, transient=True, disable=not console.is_terminal)
-        self.steps = self.out = self.evaluation = None
+        # tasks of the bar, while they are shown
+        self.steps = None
+        self.evaluation = None
+        self.out = None
         self.over = ""
         self.is_interrupted = False
         self.step = 0
         self.reader_left = False
-        self.most_steps = 1 if console.is_terminal else None
+        self.most_steps = None
+        if console.is_terminal:
+            self.most_steps = 1  # a first move of the bar, from which the speed is known
         self.tokens_per_step = 1
-        self.validation = self.details = ""
+        self.validation = ""
+        self.details = ""
         self.last_line = console.get_time()
 
     def __enter__(self) -> Self:
@@ -109,18 +115,16 @@ class ConsoleProgress(TrainingProgress):
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Print model and data, and start the bar."""
-        total = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         self.out = out
         step = int(state.step)
         self.step = step
         self.tokens_per_step = config.batch_size * config.model.block_size
-        self.say(
-            *_describe_run(config, total, len(dataset.train), len(dataset.validation)),
-            *describe_optimizer_groups(
-                config.optimizer, state.weights, weight_dimensions(config.model)
-            ),
-            self._describe_start(config, step),
-        )
+        dimensions = weight_dimensions(config.model)
+        lines = _describe_run(config, parameters, len(dataset.train), len(dataset.validation))
+        lines += describe_optimizer_groups(config.optimizer, state.weights, dimensions)
+        lines.append(self._describe_start(config, step))
+        self.say(*lines)
         self.steps = self.bar.add_task("train", total=config.steps, completed=step, details="")
         self.spinner.update("compiling")
         self.spinner.start()
@@ -138,9 +142,11 @@ class ConsoleProgress(TrainingProgress):
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Move the bar; without one, print a line now and then."""
         self.step = step
-        speed = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
-        self.details = f"loss {loss:.3f}{speed}"
+        self.details = f"loss {loss:.3f}"
+        if tokens_per_second is not None:
+            self.details += f"  {tokens_per_second:,.0f} tokens/s"
         if self.most_steps is not None and tokens_per_second is not None:
+            # fewer steps in a call, or the bar would stand still for a call of hundreds
             steps = SECONDS_PER_MOVE * tokens_per_second / self.tokens_per_step
             self.most_steps = max(1, int(steps))
         self.spinner.stop()  # a console shows either the spinner or the bar
@@ -248,18 +254,29 @@ def describe_optimizer_groups(
     groups = jax.tree.leaves(partition(config, weights, dimensions))
     beyond_muon: list[str] = []
     for (path, leaf), group in zip(jax.tree.leaves_with_path(weights), groups, strict=True):
-        layers = len(leaf) if STACKED in path else 1
+        # stacked blocks are described as the matrices that they are
+        layers = 1
+        if STACKED in path:
+            layers = len(leaf)
         rank = min(dimensions_in_block(path, leaf), 3)
-        kind = (group, rank)
-        sizes.setdefault(kind, []).extend([leaf.size // layers] * layers)
+        sizes_of_kind = sizes.setdefault((group, rank), [])
+        for _ in range(layers):
+            sizes_of_kind.append(leaf.size // layers)
         if config.optimizer == "muon" and rank > 2:
             beyond_muon.append(jax.tree_util.keystr(path, simple=True, separator="."))
     parts: dict[str, list[str]] = {group: [] for group, _ in sizes}
-    for (group, rank), counts in sorted(sizes.items(), key=lambda item: -item[0][1]):
+
+    def most_dimensions_first(item: tuple[tuple[str, int], list[int]]) -> int:
+        (_, rank), _ = item
+        return -rank
+
+    for (group, rank), counts in sorted(sizes.items(), key=most_dimensions_first):
         parts[group].append(_describe_kind(config, group, rank, counts))
     lines = [f"{group}: {', '.join(kinds)}" for group, kinds in parts.items()]
     if beyond_muon:
-        others = f" and {len(beyond_muon) - 1} more" if len(beyond_muon) > 1 else ""
+        others = ""
+        if len(beyond_muon) > 1:
+            others = f" and {len(beyond_muon) - 1} more"
         lines.append(
             f"muon moves matrices alone: adamw moves {beyond_muon[0]}{others}, "
             "of more than 2 dimensions"
@@ -270,14 +287,21 @@ def describe_optimizer_groups(
 def _describe_kind(config: OptimizerConfig, group: str, rank: int, counts: list[int]) -> str:
     """The parameters of a group that have the same number of dimensions; 3 are 3 or more."""
     if rank < 2:
-        words = ("vector", "vectors")
+        one_array = "vector"
+        several = "vectors"
     elif rank == 2:
-        words = ("matrix", "matrices")
+        one_array = "matrix"
+        several = "matrices"
     else:
-        words = ("array of more than 2 dimensions", "arrays of more than 2 dimensions")
-    kind = words[0] if len(counts) == 1 else words[1]
-    if rank >= 2:
-        decay = config.muon_weight_decay if group == "muon" else config.weight_decay
+        one_array = "array of more than 2 dimensions"
+        several = "arrays of more than 2 dimensions"
+    kind = several
+    if len(counts) == 1:
+        kind = one_array
+    if rank >= 2:  # vectors, biases and scales, don't decay
+        decay = config.weight_decay
+        if group == "muon":
+            decay = config.muon_weight_decay
         kind += f" (decay {decay:g})"
     return f"{len(counts)} {kind} with {sum(counts):,} parameters"
 
@@ -285,7 +309,9 @@ def _describe_kind(config: OptimizerConfig, group: str, rank: int, counts: list[
 @typed
 def _describe_custom_optimizer(config: OptimizerConfig, weights: Weights) -> str:
     code = Code.of(config.make)
-    name = code.name if code.file is None else code.named
+    name = code.named
+    if code.file is None:  # typed into a notebook
+        name = code.name
     parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
     line = f"custom optimizer {name}: {parameters:,} parameters"
     if config.gradient_clip > 0:
@@ -312,7 +338,9 @@ def _batch(config: TrainConfig) -> str:
 
 
 def _parts(micro_batches: int | str) -> str:
-    return "" if micro_batches == 1 else f", in {micro_batches} micro-batches"
+    if micro_batches == 1:
+        return ""
+    return f", in {micro_batches} micro-batches"
 
 
 def describe(plan: Plan) -> list[str]:
@@ -366,23 +394,27 @@ def describe_ahead(step: CompiledStep) -> list[str]:
     """A step compiled for other hardware as lines of text."""
     chip = step.chip
     memory = step.memory
-    sent = format_bytes(sum(each.sent for each in step.collectives))
-    kinds = [f"{each.count} {each.kind} ({format_bytes(each.sent)})" for each in step.collectives]
-    rows = (
-        ("compute", step.compute_seconds, f"{step.flops / 1e12:.3g} TFLOP", chip.peak_flops),
-        ("memory", step.memory_seconds, "all of that memory twice", chip.memory_bandwidth),
-        ("interconnect", step.interconnect_seconds, sent, chip.interconnect),
-    )
+    verdict = "NOT enough"
+    if step.fits:
+        verdict = "enough"
+    sent = 0
+    kinds = []
+    for collective in step.collectives:
+        sent += collective.sent
+        kinds.append(f"{collective.count} {collective.kind} ({format_bytes(collective.sent)})")
+
+    def row(resource: str, seconds: float, amount: str, peak: float) -> str:
+        return f"  {resource:<13} {1e3 * seconds:9.3f} ms  {amount} at {peak / 1e12:g} T/s"
+
+    flops = f"{step.flops / 1e12:.3g} TFLOP"
     return [
         f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}{_parts(step.micro_batches)}",
-        f"memory of each chip: {memory}; it has {format_bytes(chip.memory)}, which is "
-        f"{'enough' if step.fits else 'NOT enough'}",
+        f"memory of each chip: {memory}; it has {format_bytes(chip.memory)}, which is {verdict}",
         f"collectives of a step: {', '.join(kinds) or 'none'}, as each chip sends them",
         "a step takes each chip at least, from published peaks:",
-        *(
-            f"  {name:<13} {1e3 * seconds:9.3f} ms  {what} at {peak / 1e12:g} T/s"
-            for name, seconds, what, peak in rows
-        ),
+        row("compute", step.compute_seconds, flops, chip.peak_flops),
+        row("memory", step.memory_seconds, "all of that memory twice", chip.memory_bandwidth),
+        row("interconnect", step.interconnect_seconds, format_bytes(sent), chip.interconnect),
         f"bound by {step.bound}",
         f"custom kernels: {', '.join(step.kernels) or 'none'}",
     ]
@@ -395,11 +427,12 @@ def describe_placements(config: TrainConfig) -> list[str]:
     specs = state_specs(config, mesh)
     parameters = format_bytes(bytes_on_each(state.weights, specs.weights, mesh))
     everything = format_bytes(bytes_on_each(state, specs, mesh))
-    return [
-        *(
-            f"{each.name:<40} {each.sharding:<26} {format_bytes(each.on_each):>11}"
-            for each in placements(config.model, mesh)
-        ),
-        f"on each device: {parameters} of parameters, {everything} with the optimizer's state",
-        *replicated_dimensions(config.model, mesh),
-    ]
+    lines = []
+    for placement in placements(config.model, mesh):
+        size = format_bytes(placement.on_each)
+        lines.append(f"{placement.name:<40} {placement.sharding:<26} {size:>11}")
+    lines.append(
+        f"on each device: {parameters} of parameters, {everything} with the optimizer's state"
+    )
+    lines += replicated_dimensions(config.model, mesh)
+    return lines

@@ -8,7 +8,9 @@ import sys
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from rich.console import Console
 
 from jgpt.cli.console import ConsoleProgress
 from jgpt.config import TrainConfig
@@ -26,13 +28,18 @@ class LiveProgress(ConsoleProgress):
     its standard input is closed, as the system does even for a trainer that was killed.
     """
 
-    def __init__(self, *how: Any, browser: bool) -> None:
-        super().__init__(*how)
+    def __init__(self, console: Console, doing: str, *, browser: bool) -> None:
+        super().__init__(console, doing)
         self._browser = browser
 
     def __enter__(self) -> Self:
         """Start the process, which imports its modules while the data is read."""
-        self._page = page = subprocess.Popen(
+        # the terminal's Ctrl-C is the trainer's; a session of its own would have its own share of
+        # the processors
+        process_group = 0
+        if sys.platform == "win32":
+            process_group = None
+        self._page = subprocess.Popen(
             # -P: without it, a secrets.py in the working directory would be run
             [sys.executable, "-P", "-m", "jgpt.pictures.live"],
             stdin=subprocess.PIPE,
@@ -40,41 +47,41 @@ class LiveProgress(ConsoleProgress):
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            # the terminal's Ctrl-C is the trainer's; a session of its own would have its own share
-            # of the processors
-            process_group=None if sys.platform == "win32" else 0,
+            process_group=process_group,
         )
         if sys.platform == "linux":
-            os.sched_setscheduler(page.pid, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(self._page.pid, os.SCHED_IDLE, os.sched_param(0))
         elif sys.platform != "win32":
-            os.setpriority(os.PRIO_PROCESS, page.pid, 19)
+            os.setpriority(os.PRIO_PROCESS, self._page.pid, 19)
         return super().__enter__()
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Serve the run, over the beginning of the validation split."""
         super().started(config, dataset, state, out)
-        few = dataset.validation[: min(PROMPT_TOKENS, config.model.block_size)]
-        make = config.model.make
-        model = None if make is None else Code.of(make).named
+        first_tokens = dataset.validation[: min(PROMPT_TOKENS, config.model.block_size)]
+        prompt = dataset.tokenizer.decode(first_tokens)
+        model = None
+        if config.model.make is not None:
+            model = Code.of(config.model.make).named
         assert self._page.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a process that has ended says why
-            print(
-                json.dumps([str(out), dataset.tokenizer.decode(few), model]),
-                file=self._page.stdin,
-                flush=True,
-            )
+            print(json.dumps([str(out), prompt, model]), file=self._page.stdin, flush=True)
+        # in a thread, for the address comes when the page has imported JAX, and training goes on
         threading.Thread(target=self._announce, args=(self._page,), daemon=True).start()
 
     def _announce(self, page: "subprocess.Popen[str]") -> None:
+        """Say the page's address when it has one, and its last words if it ends by an error."""
         assert page.stdout is not None
         assert page.stderr is not None
-        if address := page.stdout.readline().strip():
+        address = page.stdout.readline().strip()  # empty if the process has ended
+        if address:
             self.say(f"look inside at {address}")
             if self._browser:
                 webbrowser.open(address)
-        *_, last = page.stderr.read().splitlines() or [""]
-        if last and page.wait() > 0:
-            self.say(f"the page ended: {last}")
+        lines = page.stderr.read().splitlines()  # waits for the end of the process
+        # below 0 it was killed by a signal, as at the end of training
+        if lines and lines[-1] and page.wait() > 0:
+            self.say(f"the page ended: {lines[-1]}")
 
     def __exit__(self, *error: object) -> None:
         """End the page with training."""

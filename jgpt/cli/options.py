@@ -109,8 +109,9 @@ TRAIN = {
     field.name
     for kind in (RunOptions, ProcessOptions, *CONFIGS)
     for field in dataclasses.fields(kind)
-} - {"make"}
+}
 """The names of the options of `jgpt train` and `plan`."""
+TRAIN.remove("make")  # given as --model and as --optimizer
 
 
 class OptionError(ValueError):
@@ -146,6 +147,7 @@ class _Parser(argparse.ArgumentParser):
         many = get_origin(kind) is tuple
         settings = self._settings_of_value(name, kind, shown, default)
         settings["help"] = _help_with_default(help or shown.help, default, many)
+        # argparse takes `required` for an option alone
         if shown.positional:
             settings["nargs"] = _count_of_positional(many, required)
             self.usage = f"{self.usage} {settings['metavar']}"
@@ -168,8 +170,10 @@ class _Parser(argparse.ArgumentParser):
             return {"action": "store_true"}
         if kind is bool:
             return {"action": argparse.BooleanOptionalAction}
-        many = get_origin(kind) is tuple
-        read, metavar = _reader(get_args(kind)[0] if many else kind)
+        kind_of_item = kind
+        if get_origin(kind) is tuple:
+            kind_of_item = get_args(kind)[0]
+        read, metavar = _reader(kind_of_item)
         if name == "optimizer":
             read = _or_code(read)
             metavar = f"{metavar}|FILE:NAME"
@@ -179,6 +183,7 @@ class _Parser(argparse.ArgumentParser):
         """The options that were given, lists as tuples."""
         args = [_with_dashes(word) for word in args]
         try:
+            # intermixed: a preset may stand anywhere, also behind options
             given, others = self.parse_known_intermixed_args(args)
         except argparse.ArgumentError as error:
             if error.argument_name is None:  # of required ones, since Python 3.12
@@ -224,26 +229,30 @@ def _count_of_positional(many: bool, required: bool) -> str | None:
         return "+"
     if many:
         return "*"
-    return None if required else "?"
+    if required:
+        return None  # exactly one
+    return "?"
 
 
 def _help_with_default(help: str, default: Any, many: bool) -> str:
+    """The help of an option for argparse, with the default where it is worth saying."""
     # a switch's default is in its name, and what is empty needs no mention
     is_empty = default is inspect.Parameter.empty or default in (None, "", ())
     if not is_empty and not isinstance(default, bool):
-        help = f"{help} (default: {_words(default) if many else default})"
-    return help.replace("%", "%%")
-
-
-def _words(values: Any) -> str:
-    return " ".join(map(str, values))
+        shown: Any = default
+        if many:
+            shown = " ".join(str(value) for value in shown)
+        help = f"{help} (default: {shown})"
+    return help.replace("%", "%%")  # argparse formats it by %
 
 
 def _or_code(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Read a value, or leave FILE.py:NAME as it is."""
 
     def read_value_or_code(text: str) -> Any:
-        return text if ".py:" in text else read(text)
+        if ".py:" in text:
+            return text
+        return read(text)
 
     return read_value_or_code
 
@@ -264,7 +273,9 @@ def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:
     kinds = (kind,)
     if get_origin(kind) in (Union, UnionType):
         kinds = get_args(kind)
-    words = [word for member in kinds for word in get_args(member)]
+    words: list[str] = []  # of a Literal; other kinds have no arguments
+    for member in kinds:
+        words.extend(get_args(member))
     named = [NAMES[member] for member in kinds if member in NAMES]
 
     def read(text: str) -> Any:
@@ -308,7 +319,10 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
 
 def help_of(command: Callable[..., Any], name: str, args: list[str]) -> str:
     """The help of a command; of `jgpt train`, with the defaults of the preset among `args`."""
-    shown = next((word for word in args if word in PRESETS), DEFAULT_PRESET)
+    presets = [word for word in args if word in PRESETS]
+    shown = DEFAULT_PRESET
+    if presets:
+        shown = presets[0]
     return _parser(command, name, shown, everything="--help-all" in args).format_help()
 
 
@@ -337,8 +351,12 @@ def _parser(
     )
     first = OptionSpec("[PRESET]", "One of those above.", positional=True)
     parser.add(parser, "preset", str | None, first, None, "")
-    groups = _groups_of_options(with_code(PRESETS[shown][1], model))
-    by_name = {option[0]: option for options in groups.values() for option in options}
+    _, config = PRESETS[shown]
+    groups = _groups_of_options(with_code(config, model))
+    by_name = {}
+    for options in groups.values():
+        for option in options:
+            by_name[option[0]] = option
     for field in COMMON_OPTIONS:
         parser.add(parser, *by_name[field])
     for title, options in groups.items():
@@ -363,15 +381,18 @@ def _groups_of_options(config: TrainConfig) -> dict[str, list[tuple[Any, ...]]]:
 def _options(owner: Any) -> Iterator[tuple[str, Any, OptionSpec, Any, str]]:
     """The name, type, way to show, default and help of each option of a command or config."""
     is_function = inspect.isfunction(owner)
-    source = owner if is_function else type(owner)
-    texts = {
-        parameter.arg_name: parameter.description or ""
-        for parameter in _documentation(source).params
-    }
+    source = owner
+    if not is_function:  # a config, whose values are the defaults
+        source = type(owner)
+    texts = {}
+    for documented in _documentation(source).params:
+        texts[documented.arg_name] = documented.description or ""
     kinds = get_type_hints(source)
     annotated = get_type_hints(source, include_extras=True)
     for name, parameter in inspect.signature(source).parameters.items():
-        default = parameter.default if is_function else getattr(owner, name)
+        default = parameter.default
+        if not is_function:
+            default = getattr(owner, name)
         if dataclasses.is_dataclass(default) or name in ("vocab_size", "make"):
             continue  # a group of its own; the tokenizer determines it; --model gives it
         if kinds[name] is bool and isinstance(owner, CONFIGS):
@@ -418,7 +439,9 @@ def _raise_if_it_is_a_path(word: str) -> None:
         command = shlex.join(["jgpt", "train", "--resume", "--out", word])
         raise OptionError(f"{word} is a run, not a preset; to train it further: {command}")
     if path.suffix == ".py" or ".py:" in word:
-        model = word if ".py:" in word else f"{word}:GPT"
+        model = word
+        if ".py:" not in word:
+            model = f"{word}:GPT"  # the class that `jgpt new` writes
         command = shlex.join(["jgpt", "train", "--model", model])
         raise OptionError(f"{word} is Python code, not a preset; to train its model: {command}")
     if path.exists():
@@ -427,19 +450,26 @@ def _raise_if_it_is_a_path(word: str) -> None:
 
 
 def _replace_given(config: Any, given: dict[str, Any]) -> Any:
-    names = {field.name for field in dataclasses.fields(config)} & set(given)
-    return dataclasses.replace(config, **{name: given[name] for name in names})
+    """The config with the values of those of its fields that were given."""
+    values = {}
+    for field in dataclasses.fields(config):
+        if field.name in given:
+            values[field.name] = given[field.name]
+    return dataclasses.replace(config, **values)
 
 
 def describe_presets(width: int) -> list[str]:
     """A line for each preset, wrapped."""
-    marks = {DEFAULT_PRESET: " (the default)"}
-    column = max(map(len, PRESETS)) + 1
-    lines = [
-        f"{name:<{column}}{summary}{marks.get(name, '')}; {config.steps:,} steps"
-        for name, (summary, config) in PRESETS.items()
-    ]
-    return [textwrap.fill(line, width, subsequent_indent=" " * column) for line in lines]
+    column = max(len(name) for name in PRESETS) + 1
+    indent = " " * column
+    lines = []
+    for name, (summary, config) in PRESETS.items():
+        mark = ""
+        if name == DEFAULT_PRESET:
+            mark = " (the default)"
+        line = f"{name:<{column}}{summary}{mark}; {config.steps:,} steps"
+        lines.append(textwrap.fill(line, width, subsequent_indent=indent))
+    return lines
 
 
 def in_options(message: str, names: Collection[str] = TRAIN) -> str:

@@ -13,7 +13,9 @@ HANG_UP = getattr(signal, "SIGHUP", None)
 SECONDS_UNTIL_AGAIN = 0.02
 BROKEN_PIPE = 13
 """SIGPIPE, which Windows has not."""
-SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None]
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if HANG_UP is not None:
+    SIGNALS.append(HANG_UP)
 
 
 @contextlib.contextmanager
@@ -28,7 +30,7 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
     """
     codes: list[int] = []
     here, there = socket.socketpair()
-    there.setblocking(False)
+    there.setblocking(False)  # as `set_wakeup_fd` requires
 
     def listen() -> None:
         while data := here.recv(1):
@@ -41,8 +43,12 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
-    heard = [it for it in SIGNALS if it != HANG_UP or signal.getsignal(it) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, lambda *_: None) for number in heard}
+    handlers = {}
+    for number in SIGNALS:
+        if number == HANG_UP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # under nohup
+        # a handler is needed for the wakeup, and does nothing: the thread does all
+        handlers[number] = signal.signal(number, _do_nothing)
     wakeup = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
     try:
         yield codes
@@ -50,9 +56,13 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
         signal.set_wakeup_fd(wakeup)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        there.close()
+        there.close()  # which ends the thread: it reads nothing
         listener.join()
         here.close()
+
+
+def _do_nothing(*_: object) -> None:
+    """The handler of a signal that a thread is told of."""
 
 
 @contextlib.contextmanager

@@ -12,8 +12,10 @@ from typing import Any
 
 from jgpt.cli.signals import exit_when_interrupted
 
+# Unicode has a picture of each of the first 32, such as ␛, and of DEL, but of no later one
 CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
-CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+CONTROLS[0x7F] = 0x2421
+CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 """Control characters and what is shown instead: ESC could change a terminal, or answer for it."""
 
 
@@ -29,9 +31,12 @@ class Terminal(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         """Write to the terminal. A closed one takes nothing more, and that is no error."""
+        shown = text
+        if not self.draws:
+            shown = text.translate(CONTROLS)
         with self._open():
-            super().write(text if self.draws else text.translate(CONTROLS))
-        return len(text)
+            super().write(shown)
+        return len(text)  # of what the caller gave
 
     def flush(self) -> None:
         """Flush to the terminal."""
@@ -40,6 +45,7 @@ class Terminal(io.TextIOWrapper):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
+        """Discard what follows if the terminal turns out to be closed: training goes on."""
         try:
             yield
         except OSError as error:
@@ -79,18 +85,23 @@ def on_one_line(text: str) -> str:
 
 def spinner(console: Any, doing: str) -> Any:
     """A spinner, of characters that the console can show."""
-    return console.status(doing, spinner="line" if console.options.ascii_only else "dots")
+    characters = "dots"
+    if console.options.ascii_only:
+        characters = "line"
+    return console.status(doing, spinner=characters)
 
 
 def open_console(*, stderr: bool = False) -> Any:
     """Standard output, or standard error, a terminal only if standard output is one too."""
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        file=for_terminal(stream, draws=True),
-        force_terminal=False if stderr and not sys.stdout.isatty() else None,
-    )
+    stream = sys.stdout
+    is_terminal = None  # rich asks the stream
+    if stderr:
+        stream = sys.stderr
+        if not sys.stdout.isatty():
+            is_terminal = False
+    return Console(file=for_terminal(stream, draws=True), force_terminal=is_terminal)
 
 
 @contextlib.contextmanager

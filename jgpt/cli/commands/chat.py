@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jgpt.cli import runs
 from jgpt.cli.arguments import (
@@ -46,9 +46,20 @@ def chat(
 
         from jgpt.generation.chat import Chat
 
-        rngs = nnx.Rngs(jax.random.key(np.uint32(seed)))
-        rules = {"rngs": rngs, "temperature": temperature, "top_p": top_p}
-        chat = Chat(loaded, tokenizer, system, max_new_tokens, **rules)
+        conversation = Chat(
+            loaded,
+            tokenizer,
+            system,
+            max_new_tokens,
+            rngs=nnx.Rngs(jax.random.key(np.uint32(seed))),
+            temperature=temperature,
+            top_p=top_p,
+        )
+    _converse(conversation)
+
+
+def _converse(conversation: Any) -> None:
+    """Answer each line of standard input, until it ends."""
     console = open_console()
     prompt = ""
     if sys.stdin.isatty():
@@ -58,15 +69,15 @@ def chat(
         prompt = "> "
     while True:
         try:
-            dropped, answer = chat.reply(input(prompt))
+            dropped, answer = conversation.reply(input(prompt))
             if dropped:
                 say(console, f"[the context is full: it loses {dropped} messages]")
-            with contextlib.closing(answer):
+            with contextlib.closing(answer):  # an answer that Ctrl-C cuts short is remembered so
                 for piece in answer:
                     print(piece, end="", flush=True)
             print()
         except EOFError:
-            if prompt:
+            if prompt:  # the shell's prompt would stand behind this one
                 print()
             return
         except KeyboardInterrupt:

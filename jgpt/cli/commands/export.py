@@ -24,12 +24,13 @@ def export(
         from jgpt.interop.formats import hf_config
         from jgpt.runs.directory import RunDirectory
 
-        # before the model is loaded, which may take a while
+        # before the model is loaded, which may take a while: it raises for a model without a format
         directory = RunDirectory.open(run)
         hf_config(directory.config().model, zero_biases=zero_biases)
-        like = directory.imported()
+        # tokenizer and settings of generation go out as they came in
+        imported = directory.imported()
     with runs.loaded_run(run, checkpoint) as (model, tokenizer, _):
         from jgpt.interop.huggingface import save_hf
 
-        save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases, like=like)
+        save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases, like=imported)
     return [f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained"]

@@ -10,7 +10,7 @@ from jgpt.cli.options import (
     OptionError,
     OptionSpec,
 )
-from jgpt.config import ComputeDtype, DataConfig, OptimizerConfig, TrainConfig
+from jgpt.config import ComputeDtype, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.words import counted
 
 
@@ -60,27 +60,15 @@ def import_(
             # a single file, as --tokenizer may be, says nothing about special tokens
             tokenizer_folder = Path(tokenizer or folder)
             text_files = read_text_files(folder, tokenizer_folder)
-        own_tokenizer = _tokenizer(folder, tokenizer, universal_newlines, model.vocab_size)
-        model, own_tokenizer = names.with_one_vocabulary(model, own_tokenizer)
-    # small and constant, as is usual for fine-tuning
-    optimizer = OptimizerConfig(
-        learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
+        model_tokenizer = _tokenizer(folder, tokenizer, universal_newlines, model.vocab_size)
+        # a model may have more rows than its tokenizer has tokens, and the other way round
+        model, model_tokenizer = names.with_one_vocabulary(model, model_tokenizer)
+    config = _config_to_train_further(
+        dataclasses.replace(model.config, dtype=dtype),
+        DataConfig(data, universal_newlines),
+        path,
     )
-    dataset = DataConfig(data, universal_newlines)
-    model_config = dataclasses.replace(model.config, dtype=dtype)
-    # by default the windows of a call of steps would be more tokens than a config allows, where the
-    # context is of millions
-    tokens_per_step = TrainConfig.batch_size * model_config.block_size
-    most_steps = max(1, (2**32 - 1) // tokens_per_step)
-    config = TrainConfig(
-        model_config,
-        optimizer,
-        dataset,
-        name=path.name,
-        out=out,
-        steps_per_call=min(TrainConfig.steps_per_call, most_steps),
-    )
-    checkpoints.save(model, path, tokenizer=own_tokenizer, config=config, text_files=text_files)
+    checkpoints.save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
     lines = []
     source_config = parse_text_file(text_files, HF_CONFIG)
     if source_config:
@@ -94,16 +82,38 @@ def import_(
     return lines
 
 
-def _tokenizer(source: Path, given: str | None, universal_newlines: bool, vocab_size: int) -> Any:
+def _config_to_train_further(model: ModelConfig, dataset: DataConfig, path: Path) -> TrainConfig:
+    """The config of an imported run, with which it can be evaluated and fine-tuned as it is."""
+    # small and constant, as is usual for fine-tuning
+    optimizer = OptimizerConfig(
+        learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
+    )
+    # by default the windows of a call of steps would be more tokens than a config allows, where the
+    # context is of millions
+    tokens_per_step = TrainConfig.batch_size * model.block_size
+    most_steps = max(1, (2**32 - 1) // tokens_per_step)
+    return TrainConfig(
+        model,
+        optimizer,
+        dataset,
+        name=path.name,
+        out=str(path),
+        steps_per_call=min(TrainConfig.steps_per_call, most_steps),
+    )
+
+
+def _tokenizer(source: Path, option: str | None, universal_newlines: bool, vocab_size: int) -> Any:
+    """The tokenizer of --tokenizer, or else the one beside the weights."""
     from jgpt.data.corpus import read_text
     from jgpt.data.tokenizers import CharTokenizer, read_tokenizer
     from jgpt.interop.text_files import read_folder_tokenizer
 
-    path = Path(given or source)
+    path = Path(option or source)
     if path.is_dir():
         return read_folder_tokenizer(path, vocab_size)
     if path.suffix == ".json":
         return read_tokenizer(path)
-    if given is None:
+    if option is None:  # nanoGPT's ckpt.pt, which has none
         raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
-    return CharTokenizer.from_text(read_text((given,), universal_newlines=universal_newlines))
+    # the characters of the text that the model was trained on, as nanoGPT orders them
+    return CharTokenizer.from_text(read_text((option,), universal_newlines=universal_newlines))

@@ -21,7 +21,7 @@ def info(
         from jgpt import hardware
         from jgpt.cli import console
         from jgpt.nn import precision
-        from jgpt.nn.costs import flops_per_token, parts_of
+        from jgpt.nn.costs import Part, flops_per_token, parts_of
         from jgpt.training.memory import training_memory, with_micro_batches
         from jgpt.words import format_bytes
 
@@ -32,11 +32,14 @@ def info(
         decided = precision.run_for_platform(config, hardware.current_platform())
         decided = with_micro_batches(decided, hardware.memory_limit())
         memory = training_memory(decided)
-    rows = [(part.name, part.parameters, part.size) for part in parts_of(config.model)]
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    lines = [
-        f"{name:<28} {count:>13,} parameters {format_bytes(size):>12}" for name, count, size in rows
-    ]
+    parts = list(parts_of(config.model))
+    parameters = sum(part.parameters for part in parts)
+    total_bytes = sum(part.size for part in parts)
+    parts.append(Part("all", parameters=parameters, size=total_bytes))
+    lines = []
+    for part in parts:
+        size = format_bytes(part.size)
+        lines.append(f"{part.name:<28} {part.parameters:>13,} parameters {size:>12}")
     flops = flops_per_token(config.model)
     lines.append(f"FLOPs per token at full context: {flops:,} forward, {3 * flops:,} in training")
     if memory is not None:

@@ -45,4 +45,6 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
         with spinner(open_console(stderr=True), doing):
             planned = ahead.compile_ahead(config, options.on)
         lines = console.describe_ahead(planned)
-    return [dumps(dataclasses.asdict(planned), default=str)] if options.json else lines
+    if options.json:
+        return [dumps(dataclasses.asdict(planned), default=str)]
+    return lines

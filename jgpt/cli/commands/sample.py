@@ -1,8 +1,7 @@
 """`jgpt sample`: text from a trained model."""
 
 import sys
-from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from jgpt.cli import runs
 from jgpt.cli.arguments import (
@@ -66,25 +65,34 @@ def sample(
 
         from jgpt.generation.text import stream_text
 
-        given = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
-        prompts = (text for text in given for _ in range(num_samples))
+        prompts: list[str] = []
+        for text in _prompts(prompt, prompt_file, config.dataset.universal_newlines):
+            prompts.extend([text] * num_samples)
         key = jax.random.key(np.uint32(seed))
-        first = 0
-        rules: dict[str, Any] = {"temperature": temperature, "stop": stop}
-        rules |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        while rows := tuple(islice(prompts, BATCH_SIZE)):
-            rules["key"] = jax.random.fold_in(key, first)
-            pieces = stream_text(loaded, tokenizer, rows, max_new_tokens, **rules)
+        for first in range(0, len(prompts), BATCH_SIZE):
+            rows = tuple(prompts[first : first + BATCH_SIZE])
+            pieces = stream_text(
+                loaded,
+                tokenizer,
+                rows,
+                max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                stop=stop,
+                key=jax.random.fold_in(key, first),
+            )
             if first > 0:
                 print(SEPARATOR)
-            # the first text is streamed
+            # the first text is streamed, the others are printed when all have ended
             print(rows[0], end="", flush=True)
             others = list(rows[1:])
-            for piece, *more in pieces:
-                print(piece, end="", flush=True)
-                others = [text + new for text, new in zip(others, more, strict=True)]
+            for first_piece, *other_pieces in pieces:
+                print(first_piece, end="", flush=True)
+                for index, piece in enumerate(other_pieces):
+                    others[index] += piece
             print("", *others, sep=f"\n{SEPARATOR}\n")
-            first += BATCH_SIZE
 
 
 def _prompts(
@@ -96,9 +104,13 @@ def _prompts(
     if path is not None:
         if prompts:
             raise ValueError("give --prompt or --prompt-file, not both")
-        name = "standard input" if path == "-" else path
-        with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
-            prompts = (read_stream(file, name, universal_newlines=universal_newlines),)
+        if path == "-":
+            with sys.stdin.buffer as file:
+                text = read_stream(file, "standard input", universal_newlines=universal_newlines)
+        else:
+            with open(path, "rb") as file:
+                text = read_stream(file, path, universal_newlines=universal_newlines)
+        prompts = (text,)
     if "" in prompts:
         raise ValueError("the prompt is empty: give at least one character, or no --prompt at all")
     return prompts or ("",)

@@ -40,15 +40,19 @@ def shapes(
 
         config = dataclasses.replace(runs.config_of(what, model), micro_batches=1)
         trace = programs.trace_forward
-        if decode or train:
-            trace = programs.trace_decode if decode else programs.trace_train
-        most = config.model.block_size
-        first = (batch or 2, time or max(most - 1, 1))
-        second = (batch or 3, time or most)
-        traced = trace(config, *first)
-        if first != second:
-            symbols = {"b": (first[0], second[0]), "t": (first[1], second[1])}
-            traced = with_symbols(traced, trace(config, *second), symbols)
+        if decode:
+            trace = programs.trace_decode
+        elif train:
+            trace = programs.trace_train
+        # Traced with two batches and two lengths: a size that differs is named after what fits
+        # both. One that was given is the same in both, and stays a number.
+        longest = config.model.block_size
+        batches = (batch or 2, batch or 3)
+        times = (time or max(longest - 1, 1), time or longest)
+        traced = trace(config, batches[0], times[0])
+        if batches[0] != batches[1] or times[0] != times[1]:
+            second = trace(config, batches[1], times[1])
+            traced = with_symbols(traced, second, {"b": batches, "t": times})
     if json:
         return [dumps(traced.as_json())]
     lines = traced.lines(depth)

@@ -26,17 +26,19 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
         raise OptionError("--live is for training in one process: use jgpt look RUN --live")
     if where == ProcessOptions():
         return _train(config, options, began)
-    given = where.coordinator, where.processes, where.process
-    if not where.distributed and None in given:
+    # with --distributed, JAX finds in the environment what is None
+    addresses = (where.coordinator, where.processes, where.process)
+    if not where.distributed and None in addresses:
         raise OptionError("give --coordinator HOST:PORT, --processes N and --process I, all three")
 
     from jgpt.parallel.processes import joined
 
-    with joined(*given, _leave):
+    with joined(*addresses, _leave):
         return _train(config, options, began)
 
 
 def _leave(message: str) -> NoReturn:
+    """End this process at once, from any thread, with a message."""
     sys.stdout.flush()
     open_console().show_cursor()
     print(f"jgpt: {on_one_line(in_options(message))}", file=sys.stderr, flush=True)
@@ -52,7 +54,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
         from jgpt.parallel import processes
 
     screen = open_console()
-    screen.quiet = hardware.process_index() != 0
+    screen.quiet = hardware.process_index() != 0  # process 0 speaks for all
     shown = console.ConsoleProgress(screen, "reading the data")
     if options.live:
         shown = live.LiveProgress(screen, "reading the data", browser=options.browser)
@@ -77,16 +79,25 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
             if progress.reader_left and not codes:
                 print("jgpt: nobody reads the output any more:", *lines, sep="\n", file=sys.stderr)
                 status = 128 + signals.BROKEN_PIPE
+            # the signal came to one process, and all exit with its code
             sys.exit(max(processes.gather(status)))
     if hardware.process_index() != 0:
         return []
-    model = code_options(config)[:2] if config.model.make is not None else []
-    return [
-        *(["", run.sample, ""] if run.sample else []),
+    model: list[str] = []
+    if config.model.make is not None:  # to sample and evaluate, no optimizer is needed
+        model = code_options(config)[:2]
+    lines = []
+    if run.sample:  # a custom model may have none
+        lines += ["", run.sample, ""]
+    seconds = time.perf_counter() - began
+    sample = shell_command("sample", run.directory, *model)
+    evaluate = shell_command("eval", run.directory, *model)
+    lines.append(
         f"validation loss {run.validation_loss:.4f} at step {run.best_step}"
-        f"{run.evaluations.over}, "
-        f"total time {time.perf_counter() - began:.0f} s",
-        f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
-        f"next: {shell_command('sample', run.directory, *model)}   or   "
-        f"{shell_command('eval', run.directory, *model)}",
-    ]
+        f"{run.evaluations.over}, total time {seconds:.0f} s"
+    )
+    lines.append(
+        f"run directory: {run.directory} (checkpoints, metrics.jsonl, samples.txt, loss.png)"
+    )
+    lines.append(f"next: {sample}   or   {evaluate}")
+    return lines
