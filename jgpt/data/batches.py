@@ -49,21 +49,25 @@ def batches(
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
 
-    first_tokens = np.asarray(starts)
+    first_tokens = np.asarray(starts)  # steps batch
     shape = (steps, batch_size, block_size + 1)
 
     def read(part: Any) -> np.ndarray:
+        """The windows of a part of the array, as JAX asks for that of each device."""
+        part_of_steps, part_of_batch, _ = part
+        part_starts = first_tokens[part_of_steps, part_of_batch]
         # One program takes `steps` windows however many are used. Reading the others from disk
         # would cost far more than their zeros.
-        windows = np.zeros((steps, *first_tokens[part[:2]].shape[1:], block_size + 1), np.int32)
-        used = first_tokens[part[:2]][:count]
-        windows[:count] = tokens[used[..., None] + np.arange(block_size + 1)]
+        windows = np.zeros((*part_starts.shape, block_size + 1), np.int32)
+        used_starts = part_starts[:count]
+        windows[:count] = tokens[used_starts[..., None] + np.arange(block_size + 1)]
         return windows
 
     if current_mesh().empty:  # uncommitted, as computed arrays are: no second compilation
-        return jnp.asarray(read((slice(None), slice(None), slice(None))))
-    where = shardings(spec_of((None, "batch", None), shape, current_mesh()))
-    return jax.make_array_from_callback(shape, where, read)
+        everything = slice(None)
+        return jnp.asarray(read((everything, everything, everything)))
+    sharding = shardings(spec_of((None, "batch", None), shape, current_mesh()))
+    return jax.make_array_from_callback(shape, sharding, read)
 
 
 @typed
@@ -83,8 +87,12 @@ def batch(
 def window_starts(
     seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
 ) -> Integer[Array, "{steps} {batch_size}"]:
-    """The offsets of windows in a text of `tokens` tokens."""
+    """The offsets of windows in a text of `tokens` tokens.
+
+    Raises ValueError for a text that is shorter than a window, or too long for offsets of 32 bits.
+    """
     positions = tokens - block_size
+    # a window is drawn as an offset of 32 bits: without jax_enable_x64 there are no wider ones
     if not 0 < positions < 1 << 32:
         raise ValueError(
             f"{tokens} tokens are too few or too many for windows of {block_size + 1}: at least "
@@ -102,11 +110,12 @@ def _window_starts(
     steps: int,
     batch_size: int,
 ) -> Integer[Array, "{steps} {batch_size}"]:
-    def at(step):
+    # by the step and not by the steps before it: any step can be replayed, and a run resumed
+    def starts_of_step(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
         return jax.random.randint(key, (batch_size,), 0, positions, jnp.uint32)
 
-    return jax.vmap(at)(first_step + jnp.arange(steps))
+    return jax.vmap(starts_of_step)(first_step + jnp.arange(steps))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -129,8 +138,8 @@ def evaluation_windows(
 
     The last batch is padded.
     """
-    targets = len(tokens) - 1
-    count = -(-targets // block_size // batch_size)
+    targets = len(tokens) - 1  # every token but the first
+    count = -(-targets // block_size // batch_size)  # rounded up, twice
     numbers = np.arange(count * batch_size).reshape(count, batch_size)
     return windows_by_number(tokens, numbers, block_size)
 
@@ -148,7 +157,9 @@ def windows_by_number(
 
     A window past the end of the split is padding. From memory-mapped tokens only these are read.
     """
-    targets = len(tokens) - 1
-    position = numbers[..., None] * block_size + np.arange(block_size + 1)
-    filled = np.asarray(tokens)[np.minimum(position, targets)].astype(np.int32)
-    return filled, position[..., 1:] <= targets
+    last = len(tokens) - 1
+    positions = numbers[..., None] * block_size + np.arange(block_size + 1)
+    # past the end the last token is repeated, and the mask leaves it out
+    windows = np.asarray(tokens)[np.minimum(positions, last)].astype(np.int32)
+    is_counted = positions[..., 1:] <= last
+    return windows, is_counted

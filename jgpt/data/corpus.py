@@ -35,11 +35,13 @@ CORPORA = {
 }
 RECORDS = (".jsonl", ".ndjson", ".parquet")
 TEXTS = (".txt", ".text", ".md", ".rst", ".org", ".tex", *RECORDS)
-CODE = (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cs", ".m", ".mm")
-CODE += (".java", ".kt", ".scala", ".clj", ".go", ".rs", ".swift", ".zig", ".d", ".f90", ".jl")
-CODE += (".js", ".mjs", ".jsx", ".ts", ".tsx", ".vue", ".html", ".css", ".scss", ".sql", ".r")
-CODE += (".rb", ".php", ".pl", ".pm", ".lua", ".sh", ".bash", ".ps1", ".hs", ".ml", ".ex", ".exs")
-CODE += (".erl", ".el", ".lisp", ".scm", ".lean", ".proto", ".cmake", ".yaml", ".yml", ".toml")
+CODE = (
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cs", ".m", ".mm",
+    ".java", ".kt", ".scala", ".clj", ".go", ".rs", ".swift", ".zig", ".d", ".f90", ".jl",
+    ".js", ".mjs", ".jsx", ".ts", ".tsx", ".vue", ".html", ".css", ".scss", ".sql", ".r",
+    ".rb", ".php", ".pl", ".pm", ".lua", ".sh", ".bash", ".ps1", ".hs", ".ml", ".ex", ".exs",
+    ".erl", ".el", ".lisp", ".scm", ".lean", ".proto", ".cmake", ".yaml", ".yml", ".toml",
+)  # fmt: skip
 """Suffixes of files that are read in folders, compressed or not: text and code."""
 PACKED = (".gz", ".zst")
 _TABLE = "a table, not text: save its column of text as JSON lines (.jsonl) or Parquet (.parquet)"
@@ -66,13 +68,18 @@ _KINDS = {
 }
 NOT_TEXT = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in suffixes}
 """What a file with a suffix is instead of text, and what to do."""
-_PARQUET_ROWS, _PARQUET_BATCH = 1024, 1 << 26
-"""The most rows that are read at once, and their characters."""
-_PARQUET_RATIO, _LARGEST_PARQUET = 1000, 1 << 26
-"""A file's bytes may stand for so many times as much text, and for this much at least. Text is
-compressed to a fifth; a dictionary and runs of its values let 500 bytes claim terabytes."""
+_PARQUET_ROWS = 1024
+"""The most rows that are read at once."""
+_PARQUET_BATCH = 1 << 26
+"""The most characters that are read at once."""
+_PARQUET_RATIO = 1000
+"""A file's bytes may stand for so many times as much text. Text is compressed to a fifth; a
+dictionary and runs of its values let 500 bytes claim terabytes."""
+_LARGEST_PARQUET = 1 << 26
+"""So much text any file may have."""
 _ROWS_PER_BYTE = 64
 _MOST_ROWS = 1 << 20
+"""So many rows any file may have, and so many more for each of its bytes."""
 _SMALL_PARQUET = 1 << 20
 """Bytes; the batches of smaller files heed what a dictionary makes of them."""
 _FIRST_BYTES = {
@@ -100,6 +107,7 @@ _LOOKED_AT = 4096
 KINDS_NAMED = 8
 """Kinds of skipped files that are named, the rest are others."""
 LONGEST_WORD = 1 << 22
+"""Characters; a chunk ends inside a longer word."""
 LONGEST_LINE = 1 << 26
 """Bytes; a longer line of JSON is cut, and then refused."""
 
@@ -107,9 +115,9 @@ Warn = Callable[[str], None]
 """Called with a message for the user."""
 
 
-def read_text(sources: Sequence[str], **how: Any) -> str:
+def read_text(sources: Sequence[str], **options: Any) -> str:
     """The text of corpora, files and folders, concatenated, with the options of `read_blocks`."""
-    return "".join(read_blocks(sources, **how))
+    return "".join(read_blocks(sources, **options))
 
 
 def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -> str:
@@ -119,8 +127,10 @@ def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -
 
 def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
     """The versions of the corpora among the sources: `pydocs` differs between Pythons."""
-    versions = {"shakespeare": f"SHA-256 {SHAKESPEARE_SHA256[:12]}…"}
-    versions["pydocs"] = f"Python {platform.python_version()}"
+    versions = {
+        "shakespeare": f"SHA-256 {SHAKESPEARE_SHA256[:12]}…",
+        "pydocs": f"Python {platform.python_version()}",
+    }
     return {name: versions[name] for name in sources if name in versions}
 
 
@@ -129,7 +139,7 @@ def text_chunks(
     chunk_size: int = 1 << 20,
     *,
     longest_word: int | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Iterator[str]:
     """The text of `read_text` in chunks of about `chunk_size` characters.
 
@@ -138,16 +148,18 @@ def text_chunks(
     longest_word = longest_word or LONGEST_WORD
     pending = ""
     enough = chunk_size
-    for chunk in read_blocks(sources, chunk_size, **how):
-        pending += chunk
+    for block in read_blocks(sources, chunk_size, **options):
+        pending += block
         while len(pending) >= enough:
-            split = last_split_point(pending)
-            if split or enough >= longest_word:
-                yield pending[: split or enough]
-                pending = pending[split or enough :]
-                enough = chunk_size
-            else:
-                enough += chunk_size
+            end = last_split_point(pending)
+            if end == 0 and enough < longest_word:
+                enough += chunk_size  # a word goes on: with one more block it may end
+                continue
+            if end == 0:
+                end = enough
+            yield pending[:end]
+            pending = pending[end:]
+            enough = chunk_size
     if pending:
         yield pending
 
@@ -157,6 +169,7 @@ def last_split_point(text: str) -> int:
 
     After a single newline if there is one, else before a space.
     """
+    # tokenizers take several spaces and newlines together: none of them is split
     end = len(text) - 1
     while (newline := text.rfind("\n", 1, end)) > 0:
         if not (text[newline - 1].isspace() or text[newline + 1].isspace()):
@@ -170,9 +183,14 @@ def last_split_point(text: str) -> int:
 
 def source_files(sources: Sequence[str], *, earlier: bool = False) -> list[tuple[str, int, int]]:
     """The path, size and time of change of each file; `earlier` is an option of `read_blocks`."""
-    named = [source for source in sources if source != "pydocs"]
-    files = [path for source in named for path in _files(source, earlier=earlier)]
-    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    files = []
+    for source in sources:
+        if source == "pydocs":  # a module, and not a file
+            continue
+        for path in _files(source, earlier=earlier):
+            status = path.stat()
+            files.append((str(path), status.st_size, status.st_mtime_ns))
+    return files
 
 
 def read_blocks(
@@ -203,38 +221,42 @@ def read_blocks(
             yield python_reference()
             continue
         for path in _files(source, plain=plain, earlier=earlier, warn=warn):
-            suffix, packed = ("", "") if plain else _suffixes(path)
+            suffix = ""
+            compression = ""
+            if not plain:
+                suffix, compression = _suffixes(path)
             if suffix in NOT_TEXT:
                 raise ValueError(f"{path} is {NOT_TEXT[suffix]}")
             with io.BufferedReader(_CountingFile(path, advance)) as file:
-                opened, errors = _unpacked(file, packed, path)
+                opened, errors = _unpacked(file, compression, path)
+                if suffix in RECORDS:
+                    pieces = _documents(opened, str(path), suffix, field)
+                    end = separator
+                else:
+                    pieces = _decoded(opened, str(path), size)
+                    end = ""
                 try:
-                    if suffix in RECORDS:
-                        read = _parquet if suffix == ".parquet" else _json_lines
-                        pieces = read(opened, str(path), field)
-                        end = separator
-                    else:
-                        pieces = _decoded(opened, str(path), size)
-                        end = ""
                     length, is_changed = yield from _with_newlines(pieces, end, universal_newlines)
                 except errors as error:
                     raise ValueError(f"{path} is damaged or cut short: {error}") from None
-            if not length:
+            if length == 0:
                 raise ValueError(f"{path} is empty")
             if is_changed:
                 changed.append(path)
     if changed:
-        named = str(changed[0])
+        names = str(changed[0])
         if len(changed) > 1:
-            named += f" and {len(changed) - 1} more"
+            names += f" and {len(changed) - 1} more"
         warn(
-            Message(
-                f"{named}: carriage returns are read as newlines and byte-order marks dropped; "
-                "what is read with ",
-                Field("universal_newlines", False),
-                " keeps them",
-            )
+            f"{names}: carriage returns are read as newlines and byte-order marks "
+            "dropped; what is read with universal_newlines=False keeps them"
         )
+
+
+def _documents(file: BinaryIO, name: str, suffix: str, field: str) -> Iterator[str]:
+    if suffix == ".parquet":
+        return _parquet(file, name, field)
+    return _json_lines(file, name, field)
 
 
 def python_reference() -> str:
@@ -256,25 +278,30 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
     if folder:
         places = {"JGPT_DATA_DIR": Path(folder, SHAKESPEARE_FILE)} | places
     for name, path in places.items():
-        if path.is_file():
-            if wrong := _wrong_checksum(path.read_bytes()):
-                raise ValueError(
-                    f"{path}, in {name}, is not tiny Shakespeare ({wrong}): delete it to download "
-                    "it again"
-                )
-            return path
+        if not path.is_file():
+            continue
+        wrong = _wrong_checksum(path.read_bytes())
+        if wrong:
+            raise ValueError(
+                f"{path}, in {name}, is not tiny Shakespeare ({wrong}): delete it to download "
+                "it again"
+            )
+        return path
     warn(f"downloading tiny Shakespeare from {SHAKESPEARE_URL}")
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             data = response.read()
-        if wrong := _wrong_checksum(data):
+        wrong = _wrong_checksum(data)
+        if wrong:
             raise ConnectionError(wrong)
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_file(cached, data)
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection open
-        missing = f", JGPT_DATA_DIR={folder} has no {SHAKESPEARE_FILE}" if folder else ""
+        missing = ""
+        if folder:
+            missing = f", JGPT_DATA_DIR={folder} has no {SHAKESPEARE_FILE}"
         raise ConnectionError(
             f"tiny Shakespeare could not be downloaded from {SHAKESPEARE_URL} ({error}){missing}: "
             f"name a file with a copy of it, or put it as {SHAKESPEARE_FILE} into a folder that "
@@ -311,12 +338,17 @@ def _files(
         wanted = TEXTS
     else:
         wanted = TEXTS + CODE
-    everything = sorted(file for file in path.glob("**/*") if file.is_file())
     runs = _run_directories(path)
     files = []
     skipped: Counter[str] = Counter()
-    for file in everything:
-        suffix = file.suffix if plain else _suffixes(file)[0]
+    # sorted, since the order of a file system is no one's: the same folder is the same text
+    for file in sorted(path.glob("**/*")):
+        if not file.is_file():
+            continue
+        if plain:
+            suffix = file.suffix
+        else:
+            suffix, _ = _suffixes(file)
         if not (plain or earlier) and _is_hidden(file.relative_to(path)):
             skipped["hidden"] += 1
         elif not runs.isdisjoint(file.parents):
@@ -346,11 +378,12 @@ def _why_missing(path: Path, source: str) -> str:
 
 def _run_directories(folder: Path) -> set[Path]:
     """The runs in a folder: what they wrote, such as samples.txt, is no text to train on."""
-    return {
-        config.parent
-        for config in folder.glob("**/config.json")
-        if config.with_name("tokenizer.json").is_file() and config.with_name("checkpoints").is_dir()
-    }
+    runs = set()
+    for config in folder.glob("**/config.json"):
+        run = config.parent
+        if (run / "tokenizer.json").is_file() and (run / "checkpoints").is_dir():
+            runs.add(run)
+    return runs
 
 
 def _is_hidden(file: Path) -> bool:
@@ -362,17 +395,22 @@ def _listed(skipped: Counter[str], form: str) -> str:
     """The kinds of files that were skipped, with their numbers, the most frequent ones first."""
     if not skipped:
         return ""
-    kinds = [f"{count:,} {kind}" for kind, count in skipped.most_common(KINDS_NAMED)]
-    others = skipped.total() - sum(count for _, count in skipped.most_common(KINDS_NAMED))
-    if others:
+    kinds = []
+    others = skipped.total()
+    for kind, count in skipped.most_common(KINDS_NAMED):
+        kinds.append(f"{count:,} {kind}")
+        others -= count
+    if others > 0:
         kinds.append(f"{others:,} others")
     return form.format(", ".join(kinds))
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
     """The suffix of a file, and of its compression: .jsonl and .gz, say."""
-    packed = path.suffix.lower() if path.suffix.lower() in PACKED else ""
-    return (path.with_suffix("") if packed else path).suffix.lower(), packed
+    suffix = path.suffix.lower()
+    if suffix in PACKED:
+        return path.with_suffix("").suffix.lower(), suffix
+    return suffix, ""
 
 
 class _CountingFile(io.FileIO):
@@ -389,11 +427,13 @@ class _CountingFile(io.FileIO):
         return count
 
 
-def _unpacked(file: BinaryIO, packed: str, path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+def _unpacked(
+    file: BinaryIO, compression: str, path: Path
+) -> tuple[Any, tuple[type[Exception], ...]]:
     """A file without its compression, and the errors of damaged data."""
-    if packed == ".gz":
+    if compression == ".gz":
         return gzip.GzipFile(fileobj=file), (EOFError, gzip.BadGzipFile, zlib.error)
-    if packed == ".zst":
+    if compression == ".zst":
         zstd = _module(path, "zstd", "compression.zstd", "backports.zstd")
         return zstd.ZstdFile(file), (EOFError, zstd.ZstdError)
     return file, ()
@@ -410,7 +450,9 @@ def _module(path: Path | str, extra: str, *names: str) -> Any:
 
 
 def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+    number = 0
+    while line := file.readline(LONGEST_LINE):
+        number += 1
         if not line.strip():
             continue
         try:
@@ -432,7 +474,8 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
 
 def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
     """The texts of a column, read in batches of rows; a row without a text is left out."""
-    arrow, parquet = (_module(name, "parquet", it) for it in ("pyarrow", "pyarrow.parquet"))
+    arrow = _module(name, "parquet", "pyarrow")
+    parquet = _module(name, "parquet", "pyarrow.parquet")
     try:
         table = parquet.ParquetFile(file)
         schema = table.schema_arrow
@@ -445,9 +488,10 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
                 )
             )
         column = schema.field(field).type
-        # as pandas writes a category; its values are read one by one
-        value = column.value_type if arrow.types.is_dictionary(column) else column
-        if value not in (arrow.string(), arrow.large_string(), arrow.string_view()):
+        value_type = column
+        if arrow.types.is_dictionary(column):  # as pandas writes a category
+            value_type = column.value_type
+        if value_type not in (arrow.string(), arrow.large_string(), arrow.string_view()):
             raise ValueError(
                 Message(
                     f"{name}: its column {field!r} has values of type {column}, not text: name "
@@ -457,11 +501,12 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
             )
         size = file.seek(0, os.SEEK_END)
         _require_plausible(table.metadata, size, name, field)
-        left = _LARGEST_PARQUET + _PARQUET_RATIO * size
+        # what the file says of its size is not believed: its text is counted while it is read
+        room = _LARGEST_PARQUET + _PARQUET_RATIO * size
         for group in range(table.num_row_groups):
             rows = _PARQUET_ROWS
             if size < _SMALL_PARQUET:
-                # reads the group twice
+                # reads the group twice, which takes little time for a small file
                 dictionaries = parquet.ParquetFile(file, read_dictionary=[field])
                 rows = _rows_at_once(dictionaries, group, field)
             options = {"row_groups": [group], "columns": [field], "use_threads": False}
@@ -469,8 +514,8 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
                 for text in batch.column(0).to_pylist():
                     if text is None:
                         continue
-                    left -= len(text)
-                    if left < 0:
+                    room -= len(text)
+                    if room < 0:
                         raise ValueError(
                             f"{name} has {size:,} bytes and more than {_PARQUET_RATIO} times as "
                             "much text: it repeats itself, or is damaged"
@@ -483,10 +528,10 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
 def _require_plausible(metadata: Any, size: int, name: str, field: str) -> None:
     """Raise ValueError for a Parquet file that claims far more than its bytes can hold."""
     claimed = 0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        for place in range(group.num_columns):
-            column = group.column(place)
+    for group_index in range(metadata.num_row_groups):
+        group = metadata.row_group(group_index)
+        for column_index in range(group.num_columns):
+            column = group.column(column_index)
             if column.path_in_schema == field:
                 claimed += column.total_uncompressed_size
     if claimed > _LARGEST_PARQUET + _PARQUET_RATIO * size:
@@ -502,8 +547,11 @@ def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
     first = next(dictionaries.iter_batches(1, **options), None)
     if first is None:
         return 1
-    lengths = first.column(0).dictionary.cast("large_string").to_pylist()
-    longest = max(map(len, filter(None, lengths)), default=1)
+    values = first.column(0).dictionary.cast("large_string").to_pylist()
+    longest = 1
+    for value in values:
+        if value:  # null and the empty text are values too
+            longest = max(longest, len(value))
     return max(1, min(_PARQUET_ROWS, _PARQUET_BATCH // longest))
 
 
@@ -527,9 +575,12 @@ def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
             reason = f"is not UTF-8 text: byte {place} can't be read"
             # a letter of another encoding at the end may be taken for the first byte of several
             is_cut = error.reason == "unexpected end of data" and len(unread) > 1
-            encoding = None if is_cut else _other_encoding(beginning, place, unread)
+            encoding = None
+            if not is_cut:
+                encoding = _other_encoding(beginning, place, unread)
             raise ValueError(_why_not_text(name, reason, beginning, encoding)) from None
-        if (nul := block.find(b"\0")) >= 0:
+        nul = block.find(b"\0")  # valid UTF-8, but in no text
+        if nul >= 0:
             place = received - len(block) + nul
             beginning += file.read(_LOOKED_AT)
             encoding = _encoding_with_nuls(beginning)
@@ -576,7 +627,8 @@ def _other_encoding(beginning: bytes, place: int, unread: bytes) -> str | None:
 
     `unread` is what follows from that byte.
     """
-    if (encoding := _encoding_with_nuls(beginning)) is not None:
+    encoding = _encoding_with_nuls(beginning)
+    if encoding is not None:
         return encoding
     if not beginning[:place].isascii():  # UTF-8 until then: damaged, or of several encodings
         return None
@@ -599,15 +651,17 @@ def _with_newlines(
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     length = 0
-    marked = False
+    has_mark = False
     for piece in pieces:
         if universal_newlines:
-            # a carriage return at the end of a block waits for the next block
-            piece = newlines.decode(piece, final=bool(end) or not piece)
-            if not (end or length or marked) and piece.startswith("\ufeff"):
-                marked = True
+            # a carriage return at the end of a block waits for the next one, and of a document not
+            is_last = end != "" or piece == ""
+            piece = newlines.decode(piece, final=is_last)
+            is_beginning = end == "" and length == 0 and not has_mark
+            if is_beginning and piece.startswith("\ufeff"):
+                has_mark = True
                 piece = piece[1:]
         length += len(piece)
         if piece:
             yield piece + end
-    return length, marked or newlines.newlines not in (None, "\n")
+    return length, has_mark or newlines.newlines not in (None, "\n")

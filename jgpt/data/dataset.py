@@ -44,7 +44,8 @@ from jgpt.words import counted
 TOKENS_FILE = "tokens.bin"
 INDEX_FILE = "dataset.json"
 TOKENIZER_FILE = "tokenizer.json"
-NANOGPT = "train.bin", "val.bin"
+NANOGPT = ("train.bin", "val.bin")
+"""The tokens that nanoGPT's prepare.py writes into a folder."""
 DONE_FILE = "done.json"
 """The numbers of characters and tokens prepared so far."""
 LLM_C_MAGIC = (20240520, 20240801)
@@ -54,7 +55,9 @@ LLM_C_HEADER = 1024
 SURELY_WIDER = 16
 """With so many tokens it is no chance that every other one is 0."""
 SECONDS_BETWEEN_SAVES = 2.0
+"""So much work a process that is stopped loses."""
 SECONDS_BETWEEN_LOOKS = 0.5
+"""While another process tokenizes the same text."""
 SECONDS_UNUSED = 30 * 24 * 3600
 """After so long the tokens of a text are deleted from the cache."""
 LARGE_TEXT = 1 << 26
@@ -65,6 +68,9 @@ DOCUMENT = 1 << 14
 """Characters of a text from which byte-pairs are learned at once. The library reads 256 such parts
 ahead, and takes some 20 bytes of memory for each byte of those that it splits into words."""
 DECODED_AT_ONCE = 1 << 20
+"""Tokens."""
+CHECKED_AT_ONCE = 1 << 24
+"""Tokens."""
 HASHED_AT_ONCE = 1 << 20
 """Tokens; they take four bytes each while they are hashed."""
 
@@ -112,30 +118,42 @@ def load_dataset(
     read, 1 at the end. It may raise an exception to stop. Raises ValueError or OSError for text
     that can't be read or encoded, is too short, or differs from the known text.
     """
-    is_text = known is not None and known.digest is not None
-    prepared = [source for source in config.data if _has_tokens(Path(source), is_text)]
-    if prepared:
-        tokens = _load_tokens(config, Path(prepared[0]), tokenizer)
-    else:
+    path = _find_tokens(config, known)
+    if path is None:
         tokens = _load_text(config, tokenizer, known, warn, progress)
-    if tokens.validation is None:
-        digest = _digest(tokens.tokens).hexdigest()
     else:
-        digest = _digest(tokens.tokens, tokens.validation).hexdigest()
+        tokens = _load_tokens(config, path, tokenizer)
+    digest = _digest_of(tokens)
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
     train, validation, test = _split(config, tokens)
-    for name, split in (("training", train), ("validation", validation), ("test", test)):
-        if len(split) <= block_size and (name != "test" or config.test_fraction):
-            raise ValueError(
-                Message(
-                    f"the {name} split has {counted(len(split), 'token')}, too few for one block "
-                    f"of {block_size} and its targets: use more text or a smaller ",
-                    Field("block_size"),
-                )
-            )
+    _require_a_block("training", train, block_size)
+    _require_a_block("validation", validation, block_size)
+    if config.test_fraction > 0:
+        _require_a_block("test", test, block_size)
     text = KnownText(digest, tokens.text_digest, corpus_versions(config.data))
     return Dataset(train, validation, test, tokens.tokenizer, text)
+
+
+def _find_tokens(config: DataConfig, known: KnownText | None) -> Path | None:
+    """The first source that has tokens; None if all of them are text."""
+    is_known_text = known is not None and known.digest is not None
+    for source in config.data:
+        if _has_tokens(Path(source), is_known_text):
+            return Path(source)
+    return None
+
+
+def _require_a_block(name: str, split: Any, block_size: int) -> None:
+    if len(split) > block_size:  # one more token, the target of the last one
+        return
+    raise ValueError(
+        Message(
+            f"the {name} split has {counted(len(split), 'token')}, too few for one block "
+            f"of {block_size} and its targets: use more text or a smaller ",
+            Field("block_size"),
+        )
+    )
 
 
 @host_record
@@ -163,9 +181,16 @@ def _split(
     tokens = loaded.tokens
     if loaded.validation is not None:
         return tokens, loaded.validation, loaded.validation[:0]
-    first = int(len(tokens) * (1 - config.held_out_fraction))
-    second = int(len(tokens) * (1 - config.test_fraction))
-    return tokens[:first], tokens[first:second], tokens[second:]
+    # by position, since windows of one part overlap: validation is of text that no step has seen
+    train_end = int(len(tokens) * (1 - config.held_out_fraction))
+    validation_end = int(len(tokens) * (1 - config.test_fraction))
+    return tokens[:train_end], tokens[train_end:validation_end], tokens[validation_end:]
+
+
+def _digest_of(loaded: _Tokens) -> str:
+    if loaded.validation is None:
+        return _digest(loaded.tokens).hexdigest()
+    return _digest(loaded.tokens, loaded.validation).hexdigest()
 
 
 def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _Tokens:
@@ -304,16 +329,17 @@ def _read(
     It is read as earlier versions did if that gives the known text.
     """
     options = _read_options(config, tokenizer)
-    wanted = None if known is None else known.digest
-    if wanted is not None:
+    if known is not None and known.digest is not None:
         for version in ({}, {"earlier": True}, {"plain": True}):
-            said: list[str] = []
+            # kept back: what an attempt that fails has to say is of no use to anyone
+            warnings: list[str] = []
             with contextlib.suppress(ValueError, FileNotFoundError):
-                text = _read_once(config.data, options | version, said.append, progress)
-                if text.digest == wanted:
-                    for line in said:
+                text = _read_once(config.data, options | version, warnings.append, progress)
+                if text.digest == known.digest:
+                    for line in warnings:
                         warn(line)
                     return text
+    # a new text, or once more a text that has changed, for the error that says so
     try:
         text = _read_once(config.data, options, warn, progress)
     except FileNotFoundError as error:
@@ -328,8 +354,8 @@ def _read(
                 Field("data", Placeholder("PLACE")),
             )
         ) from None
-    if known is not None and wanted is not None:
-        _require_known(config, known, "", text.digest, wanted)
+    if known is not None and known.digest is not None:
+        _require_known(config, known, "", text.digest, known.digest)
     return text
 
 
@@ -344,9 +370,8 @@ def _read_once(
     digest = hashlib.sha256()
     size = 0
     pieces: deque[mmap.mmap] | None = deque()
-    # no word is cut: the tokens are those of the whole text
-    whole = {"longest_word": LARGE_TEXT, "warn": warn}
-    for chunk in text_chunks(sources, PIECE, **options, **whole):
+    # no word is cut below that length: the tokens are those of the whole text
+    for chunk in text_chunks(sources, PIECE, longest_word=LARGE_TEXT, warn=warn, **options):
         progress(0.0)  # nothing is tokenized yet, but whoever is asked to stop learns of it here
         piece = chunk.encode()
         digest.update(piece)
@@ -515,10 +540,12 @@ def _sources(config: DataConfig) -> str:
 @typed
 def count_characters(tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenizer) -> int:
     """The number of characters that begin in tokens."""
-    starts = range(0, len(tokens), DECODED_AT_ONCE)
-    texts = (tokenizer.decode(tokens[start : start + DECODED_AT_ONCE]) for start in starts)
-    # a character that began before decodes to replacement characters
-    return sum(len(text.lstrip("\N{REPLACEMENT CHARACTER}")) for text in texts)
+    count = 0
+    for start in range(0, len(tokens), DECODED_AT_ONCE):
+        text = tokenizer.decode(tokens[start : start + DECODED_AT_ONCE])
+        # a character that began before decodes to replacement characters
+        count += len(text.lstrip("\N{REPLACEMENT CHARACTER}"))
+    return count
 
 
 def _require_known(
@@ -530,12 +557,12 @@ def _require_known(
     differs = f"SHA-256 {kind}{found[:12]}…, not {wanted[:12]}…"
     if _is_elsewhere(config, known):
         raise _other_text(config, known, differs)
-    here = corpus_versions(config.data)
-    moved = [
-        f"{name} was that of {version}, here it is that of {here[name]}"
-        for name, version in known.versions.items()
-        if here.get(name, version) != version
-    ]
+    versions_here = corpus_versions(config.data)
+    moved = []
+    for name, version in known.versions.items():
+        here = versions_here.get(name, version)
+        if here != version:
+            moved.append(f"{name} was that of {version}, here it is that of {here}")
     why = f"{' '.join(config.data)}: {differs}"
     what_to_do = "restore the text"
     if moved:
@@ -595,6 +622,7 @@ def prepare(
     def read_for(tokenizer: Tokenizer) -> Iterable[str]:
         return read(tokenizer, warn=warn)
 
+    # a process that was stopped is continued for the same files and options alone
     content = json.dumps([asdict(config), files, corpus_versions(config.data)])
     with new_directory(directory, hashlib.sha256(content.encode()).hexdigest()[:8]) as partial:
         return _write_tokens(partial, make_tokenizer, read_for, warn)
@@ -610,13 +638,13 @@ def _write_tokens(
 
     Continues what a process that was stopped has left in the folder.
     """
-    kept = partial / TOKENIZER_FILE
+    tokenizer_file = partial / TOKENIZER_FILE
     done_file = partial / DONE_FILE
-    if kept.is_file():
-        tokenizer = read_tokenizer(kept)
+    if tokenizer_file.is_file():
+        tokenizer = read_tokenizer(tokenizer_file)
     else:
         tokenizer = make_tokenizer()
-        write_file(kept, tokenizer.to_json())
+        write_file(tokenizer_file, tokenizer.to_json())
     dtype = file_dtype(tokenizer)
     done, count = _done_before(partial, dtype)
     if done:
@@ -633,6 +661,8 @@ def _write_tokens(
             done += length
             count += len(data) // dtype.itemsize
             if time.monotonic() > saved + SECONDS_BETWEEN_SAVES:
+                # the numbers only once the tokens are on disk: after a power cut they must not say
+                # more than there is
                 file.flush()
                 os.fsync(file.fileno())
                 write_file(done_file, json.dumps([done, count]))
@@ -660,8 +690,11 @@ def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
 
 def _has_tokens(path: Path, is_text: bool) -> bool:
     """Whether a path has tokens. A run's own text may lie beside those of nanoGPT."""
-    nanogpt = path.suffix == ".bin" or any((path / name).is_file() for name in NANOGPT)
-    return (path / INDEX_FILE).is_file() or (nanogpt and not is_text)
+    if (path / INDEX_FILE).is_file():
+        return True
+    if is_text:
+        return False
+    return path.suffix == ".bin" or any((path / name).is_file() for name in NANOGPT)
 
 
 @typed
@@ -689,9 +722,9 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
     """The tokenizer that the config names, or the one beside the tokens."""
     if config.tokenizer in ("gpt2", "byte"):
         return _make_tokenizer(config, tuple)
-    beside = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
-    if beside.is_file():
-        return read_tokenizer(beside)
+    folder = path if path.is_dir() else path.parent
+    if (folder / TOKENIZER_FILE).is_file():
+        return read_tokenizer(folder / TOKENIZER_FILE)
     raise ValueError(
         Message(
             f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give ",
@@ -742,7 +775,10 @@ def _open_tokens(
         described = described or f"{dtype} tokens"
         raise ValueError(f"{path} has {size} bytes, which are not {described}")
     tokens = np.memmap(path, dtype, mode="r")
-    largest = max(int(tokens[i : i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
+    # an embedding gives NaN for such a token, and no error: it is looked for once, here
+    largest = 0
+    for start in range(0, len(tokens), CHECKED_AT_ONCE):
+        largest = max(largest, int(tokens[start : start + CHECKED_AT_ONCE].max()))
     if largest >= tokenizer.vocab_size:
         raise ValueError(
             f"{path} contains token {largest}, outside its tokenizer's vocabulary of "
@@ -761,7 +797,10 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
             assert config.tokenizer_files is not None  # the config checks that
             return tokenizers.BPETokenizer.from_gpt2(config.tokenizer_files)
         case "char":
-            return tokenizers.CharTokenizer.from_text("".join(set().union(*map(set, texts()))))
+            characters: set[str] = set()
+            for text in texts():
+                characters.update(text)
+            return tokenizers.CharTokenizer.from_text("".join(characters))
         case _:
             assert_never(config.tokenizer)
 
@@ -787,7 +826,11 @@ def _digest(
 ) -> Any:
     """The SHA-256 of all tokens."""
     digest = hashlib.sha256()
-    for part in (tokens,) if held_out is None else (tokens, held_out):
+    parts = [tokens]
+    if held_out is not None:
+        parts.append(held_out)
+    for part in parts:
         for start in range(0, len(part), HASHED_AT_ONCE):
+            # as of one width and byte order, whatever they have in memory
             digest.update(part[start : start + HASHED_AT_ONCE].astype("<u4").data)
     return digest
