@@ -223,7 +223,8 @@ def best_rows() -> Iterator[Row]:
         for other, length, their_losses in tested():
             if "nanogpt" in other and length == size:
                 theirs.append(f"{mean_of(their_losses)} ({other})")
-        what = f"`shakespeare-best`, test loss in windows of {size}, {seeds_of(losses)}"
+        changes = name.removeprefix("shakespeare-best")
+        what = f"`shakespeare-best`{changes}, test loss in windows of {size}, {seeds_of(losses)}"
         yield what, "; ".join(theirs), mean_of(losses), "", ""
 
 
