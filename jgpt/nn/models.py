@@ -80,6 +80,15 @@ class CachedLanguageModel(LanguageModel, Protocol):
         ...
 
 
+@runtime_checkable
+class GatheredHead(Protocol):
+    """A language model that can gather its head over a mesh once, where many calls use it."""
+
+    def gather_head(self) -> None:
+        """Replace the head's weights by gathered ones, in a trace."""
+        ...
+
+
 @typed
 def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
     """The model that a config describes.

@@ -31,7 +31,7 @@ from jgpt.nn.module import Module, require_in_block
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.nn.precision import portable
 from jgpt.nn.products import project_to_tied_vocabulary
-from jgpt.parallel.gather import gather_parameter
+from jgpt.parallel.gather import gather_once, gather_parameter
 from jgpt.shapes.contract import check, typed
 
 
@@ -259,6 +259,13 @@ class GPT(Module):
             return logits
         # nearly the identity near 0, and never beyond the cap
         return cap * jnp.tanh(logits / cap)
+
+    def gather_head(self) -> None:
+        """Gather the head's weights once, where later calls of `logits` would each gather them."""
+        if self.head is None:
+            gather_once(self.token_embedding.embedding, self.dtype)
+        else:
+            gather_once(self.head.kernel, self.dtype)
 
     @typed
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:

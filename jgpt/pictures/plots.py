@@ -19,7 +19,6 @@ from matplotlib.ticker import EngFormatter
 from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
-from jgpt.nn.transformer import GPT
 from jgpt.pictures.numbers import encode_text
 from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
@@ -220,11 +219,12 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     The text is cut to its last `block_size` tokens. Raises ValueError for a model without
     `attention_weights`, as bigrams and custom models are.
     """
-    if not isinstance(model, GPT):
+    attention_weights_of = getattr(model, "attention_weights", None)
+    if attention_weights_of is None:
         kind = "a bigram model" if isinstance(model, BigramLM) else "a model of your own"
         raise ValueError(f"{kind} has no attention weights: choose a GPT run")
     tokens = encode_text(tokenizer, text)[-model.block_size :]
-    weights = np.asarray(model.attention_weights(jnp.asarray(tokens)[None])[:, 0])
+    weights = np.asarray(attention_weights_of(jnp.asarray(tokens)[None])[:, 0])
     layers, heads, time, _ = weights.shape
 
     # A panel is as large as its tokens need, until the whole picture is too large. Then only

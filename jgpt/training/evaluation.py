@@ -12,7 +12,8 @@ from jgpt.data.batches import windows_by_number
 from jgpt.nn.models import Weights
 from jgpt.parallel.rules import shard_by_name
 from jgpt.shapes.contract import record, typed
-from jgpt.training.step import loss_dtype, make_eval_step
+from jgpt.training.objective import loss_dtype
+from jgpt.training.step import make_eval_step
 
 SMALL_SPLIT = 131_072
 """`eval_tokens=auto` takes all of a split with at most this many targets."""

@@ -5,23 +5,16 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.nn import stacking
-from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
-from jgpt.nn.models import (
-    LanguageModel,
-    Weights,
-    weight_dimensions,
-)
-from jgpt.nn.precision import at_least_float32, portable
-from jgpt.nn.transformer import GPT
+from jgpt.nn.models import Weights, weight_dimensions
+from jgpt.nn.precision import at_least_float32
 from jgpt.parallel import rules
-from jgpt.parallel.gather import gather_once
 from jgpt.parallel.mesh import current_mesh
 from jgpt.shapes.contract import record, typed
+from jgpt.training.objective import loss_dtype, mean_loss, target_losses
 from jgpt.training.optimizer import LikeWeights, make_optimizer, trained_weights
 from jgpt.training.schedule import learning_rate_schedule
 from jgpt.training.state import TrainState, state_specs
@@ -58,11 +51,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     def loss_of(
         weights: Weights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> Float[Array, ""]:
-        model = merge(weights)
-        # inputs are all tokens but the last, and the target of each is the token after it
-        x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))  # batch time embed_dim
-        max_rows = _max_rows(model, window[:, 1:].size)
-        return cross_entropy_from(x, window[:, 1:], model.logits, max_rows)
+        return mean_loss(merge(weights), window, key)
 
     @typed
     def gradients_of(
@@ -172,10 +161,7 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
 
             def added():
                 model = merge(weights)  # in here: the head may be set to a gathered one
-                x = model.hidden(window[:, :-1])  # batch time embed_dim
-                max_rows = _max_rows(model, counted.size)
-                # batch time
-                losses = token_losses_from(x, window[:, 1:], model.logits, max_rows)
+                losses = target_losses(model, window)  # batch time
                 return total + jnp.where(counted, losses, 0).sum()
 
             def unchanged():
@@ -191,23 +177,3 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
         return total
 
     return evaluate
-
-
-def _max_rows(model: LanguageModel, rows: int) -> int:
-    """How many of a loss's rows of logits to materialise at once.
-
-    If that is not all of them, gather the head over the mesh here, or each chunk would.
-    """
-    max_rows = rows_at_once(model.vocab_size)
-    if rows > max_rows and isinstance(model, GPT):
-        if model.head is None:
-            gather_once(model.token_embedding.embedding, model.dtype)
-        else:
-            gather_once(model.head.kernel, model.dtype)
-    return max_rows
-
-
-def loss_dtype(config: ModelConfig) -> jnp.dtype:
-    """The dtype of losses: the widest of the dtypes of parameters, logits and loss."""
-    widest = jnp.promote_types(portable(config).dtype, config.param_dtype)
-    return jnp.promote_types(widest, jnp.float32)
