@@ -241,7 +241,7 @@ def trained(root: Path) -> Path:
 
 
 def files_of_a_run(root: Path, pattern: str, **options: Any) -> Target:
-    from jgpt.runs.checkpoints import load
+    from jgpt.runs.load import load
 
     run = trained(root)
     files = sorted(path for path in run.glob(pattern) if path.is_file())

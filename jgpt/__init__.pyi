@@ -16,7 +16,7 @@ from .nn.precision import for_platform
 from .nn.transformer import GPT, Block, FeedForward
 from .pictures.page import look
 from .presets import preset
-from .runs.checkpoints import load, save
+from .runs.load import load, save
 from .shapes.calls import TypedCall, watching
 from .shapes.capture import capture, edit
 from .shapes.contract import check, record, typed

@@ -23,7 +23,7 @@ def loaded_run(
     with terminal.importing() as status:
         from jgpt.nn.int8 import with_int8_weights
         from jgpt.parallel.mesh import use_mesh
-        from jgpt.runs.checkpoints import load
+        from jgpt.runs.load import load
 
         status.update("loading the model")
         with use_mesh(mesh):

@@ -16,8 +16,9 @@ from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, named_parameters, weights_of
 from jgpt.nn.precision import run_for_platform
 from jgpt.refusal import Field, Message
-from jgpt.runs.checkpoints import Which, load
+from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.load import load
 from jgpt.runs.provenance import known_micro_batches, known_text
 from jgpt.training.evaluation import Evaluator
 

@@ -35,8 +35,9 @@ from jgpt.nn.models import LanguageModel, abstract_model
 from jgpt.parallel.mesh import current_mesh, use_mesh
 from jgpt.parallel.processes import raise_in_all_processes, require_same
 from jgpt.refusal import Field, Message
-from jgpt.runs.checkpoints import Checkpoints, load
+from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, SAMPLES, RunDirectory
+from jgpt.runs.load import load
 from jgpt.runs.target import choose_target
 from jgpt.shapes.contract import typed
 from jgpt.training.evaluation import EvaluationPlan

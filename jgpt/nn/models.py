@@ -109,6 +109,11 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
             assert_never(config.architecture)
 
 
+def is_built_in(model: LanguageModel) -> bool:
+    """Whether a config alone describes a model's class, without code of the user's."""
+    return type(model) in (GPT, BigramLM)
+
+
 def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
     kind = type(model).__name__
     if not isinstance(model, nnx.Module):

@@ -29,8 +29,9 @@ from jgpt.nn.precision import for_platform
 from jgpt.pictures.anatomy import Anatomy
 from jgpt.pictures.numbers import Changes, Look, encode_text
 from jgpt.pictures.page import page_of
-from jgpt.runs.checkpoints import Checkpoints, Which, load
+from jgpt.runs.checkpoints import Checkpoints, Which
 from jgpt.runs.directory import CHECKPOINTS, METRICS, RunDirectory
+from jgpt.runs.load import load
 from jgpt.runs.manifest import MANIFEST
 from jgpt.user_code import with_code
 

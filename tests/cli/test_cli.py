@@ -509,7 +509,7 @@ def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
         asked.append(which)
         raise ValueError("read")
 
-    monkeypatch.setattr("jgpt.runs.checkpoints.load", read)
+    monkeypatch.setattr("jgpt.runs.load.load", read)
     monkeypatch.setattr("jgpt.pictures.live.RunPage", read)
     monkeypatch.setattr("jgpt.fitting.evaluate.evaluate", read)
     name, *options = command

@@ -22,7 +22,7 @@ from jgpt.generation.text import stream_text
 from jgpt.hardware import CHIPS
 from jgpt.parallel.mesh import current_mesh
 from jgpt.presets import preset
-from jgpt.runs.checkpoints import load
+from jgpt.runs.load import load
 from jgpt.training.ahead import Collective, CompiledStep
 from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.memory import TrainingMemory
@@ -155,7 +155,7 @@ def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
 
         return wrapper
 
-    monkeypatch.setattr("jgpt.runs.checkpoints.load", heard(load))
+    monkeypatch.setattr("jgpt.runs.load.load", heard(load))
     monkeypatch.setattr("jgpt.generation.text.stream_text", heard(stream_text))
     monkeypatch.setattr("jgpt.fitting.evaluate.evaluate", heard(evaluate))
     for mesh in ((), ("--mesh", "data=2,fsdp=2,tensor=2")):

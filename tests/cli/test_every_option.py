@@ -78,7 +78,7 @@ RUN_CONFIG = SimpleNamespace(dataset=SimpleNamespace(universal_newlines=True))
 @pytest.fixture
 def loaded(calls):
     """A run that is loaded without a file."""
-    calls.note("jgpt.runs.checkpoints.load", ("the model", TOKENIZER, RUN_CONFIG))
+    calls.note("jgpt.runs.load.load", ("the model", TOKENIZER, RUN_CONFIG))
     calls.note("jgpt.nn.int8.with_int8_weights", "the model in int8")
     calls.note("jgpt.parallel.mesh.use_mesh", contextlib.nullcontext())
     for command in ("attention", "look", "new", "plot"):
@@ -351,10 +351,10 @@ def test_sample(loaded, tmp_path):
 @pytest.mark.parametrize(
     ("command", "words", "takes"),
     [
-        ("sample", (), "jgpt.runs.checkpoints.load"),
-        ("chat", (), "jgpt.runs.checkpoints.load"),
-        ("attention", ("--prompt", "a"), "jgpt.runs.checkpoints.load"),
-        ("look", ("--prompt", "a"), "jgpt.runs.checkpoints.load"),
+        ("sample", (), "jgpt.runs.load.load"),
+        ("chat", (), "jgpt.runs.load.load"),
+        ("attention", ("--prompt", "a"), "jgpt.runs.load.load"),
+        ("look", ("--prompt", "a"), "jgpt.runs.load.load"),
         ("look", ("--live",), "jgpt.pictures.live.RunPage"),
         ("eval", (), "jgpt.fitting.evaluate.evaluate"),
     ],
@@ -493,7 +493,7 @@ def test_import(calls):
     calls.note("jgpt.interop.nanogpt.load_nanogpt", model)
     calls.note("jgpt.interop.names.with_one_vocabulary", (model, TOKENIZER))
     calls.note("jgpt.cli.commands.import_._tokenizer", TOKENIZER)
-    calls.note("jgpt.runs.checkpoints.save")
+    calls.note("jgpt.runs.load.save")
     words = ("--dtype", "bfloat16", "--data", "a.txt", "b.txt", "--no-universal-newlines")
     more = ("--block-size", 12, "--tokenizer", "t.json", "--out", "my_run")
     type_in("import", "somewhere", *words, *more)

@@ -14,8 +14,8 @@ from jgpt.fitting.evaluate import evaluate
 from jgpt.interop import nanogpt
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer
-from jgpt.runs.checkpoints import load
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.load import load
 from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
 from tests.models import random_gpt, to_torch, weights_of

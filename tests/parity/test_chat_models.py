@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt.runs.checkpoints import load
+from jgpt.runs.load import load
 from tests.commands import worked
 
 torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")

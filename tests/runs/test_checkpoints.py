@@ -22,7 +22,8 @@ from jgpt.fitting.resume import require_same_run
 from jgpt.nn import models
 from jgpt.parallel.mesh import make_mesh
 from jgpt.runs import checkpoints as checkpoints_module
-from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
+from jgpt.runs.checkpoints import Checkpoints, RunDirectory
+from jgpt.runs.load import save
 from jgpt.runs.manifest import Manifest, verify
 from jgpt.runs.target import choose_target
 from jgpt.training.state import TrainState, init_state

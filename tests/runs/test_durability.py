@@ -16,6 +16,7 @@ from jgpt import CharTokenizer, ModelConfig, TrainConfig, create_model, durable,
 from jgpt.runs import checkpoints, directory
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.load import save as save_model
 from jgpt.runs.manifest import Manifest, verify
 from jgpt.runs.target import choose_target
 from jgpt.training.state import TrainState, init_state
@@ -170,7 +171,7 @@ def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch)
 
 def test_an_imported_run_is_there_as_a_whole_or_not_at_all(disk):
     model = create_model(CONFIG.model, rngs=nnx.Rngs(0))
-    checkpoints.save(model, disk.root / "run", tokenizer=TOKENIZER, config=CONFIG)
+    save_model(model, disk.root / "run", tokenizer=TOKENIZER, config=CONFIG)
     assert disk.calls[-2:] == ["rename run.partial run", "fsync ."]
     there = [(view / "run").exists() for view in disk.views]
     assert there[-3:] == [True, True, False]  # as above

@@ -32,8 +32,9 @@ from jgpt.hardware import Platform
 from jgpt.nn.int8 import with_int8_weights
 from jgpt.nn.loss import token_losses
 from jgpt.pictures import plots
-from jgpt.runs.checkpoints import Checkpoints, RunDirectory, save
+from jgpt.runs.checkpoints import Checkpoints, RunDirectory
 from jgpt.runs.directory import read_config
+from jgpt.runs.load import save
 from jgpt.runs.target import choose_target
 from tests.commands import refused
 from tests.runs.harness import BIGRAM, Heard, kill_resume, recorded, with_changes

@@ -47,7 +47,7 @@ def import_(
         from jgpt.interop import hub, huggingface, names, nanogpt
         from jgpt.interop.formats import describe_dropout
         from jgpt.interop.text_files import HF_CONFIG, parse_text_file, read_text_files
-        from jgpt.runs import checkpoints
+        from jgpt.runs.load import save
 
         status.update(f"loading {source}")
         if from_ == "nanogpt":
@@ -68,7 +68,7 @@ def import_(
         DataConfig(data, universal_newlines),
         path,
     )
-    checkpoints.save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
+    save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
     lines = []
     source_config = parse_text_file(text_files, HF_CONFIG)
     if source_config:
