@@ -19,7 +19,7 @@ import runner
 import tyro
 
 from jgpt import TrainConfig, preset
-from jgpt.cli.console import describe_ahead
+from jgpt.cli.report import describe_ahead
 from jgpt.training.ahead import compile_ahead
 from jgpt.training.state import abstract_state, dropout_stream
 from jgpt.training.step import make_train_steps

@@ -16,7 +16,7 @@ import jgpt
 from jgpt import TrainConfig
 from jgpt.cli import main
 from jgpt.cli.commands.info import info
-from jgpt.cli.console import describe, describe_ahead
+from jgpt.cli.report import describe, describe_ahead
 from jgpt.fitting.evaluate import evaluate
 from jgpt.generation.text import stream_text
 from jgpt.hardware import CHIPS

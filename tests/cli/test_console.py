@@ -12,7 +12,8 @@ from flax import nnx
 from rich.console import Console
 
 from jgpt import ModelConfig, OptimizerConfig, preset
-from jgpt.cli.console import ConsoleProgress, describe_optimizer_groups
+from jgpt.cli.console import ConsoleProgress
+from jgpt.cli.report import describe_optimizer_groups
 from jgpt.nn.models import abstract_model, weight_dimensions
 from jgpt.nn.stacking import stack_blocks
 from jgpt.training.evaluation import EvaluationPlan

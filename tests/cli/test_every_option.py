@@ -279,7 +279,7 @@ def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
         call["progress"].warned("a warning")
 
     calls.note("jgpt.fitting.fit.plan", Planned(), during=warn)
-    calls.note("jgpt.cli.console.describe", [])
+    calls.note("jgpt.cli.report.describe", [])
     done = jgpt("plan", "tiny", "--json")
     assert json.loads(done.stdout) == {"parameters": 3}
     assert "a warning" in done.stderr
@@ -396,7 +396,7 @@ def test_eval(calls):
 
 
 def test_info(calls):
-    calls.note("jgpt.cli.console.describe_placements", [])
+    calls.note("jgpt.cli.report.describe_placements", [])
     calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
     words = ("--model", "m.py:GPT", "--optimizer", "o.py:lion", "--mesh", "tensor=2")
     type_in("info", "run", *words)

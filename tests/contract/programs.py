@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 import jgpt
 from jgpt import attend, attention_weights
-from jgpt.cli.console import describe_optimizer_groups
+from jgpt.cli.report import describe_optimizer_groups
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data import batches, dataset, tokenizers
 from jgpt.generation.text import default_prompt

@@ -19,7 +19,7 @@ def info(
     """Show the parameters, bytes, FLOPs and training memory of a model."""
     with terminal.importing() as status:
         from jgpt import hardware
-        from jgpt.cli import console
+        from jgpt.cli import report
         from jgpt.nn import precision
         from jgpt.nn.costs import Part, flops_per_token, parts_of
         from jgpt.training.memory import training_memory, with_micro_batches
@@ -27,7 +27,7 @@ def info(
 
         config = runs.config_of(what, model, optimizer)
         if mesh is not None:
-            return console.describe_placements(dataclasses.replace(config, mesh=mesh))
+            return report.describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
         decided = precision.run_for_platform(config, hardware.current_platform())
         decided = with_micro_batches(decided, hardware.memory_limit())

@@ -29,7 +29,7 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
         if "jax" in sys.modules:  # a user's own model imported it
             sys.modules["jax"].config.update("jax_platforms", "cpu")
     with terminal.importing():
-        from jgpt.cli import console
+        from jgpt.cli import console, report
         from jgpt.fitting import fit as fit_module
         from jgpt.training import ahead
 
@@ -39,12 +39,12 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
             planned = fit_module.plan(
                 config, resume=options.resume, overwrite=options.overwrite, progress=progress
             )
-        lines = console.describe(planned)
+        lines = report.describe(planned)
     else:
         doing = f"compiling for {options.on}, which takes minutes"
         with spinner(open_console(stderr=True), doing):
             planned = ahead.compile_ahead(config, options.on)
-        lines = console.describe_ahead(planned)
+        lines = report.describe_ahead(planned)
     if options.json:
         return [dumps(dataclasses.asdict(planned), default=str)]
     return lines

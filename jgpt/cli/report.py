@@ -1,0 +1,223 @@
+"""Optimizers, plans and placements in words."""
+
+from collections.abc import Mapping
+
+import jax
+
+from jgpt.config import OptimizerConfig, TrainConfig
+from jgpt.fields import Code
+from jgpt.hardware import device_kinds
+from jgpt.nn.models import Weights
+from jgpt.nn.stacking import STACKED
+from jgpt.parallel.mesh import abstract_mesh
+from jgpt.parallel.rules import Dimensions
+from jgpt.shapes.contract import typed
+from jgpt.training.ahead import CompiledStep
+from jgpt.training.evaluation import EvaluationPlan
+from jgpt.training.optimizer import dimensions_in_block, partition
+from jgpt.training.placement import bytes_on_each, placements, replicated_dimensions
+from jgpt.training.plan import Plan
+from jgpt.training.state import abstract_state, state_specs
+from jgpt.words import counted, format_bytes
+
+
+@typed
+def describe_optimizer_groups(
+    config: OptimizerConfig,
+    weights: Weights,
+    dimensions: Mapping[str, Dimensions] | None = None,
+) -> list[str]:
+    """A line per optimizer group: its parameters, and which of them decay.
+
+    Of a custom optimizer nothing is known but what is done around it.
+    """
+    if config.make is not None:
+        return [_describe_custom_optimizer(config, weights)]
+    sizes: dict[tuple[str, int], list[int]] = {}
+    groups = jax.tree.leaves(partition(config, weights, dimensions))
+    beyond_muon: list[str] = []
+    for (path, leaf), group in zip(jax.tree.leaves_with_path(weights), groups, strict=True):
+        # stacked blocks are described as the matrices that they are
+        layers = 1
+        if STACKED in path:
+            layers = len(leaf)
+        rank = min(dimensions_in_block(path, leaf), 3)
+        sizes_of_kind = sizes.setdefault((group, rank), [])
+        for _ in range(layers):
+            sizes_of_kind.append(leaf.size // layers)
+        if config.optimizer == "muon" and rank > 2:
+            beyond_muon.append(jax.tree_util.keystr(path, simple=True, separator="."))
+    parts: dict[str, list[str]] = {group: [] for group, _ in sizes}
+
+    def most_dimensions_first(item: tuple[tuple[str, int], list[int]]) -> int:
+        (_, rank), _ = item
+        return -rank
+
+    for (group, rank), counts in sorted(sizes.items(), key=most_dimensions_first):
+        parts[group].append(_describe_kind(config, group, rank, counts))
+    lines = [f"{group}: {', '.join(kinds)}" for group, kinds in parts.items()]
+    if beyond_muon:
+        others = ""
+        if len(beyond_muon) > 1:
+            others = f" and {len(beyond_muon) - 1} more"
+        lines.append(
+            f"muon moves matrices alone: adamw moves {beyond_muon[0]}{others}, "
+            "of more than 2 dimensions"
+        )
+    return lines
+
+
+def _describe_kind(config: OptimizerConfig, group: str, rank: int, counts: list[int]) -> str:
+    """The parameters of a group that have the same number of dimensions; 3 are 3 or more."""
+    if rank < 2:
+        one_array = "vector"
+        several = "vectors"
+    elif rank == 2:
+        one_array = "matrix"
+        several = "matrices"
+    else:
+        one_array = "array of more than 2 dimensions"
+        several = "arrays of more than 2 dimensions"
+    kind = several
+    if len(counts) == 1:
+        kind = one_array
+    if rank >= 2:  # vectors, biases and scales, don't decay
+        decay = config.weight_decay
+        if group == "muon":
+            decay = config.muon_weight_decay
+        kind += f" (decay {decay:g})"
+    return f"{len(counts)} {kind} with {sum(counts):,} parameters"
+
+
+@typed
+def _describe_custom_optimizer(config: OptimizerConfig, weights: Weights) -> str:
+    code = Code.of(config.make)
+    name = code.named
+    if code.file is None:  # typed into a notebook
+        name = code.name
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    line = f"custom optimizer {name}: {parameters:,} parameters"
+    if config.gradient_clip > 0:
+        line += f", gradients clipped to norm {config.gradient_clip:g}"
+    if config.ema_decay > 0:
+        line += f", weights averaged with decay {config.ema_decay:g}"
+    return line
+
+
+def describe_run(
+    config: TrainConfig, parameters: int, training_tokens: int, validation_tokens: int
+) -> list[str]:
+    """The first lines of a run and of a plan: the model, the device and the data."""
+    return [
+        f"{config.name}: {parameters:,} parameters, vocabulary {config.model.vocab_size}, on "
+        f"{device_kinds()[0]}",
+        f"data: {' '.join(config.dataset.data)}: {training_tokens:,} training and "
+        f"{validation_tokens:,} validation tokens",
+    ]
+
+
+def describe_batch(config: TrainConfig) -> str:
+    """The size of a step, such as 12 x 64 tokens, in 2 micro-batches."""
+    parts = _parts(config.micro_batches)
+    return f"{config.batch_size} x {config.model.block_size} tokens{parts}"
+
+
+def _parts(micro_batches: int | str) -> str:
+    if micro_batches == 1:
+        return ""
+    return f", in {micro_batches} micro-batches"
+
+
+def describe(plan: Plan) -> list[str]:
+    """A plan as lines of text."""
+    config = plan.config
+    tokens = config.batch_size * config.model.block_size
+    epochs = config.steps * tokens / plan.training_tokens
+    lines = [
+        *describe_run(config, plan.parameters, plan.training_tokens, plan.validation_tokens),
+        f"{counted(config.steps, 'step')} of {describe_batch(config)} into {plan.out}: "
+        f"{epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
+        f"an evaluation and a checkpoint every {counted(config.eval_interval, 'step')}",
+        _describe_evaluations(plan.evaluations),
+    ]
+    if config.mesh is not None:
+        replicated = replicated_dimensions(config.model, abstract_mesh(config.mesh))
+        lines += [f"mesh: {config.mesh}", *replicated]
+    if plan.memory is not None:
+        lines.append(f"device memory: {plan.memory}")
+        lines += _describe_process_memory(plan)
+    return [*lines, "no run was written: leave out --dry-run to train"]
+
+
+def _describe_evaluations(evaluations: EvaluationPlan) -> str:
+    count = f"{evaluations.evaluations:,} evaluations"
+    if evaluations.evaluations == 1:
+        count = "1 evaluation"
+    over = evaluations.over
+    if not over:
+        over = f" over all {evaluations.targets:,} tokens"
+    if evaluations.spread:
+        over += ", spread evenly"
+    if evaluations.exact_last:
+        over += "; after the last step over all, too"
+    return f"{count}{over}: {evaluations.share:.1%} of the run's FLOPs"
+
+
+def _describe_process_memory(plan: Plan) -> list[str]:
+    """On a CPU, where a step's memory is not all that the process needs."""
+    if plan.process_memory is None or plan.memory is None:
+        return []
+    devices = abstract_mesh(plan.config.mesh).size
+    beside = plan.process_memory - devices * (plan.memory.state + plan.memory.working)
+    return [
+        f"memory of the process: {format_bytes(plan.process_memory)} "
+        f"({format_bytes(beside)} more for Python, JAX and the data)"
+    ]
+
+
+def describe_ahead(step: CompiledStep) -> list[str]:
+    """A step compiled for other hardware as lines of text."""
+    chip = step.chip
+    memory = step.memory
+    verdict = "NOT enough"
+    if step.fits:
+        verdict = "enough"
+    sent = 0
+    kinds = []
+    for collective in step.collectives:
+        sent += collective.sent
+        kinds.append(f"{collective.count} {collective.kind} ({format_bytes(collective.sent)})")
+
+    def row(resource: str, seconds: float, amount: str, peak: float) -> str:
+        return f"  {resource:<13} {1e3 * seconds:9.3f} ms  {amount} at {peak / 1e12:g} T/s"
+
+    flops = f"{step.flops / 1e12:.3g} TFLOP"
+    return [
+        f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}{_parts(step.micro_batches)}",
+        f"memory of each chip: {memory}; it has {format_bytes(chip.memory)}, which is {verdict}",
+        f"collectives of a step: {', '.join(kinds) or 'none'}, as each chip sends them",
+        "a step takes each chip at least, from published peaks:",
+        row("compute", step.compute_seconds, flops, chip.peak_flops),
+        row("memory", step.memory_seconds, "all of that memory twice", chip.memory_bandwidth),
+        row("interconnect", step.interconnect_seconds, format_bytes(sent), chip.interconnect),
+        f"bound by {step.bound}",
+        f"custom kernels: {', '.join(step.kernels) or 'none'}",
+    ]
+
+
+def describe_placements(config: TrainConfig) -> list[str]:
+    """A line per parameter: how the config's mesh shards it."""
+    mesh = abstract_mesh(config.mesh)
+    state = abstract_state(config)
+    specs = state_specs(config, mesh)
+    parameters = format_bytes(bytes_on_each(state.weights, specs.weights, mesh))
+    everything = format_bytes(bytes_on_each(state, specs, mesh))
+    lines = []
+    for placement in placements(config.model, mesh):
+        size = format_bytes(placement.on_each)
+        lines.append(f"{placement.name:<40} {placement.sharding:<26} {size:>11}")
+    lines.append(
+        f"on each device: {parameters} of parameters, {everything} with the optimizer's state"
+    )
+    lines += replicated_dimensions(config.model, mesh)
+    return lines
