@@ -30,7 +30,10 @@ class Page:
     """One page, with the console errors and the requested URLs."""
 
     def __init__(self, to: int, of: int) -> None:
-        self._to, self._of, self._buffer, self._ids = to, of, b"", itertools.count(1)
+        self._to = to
+        self._of = of
+        self._buffer = b""
+        self._ids = itertools.count(1)
         self._session: dict[str, str] = {}
         self._metrics: dict[str, Any] = {}
         self.errors: list[str] = []
@@ -63,7 +66,8 @@ class Page:
             self._buffer += read
         line, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(line)
-        method, details = message.get("method"), message.get("params", {})
+        method = message.get("method")
+        details = message.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(details["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled":
@@ -141,7 +145,8 @@ class Page:
 def browser() -> Iterator[Page]:
     """A headless Chromium with one empty page."""
     assert CHROMIUM is not None
-    (their_input, to), (of, their_output) = os.pipe(), os.pipe()
+    their_input, to = os.pipe()
+    of, their_output = os.pipe()
     with tempfile.TemporaryDirectory() as profile:
         # Chromium reads commands from descriptor 3 and answers to 4
         command = f'exec "$0" "$@" 3<&{their_input} 4>&{their_output}'

@@ -35,7 +35,8 @@ class Finished(NamedTuple):
 
 
 def jgpt(*arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> Finished:
-    stdout, stderr = io.BytesIO(), io.BytesIO()
+    stdout = io.BytesIO()
+    stderr = io.BytesIO()
     output = io.TextIOWrapper(stdout, encoding="utf-8", write_through=True)
     errors = io.TextIOWrapper(stderr, encoding="utf-8", write_through=True)
     code = _exit_code(arguments, stdin, output, errors, cwd, COLUMNS="80")
@@ -106,7 +107,8 @@ def typist(cwd: Path, **environment: str) -> Iterator[Callable[..., Finished]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    lines, answers = process.stdin, process.stdout
+    lines = process.stdin
+    answers = process.stdout
     assert lines is not None
     assert answers is not None
 

@@ -18,7 +18,9 @@ class Disk:
 
     def __init__(self, root: Path, views: Path, *, zeros: bool = False) -> None:
         """With `zeros`, a power cut leaves a file's length, and zeros where it was not synced."""
-        self.root, self._views, self._zeros = root, views, zeros
+        self.root = root
+        self._views = views
+        self._zeros = zeros
         self.calls: list[str] = []
         self.views: list[Path] = []
         self._synced: dict[int, bytes] = {}
@@ -82,7 +84,8 @@ class Disk:
         view = self._copy()
         renamed = [target for _, target, _ in self._unsynced_names]
         for path in sorted(self.root.rglob("*"), reverse=True):  # what is in a folder goes first
-            left, inode = view / path.relative_to(self.root), path.stat().st_ino
+            left = view / path.relative_to(self.root)
+            inode = path.stat().st_ino
             if inode not in self._named and path not in renamed:
                 shutil.rmtree(left) if path.is_dir() else left.unlink()
             elif path.is_file():

@@ -133,7 +133,8 @@ def randomised(abstract: Any, seed: int = 1) -> Any:
     random = np.random.default_rng(seed)
 
     def value(path, leaf):
-        name, draw = path[-1].key, random.standard_normal(leaf.shape)
+        name = path[-1].key
+        draw = random.standard_normal(leaf.shape)
         if name == "kernel":
             draw /= math.sqrt(leaf.shape[0])
         elif name == "embedding":
@@ -171,3 +172,8 @@ def nanogpt_rate(
         return least
     ratio = (step - warmup) / (steps - warmup)
     return least + 0.5 * (1 + math.cos(math.pi * ratio)) * (peak - least)
+
+
+def equations(jaxpr: Any, primitive: str) -> list[Any]:
+    """The operations of one kind in a program."""
+    return [equation for equation in jaxpr.eqns if equation.primitive.name == primitive]

@@ -54,7 +54,8 @@ def layer_of(module: str) -> int:
 
 def violations(sources: dict[str, str]) -> list[str]:
     """The forbidden imports and cycles, one line each."""
-    wrong, graph = [], {}
+    wrong = []
+    graph = {}
     for module, source in sources.items():
         needed = imports(source)
         # `from jgpt.nn import heads` is of a module, `from jgpt.nn.heads import Head` of a name
@@ -114,6 +115,7 @@ def test_shapes_stand_alone():
     )
     command = [sys.executable, "-c", loaded]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
+
     assert done.stdout.split() == sorted(["jgpt", "jgpt.shapes", *modules])
 
 
@@ -187,6 +189,7 @@ def test_the_design_names_the_same_layers():
     section = text[text.index("## Layers") :].partition("```text\n")[2].partition("```")[0]
     lines = [line.split("  ")[0] for line in section.splitlines()]
     folders = [[name.strip(" /") for name in line.split(",")] for line in lines if line]
+
     assert folders == [list(layer) for layer in LAYERS]
 
 

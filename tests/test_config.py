@@ -217,6 +217,7 @@ def test_large_and_not_beyond_use():
         steps_per_call=63,
         eval_tokens=2**32,
     )
+
     with pytest.raises(
         ValueError,
         match=r"steps_per_call=64 times batch_size=512 times block_size=131072 is 4,294,967,296 ",
@@ -274,6 +275,7 @@ def test_any_config_survives_json_exactly(model, learning_rate, sources, out, se
         seed=seed,
     )
     again = from_json(TrainConfig, to_json(config))
+
     assert again == config
     assert to_json(again) == to_json(config)
 

@@ -320,6 +320,7 @@ def test_a_page_is_a_session(shell, tmp_path):
                 assert len((killed / "metrics.jsonl").read_text().splitlines()) < 60
             if "--resume" in line:
                 assert "resumed at step" in said
+
     assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
     assert (tmp_path / "rates.svg").stat().st_size > 10_000
 
@@ -392,6 +393,7 @@ def test_the_readme_lists_the_lessons():
     listed = re.findall(r"^\| \[(.*?)\]\((notebooks/.*?)\)", (ROOT / "README.md").read_text(), re.M)
     lessons = sorted((ROOT / "notebooks").glob("*.ipynb"))
     titles = [re.findall(r"\"# (\d+\. .*?)\\n", path.read_text())[0] for path in lessons]
+
     assert listed == [(title, name(path)) for title, path in zip(titles, lessons, strict=True)]
 
 

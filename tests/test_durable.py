@@ -39,7 +39,9 @@ def test_a_new_directory_appears_when_it_is_full_and_takes_no_one_s_place(tmp_pa
 
 
 def test_of_two_that_make_one_directory_the_first_wins_and_the_other_hears_of_it(tmp_path):
-    out, entered, finished = tmp_path / "out", threading.Event(), threading.Event()
+    out = tmp_path / "out"
+    entered = threading.Event()
+    finished = threading.Event()
 
     def slower():
         with new_directory(out) as partial:
@@ -60,6 +62,7 @@ def test_of_two_that_make_one_directory_the_first_wins_and_the_other_hears_of_it
         (partial / "fast").touch()
     finished.set()
     thread.join()
+
     assert (names(tmp_path), outcome) == (["out", "out/fast"], ["refused"])
 
 
@@ -101,7 +104,8 @@ def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "pipe", "directory"])
 def test_nothing_is_appended_to_what_may_be_another_s(tmp_path, kind):
-    path, other = tmp_path / "metrics", tmp_path / "other"
+    path = tmp_path / "metrics"
+    other = tmp_path / "other"
     other.write_text("precious")
     match kind:
         case "symbolic link":
@@ -169,6 +173,7 @@ def test_a_link_with_the_name_of_what_a_killed_process_left_is_not_followed(tmp_
     (tmp_path / "out.4567abcd.lock").symlink_to(precious / "thesis.txt")
     with new_directory(tmp_path / "out"):
         pass
+
     assert (precious / "thesis.txt").read_text() == "mine"
     assert (tmp_path / "out.0123abcd.partial").is_symlink()
     assert (tmp_path / "out.4567abcd.lock").is_symlink()
@@ -176,7 +181,8 @@ def test_a_link_with_the_name_of_what_a_killed_process_left_is_not_followed(tmp_
 
 def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_again(tmp_path, monkeypatch):
     """Who holds it deletes the file at the end, while another process waits with the same one."""
-    lock, take = tmp_path / "lock", durable._take_lock
+    lock = tmp_path / "lock"
+    take = durable._take_lock
 
     def take_what_is_deleted(descriptor, path):
         take(descriptor, path)
@@ -237,5 +243,6 @@ def test_where_folders_can_t_be_synced_files_still_are(tmp_path, monkeypatch, co
     write_file(tmp_path / "file", "text")
     with new_directory(tmp_path / "deep" / "out", "0123abcd") as partial:
         (partial / "file").touch()
+
     assert len(synced) == 2
     assert names(tmp_path) == ["deep", "deep/out", "deep/out/file", "file"]

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-runner, tables = importlib.import_module("runner"), importlib.import_module("tables")
+runner = importlib.import_module("runner")
+tables = importlib.import_module("tables")
 RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 
@@ -75,7 +76,8 @@ def test_ratios_on_other_processors_stand_beside(tmp_path, monkeypatch):
         for name, its in (("step_time", figures), ("sampling", SAMPLED)):
             (tmp_path / f"{name}{where}.json").write_text(json.dumps({"figures": its}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    steps, batch = "train step, nanoGPT's CPU setting", "10.7M, batch 1, beside CTranslate2"
+    steps = "train step, nanoGPT's CPU setting"
+    batch = "10.7M, batch 1, beside CTranslate2"
     assert tables.places_table() == [
         ["ratio, on a processor of", "150 GFLOP/s", "250 GFLOP/s"],
         [f"{steps}, float32", "0.80", "0.75"],
@@ -97,6 +99,7 @@ def test_a_first_text_is_a_row_where_it_was_measured(tmp_path, monkeypatch):
         found = list(tables.own_rows())
         assert len(found) == rows
     what = "`jgpt sample` of a small run to its first tokens, later"
+
     assert found[-1] == (what, "", "2.5 s", "", "2 s (missed)")
 
 
@@ -181,11 +184,13 @@ def test_time_that_grows_with_the_root_of_work_has_half_its_exponent():
         for flops in (64, 512)
     }
     found = comparisons.exponents(measured)
+
     assert found["exponents"] == {"embed_dim": pytest.approx(0.5)}
 
 
 def shakespeare_best(found: dict[str, Any]) -> str:
-    mean, deviation = found["mean"], found["standard_deviation"]
+    mean = found["mean"]
+    deviation = found["standard_deviation"]
     return (
         f"a mean of {mean:.4f} (sd {deviation:.4f}) in windows of 512, and "
         f"{found['mean_in_windows_of_256']:.4f} in windows of 256"

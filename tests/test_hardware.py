@@ -57,6 +57,7 @@ def test_only_cuda_gpus_have_a_cuda_capability(
     device = types.SimpleNamespace(platform=platform, client=client, compute_capability=capability)
     monkeypatch.setattr("jax.devices", lambda: [device])
     monkeypatch.setattr("jax.default_backend", lambda: platform)
+
     assert current_platform() == expected
 
 
@@ -94,6 +95,7 @@ def test_freed_memory_is_given_back_after_garbage_was_collected(monkeypatch, sys
     monkeypatch.setattr("sys.platform", system)
     release_memory()
     monkeypatch.undo()  # the suite's own fixtures look at the system too
+
     assert calls == ["collect", "keep 0"][: 1 + trims]
 
 
@@ -156,7 +158,9 @@ def test_a_jax_without_one_of_these_caches_gives_the_rest_of_the_memory_back(
 
 
 def test_a_flag_that_xla_lacks_is_left_out():
-    lacking, known = "--xla_no_such_flag=7", "--xla_cpu_parallel_codegen_split_count=1"
+    lacking = "--xla_no_such_flag=7"
+    known = "--xla_cpu_parallel_codegen_split_count=1"
+
     assert known_flags([lacking, known, "--xla_nor_this"]) == [known]
     assert known_flags([known]) == [known]
 

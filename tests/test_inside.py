@@ -184,6 +184,7 @@ def test_what_a_watcher_calls_is_its_own_program():
     with jgpt.watching(watch):
         jgpt.causal_mask(3)
         edited = np.asarray(call())
+
     assert np.abs(edited - expected).max() > 1e-3
     np.testing.assert_array_equal(inside[0], expected)
 
@@ -197,6 +198,7 @@ def test_eager_calls_compile_nothing_anew_for_a_watch():
         for _ in range(3):
             heard(model, TOKENS)
             jgpt.capture(model, "blocks.1")(TOKENS)
+
     assert compiled == []
 
 
@@ -216,6 +218,7 @@ def test_of_nested_watches_the_inner_one_sees_a_result_first():
         jgpt.watching(watch("inner", lambda x: 3 * x)),
     ):
         assert float(jgpt.attention_weights(mask_free, mask_free)[0, 0]) == 4
+
     assert told == ["outer", "inner", "inner 1.0", "outer 3.0"]
 
 
@@ -275,7 +278,8 @@ def test_results_are_captured_and_edited_as_by_hand(family, changes):
 
     @jax.jit
     def all_of(weights):
-        model, plain = nnx.merge(graph, weights), nnx.merge(in_turn, weights)
+        model = nnx.merge(graph, weights)
+        plain = nnx.merge(in_turn, weights)
         captured = jgpt.capture(model, "blocks.*", "blocks.*.attention", "logits")(TOKENS)
         order.extend(captured)
         edited = [jgpt.edit(model, {"blocks.1.attention": edit})(TOKENS) for edit in edits]
@@ -305,7 +309,8 @@ def test_further_calls_of_a_path_are_numbered():
 
 def test_a_patch_of_another_prompt_under_jit_and_grad():
     """Patching the whole residual stream gives the other prompt's logits."""
-    model, other = model_of(), (TOKENS + 3) % 17
+    model = model_of()
+    other = (TOKENS + 3) % 17
     graph, weights = nnx.split(model)
     (stream,) = jgpt.capture(model, "blocks.2")(other).values()
 

@@ -28,11 +28,15 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 sys.path.append(str(ROOT / "notebooks"))
 execute = runpy.run_path(str(ROOT / "notebooks" / "refresh.py"))["execute"]
 student = runpy.run_path(str(ROOT / "notebooks" / "student.py"))
-Exercise, exercise_of, edition = student["Exercise"], student["exercise_of"], student["edition"]
+Exercise = student["Exercise"]
+exercise_of = student["exercise_of"]
+edition = student["edition"]
 write_editions = student["write_editions"]
 checks = runpy.run_path(str(ROOT / "notebooks" / "checks.py"))
-NotSolved, require_solved = checks["NotSolved"], checks["require_solved"]
-is_answer, digest_of = checks["is_answer"], checks["digest_of"]
+NotSolved = checks["NotSolved"]
+require_solved = checks["require_solved"]
+is_answer = checks["is_answer"]
+digest_of = checks["digest_of"]
 
 
 def code_cells(notebook):
@@ -186,6 +190,7 @@ def test_a_student_s_check_has_no_comment_and_no_answer_that_the_task_lacks():
 def test_a_check_begins_at_its_mark():
     solution = "one = 1\nassert one == 1\n\n# Check\ntwo = one + 1\nassert two == 2\n"
     exercise = Exercise("", "", solution)
+
     assert exercise.starter == "# Your code\none = ..."
     assert "assert one" not in exercise.check
     assert "two = one + 1" in exercise.check
@@ -351,6 +356,7 @@ def test_both_changed_notebooks_are_named_and_kept(lessons, capsys):
     shutil.copy(mine, beside)
     revise(lessons)
     write_editions(lessons, lessons.parent)
+
     assert "my solution" in beside.read_text()
     assert f"{mine} and lesson.new.ipynb were changed and are kept" in capsys.readouterr().out
 
@@ -363,6 +369,7 @@ def test_an_unchanged_notebook_is_replaced_by_the_new_edition(lessons):
     nbformat.write(notebook, student / "lesson.ipynb")
     revise(lessons)
     write_editions(lessons, lessons.parent)
+
     assert "A new title" in (student / "lesson.ipynb").read_text()
     assert (student / "pictures.py").read_text().endswith("\nsecond = 2\n")
     assert sorted(path.name for path in student.iterdir()) == [
@@ -379,6 +386,7 @@ def test_a_file_that_is_no_written_notebook_is_kept(lessons, text):
     mine.write_text(text)
     (mine.parent / "pictures.py").write_text("mine = 3\n")
     write_editions(lessons, lessons.parent)
+
     assert mine.read_text() == text
     assert (mine.parent / "pictures.py").read_text() == "mine = 3\n"
     assert "first = 1" in (mine.parent / "pictures.new.py").read_text()

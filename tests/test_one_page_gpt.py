@@ -25,10 +25,12 @@ BATCH, TIME = 4, 7
 
 def to_page(weights):
     """Weights of `jgpt.GPT`, or their gradients, under the page's names and in its shapes."""
-    heads, head_dim = CONFIG.num_heads, CONFIG.embed_dim // CONFIG.num_heads
+    heads = CONFIG.num_heads
+    head_dim = CONFIG.embed_dim // CONFIG.num_heads
 
     def to_block(block):
-        attention, mlp = block["attention"], block["feed_forward"]
+        attention = block["attention"]
+        mlp = block["feed_forward"]
         split = {
             name: attention[name]["kernel"].reshape(-1, heads, head_dim)
             for name in ("query", "key", "value")
@@ -90,6 +92,7 @@ def test_same_adam_as_optax(ours):
         params, state, _ = page["train_step"](params, state, window, 3e-2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, to_page(weights))
     before = to_page(ours[1])["blocks"][1]["expansion"]
+
     assert np.abs(params["blocks"][1]["expansion"] - np.asarray(before)).mean() > 1e-2
 
 
@@ -116,6 +119,7 @@ def test_samples_continue_past_the_block_and_are_greedy_when_cold(ours):
     written = page["sample"](to_page(weights), prompt, 11, jax.random.key(0), temperature=1e-6)
     model = nnx.merge(graph, weights)
     greedy = jgpt.generate(model, prompt, 11, key=jax.random.key(5), temperature=0.0)
+
     assert written.shape[1] > CONFIG.block_size
     np.testing.assert_array_equal(written, greedy)
 
@@ -124,6 +128,7 @@ def test_it_learns_a_text_by_heart(poem, capsys):
     page["main"](str(poem), steps=150, batch_size=8, block_size=24)
     printed = capsys.readouterr().out
     losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step")]
+
     assert losses[0] > 3 > 1 > losses[-1]
     assert "So long" in printed.split(f"{losses[-1]:.2f}")[-1]
 
@@ -131,6 +136,7 @@ def test_it_learns_a_text_by_heart(poem, capsys):
 def test_it_imports_jax_alone_and_fits_on_a_page():
     source = PAGE.read_text(encoding="utf-8")
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import)]
+
     assert {alias.name for node in nodes for alias in node.names} == {"sys", "jax", "jax.numpy"}
     assert "from " not in [line[:5] for line in source.splitlines()]
     assert len(source.splitlines()) <= 180

@@ -239,6 +239,7 @@ def test_evaluation_is_proven_for_any_batches():
         return make_eval_step(CONFIG)(zeros(weights), windows, counts)
 
     proof = prove(evaluate, "int32[n b 10]", "bool[n b 9]")
+
     assert proof, str(proof)
 
 
@@ -320,6 +321,7 @@ def test_an_equality_that_jax_can_t_use_is_an_open_case():
         return x.sum() + (jnp.ones(2) + jnp.ones(3) if sum(x.shape) == y.shape[0] else 0)
 
     proof = prove(wrong_where_equal, "float32[a b]", "float32[c]")
+
     assert {case.where[0]: case.verdict for case in proof.cases} == {
         "b + a == c": "open",
         "b + a >= c + 1": "proven",
@@ -536,6 +538,7 @@ def test_a_case_of_numbers_has_no_contradiction():
 
     cases = prove(function, "float32[b]").cases
     first = "mod(b, 4) >= 1"
+
     assert {case.where for case in cases if case.where[0] == first} == {
         (first, "b <= 3"),
         (first, "b >= 5", "b <= 5"),

@@ -69,7 +69,8 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> dict[Path, Page]:
     """What `make docs` has built, if nothing was written since; else built anew."""
-    out, sources = ROOT / "site", [ROOT / "README.md"]
+    out = ROOT / "site"
+    sources = [ROOT / "README.md"]
     for folder in ("docs", "notebooks", "jgpt"):
         sources += [path for path in (ROOT / folder).rglob("*.*") if path.suffix != ".pyc"]
     written = max(path.stat().st_mtime for path in sources)
@@ -167,6 +168,7 @@ def test_faults_are_refused(tmp_path):
         ".. autofunction:: jgpt.causal_mask\n```\n"
     )
     built = build(source, tmp_path / "out")
+
     assert built.returncode == 1
     for fault in (
         "target not found: 'docs/gone.md'",

@@ -40,7 +40,10 @@ class Screen:
     """A terminal of some width, as a file for a console."""
 
     def __init__(self, width: int) -> None:
-        self.width, self.lines, self.row, self.column = width, [""], 0, 0
+        self.width = width
+        self.lines = [""]
+        self.row = 0
+        self.column = 0
         self.cursor = True
         self._lock = threading.Lock()
 
@@ -59,7 +62,8 @@ class Screen:
 
     def _take(self, word: str) -> None:
         if word == "\n" or (self.column == self.width and len(word) == 1 and word != "\r"):
-            self.row, self.column = self.row + 1, 0
+            self.row += 1
+            self.column = 0
             self.lines += [""] * (self.row + 1 - len(self.lines))
         if word == "\r":
             self.column = 0

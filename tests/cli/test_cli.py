@@ -99,6 +99,7 @@ def test_a_refusal_is_one_line_and_changes_nothing(line, expected, run, folder):
     """One of each kind, and one for each way from where it is raised to the terminal."""
     before = contents(folder), contents(run)
     shown = refused(*shlex.split(line), cwd=folder)
+
     assert shown.replace(f"{folder}/", "") == expected
     assert (contents(folder), contents(run)) == before
 
@@ -151,6 +152,7 @@ def test_what_is_imported_is_left_out_of_collections_once(monkeypatch, frozen, f
     monkeypatch.setattr("gc.freeze", lambda: events.append("frozen"))
     with importing():
         events.append("imported")
+
     assert events == ["imported"] + ["frozen"] * freezes
 
 
@@ -213,6 +215,7 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(arguments,
             stderr=subprocess.PIPE,
             check=False,
         )
+
     assert (done.returncode, done.stderr) == (code, said)
 
 
@@ -228,6 +231,7 @@ def test_only_the_echoes_of_a_failed_write_are_not_reported(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", hook := reported.append)
     monkeypatch.setitem(COMMANDS, "presets", complain)
     main(["presets"])
+
     assert [str(each.exc_value) for each in reported] == ["out of luck"]
     assert sys.unraisablehook == hook
 
@@ -237,6 +241,7 @@ def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
     monkeypatch.setitem(COMMANDS, "presets", lambda: print("naïve Ω"))
     main(["presets"])
+
     assert output.getvalue() == b"na?ve ?\n"
 
 
@@ -279,6 +284,7 @@ def test_too_little_memory_is_one_line(text_file, tmp_path, monkeypatch):
     failure = MemoryError("Unable to allocate 60 bytes")
     monkeypatch.setattr("jgpt.data.dataset.encode_each", mock.Mock(side_effect=failure))
     said = refused("train", "tiny", "--data", text_file, cwd=tmp_path)
+
     assert said == (
         "jgpt: the memory is too small (Unable to allocate 60 bytes): free some, or take a smaller "
         "model or text"
@@ -290,6 +296,7 @@ def test_a_command_to_copy_is_quoted(text_file, tmp_path):
     out = tmp_path / "with space"
     how = ("--tokenizer", "bpe", "--bpe-vocab-size", 261)
     said = worked("prepare", text_file, "--out", out, *how)
+
     assert re.fullmatch(rf".* tokens in .*; next: jgpt train --data '{out}'\n", said)  # one line
     assert tokenizer_from_json((out / "tokenizer.json").read_text()).vocab_size == 261
 
@@ -301,6 +308,7 @@ def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
     for name, data in {"a": [text_file], "b": ["--data", text_file], "c": named}.items():
         worked("prepare", *data, "--tokenizer", "byte", "--out", tmp_path / name)
     first, second, third = ((tmp_path / name / "tokens.bin").read_bytes() for name in "abc")
+
     assert bytes(first[::2]).decode() == text_file.read_text()
     assert second == first
     assert third == first + b"\n\0"
@@ -383,6 +391,7 @@ GREEDY = ("--temperature", 0, *SAMPLE)
 def test_sample_continues_the_prompt_and_a_seed_repeats_it(run):
     ask = ("sample", run, *SAMPLE, "So lo", "--seed", 7)
     first = worked(*ask)
+
     assert first.startswith("So lo")
     assert len(first.removesuffix("\n")) == len("So lo") + 12
     assert worked(*ask, "--temperature", 0.8) == first
@@ -445,6 +454,7 @@ def test_only_weights_in_int8_are_quantised(run, monkeypatch):
     for weights in ("saved", "int8"):
         worked("sample", run, "--weights", weights)
         assert refused("chat", run, "--weights", weights) == "jgpt: go"
+
     assert [type(model) for model in sampled] == [GPT, GPT, str, str]
 
 
@@ -517,12 +527,14 @@ def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
         ask = (name, run, *options, "--checkpoint", given)
         assert refused(*ask, cwd=tmp_path) == "jgpt: read"
     refused(name, run, *options, cwd=tmp_path)
+
     assert asked == ["best", "last", 30, "best"]
 
 
 def test_a_terminal_gets_no_control_characters_from_a_text(two):
     ask = ("sample", two, "--prompt", "dog\r\nthe", "--max-new-tokens", 0)
     code, shown = on_terminal(80, *ask)
+
     assert code == 0
     assert shown.endswith("dog␍\r\nthe\r\n")  # a terminal's own \r before each \n
     assert worked(*ask) == "dog\r\nthe\n"
@@ -539,11 +551,13 @@ def test_a_terminal_gets_no_control_characters_from_a_text(two):
     ids=lambda command: command[0],
 )
 def test_a_file_that_cannot_be_written_is_named_and_the_earlier_one_stays(command, run, tmp_path):
-    (name, *options), file = command, tmp_path / command[-1]
+    name, *options = command
+    file = tmp_path / command[-1]
     worked(name, run, *options, cwd=tmp_path)  # compiles what is kept in files, too
     file.write_bytes(b"of yesterday")
     with files_of_at_most(1000):
         said = refused(name, run, *options, cwd=tmp_path)
+
     assert said == f"jgpt: {command[-1]} can't be written: File too large"
     assert contents(tmp_path) == {command[-1]: b"of yesterday"}
 
@@ -560,6 +574,7 @@ def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
     picture = "nodir/a.html" if command == "look" else "nodir/a.png"
     options = [] if command == "plot" else ["--prompt", "the"]
     said = refused(command, run, *options, "--out", picture, cwd=tmp_path)
+
     assert said == f"jgpt: nodir is no folder: create it, or choose another for {picture}"
 
 

@@ -91,11 +91,13 @@ def test_a_description_is_as_it_was(title, monkeypatch):
     monkeypatch.setattr("jgpt.training.plan.training_memory", memory)
     monkeypatch.setattr("jgpt.training.memory.host_memory", lambda: 7 * MIB)
     _, _, rest = EXPECTED.partition(f"=== {title}\n")
+
     assert DESCRIBED[title]() == rest.partition("\n\n")[0].splitlines()
 
 
 def test_eval_prints_what_was_measured(trained):
-    found, run = evaluate(trained.directory), trained.directory
+    found = evaluate(trained.directory)
+    run = trained.directory
     assert found.loss == pytest.approx(trained.validation_loss, rel=1e-6)
     lines = worked("eval", run).splitlines()
     said = [float(re.findall(r"\d[\d.]*", line)[0]) for line in lines]
@@ -146,7 +148,8 @@ def test_a_plan_as_json(capsys, monkeypatch, poem):
 
 @pytest.mark.slow
 def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
-    said, meshes = [], []
+    said = []
+    meshes = []
 
     def heard(call):
         def wrapper(*arguments, **options):
@@ -163,10 +166,10 @@ def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
         text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)
         said.append((text, json.loads(worked("eval", *ask, "--json"))))
     assert meshes == [{}] * 3 + [{"data": 2, "fsdp": 2, "tensor": 2}] * 3
-    (text, alone), (same, raise_in_all_processes) = said
+    (text, alone), (same, together) = said
     assert text == same
-    assert alone["tokens"] == raise_in_all_processes["tokens"]
-    assert alone["loss"] == pytest.approx(raise_in_all_processes["loss"], rel=1e-6)
+    assert alone["tokens"] == together["tokens"]
+    assert alone["loss"] == pytest.approx(together["loss"], rel=1e-6)
 
 
 def test_training_is_not_begun_where_too_few_files_may_be_open(tmp_path, monkeypatch):

@@ -62,6 +62,7 @@ def test_arrays_that_muon_does_not_take_are_said():
     block = {"experts": jnp.zeros((3, 4, 5)), "router": jnp.zeros((4, 3))}
     weights = {"blocks": {0: block, 1: block}, "head": jnp.zeros((4, 7))}
     adamw, muon, said = describe_optimizer_groups(OptimizerConfig(**MUON), weights)
+
     assert muon == "muon: 2 matrices (decay 0.25) with 24 parameters"
     assert adamw == (
         "adamw: 2 arrays of more than 2 dimensions (decay 0.1) with 120 parameters, "
@@ -93,7 +94,9 @@ def test_a_custom_optimizer_is_not_described_as_adamw():
 
 def story(width: int) -> str:
     """What a terminal of some width shows of a run that is stopped."""
-    screen, seconds, shown = Screen(width), [0.0], [f"=== {width} columns"]
+    screen = Screen(width)
+    seconds = [0.0]
+    shown = [f"=== {width} columns"]
     console = Console(
         file=screen,  # type: ignore[arg-type]
         width=width,
@@ -230,6 +233,7 @@ def test_a_run_is_finished_when_its_last_step_is_evaluated(step, interrupted, sa
     progress.planned(dataclasses.replace(PART, interrupted=interrupted))
     progress.started(config, text, state, Path("r"))  # type: ignore[arg-type]
     progress.spinner.stop()
+
     assert file.getvalue().splitlines()[-1] == said
 
 
@@ -237,7 +241,8 @@ PART = EvaluationPlan(1, 400, 9000, spread=True, exact_last=True, share=0.05)
 
 
 def test_a_long_evaluation_has_a_bar_in_the_place_of_the_steps():
-    screen, seconds = Screen(80), [0.0]
+    screen = Screen(80)
+    seconds = [0.0]
     console = Console(
         file=screen,  # type: ignore[arg-type]
         width=80,
@@ -271,12 +276,14 @@ def test_a_long_evaluation_has_a_bar_in_the_place_of_the_steps():
 
 
 def test_jgpt_eval_has_a_bar_too_and_lines_in_a_file():
-    file, seconds = io.StringIO(), [0.0]
+    file = io.StringIO()
+    seconds = [0.0]
     console = Console(file=file, width=80, get_time=lambda: seconds[0], _environ={})
     with ConsoleProgress(console, "evaluating") as progress:
         for done in range(0, 9000, 100):
             progress.evaluating(done, 9000)
             seconds[0] += 1.0
+
     assert [line for line in file.getvalue().splitlines() if line] == [
         f"evaluation: {done:,} of 9,000 tokens" for done in (2100, 4200, 6300, 8400)
     ]
@@ -291,17 +298,20 @@ def test_a_bar_moves_twice_a_second_however_slow_a_step_is():
         progress.stepped(1, 2.5, tokens_per_second)
         moves.append(progress.most_steps)
     progress.bar.stop()
+
     assert moves == [1, 1, 1, 5, 22]
     assert ConsoleProgress(Console(file=io.StringIO()), "").most_steps is None
 
 
 def test_without_a_terminal_there_is_a_line_every_twenty_seconds():
-    file, seconds = io.StringIO(), [100.0]
+    file = io.StringIO()
+    seconds = [100.0]
     console = Console(file=file, width=80, get_time=lambda: seconds[0], _environ={})
     progress = ConsoleProgress(console, "reading the data")
     for waited in (0.0, 20.0, 20.5, 40.0, 41.0):
         seconds[0] = 100 + waited
         progress.stepped(round(10 * waited), 2.5, 1000.0)
+
     assert [line for line in file.getvalue().splitlines() if line] == [
         "step 205: loss 2.500  1,000 tokens/s",
         "step 410: loss 2.500  1,000 tokens/s",

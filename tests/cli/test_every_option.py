@@ -293,6 +293,7 @@ def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
 
     calls.note("jgpt.fitting.evaluate.evaluate", Evaluation(0.5, 2.0, 3.0, 7), during=warn)
     done = jgpt("eval", "run", "--json")
+
     assert json.loads(done.stdout) == dataclasses.asdict(Evaluation(0.5, 2.0, 3.0, 7))
     assert "a warning" in done.stderr
 
@@ -320,6 +321,7 @@ def test_a_config_file_is_the_run_s_config(command, function, calls, tmp_path):
     (tmp_path / "config.json").write_text(to_json(config))
     calls.note(f"jgpt.fitting.fit.{function}", stop=True)
     type_in(command, "--config", "config.json", cwd=tmp_path)
+
     assert calls[function]["config"] == config
 
 
@@ -363,6 +365,7 @@ def test_without_a_run_the_latest_one_is_taken_and_named(command, words, takes, 
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.latest", lambda: Path("runs", "two"))
     calls.note(takes, stop=True)
     done = jgpt(command, *words)
+
     assert done.stderr.startswith(f"the latest run is {Path('runs', 'two')}\n")
     assert STOP in done.stderr
     assert next(iter(calls[takes.rsplit(".", 1)[1]].values())) == str(Path("runs", "two"))
@@ -388,6 +391,7 @@ def test_eval(calls):
     words = ("--checkpoint", 30, "--split", "test", "--model", "m.py:GPT", "--mesh", "data=1")
     type_in("eval", "run", "--json", *words)
     received = calls["evaluate"]
+
     assert received["run_directory"] == "run"
     assert received["which"] == 30
     assert received["split"] == "test"
@@ -400,6 +404,7 @@ def test_info(calls):
     calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
     words = ("--model", "m.py:GPT", "--optimizer", "o.py:lion", "--mesh", "tensor=2")
     type_in("info", "run", *words)
+
     assert list(calls["config_of"].values()) == ["run", "m.py:GPT", "o.py:lion"]
     assert calls["describe_placements"]["config"].mesh == "tensor=2"
 
@@ -458,6 +463,7 @@ def test_a_live_page(words, opened, calls, monkeypatch):
     options = ("--prompt", "a b", "--checkpoint", 30, "--model", "m.py:GPT")
     type_in("look", "run", "--live", *options, *words)
     received = calls["RunPage"]
+
     assert received == {"directory": "run", "prompt": "a b", "which": 30, "model": "m.py:GPT"}
     assert browser == opened
 
@@ -480,6 +486,7 @@ def test_prepare(calls):
     type_in("prepare", "first.txt", "second.txt", "--out", "my_folder", *words_of(fields))
     config = calls["prepare"]["config"]
     expected = fields | {"data": ("first.txt", "second.txt", "d.txt", "e_f.txt")}
+
     assert {name: getattr(config, name) for name in fields} == expected
     assert str(calls["prepare"]["directory"]) == "my_folder"
 
@@ -518,6 +525,7 @@ def test_export(loaded, monkeypatch):
     loaded.note("jgpt.interop.huggingface.save_hf")
     type_in("export", "run", "--out", "my_folder", "--zero-biases", "--checkpoint", 30)
     received = loaded["save_hf"]
+
     assert received["directory"] == "my_folder"
     assert received["zero_biases"] is True
     assert received["like"] == "the folder imported from"

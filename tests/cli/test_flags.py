@@ -101,4 +101,5 @@ def test_the_library_names_no_flag():
                 if isinstance(node, ast.Constant) and id(node) not in documentation
                 if isinstance(node.value, str) and re.search(r"(?<![\w-])--[a-z]", node.value)
             ]
+
     assert found == []

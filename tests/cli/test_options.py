@@ -128,6 +128,7 @@ def test_every_field_of_the_config_is_an_option():
     shown = flags(worked("train", "--help-all"))
     kinds = (RunOptions, ProcessOptions)
     switches = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+
     assert sorted(shown) == sorted(
         name.replace("_", "-") for name in {*fields(TINY), *switches} - {"vocab_size", "make"}
     )
@@ -185,6 +186,7 @@ def test_a_path_where_a_preset_stands_is_answered_with_the_right_command(words, 
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     for name in ("a.txt", "b.txt", "gpt.py", "runs/tiny/config.json"):
         (tmp_path / name).touch()
+
     assert refused("train", *words.split(), cwd=tmp_path, columns=200) == f"jgpt: {answer}"
 
 

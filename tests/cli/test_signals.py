@@ -79,6 +79,7 @@ def test_the_first_asks_and_the_second_leaves(heard, number):
         assert heard.calls == ["first"]
         send(signal.SIGTERM)
         assert heard.left.wait(10)
+
     assert heard.calls == ["first", "second", 143]
 
 
@@ -126,6 +127,7 @@ def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
         assert process.wait(60) == 129
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+
     assert int(checkpoint.name) == json.loads(lines[-1])["step"] > 0
 
 
@@ -205,6 +207,7 @@ def test_an_interruption_where_python_drops_it_still_ends_the_command(where):
         assert process.stdout.readline() == "here\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=15) == ("", "")
+
     assert process.returncode == 130
 
 

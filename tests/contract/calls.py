@@ -67,7 +67,8 @@ class Call:
     """A good call of a typed callable."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any):
-        self.written, self.function = function, contract.typed(function)
+        self.written = function
+        self.function = contract.typed(function)
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.signature = inspect.signature(function)
         arguments = self.signature.bind(*args, **kwargs).arguments
@@ -124,7 +125,8 @@ class Call:
 
     def again(self, values: Mapping[str, Value], function: Callable[..., Any] | None = None) -> Any:
         """Make the call with these arrays, of this function or another: traced if it was."""
-        leaves, result = self.changed(values), None
+        leaves = self.changed(values)
+        result = None
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         traced = structs if self.traced else []
 

@@ -134,7 +134,8 @@ def functions() -> None:
     traced(lambda key, *qkv: windowed(*qkv, dropout=0.1, dropout_key=key), KEY, *local)
     grouped = FLOAT(BATCH, 10, TIME, 12), FLOAT(BATCH, 2, CONTEXT, 12), FLOAT(BATCH, 2, CONTEXT, 12)
     traced(lambda *qkv: fused_attend(*qkv, causal=True, implementation="xla"), *grouped)
-    rows, kernel = FLOAT(BATCH, TIME, 23), FLOAT(23, 29)
+    rows = FLOAT(BATCH, TIME, 23)
+    kernel = FLOAT(23, 29)
     traced(lambda x, kernel: project(x, kernel, "bfloat16"), rows, kernel)
     traced(quantise, FLOAT(BATCH, 26))
     traced(Int8Linear, FLOAT(23, 29), FLOAT(29))
@@ -153,14 +154,16 @@ def transformers() -> None:
     for config in (MODERN, LECTURE):
 
         def whole(graph: Any, state: Any, tokens: Any, key: Any) -> None:
-            model, rngs = nnx.merge(graph, state), nnx.Rngs(dropout=key)
+            model = nnx.merge(graph, state)
+            rngs = nnx.Rngs(dropout=key)
             model(tokens)
             model(tokens, rngs=rngs)
             model(tokens, cache=model.empty_cache(BATCH))
             model.attention_weights(tokens)
 
         def parts(graph: Any, state: Any, x: Any, context: Any, key: Any) -> None:
-            model, rngs = nnx.merge(graph, state), nnx.Rngs(dropout=key)
+            model = nnx.merge(graph, state)
+            rngs = nnx.Rngs(dropout=key)
             heads = model.blocks[0].attention
             head = jgpt.Head(22, 6, dropout=0.1, rngs=nnx.Rngs(0))
             for each in (heads, head):
@@ -171,7 +174,8 @@ def transformers() -> None:
             head(x)
 
         graph, state = nnx.split(model_of(config))
-        x, context = FLOAT(BATCH, TIME, 22), FLOAT(BATCH, CONTEXT, 22)
+        x = FLOAT(BATCH, TIME, 22)
+        context = FLOAT(BATCH, CONTEXT, 22)
         traced(functools.partial(whole, graph), state, TOKENS, KEY)
         traced(functools.partial(parts, graph), state, x, context, KEY)
         traced(
@@ -217,7 +221,8 @@ def training() -> None:
 
 def sampling() -> None:
     """Tokens and text drawn from a model."""
-    key, prompt = jax.random.key(0), jnp.ones((BATCH, TIME), jnp.int32)
+    key = jax.random.key(0)
+    prompt = jnp.ones((BATCH, TIME), jnp.int32)
     lengths = np.full(BATCH, 6, np.int32)
     options: dict[str, Any] = {"max_new_tokens": 0, "key": key, "top_p": 0.9, "min_p": 0.1}
     gpt = model_of(LECTURE)

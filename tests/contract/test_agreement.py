@@ -92,7 +92,8 @@ def judge(decorator: Callable[..., Any], hint: Any) -> Judge:
 
     take.__annotations__ = {"first": hint, "second": hint}
     give.__annotations__ = {"first": hint, "return": hint}
-    take, give = decorator(take), decorator(give)
+    take = decorator(take)
+    give = decorator(give)
 
     def says(call: Callable[[], Any]) -> bool:
         try:
@@ -117,7 +118,8 @@ def accepted(says: Judge) -> set[str]:
 @pytest.mark.parametrize("name", only(QUICK, HINTS))
 def test_it_accepts_what_jaxtyping_accepts(name: str):
     hint = HINTS[name]
-    ours, theirs = judge(typed, hint), judge(REFERENCE, hint)
+    ours = judge(typed, hint)
+    theirs = judge(REFERENCE, hint)
     good = accepted(theirs)
     assert accepted(ours) == good
     assert (len(good) == len(VALUES)) == (hint in (Any, PyTree))

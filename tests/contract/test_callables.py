@@ -123,6 +123,7 @@ def test_each_mutated_argument_is_judged_by_the_contract(name: str):
 def test_the_annotations_say_what_is_meant(name: str, hints: dict[str, Any]):
     calls = (call for call in calls_of(f"jgpt.{name}") if set(call.good) == set(hints))
     fitting = judged(call := next(calls), hints)
+
     assert fitting >= 1
     assert len(list(mutations(call.good))) - fitting > 8
 
@@ -208,9 +209,11 @@ def test_a_wrong_result_is_blamed_on_the_return(name: str):
 def test_the_chunks_of_a_batch_are_as_many_and_as_long_in_each_result(index: int, axis: int):
     call = calls_of("jgpt.nn.loss._chunked")[0]
     answer = list(call.again(call.good))
-    shape, dtype = list(answer[index].shape), answer[index].dtype.name
+    shape = list(answer[index].shape)
+    dtype = answer[index].dtype.name
     shape[axis] += 1
     answer[index] = Value(tuple(shape), dtype).like(answer[index])
+
     with pytest.raises(TypeCheckError, match="returned a wrong result"):
         call.again(call.good, lying(call, tuple(answer)))
 
@@ -226,9 +229,12 @@ def test_what_is_written_is_on_the_host():
 
 def test_an_optimizer_s_state_is_of_floats_counts_flags_and_keys():
     made = calls_of("jgpt.training.state.TrainState.__init__")[0].function
-    count, means, weights = jnp.zeros((), jnp.int32), jnp.zeros((2, 3)), {"a": jnp.zeros(2)}
+    count = jnp.zeros((), jnp.int32)
+    means = jnp.zeros((2, 3))
+    weights = {"a": jnp.zeros(2)}
     of_others = {"done": count.astype(bool), "noise": jax.random.key(0)}  # optax's add_noise
     made(weights, {"count": count, "means": means, **of_others}, count)
+
     for wrong in ({"means": means.astype(jnp.uint8)}, {"count": count.astype(jnp.complex64)}):
         with pytest.raises(TypeCheckError, match="got a wrong argument `optimizer`"):
             made(weights, {"count": count, "means": means, **wrong}, count)
@@ -244,7 +250,8 @@ def test_gradients_of_another_tree_than_the_weights_are_refused():
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
 def test_a_wrong_intermediate_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
-    call, own = calls_of(name)[0], []
+    call = calls_of(name)[0]
+    own = []
 
     def probe(value: Any, annotation: Any) -> Any:
         own.append(sys._getframe(1).f_code is call.written.__code__)
@@ -256,6 +263,7 @@ def test_a_wrong_intermediate_is_refused(name: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sys.modules[call.written.__module__], "check", probe)
     call.again(call.good)
+
     assert own.count(True) == 1
 
 

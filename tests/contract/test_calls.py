@@ -29,7 +29,9 @@ def paired(x: Float[Array, "size"], y: Float[Array, "size"]) -> Float[Array, "si
 
 
 def test_a_size_that_has_changed_is_read_again():
-    grower, x = Grower(3), jnp.ones(3)
+    grower = Grower(3)
+    x = jnp.ones(3)
+
     assert grower.same(x) is x
     with pytest.raises(TypeCheckError, match="returned a wrong result"):
         grower.same(x, grow=1)
@@ -77,6 +79,7 @@ def test_each_thread_has_its_own_sizes():
         thread.start()
     for thread in threads:
         thread.join()
+
     assert sorted(results) == [(3,), (4,)]
 
 
@@ -110,9 +113,11 @@ def test_the_checks_put_two_frames_between_a_call_and_its_body():
     """JAX walks the stack at each operation that it traces: frames cost more than checks."""
 
     def depth() -> int:
-        frame, frames = sys._getframe(), 0
+        frame = sys._getframe()
+        frames = 0
         while frame:
-            frame, frames = frame.f_back, frames + 1
+            frame = frame.f_back
+            frames = frames + 1
         return frames
 
     @typed

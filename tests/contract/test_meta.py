@@ -134,6 +134,7 @@ def test_what_keeps_the_contract_is_left_alone(plant):
         "def _host(n): return n\n"
     )
     package = plant(source)
+
     assert violations(package, set(LEGEND)) == []
     assert with_arrays(package) == ["planted.escape.R.__init__", "planted.escape.f"]
 
@@ -185,6 +186,7 @@ def test_lint_bans_what_switches_checks_off(tmp_path: Path):
         capture_output=True,
         text=True,
     )
+
     assert (run.returncode, run.stdout.count("TID251")) == (1, 2)
 
 

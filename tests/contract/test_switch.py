@@ -65,5 +65,6 @@ def test_the_compiled_step_is_the_same_to_the_byte(dropout: float):
     train = jgpt.TrainConfig(model=model)
     checked = lowered(train)
     config.update("jaxtyping_disable", True)
+
     assert lowered(train) == checked
     assert "stablehlo.dot_general" in checked

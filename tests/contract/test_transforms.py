@@ -118,6 +118,7 @@ def test_shards_have_their_own_sizes():
     data = PartitionSpec("data")
     whole = jax.ShapeDtypeStruct((8, 5), np.float32)
     mapped = jax.shard_map(per_shard, mesh=mesh, in_specs=data, out_specs=data)
+
     assert jax.eval_shape(mapped, whole).shape == (8, 5)
     assert seen == [(1, 5)]
 
@@ -155,6 +156,7 @@ def doubled(time: int) -> Float[Array, "{2*time+1}"]:
 def test_a_symbolic_integer_is_checked_like_another():
     (t,) = jax.export.symbolic_shape("t")
     tokens = jax.ShapeDtypeStruct((t,), jnp.int32)
+
     with pytest.raises(TypeCheckError, match="returned a wrong result"):
         jax.eval_shape(lambda x: doubled(x.shape[0]), tokens)
     with pytest.raises(TypeCheckError, match="got a wrong argument `time`"):

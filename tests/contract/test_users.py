@@ -164,6 +164,7 @@ def test_pyright_sees_wrong_calls(tmp_path: Path):
     )
     found = json.loads(run.stdout)["generalDiagnostics"]
     by_line = {each["range"]["start"]["line"] + 1: each["rule"] for each in found}
+
     assert by_line == {
         8: "reportArgumentType",
         9: "reportCallIssue",
@@ -184,6 +185,7 @@ def test_a_record_of_theirs_is_a_tree_for_jax():
     doubled = jax.jit(lambda pair: jax.tree.map(lambda x: 2 * x, pair))(
         Pair(jnp.arange(3.0), jnp.ones(3))
     )
+
     assert doubled.one.tolist() == [0, 2, 4]
     assert doubled.other.tolist() == [2, 2, 2]
     with pytest.raises(TypeCheckError, match="wrong argument `other`"):

@@ -55,6 +55,7 @@ def test_a_name_that_is_neither_a_file_nor_a_corpus_is_rejected(name, hint, monk
     monkeypatch.chdir(tmp_path)
     corpora = "no corpus of that name (pydocs and shakespeare are)"
     message = f"there is no file '{name}', and {corpora}{hint}"
+
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
         read_text([name])
 
@@ -214,6 +215,7 @@ def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chu
     path = write(tmp_path_factory.getbasetemp(), "seams.txt", text)
     chunks = text_chunks([path], chunk_size, universal_newlines=False)
     pieces = [byte_pairs.encode(chunk).tolist() for chunk in chunks]
+
     assert list(chain.from_iterable(pieces)) == byte_pairs.encode(text).tolist()
 
 

@@ -38,6 +38,7 @@ def test_windows_lie_within_the_text_and_targets_follow_inputs(tokens):
 def test_every_place_is_drawn_and_no_other():
     ten = COUNTING[:10]  # windows of 8 start at 0, 1 or 2
     starts = np.asarray(batches(ten, 0, 0, 50, 4, 7))[..., 0]
+
     assert set(starts.flat) == {0, 1, 2}
     assert np.bincount(starts.ravel()).min() > 40  # of 200, each about a third
 
@@ -45,10 +46,9 @@ def test_every_place_is_drawn_and_no_other():
 @given(seed=st.integers(0, 2**32 - 1), step=st.integers(0, 2**31 - 99), split=st.integers(1, 4))
 def test_batches_do_not_depend_on_how_steps_are_grouped(seed, step, split):
     whole = batches(COUNTING, seed, step, 5, 3, 7)
-    first, second = (
-        batches(COUNTING, seed, step, split, 3, 7),
-        batches(COUNTING, seed, step + split, 5 - split, 3, 7),
-    )
+    first = batches(COUNTING, seed, step, split, 3, 7)
+    second = batches(COUNTING, seed, step + split, 5 - split, 3, 7)
+
     assert np.array_equal(whole, np.concatenate([first, second]))
 
 
@@ -114,7 +114,8 @@ def test_an_evaluation_covers_each_target_exactly_once(length, block_size, batch
     windows, counts = evaluation_windows(tokens, block_size, batch_size)
     assert windows.shape[1:] == (batch_size, block_size + 1)
     assert windows.dtype == np.int32
-    inputs, targets = windows[..., :-1][counts], windows[..., 1:][counts]
+    inputs = windows[..., :-1][counts]
+    targets = windows[..., 1:][counts]
     assert targets.tolist() == list(range(1001, 1000 + length))
     assert np.array_equal(inputs + 1, targets)
     assert len(windows) == -(-(length - 1) // (batch_size * block_size))  # no batch for nothing
@@ -160,6 +161,7 @@ def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
         for size in (1 << 20, 5):  # parts that are decoded at once, which may end in a character
             monkeypatch.setattr(dataset_module, "DECODED_AT_ONCE", size)
             assert count_characters(tokens, tokenizer) == len(text) == 108
+
     assert len(pairs.encode(text)) < 108 - 9
     assert count_characters(ByteTokenizer().encode("🙂é")[1:], ByteTokenizer()) == 1
 
@@ -167,6 +169,7 @@ def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
 def test_a_given_tokenizer_is_used_and_may_not_fit(tmp_path):
     config = write(tmp_path, "abcabcabca" * 3)
     dataset = load_dataset(config, 1, tokenizer=CharTokenizer("abcd"))
+
     assert dataset.tokenizer.vocab_size == 4
     with pytest.raises(ValueError, match="unknown character 'c' at position 2"):
         load_dataset(config, 1, tokenizer=CharTokenizer("ab"))
@@ -197,7 +200,8 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
         data=(str(tmp_path / "input.txt"),), tokenizer=tokenizer, bpe_vocab_size=280
     )
     direct = load_dataset(config, 8)
-    chunks, read = dataset_module.text_chunks, []
+    chunks = dataset_module.text_chunks
+    read = []
 
     def text_chunks(sources, **options):
         for chunk in chunks(sources, 17, **options):
@@ -223,7 +227,8 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
 
 @pytest.mark.parametrize("universal", [True, False])
 def test_prepared_text_has_the_newlines_that_were_asked_for(tmp_path, universal):
-    said, text = [], "\ufeffone\r\ntwo\r\n" * 9
+    said = []
+    text = "\ufeffone\r\ntwo\r\n" * 9
     config = dataclasses.replace(write(tmp_path, text), universal_newlines=universal)
     direct = load_dataset(config, 2, warn=said.append)
     prepare(config, tmp_path / "out", warn=said.append)
@@ -331,7 +336,9 @@ def test_prepared_data_goes_with_nothing_else(prepared):
 
 def test_of_two_that_prepare_one_folder_the_second_is_refused(tmp_path, monkeypatch):
     """Each writes for itself: the tokens and the tokenizer that are there belong together."""
-    slow, fast, out = write(tmp_path, "slow", "s"), write(tmp_path, "fast!", "f"), tmp_path / "out"
+    slow = write(tmp_path, "slow", "s")
+    fast = write(tmp_path, "fast!", "f")
+    out = tmp_path / "out"
     (tmp_path / "out.partial").mkdir()  # nobody's, perhaps the user's
     chunks = dataset_module.text_chunks
 

@@ -223,7 +223,8 @@ def test_hidden_files_are_skipped_and_what_is_skipped_is_said(tmp_path):
     for number in range(3):
         write(tmp_path / "text", f"{number}.png", b"\x89PNG")
     write(tmp_path / "text", "Makefile", "all:")
-    folder, said = str(tmp_path / "text"), []
+    folder = str(tmp_path / "text")
+    said = []
     assert read_text([folder], warn=said.append) == "notes.md"
     assert said == [f"{folder}: 1 files are read, and 3 hidden, 3 .png, 1 without a suffix skipped"]
     # but what is named is read
@@ -275,8 +276,10 @@ def test_an_encoding_is_named_only_where_it_can_be_told(tmp_path):
 
 
 def test_bytes_that_are_read_are_counted(tmp_path):
-    path, counts = write(tmp_path, "a.txt.gz", gzipped(b"text" * 999)), []
+    path = write(tmp_path, "a.txt.gz", gzipped(b"text" * 999))
+    counts = []
     read_text([path, path], advance=counts.append)
+
     assert sum(counts) == 2 * (tmp_path / "a.txt.gz").stat().st_size
 
 
@@ -296,7 +299,8 @@ def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_d
 
 def test_the_end_of_text_may_be_token_0(tmp_path):
     """As it is SmolLM2's."""
-    backend, end = tokenizers.Tokenizer(tokenizers.models.BPE()), "<|endoftext|>"
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    end = "<|endoftext|>"
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(special_tokens=[end], initial_alphabet=[*"Tobent"])
     backend.train_from_iterator([], trainer)
@@ -325,7 +329,8 @@ def test_a_run_of_hidden_files_finds_its_text_again(tmp_path):
     write(tmp_path / "notes", "a.md", "abc" * 9)
     write(tmp_path / "notes", ".draft.md", "dab" * 9)
     text = "dab" * 9 + "abc" * 9
-    config, letters = DataConfig((str(tmp_path / "notes"),)), CharTokenizer("abcd")
+    config = DataConfig((str(tmp_path / "notes"),))
+    letters = CharTokenizer("abcd")
     known = KnownText(tokens_digest_of(letters.encode(text)), digest_of(text), {})
     write(tmp_path / "notes", "c.py", "e" * 9)
     assert load_dataset(config, 1, tokenizer=letters, known=known).text == known
@@ -375,6 +380,7 @@ def test_a_run_of_the_text_beside_them_stays_one(tokens):
     write(tokens, "input.txt", "abc" * 9)
     old = load_dataset(DataConfig((str(tokens / "input.txt"),)), 1)
     config = DataConfig((str(tokens),))
+
     assert load_dataset(config, 1, tokenizer=old.tokenizer, known=old.text).text == old.text
 
 

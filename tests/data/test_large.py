@@ -58,7 +58,9 @@ def folders(cache):
 def test_a_large_text_gives_the_tokens_of_a_small_one_and_is_tokenized_once(
     text, in_memory, user_cache, monkeypatch, kind
 ):
-    config, said, fractions = DataConfig((text,), **TOKENIZERS[kind]), [], []
+    config = DataConfig((text,), **TOKENIZERS[kind])
+    said = []
+    fractions = []
     small = in_memory(config)
     assert folders(user_cache) == []
     assert type(small.train) is np.ndarray
@@ -131,6 +133,7 @@ def test_a_stop_is_possible_while_another_process_tokenizes(text, user_cache, mo
 
     said = []
     monkeypatch.setattr(dataset_module, "new_directory", in_use)
+
     with pytest.raises(Stopped):
         load_dataset(
             DataConfig((text,)), 8, warn=lambda line: said.extend(line.split()), progress=stop
@@ -186,6 +189,7 @@ def test_a_full_disk_is_named_with_the_folder_and_leaves_nothing(text, user_cach
 
     monkeypatch.setattr(dataset_module, "encode_each", full)
     message = r"prepared/\w+ can't be written: No space left on device; the tokens of a text above"
+
     with pytest.raises(OSError, match=message):
         load_dataset(DataConfig((text,)), 8)
     assert folders(user_cache) == []
@@ -200,6 +204,7 @@ def test_a_text_that_changes_while_it_is_read_is_an_error(text, user_cache, monk
         return found
 
     monkeypatch.setattr(dataset_module, "_read_once", changing)
+
     with pytest.raises(ValueError, match=r"text\.txt changed while it was read: start again"):
         load_dataset(DataConfig((text,)), 8)
     assert folders(user_cache) == []
@@ -209,6 +214,7 @@ def test_damaged_tokens_in_the_cache_are_named(text, user_cache):
     load_dataset(DataConfig((text,)), 8)
     (folder,) = folders(user_cache)
     (folder / "tokens.bin").write_bytes(b"\0" * 9)
+
     with pytest.raises(ValueError, match=r"has 9 bytes, not .*; .*prepared/\w+ is a cache: delete"):
         load_dataset(DataConfig((text,)), 8)
 
@@ -286,10 +292,12 @@ def spaced(prepend):
 @pytest.mark.parametrize("prepend", [True, False])
 def test_the_parts_of_a_text_have_the_tokens_of_the_whole(tmp_path, monkeypatch, prepend):
     """Also of a tokenizer for which each text begins with a space."""
-    tokenizer, text = spaced(prepend), "a a aa a " * 99
+    tokenizer = spaced(prepend)
+    text = "a a aa a " * 99
     path = write(tmp_path, "a.txt", text)
     monkeypatch.setattr(dataset_module, "PIECE", 17)
     dataset = load_dataset(DataConfig((path,)), 1, tokenizer=tokenizer)
+
     assert [*dataset.train, *dataset.validation] == tokenizer.encode(text).tolist()
     assert tokenizer.encode("a").tolist() == ([2] if prepend else [1])
 
@@ -316,6 +324,7 @@ def test_a_pipe_is_read_once_however_long_it_is(tmp_path, monkeypatch):
     writer = subprocess.Popen(["sh", "-c", 'printf %s "$0" > "$1"', text, tmp_path / "pipe"])
     dataset = load_dataset(DataConfig((str(tmp_path / "pipe"),)), 1)
     writer.wait()
+
     assert dataset.tokenizer.decode(np.concatenate([dataset.train, dataset.validation])) == text
 
 
@@ -423,6 +432,7 @@ def test_a_text_in_memory_takes_at_most_three_bytes_for_each(tmp_path, kind):
     write_code(large, size, seed=1)
     done = run_python(MEASURE, kind, small, large)
     grown, tokens = map(int, done.stdout.split())
+
     assert tokens > 0.2 * size
     # the tokens themselves are there: a measure of something else would be less
     assert tokens < grown < 3 * large.stat().st_size
@@ -442,6 +452,7 @@ def test_training_on_60_megabytes_takes_three_bytes_for_each(tmp_path):
         done = run_python(MEASURE_TRAINING, "train", "tiny", *options, *out)
         peaks[name] = int(done.stderr.splitlines()[-1])
     grown = peaks["large"] - peaks["small"]
+
     assert 0 < grown < 3 * 60_000_000
     # it is not a text whose tokens are kept in the cache
     assert (tmp_path / "large.txt").stat().st_size < dataset_module.LARGE_TEXT

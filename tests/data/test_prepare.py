@@ -53,7 +53,8 @@ def text(tmp_path):
 @pytest.fixture
 def encoded(monkeypatch):
     """The lengths of the texts that are encoded."""
-    lengths, encode_each = [], dataset_module.encode_each
+    lengths = []
+    encode_each = dataset_module.encode_each
 
     def counted(*its):
         for length, data in encode_each(*its):
@@ -85,7 +86,9 @@ def done_files(out):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
-    out, config, said = tmp_path / "out", DataConfig((str(text),), True, "bpe", 300), []
+    out = tmp_path / "out"
+    config = DataConfig((str(text),), True, "bpe", 300)
+    said = []
     process = start(text, "bpe", out)
     try:
         wait_for(lambda: done_files(out), process)
@@ -119,7 +122,8 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
 
 
 def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path, monkeypatch):
-    config, said = DataConfig((str(text),), True, "byte"), []
+    config = DataConfig((str(text),), True, "byte")
+    said = []
     chunks = dataset_module.text_chunks
     monkeypatch.setattr(dataset_module, "SECONDS_BETWEEN_SAVES", 0.0)
 
@@ -255,6 +259,7 @@ def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(
         assert tokens_in(out) == WORDS.encode()
         for path in (*out.iterdir(), out):
             path.rmdir() if path.is_dir() else path.unlink()
+
     assert failures > 15
     assert tokens_in(out) == WORDS.encode()
 
@@ -265,6 +270,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     out = tmp_path / "out"
     with files_of_at_most(100_000):
         line = refused("prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", out)
+
     assert line == f"jgpt: {out} can't be written: File too large"
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
@@ -298,6 +304,7 @@ def test_a_record_that_can_t_be_true_is_not_believed(
     partial = interrupted(words, tmp_path / "out", monkeypatch)
     (partial / "done.json").write_text(done)
     said: list[str] = []
+
     assert prepare(words, tmp_path / "out", warn=said.append) == 37
     assert tokens_in(tmp_path / "out") == WORDS.encode()
     assert said == []
@@ -333,6 +340,7 @@ def test_nothing_is_written_through_what_another_may_have_put_in_its_place(
         assert partial.is_symlink()
         assert not (tmp_path / "nowhere").exists()
         assert not out.exists()
+
     assert [path.name for path in precious.iterdir()] == ["tokens.bin"]
     assert (precious / "tokens.bin").read_bytes() == b"mine"
 
@@ -341,6 +349,7 @@ def test_nothing_is_written_through_what_another_may_have_put_in_its_place(
 def test_another_user_s_directory_is_not_continued(tmp_path, words, in_small_chunks, monkeypatch):
     partial = interrupted(words, tmp_path / "out", monkeypatch)
     monkeypatch.setattr(durable.os, "geteuid", lambda: os.getuid() + 1)
+
     with pytest.raises(OSError, match=r"partial is a link, or another user's"):
         prepare(words, tmp_path / "out")
     assert partial.is_dir()
@@ -354,6 +363,7 @@ def test_where_others_may_write_everywhere_preparing_goes_on(
     partial.chmod(0o777)
     monkeypatch.setattr(durable, "_mode_of_new", lambda path, mode: 0o777)
     said: list[str] = []
+
     assert prepare(words, tmp_path / "out", warn=said.append) == 37
     assert said == ["continuing after the 17 tokens of a process that was stopped"]
     assert tokens_in(tmp_path / "out") == WORDS.encode()
@@ -371,4 +381,5 @@ def test_of_another_text_what_a_killed_process_left_goes_and_what_one_writes_sta
     for path in (*out.iterdir(), out):
         path.rmdir() if path.is_dir() else path.unlink()
     prepare(other, out)
+
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "words.txt"]

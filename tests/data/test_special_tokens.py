@@ -128,7 +128,8 @@ def test_a_text_begins_with_one_token_however_it_is_written(family, tokenizer):
 
 def test_a_post_processor_of_another_kind_is_read_too():
     backend = llama2_first()
-    sep, cls = ("</s>", 2), ("<s>", 1)
+    sep = ("</s>", 2)
+    cls = ("<s>", 1)
     backend.post_processor = tk.processors.RobertaProcessing(sep, cls, add_prefix_space=False)
     tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
     assert tokenizer.begin == (1,)
@@ -206,6 +207,7 @@ def test_an_added_token_is_decoded_as_its_text(content):
     tokenizer = BPETokenizer.from_hf(values)
     text = f"hello é{content} {content}{content}\nwörld"
     tokens = tokenizer.encode(text)
+
     assert tokenizer.vocab_size - 1 in tokens
     assert tokenizer.decode(tokens) == text
     assert text_of_token(tokenizer, tokenizer.vocab_size - 1) == content
@@ -262,6 +264,7 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(back
 
     chat = Chat(Model(), tokenizer, " hello \n", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
     turns = [chat._pieces(message["role"], message["content"]) for message in messages]
+
     assert chat._tokens(turns) == expected
     assert expected.count(tokenizer.token_of(START)) == 5
 
@@ -318,6 +321,7 @@ def test_files_beside_a_tokenizer_change_its_tokens_as_in_transformers(files, tm
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer = read_folder_tokenizer(tmp_path, 500)
     text = "hello \n<A> \nworld <B> <C> <D> \nthe"
+
     assert tokenizer.encode(text).tolist() == theirs(text).input_ids
 
 

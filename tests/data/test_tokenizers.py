@@ -56,6 +56,7 @@ def test_characters_round_trip_for_any_text(text, data):
 def test_bytes_round_trip_for_any_text(text):
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(text)
+
     assert tokens.tolist() == list(text.encode())
     assert tokenizer.decode(tokens) == text
     assert isinstance(tokenizer_from_json(tokenizer.to_json()), ByteTokenizer)
@@ -206,6 +207,7 @@ def test_a_text_is_encoded_whole_and_always_alike(byte_pairs):
     filled |= {"pad_token": "x", "strategy": {"Fixed": 99}}
     model = model_of(byte_pairs, dropout=0.9)
     tokenizer = from_hf(byte_pairs, truncation=cut, padding=filled, model=model)
+
     assert len(plain) == 24
     for _ in range(3):
         assert np.array_equal(tokenizer.encode(text), plain)
@@ -215,6 +217,7 @@ def test_a_text_is_encoded_whole_and_always_alike(byte_pairs):
 def test_a_vocabulary_that_leaves_tokens_out_reaches_to_its_last(byte_pairs):
     vocabulary = model_of(byte_pairs)["vocab"]
     tokenizer = from_hf(byte_pairs, model=model_of(byte_pairs, vocab=vocabulary | {"l": 999}))
+
     assert tokenizer.vocab_size == 1000
     assert tokenizer.encode("l").tolist() == [999]
     assert tokenizer.decode([998, 999]) == "l"
@@ -254,6 +257,7 @@ def test_what_models_of_today_have_is_read(byte_pairs):
         normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, prepend, space]},
         pre_tokenizer={"type": "Sequence", "pretokenizers": [split, BYTES]},
     )
+
     assert tokenizer.decode(tokenizer.encode("low new")) == "▁low▁new"
 
 
@@ -385,9 +389,11 @@ def test_tokens_that_might_differ_are_left_to_tokenizers(byte_pairs, changes):
 
 def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs):
     model = model_of(byte_pairs)
-    vocab, merges = model["vocab"], model["merges"]
+    vocab = model["vocab"]
+    merges = model["merges"]
     first, second = ("".join(pair) for pair in merges[:2])
     twice = {"vocab": vocab | {"Ġq": 998, "qx": 999, "Ġqx": 1000}}
+
     for changes in (
         {"ignore_merges": True},
         {"byte_fallback": True},
@@ -403,6 +409,7 @@ def test_long_words_are_learnt_from_in_parts():
     """Otherwise this takes minutes, since a merge moves what follows it."""
     word = "".join("acgt"[(n * n + n // 7) % 4] for n in range(200_000))
     tokenizer = BPETokenizer.train([word], 300)
+
     assert tokenizer.vocab_size == 300
     assert tokenizer._fast is not None
 
@@ -421,7 +428,8 @@ ALPHABETS = [
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")
 def test_gpt2_s_tokens_are_those_of_transformers_before_and_after_saving(data_directory, tmp_path):
     transformers = pytest.importorskip("transformers")
-    files, draw = data_directory / "gpt2-bpe", random.Random(0)
+    files = data_directory / "gpt2-bpe"
+    draw = random.Random(0)
     mine = BPETokenizer.from_gpt2(files)
     mine.save_gpt2(tmp_path)
     texts = ["one<|endoftext|>\n two<|endoftext|><|endoftext", "Ünïcode, and it's <|endoftext|> x"]

@@ -121,21 +121,25 @@ def test_old_messages_make_room_and_the_system_s_stays(asked):
 
 def test_a_message_is_forgotten_with_its_answer(asked):
     """Even where room for the message alone would do."""
-    tokenizer, chat = chat_tokenizer(), make()
+    tokenizer = chat_tokenizer()
+    chat = make()
     last = f"{START}user\nis{END}\n{START}assistant\n"
     others = f"{START}user\n{END}\n{START}assistant\nhello{END}\n{last}"
     said(chat, "z" * (64 - 7 + 1 - len(tokenizer.encode(others))))  # one token too long
+
     assert said(chat, "is")[0] == 2
     assert asked[-1]["tokens"] == tokenizer.encode(last).tolist()
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(asked):
-    chat, tokenizer = make(), chat_tokenizer()
+    chat = make()
+    tokenizer = chat_tokenizer()
     _, pieces = chat.reply("it")
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     said(chat, "is")
     told = f"{START}assistant\nhel{END}\n{START}user\nis{END}\n{START}assistant\n"
+
     assert tokenizer.decode(asked[-1]["tokens"]).endswith(told)
 
 
@@ -150,6 +154,7 @@ def test_an_answer_ends_with_its_turn():
     table[[newline, one, two], [one, two, end]] = 9
     model.table.embedding[...] = table
     _, pieces = Chat(model, tokenizer, rngs=nnx.Rngs(3), temperature=0.0).reply("what?")
+
     assert "".join(pieces) == "is"
 
 
@@ -192,6 +197,7 @@ def test_reasoning_is_forgotten_and_nothing_else(answer, remembered, monkeypatch
         "jgpt.generation.chat.stream_continuations", lambda *_, **options: iter([(answer,)])
     )
     chat = make()
+
     assert said(chat, "it") == (0, answer)
     assert chat._turns[-1] == chat._pieces("assistant", remembered)
 

@@ -53,6 +53,7 @@ def test_each_answer_of_a_chat_has_a_key_of_its_own(draws):
         return [call["key"] for call in draws]
 
     first, second = keys_of_two_answers(3)
+
     assert first != second
     assert keys_of_two_answers(3) == [first, second]
     assert first not in keys_of_two_answers(4)
@@ -63,6 +64,7 @@ def test_a_page_compiles_once_for_all_short_texts():
     page: Any = Look(model, CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642"), "run")
     for length in (3, 5, 16):
         page([1] * length, length)
+
     assert page._program._cache_size() == 1
 
 
@@ -81,4 +83,5 @@ def test_a_loss_computes_logits_of_as_few_rows_as_it_may(function, at_once, time
 
     targets = jnp.zeros((3, 7), jnp.int32)
     jax.eval_shape(lambda x: function(x, targets, head, at_once), normal(0, 3, 7, 5))
+
     assert computed == {(3, time)}

@@ -18,7 +18,8 @@ from jgpt.parallel.mesh import make_mesh
 from tests.models import FAMILIES, SIZES, compiled, loud, random_gpt, random_model, tokens_of
 from tests.quick import only
 
-VOCAB, BLOCK_SIZE = SIZES["vocab_size"], 6
+VOCAB = SIZES["vocab_size"]
+BLOCK_SIZE = 6
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
 KEY = jax.random.key(8)
 
@@ -64,7 +65,8 @@ def without_a_cache(model, rows, count, choose=likeliest, crop=BLOCK_SIZE, **fie
     A rolling cache is a window in a block that is never full; `fields` change that model.
     """
     if isinstance(model, GPT) and model.supports_rolling_cache:
-        crop, window = 64, model.config.attention_window or model.block_size
+        crop = 64
+        window = model.config.attention_window or model.block_size
         fields = {"block_size": crop, "attention_window": window} | fields
         larger = GPT(dataclasses.replace(model.config, **fields), rngs=nnx.Rngs(1))
         nnx.update(larger, nnx.state(model, nnx.Param))
@@ -129,7 +131,8 @@ def continued(model, rows, sizes):
 
 def test_logits_with_a_cache_are_those_without(variant):
     read = continued(variant, ROWS, (2, 1))
-    found, wrong = read(0), read(-1)
+    found = read(0)
+    wrong = read(-1)
     whole = compiled(variant, jnp.array([row + [0] * (6 - len(row)) for row in ROWS]))
     for i, row in enumerate(ROWS):
         expected = whole[i, len(row) - 3 : len(row)]
@@ -154,21 +157,25 @@ def test_a_mesh_generates_the_same_tokens():
     alone = generate(model, prompt, 9, key=KEY, temperature=0.0)
     with jax.set_mesh(make_mesh("data=4,tensor=2")):
         found = generate(model, prompt, 9, key=KEY, temperature=0.0)
+
     np.testing.assert_array_equal(found, alone)
 
 
 def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
     alone = generate(model, PROMPT[:1], 9, key=KEY)
-    raise_in_all_processes = generate(model, PROMPT, 9, key=KEY)
+    together = generate(model, PROMPT, 9, key=KEY)
     twice = generate(model, PROMPT[jnp.array([0, 0])], 9, key=KEY)
-    assert jnp.array_equal(raise_in_all_processes[0], alone[0])
-    assert jnp.array_equal(raise_in_all_processes[0], twice[0])
+
+    assert jnp.array_equal(together[0], alone[0])
+    assert jnp.array_equal(together[0], twice[0])
     assert not jnp.array_equal(twice[0], twice[1])
 
 
 def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
-    draw, count = functools.partial(next_token, sampling=Sampling()), 2 * TOKENS_PER_CALL + 3
+    draw = functools.partial(next_token, sampling=Sampling())
+    count = 2 * TOKENS_PER_CALL + 3
     drawn = jnp.array(without_a_cache(model, PROMPT.tolist(), count, draw))
+
     assert jnp.array_equal(generate(model, PROMPT, count, key=KEY), drawn)
     assert jnp.array_equal(generate(model, PROMPT, count, key=KEY), drawn)
     assert not jnp.array_equal(generate(model, PROMPT, count, key=jax.random.key(9)), drawn)
@@ -181,7 +188,8 @@ def test_a_long_prompt_is_kept_whole_and_read_by_its_end(variant):
 
 
 def test_a_stream_is_what_generate_appends_and_a_shorter_one_its_beginning(model):
-    count, lengths = 2 * TOKENS_PER_CALL + 5, np.array([3, 3])
+    count = 2 * TOKENS_PER_CALL + 5
+    lengths = np.array([3, 3])
     pieces = list(stream(model, PROMPT, lengths, count, Sampling(top_k=9), key=KEY))
     assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 2 + [(2, 5)]
     whole = generate(model, PROMPT, count, key=KEY, top_k=9)
@@ -218,9 +226,11 @@ def draws(prefills, monkeypatch):
 
 
 def test_the_next_tokens_are_on_their_way_while_these_are_read(model, draws):
-    lengths, ahead = np.array([3, 3]), []
+    lengths = np.array([3, 3])
+    ahead = []
     for _ in stream(model, PROMPT, lengths, 2 * TOKENS_PER_CALL + 5, Sampling(), key=KEY):
         ahead.append([call["start"] for call in draws])
+
     assert ahead == [[0, 32], [0, 32, 64], [0, 32, 64]]
 
 
@@ -240,9 +250,11 @@ def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
         for i, key in enumerate(jax.random.split(KEY, 3)):
             how = {"temperature": 0.5 * i, "min_p": 0.1 * i, "lengths": np.array([3 - i, 3])}
             generate(model, PROMPT, count, key=key, top_k=5, **how)
-            messages, caplog.records[:] = caplog.messages, []
+            messages = caplog.messages
+            caplog.records[:] = []
             compiled += [[line for line in messages if line.startswith("Finished XLA compilation")]]
     first, *others = compiled
+
     for program in ("jit(_prefill)", "jit(_draw)"):  # besides small ones that others may have left
         assert sum(program in line for line in first) == 1
     assert others == [[], []]
@@ -255,6 +267,7 @@ def test_weights_that_are_committed_to_a_device_compile_one_decode_loop(time, ca
     nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
     with caplog.at_level(logging.WARNING), jax.log_compiles():
         generate(model, PROMPT[:, :time], TOKENS_PER_CALL + 1, key=KEY)
+
     assert sum("XLA compilation of jit(_draw)" in line for line in caplog.messages) == 1
 
 
@@ -284,6 +297,7 @@ def test_prompts_and_caches_have_the_next_power_of_two(prefills, lengths, count,
     model = random_model("modern", block_size=100)
     prompt = jnp.ones((2, max(lengths)), jnp.int32)
     stream(model, prompt, np.array(lengths), count, Sampling(), key=KEY)
+
     assert prefills == [{"width": width, "capacity": capacity}]
 
 
@@ -314,7 +328,8 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
             layer.end[...] = jnp.array(length - 1)
             layer.values[...] += jnp.nan if broken else 0
         cache = jax.tree.map(jnp.copy, cache)  # it is donated: no array may be there twice
-        window, lengths = jnp.ones((1, BLOCK_SIZE), jnp.int32), jnp.array([length])
+        window = jnp.ones((1, BLOCK_SIZE), jnp.int32)
+        lengths = jnp.array([length])
         greedy = jax.tree.map(jnp.float32, Sampling(0.0))
         draw = functools.partial(decoding._compiled_draw, weights, window, lengths, cache)
         return bool(draw(0, count, KEY, greedy, graph=graph, recomputes=True)[-1])

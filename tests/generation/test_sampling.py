@@ -66,6 +66,7 @@ def test_the_smallest_temperature_still_draws_and_zero_does_not():
 def test_a_nucleus_that_holds_just_enough_takes_no_more():
     logits = jnp.log(jnp.array([0.7, 0.3]))
     just_enough = float(jax.nn.softmax(logits)[0])
+
     assert probabilities(logits, top_p=just_enough).tolist() == [1, 0]
     assert (probabilities(logits, top_p=just_enough + 1e-6) > 0).all()
 
@@ -124,7 +125,8 @@ def test_each_of_many_tokens_is_drawn_as_often_as_it_should():
 )
 def test_an_inverse_transform_by_hand(weights, uniform, chosen):
     """Also at the ends of the interval, where nothing must be drawn that has no weight."""
-    row, number = jnp.array([weights], jnp.float32), jnp.array([uniform], jnp.float32)
+    row = jnp.array([weights], jnp.float32)
+    number = jnp.array([uniform], jnp.float32)
     assert _inverse_transform(row, number).tolist() == [chosen]
 
 
@@ -165,4 +167,5 @@ def test_under_jit_only_top_k_and_what_is_absent_make_another_program():
     for temperature in (0.5, 1.0):
         for options in programs:
             sample(logits, jax.tree.map(jnp.float32, Sampling(temperature, **options)))
+
     assert len(traces) == 4

@@ -68,6 +68,7 @@ def test_a_text_ends_before_its_first_stop_string(text, stop, size):
     for piece in decoded(cut(text.encode(), size), stop):
         said.append(piece)
         assert expected.startswith("".join(said))  # nothing is ever taken back
+
     assert "".join(said) == expected
 
 
@@ -87,6 +88,7 @@ def test_nothing_is_read_beyond_a_stop_string():
 def test_prompts_are_continued_side_by_side(model):
     prompts = ("a", "\nabcd", "")
     said = generate_text(model, LETTERS, prompts, 9, key=KEY, temperature=0.0)
+
     assert said == ("bcdef\nabc", "ef\nabcdef", "abcdef\nab")
     assert said == generate_text(model, LETTERS, prompts, 9, key=KEY)
 
@@ -120,6 +122,7 @@ def test_drawing_ends_with_the_last_text(model):
 def test_a_stream_says_what_the_whole_says(model):
     pieces = list(stream_text(model, LETTERS, ("a", "d"), 70, key=KEY, stop=("f\nabcdef\nb",)))
     whole = generate_text(model, LETTERS, ("a", "d"), 70, key=KEY, stop=("f\nabcdef\nb",))
+
     assert tuple("".join(texts) for texts in zip(*pieces, strict=True)) == whole
     assert [len(text) for text in whole] == [70, 70]
 
@@ -187,10 +190,12 @@ def joined(text: str) -> list[int]:
 )
 def test_a_stream_says_what_all_tokens_say_together(context, text, size):
     tokenizer = spaced()
-    before, after = joined(context), joined(text)
+    before = joined(context)
+    after = joined(text)
     writer = _Detokenizer(tokenizer, (), tuple(before))
     said = [writer.write(piece) for piece in cut_tokens(after, size)]
     said.append(writer.write(np.zeros(0, np.int32), final=True))
+
     assert tokenizer.decode(before) + "".join(said) == tokenizer.decode([*before, *after])
     assert said[-1] == ""  # nothing waits for the end
 
@@ -213,6 +218,7 @@ def test_a_stream_decodes_no_token_more_than_a_few_times(tokens, monkeypatch):
     writer = _Detokenizer(tokenizer, ("never",))
     said = "".join(writer.write(piece) for piece in cut_tokens(tokens, TOKENS_PER_CALL))
     said += writer.write(np.zeros(0, np.int32), final=True)
+
     assert said == decode(tokens)
     assert max(decoded) <= 2 * MOST_PENDING + 3 * TOKENS_PER_CALL
     assert sum(decoded) < 25 * len(tokens)  # all of 4000 tokens for each 32 are 63 times each

@@ -83,9 +83,11 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
         "vocab.json",
     ]
     for name in names:
-        before, after = (gpt2 / name).read_bytes(), (tmp_path / "again" / name).read_bytes()
+        before = (gpt2 / name).read_bytes()
+        after = (tmp_path / "again" / name).read_bytes()
         if name == "config.json":
-            before, after = json.loads(before), json.loads(after)
+            before = json.loads(before)
+            after = json.loads(after)
         assert before == after, name
 
 
@@ -93,7 +95,8 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
 def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
     """Both loaders and both writers have tests of what they compute."""
     write_nanogpt(tmp_path / "ckpt.pt", bias=bias)
-    run, out = tmp_path / "run", tmp_path / "gpt2"
+    run = tmp_path / "run"
+    out = tmp_path / "gpt2"
     text = tmp_path / "text.txt"
     text.write_bytes(text_file.read_bytes().replace(b"\n", b"\r\n"))
     nanogpt = ("--from", "nanogpt", "--out", run, "--tokenizer", text)
@@ -118,6 +121,7 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
 def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
     own = ("--tokenizer", imported / "tokenizer.json", "--no-universal-newlines")
     worked("import", gpt2, "--out", tmp_path / "run", *own)
+
     assert not load(tmp_path / "run")[2].dataset.universal_newlines
     assert (tmp_path / "run" / "tokenizer.json").read_text() == (
         imported / "tokenizer.json"
@@ -125,12 +129,16 @@ def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
 
 
 def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, write_nanogpt, tmp_path):
-    run, nanogpt = tmp_path / "run", ("--from", "nanogpt")
-    text, config = imported.parent / "alphabet.txt", gpt2 / "config.json"
-    bad, good = tmp_path / "bad.pt", tmp_path / "good.pt"
+    run = tmp_path / "run"
+    nanogpt = ("--from", "nanogpt")
+    text = imported.parent / "alphabet.txt"
+    config = gpt2 / "config.json"
+    bad = tmp_path / "bad.pt"
+    good = tmp_path / "good.pt"
     bad.write_bytes(b"\x80\x04 not one")
     write_nanogpt(good)
     before = sorted(tmp_path.iterdir())
+
     for reason, *line in (
         ("config.json", "import", tmp_path / "nowhere", "--out", run),
         ("already exists", "import", gpt2, "--out", imported),
@@ -149,7 +157,8 @@ def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, write_nanogpt,
 def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     gpt2, text_file, tmp_path
 ):
-    source, run = shutil.copytree(gpt2, tmp_path / "source"), tmp_path / "run"
+    source = shutil.copytree(gpt2, tmp_path / "source")
+    run = tmp_path / "run"
     (source / "additional_chat_templates").mkdir()
     kept = {
         "generation_config.json": b'{"eos_token_id": [5, 7, 900], "pad_token_id": 263}\r\n',
@@ -183,7 +192,8 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
 
 
 def test_dropout_rates_that_differ_are_named_and_kept(gpt2, text_file, tmp_path):
-    source, run = shutil.copytree(gpt2, tmp_path / "source"), tmp_path / "run"
+    source = shutil.copytree(gpt2, tmp_path / "source")
+    run = tmp_path / "run"
     config = json.loads((source / "config.json").read_text())
     config |= {"attn_pdrop": 0.125, "resid_pdrop": 0.25, "embd_pdrop": 0.5}
     (source / "config.json").write_text(json.dumps(config))
@@ -254,7 +264,8 @@ def qwen3(tmp_path_factory):
 
 
 def test_what_came_in_goes_out_with_the_padding_of_its_vocabulary(qwen3, tmp_path):
-    run, out = tmp_path / "run", tmp_path / "again"
+    run = tmp_path / "run"
+    out = tmp_path / "again"
     said = worked("import", qwen3, "--out", run)
     assert said == f"2 layers, 24 features, vocabulary 320; next: jgpt sample {run}\n"
     worked("export", run, "--out", out)
@@ -277,13 +288,15 @@ def test_a_context_of_millions_is_imported(qwen3, tmp_path):
     run = tmp_path / "run"
     worked("import", qwen3, "--out", run, "--block-size", 10_000_000)
     config = load(run)[2]
+
     assert (config.model.block_size, config.steps_per_call) == (10_000_000, 35)
 
 
 @pytest.mark.slow
 def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_path):
     """In bfloat16 on a mesh, with a batch, a text and a learning rate of its own."""
-    run, out = tmp_path / "run", tmp_path / "again"
+    run = tmp_path / "run"
+    out = tmp_path / "again"
     said = worked("import", qwen3, "--out", run, "--block-size", 6, "--dtype", "bfloat16")
     assert said == f"2 layers, 24 features, vocabulary 320; next: jgpt sample {run}\n"
     before, tokenizer, _ = load(run)

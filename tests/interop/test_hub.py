@@ -76,7 +76,8 @@ def hub(repositories):
             path = self.path.partition("?")[0]
             asked.append(path)
             parts = path.removeprefix("/api/models").strip("/").split("/")
-            name, rest = "/".join(parts[:2]), parts[2:]
+            name = "/".join(parts[:2])
+            rest = parts[2:]
             self.repository = name
             if name not in repositories:
                 return self.answer(b"", 401 if name != "me/gated" else 403)
@@ -250,6 +251,7 @@ def test_a_hostile_server_names_no_file_outside_the_cache(hub, tmp_path):
             said = f"jgpt: {repository} is not fetched: the server sent {what}"
             assert err.startswith(said), repository
             assert err.count("\n") == 1
+
     assert {path.name for path in tmp_path.iterdir()} <= {"deep"}
 
 

@@ -49,7 +49,8 @@ def directory(exported, tmp_path):
 
 
 def assert_same_weights(model, other):
-    mine, its = to_torch(weights_of(model)), to_torch(weights_of(other))
+    mine = to_torch(weights_of(model))
+    its = to_torch(weights_of(other))
     assert mine.keys() == its.keys()
     for name, array in mine.items():
         assert np.array_equal(array, its[name]), name
@@ -78,7 +79,8 @@ def exported_json(model, folder, name, **options):
 
 def test_a_special_token_begins_and_ends_a_text_for_other_programs(tmp_path):
     """It is inside the model's vocabulary, and named only where the tokenizer has one."""
-    trained, earlier = jgpt.BPETokenizer.train([TEXT], 263), earlier_byte_pairs()
+    trained = jgpt.BPETokenizer.train([TEXT], 263)
+    earlier = earlier_byte_pairs()
     assert trained.vocab_size == earlier.vocab_size == 263
     assert np.array_equal(trained.encode(TEXT), earlier.encode(TEXT))
     for tokenizer, name in (
@@ -109,6 +111,7 @@ def test_a_model_with_changed_parts_is_not_exported(model, tmp_path):
             return super().__call__(x, rngs=rngs) + 1
 
     model.blocks[1].feed_forward = Shifted(model.config, rngs=nnx.Rngs(0))
+
     for save in (jgpt.save_hf, jgpt.save_gpt2):
         with pytest.raises(ValueError, match=r"can't be exported: blocks\.1\.feed_forward overrid"):
             save(model, tmp_path / "out")
@@ -182,8 +185,10 @@ SAVE = {"gpt2": jgpt.save_gpt2, "qwen3": jgpt.save_hf}
     ids=str,
 )
 def test_what_the_format_cannot_say_is_refused(family, fields, tmp_path):
-    model, save = abstract_model(config_of(family, **fields)), SAVE[family]
+    model = abstract_model(config_of(family, **fields))
+    save = SAVE[family]
     (name, value), *_ = fields.items()
+
     for zero_biases in (False, value is not False or "bias" not in name):
         with pytest.raises(ValueError, match=re.escape(f"doesn't support {name}={value!r}")):
             save(model, tmp_path / "hf", zero_biases=zero_biases)
@@ -341,6 +346,7 @@ def test_a_config_that_is_not_ours_or_not_the_weights(kind, fields, complaint, e
     if complaint.startswith(UNSUPPORTED):
         (name, value), *_ = fields.items()
         complaint = f"{name}={value!r} {complaint}"
+
     with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
         load(directory)
     assert str(directory) in str(caught.value)
@@ -452,10 +458,12 @@ def test_a_damaged_directory_is_refused(damage, complaint, directory):
 def test_a_sparse_file_is_refused_before_it_is_read(name, complaint, directory):
     """Of 34 GB, whose shapes are not the config's."""
     tensors = load_file(directory / "model.safetensors")
-    said, end = {}, 0
+    said = {}
+    end = 0
     for each, tensor in tensors.items():
         shape = [1 << 20, 1 << 13] if each == name else list(tensor.shape)
-        start, end = end, end + 4 * int(np.prod(shape))
+        start = end
+        end = end + 4 * int(np.prod(shape))
         said[each] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     if name not in tensors:
         said[name] = {"dtype": "F32", "shape": [1 << 33], "data_offsets": [end, end + (1 << 35)]}
@@ -463,6 +471,7 @@ def test_a_sparse_file_is_refused_before_it_is_read(name, complaint, directory):
     with (directory / "model.safetensors").open("wb") as file:
         file.write(header(said))
         file.truncate(file.tell() + end)
+
     with pytest.raises(ValueError, match=complaint):
         jgpt.load_gpt2(directory)
 

@@ -20,7 +20,8 @@ class Sums(nnx.Module):
     """Causal, without a cache."""
 
     def __init__(self, config: jgpt.ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.vocab_size, self.block_size = config.vocab_size, config.block_size
+        self.vocab_size = config.vocab_size
+        self.block_size = config.block_size
         shape = (config.vocab_size, config.vocab_size)
         self.table = nnx.Param(jnp.zeros(shape))  # all logits begin alike
 
@@ -123,6 +124,7 @@ class Named(jgpt.GPT):
 def test_what_is_computed_in_two_ways_is_said(make, sentences):
     model = make(CONFIG, rngs=nnx.Rngs(0))
     found = inconsistencies(model, weights_of(model))
+
     assert len(found) == len(sentences), found
     for sentence, beginning in zip(found, sentences, strict=True):
         assert sentence.startswith(beginning), sentence

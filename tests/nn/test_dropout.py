@@ -25,12 +25,16 @@ def rngs(seed):
 
 def test_what_is_kept_is_scaled_and_the_rest_is_zero():
     x = jnp.full((200, 500), 2.0)
-    assert apply_dropout(x, RATE, None) is apply_dropout(x, 0.0, jax.random.key(0)) is x
+
     y = np.asarray(apply_dropout(x, RATE, jax.random.key(0)))
+
     assert set(np.unique(y)) == {np.float32(0), np.float32(2.0) / np.float32(1 - RATE)}
+    # within four standard deviations of a share of so many numbers
     deviation = (RATE * (1 - RATE) / x.size) ** 0.5
     assert abs((y > 0).mean() - (1 - RATE)) < 4 * deviation
     assert abs(y.mean() - 2.0) < 4 * 2.0 / (1 - RATE) * deviation
+    assert apply_dropout(x, RATE, None) is x
+    assert apply_dropout(x, 0.0, jax.random.key(0)) is x
 
 
 @pytest.mark.parametrize("rate", [1.0, 1.5, -0.5, float("nan")])
@@ -45,7 +49,9 @@ def test_a_rate_is_at_least_0_and_below_1(rate):
 
 
 def test_keys_of_another_stream_are_refused():
-    module, x = jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0)), jnp.ones((2, 7, 6))
+    module = jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 7, 6))
+
     with pytest.raises(ValueError, match=r"no stream for dropout: nnx.Rngs\(dropout=key\) has"):
         module(x, rngs=nnx.Rngs(params=0))
     assert not jnp.array_equal(module(x, rngs=nnx.Rngs(0)), module(x))  # the default stream
@@ -54,7 +60,9 @@ def test_keys_of_another_stream_are_refused():
 def test_nothing_is_dropped_half():
     """With a cache a block can't, so the embedding must not either."""
     config = jgpt.ModelConfig(num_layers=1, num_heads=3, embed_dim=6, block_size=5, dropout=RATE)
-    model, tokens = jgpt.GPT(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 5), jnp.int32)
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((1, 5), jnp.int32)
+
     with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
         model(tokens, cache=model.empty_cache(1), rngs=rngs(1))
 
@@ -73,22 +81,28 @@ def test_attention_drops_weights_before_heads_are_merged(window):
     config = dataclasses.replace(CONFIG, attention_window=window)
     module = jgpt.MultiHeadAttention(config, rngs=nnx.Rngs(0))
     heads = jgpt.capture(module, "attend_windowed")
-    whole, dropped = heads(X)["attend_windowed"], heads(X, rngs=rngs(1))["attend_windowed"]
+    whole = heads(X)["attend_windowed"]
+    dropped = heads(X, rngs=rngs(1))["attend_windowed"]
+
     assert not jnp.array_equal(whole, dropped)
 
 
 @EVERY
 def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
     """After `train()` as before; without a rate, a key drops nothing."""
-    plain, training = nnx.clone(module), nnx.clone(module)
+    plain = nnx.clone(module)
     plain.set_attributes(dropout=0.0, raise_if_not_found=False)
+    training = nnx.clone(module)
     training.train()
-    evaluate = jax.jit(lambda x: (module(x), plain(x)))
-    train = jax.jit(
-        lambda x, key: [each(x, rngs=nnx.Rngs(dropout=key)) for each in (module, training, plain)]
-    )
-    evaluated, without = evaluate(X)
-    (first, trained, kept), (other, *_) = (train(X, jax.random.key(seed)) for seed in (1, 2))
+
+    @jax.jit
+    def train(x, key):
+        return [each(x, rngs=nnx.Rngs(dropout=key)) for each in (module, training, plain)]
+
+    evaluated, without = jax.jit(lambda x: (module(x), plain(x)))(X)
+    first, trained, kept = train(X, jax.random.key(1))
+    other, _, _ = train(X, jax.random.key(2))
+
     assert jnp.abs(evaluated).max() > 0
     assert jnp.array_equal(without, evaluated)
     assert jnp.array_equal(kept, evaluated)
@@ -108,7 +122,8 @@ def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
         dropout=dropout,
         ngram_dropout=ngram_dropout,
     )
-    model, tokens = jgpt.GPT(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 5), jnp.int32)
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((1, 5), jnp.int32)
 
     def loss(model):
         return jgpt.cross_entropy(model(tokens), tokens)
@@ -155,16 +170,24 @@ def test_no_dropout_is_the_default():
 
 
 def test_attention_drops_nothing_unless_it_is_asked_to():
-    def attended(query, key, value, drop_with):
-        windowed = query, key, value, jgpt.causal_mask(7, 3), 3
-        return [
-            [attend(query, key, value, dropout_key=given) for given in (drop_with, None)],
-            [attend_windowed(*windowed, dropout_key=given) for given in (drop_with, None)],
-        ]
+    """A key alone is no rate: the default rate is zero."""
+    query, key, value = (normal(seed, 2, 7, 6) for seed in range(3))
 
-    qkv = (normal(seed, 2, 7, 6) for seed in range(3))
-    for dropping, not_dropping in compiled(attended, *qkv, jax.random.key(3)):
-        assert jnp.array_equal(dropping, not_dropping)
+    def attended(query, key, value, dropout_key):
+        mask = jgpt.causal_mask(7, 3)
+        return {
+            "plain": attend(query, key, value),
+            "plain with a key": attend(query, key, value, dropout_key=dropout_key),
+            "windowed": attend_windowed(query, key, value, mask, 3),
+            "windowed with a key": attend_windowed(
+                query, key, value, mask, 3, dropout_key=dropout_key
+            ),
+        }
+
+    found = compiled(attended, query, key, value, jax.random.key(3))
+
+    assert jnp.array_equal(found["plain with a key"], found["plain"])
+    assert jnp.array_equal(found["windowed with a key"], found["windowed"])
 
 
 def test_each_place_drops_for_itself():
@@ -172,5 +195,6 @@ def test_each_place_drops_for_itself():
     model = jgpt.GPT(config, rngs=nnx.Rngs(0))
     stream = rngs(4)
     nnx.jit(lambda model, rngs: model(jnp.zeros((1, 5), jnp.int32), rngs=rngs))(model, stream)
+
     # the embedding, and in each block the attention weights and two residual branches
     assert stream.dropout.count[...] == 1 + 2 * 3

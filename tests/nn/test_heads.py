@@ -47,8 +47,10 @@ def test_rotary_heads_have_an_even_size():
 )
 def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, products):
     """(queries, keys) of each block: the keys after it are not read where the input fills it."""
-    module, x = make_heads(**MODERN, **options), normal(1, BATCH, time, EMBED_DIM)
-    longer, seen = normal(2, 1, time - 1, EMBED_DIM), []
+    module = make_heads(**MODERN, **options)
+    x = normal(1, BATCH, time, EMBED_DIM)
+    longer = normal(2, 1, time - 1, EMBED_DIM)
+    seen = []
 
     def counted(query, key, *rest, **options):
         seen.append((query.shape[0] * KV_HEADS // HEADS, key.shape[0]))
@@ -68,12 +70,14 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
 
     for found, expected in zip(*compiled(read_and_expected, x, longer), strict=True):
         close(found, expected)
+
     assert seen == products
 
 
 def test_sizes_of_the_blocks(monkeypatch):
     """At least 128 queries, at most eight blocks."""
-    module, blocks = make_heads(None), []
+    module = make_heads(None)
+    blocks = []
 
     def counted(query, key, value, mask, scale):
         blocks.append(len(query))
@@ -88,7 +92,8 @@ def test_sizes_of_the_blocks(monkeypatch):
 
 
 def test_a_cache_takes_what_it_has_room_for_and_does_not_shrink():
-    cache, six = LayerCache(2, 5, 2, 3), normal(0, 2, 2, 6, 3)
+    cache = LayerCache(2, 5, 2, 3)
+    six = normal(0, 2, 2, 6, 3)
     with pytest.raises(ValueError, match="6 positions don't fit into a KV cache of 5"):
         cache.append(six, six)
     cache.append(six[:, :, :5], six[:, :, :5])
@@ -107,6 +112,7 @@ def test_a_cache_keeps_its_dtype(dtype):
         return module(x, cache=cache), cache.keys[...], cache.values[...]
 
     heads, *kept = jax.eval_shape(read, X)
+
     assert heads.dtype == jnp.float32
     assert kept == [jax.ShapeDtypeStruct((BATCH * KV_HEADS, PLACES, HEAD_DIM), dtype)] * 2
 

@@ -14,12 +14,16 @@ from jgpt.nn.layers import (
     rms_norm,
 )
 from jgpt.nn.products import project, project_to_vocabulary
+from tests.models import equations
 
 
 def test_a_wide_projection_has_a_derivative_forward_too():
     """Only a narrow one has a gradient of its own, which JAX can't turn around."""
-    kernel, x, along = jnp.array([[2.0], [5.0]]), jnp.ones((1, 2)), jnp.array([[3.0, 1.0]])
+    kernel = jnp.array([[2.0], [5.0]])
+    x = jnp.ones((1, 2))
+    along = jnp.array([[3.0, 1.0]])
     _, slope = jax.jvp(lambda x: project(x, kernel, "float32"), (x,), (along,))
+
     assert slope.tolist() == [[11]]
     with pytest.raises(TypeError, match="jvp"):
         jax.jvp(lambda x: project(x, kernel, "bfloat16"), (x,), (along,))
@@ -40,10 +44,13 @@ def test_a_wide_projection_has_a_derivative_forward_too():
 def test_only_many_rows_and_features_are_padded(rows, features, multiplied):
     """And none in the products of a decode step, whose copy would take longer than they do."""
     kernel = jnp.ones((3, features))
-    jaxpr = jax.make_jaxpr(lambda x: project_to_vocabulary(x, kernel, jnp.float32))(
-        jnp.ones((*rows, 3))
-    )
-    (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
+
+    def logits(x):
+        return project_to_vocabulary(x, kernel, jnp.float32)
+
+    jaxpr = jax.make_jaxpr(logits)(jnp.ones((*rows, 3)))
+
+    (product,) = equations(jaxpr, "dot_general")
     assert product.outvars[0].aval.shape == (math.prod(rows), multiplied)
     assert jaxpr.out_avals[0].shape == (*rows, features)
 
@@ -53,11 +60,15 @@ def test_only_many_rows_and_features_are_padded(rows, features, multiplied):
 def test_a_projection_and_its_gradients_by_hand(dtype, activation):
     x = jnp.array([[[1.0, 2.0]], [[3.0, -1.0]]], dtype)
     kernel = jnp.array([[1.0, 2, 3], [4, 5, 6]])
+
     y, pull_back = jax.vjp(lambda x, kernel: project(x, kernel, dtype, activation), x, kernel)
+    dx, dkernel = pull_back(jnp.array([[[1.0, 0, 2]], [[0, 1, 0]]], y.dtype))
+
+    # small integers, which bfloat16 has exactly: the order of adding can't be seen
     assert y.dtype == (activation or "float32")
     assert y.tolist() == [[[9, 12, 15]], [[-1, 1, 3]]]
-    dx, dkernel = pull_back(jnp.array([[[1.0, 0, 2]], [[0, 1, 0]]], y.dtype))
-    assert (dx.dtype, dkernel.dtype) == (dtype, "float32")  # each its own argument's
+    assert dx.dtype == dtype  # each gradient has the dtype of its own argument
+    assert dkernel.dtype == "float32"
     assert dx.tolist() == [[[7, 16]], [[2, 5]]]
     assert dkernel.tolist() == [[1, 3, 2], [2, -1, 4]]
 
@@ -86,11 +97,15 @@ def test_norms_add_a_hundred_thousandth_to_the_variance():
 
 
 def test_a_key_to_drop_with_is_the_next_one_or_none():
+    """A rate of zero takes a key too: what follows doesn't depend on whether a place drops."""
     module = RMSNorm(2)
-    assert module.next_dropout_key(None, 0.5) is None
-    rngs, same = nnx.Rngs(dropout=3), nnx.Rngs(dropout=3)
-    drawn = [module.next_dropout_key(rngs, rate) for rate in (0.5, 0.0)]
+    rngs = nnx.Rngs(dropout=3)
+    same = nnx.Rngs(dropout=3)
+
+    drawn = [module.next_dropout_key(rngs, 0.5), module.next_dropout_key(rngs, 0.0)]
+
     assert drawn == [same.dropout(), same.dropout()]
+    assert module.next_dropout_key(None, 0.5) is None
 
 
 def test_norms_are_wide():

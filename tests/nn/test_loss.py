@@ -24,7 +24,9 @@ from tests.models import SIZES, compiled, normal, random_model
 
 
 def test_a_shift_of_all_logits_changes_nothing_and_large_ones_are_finite():
-    logits, targets = jnp.array([[1000.0, 998.0]]), jnp.array([1])
+    logits = jnp.array([[1000.0, 998.0]])
+    targets = jnp.array([1])
+
     assert float(cross_entropy(logits, targets)) == pytest.approx(
         2 + math.log1p(math.exp(-2)), rel=1e-4
     )
@@ -53,7 +55,8 @@ BATCH, TIME, EMBED_DIM, VOCAB = 3, 7, 5, 11
 def features(time=TIME, embed_dim=EMBED_DIM, vocab=VOCAB, batch=BATCH):
     """Features, targets, and the kernel and the bias of a head."""
     targets = jnp.asarray(np.random.default_rng(1).integers(vocab, size=(batch, time)))
-    kernel, bias = normal(2, embed_dim, vocab), normal(3, vocab)
+    kernel = normal(2, embed_dim, vocab)
+    bias = normal(3, vocab)
     return normal(0, batch, time, embed_dim), targets, kernel, bias
 
 
@@ -75,6 +78,7 @@ def test_in_chunks_the_loss_and_its_gradients_are_the_same(at_once):
         return *pairs, chunked(*head), (losses, token_losses(x @ kernel + bias, targets))
 
     (loss, found), (expected, gradients), alone, losses = compiled(everything, x, kernel, bias)
+
     np.testing.assert_allclose([loss, alone], [expected] * 2, rtol=1e-6)
     for got, wanted in zip(found, gradients, strict=True):
         assert np.abs(got - wanted).max() < 1e-6 * np.abs(wanted).max()
@@ -115,7 +119,8 @@ def test_few_logits_are_held_at_once():
     assert rows_at_once(50257) * 50257 * 4 <= LOGITS_BYTES
     assert rows_at_once(1 << 40) == 1
     with jax.set_mesh(make_mesh("data=2,fsdp=2,tensor=2")):  # each device has a quarter of the rows
-        shards, whole = rows_at_once(50257), LOGITS_BYTES // (4 * 50257)
+        shards = rows_at_once(50257)
+        whole = LOGITS_BYTES // (4 * 50257)
     assert shards == 4 * whole
 
 
@@ -163,6 +168,7 @@ def test_compiled_embedding_and_loss_treat_it_alike():
     looked_up = jax.jit(lambda tokens: embedding(tokens)[:, 0])(tokens)
     losses = jax.vmap(lambda token: cross_entropy(-table[:, 0], token))(tokens)
     chosen = losses - jax.nn.logsumexp(-table)
+
     np.testing.assert_allclose(looked_up, [np.nan, np.nan, np.nan, TOKENS, 1, np.nan])
     np.testing.assert_allclose(chosen, [np.nan] * 6)
 
@@ -181,6 +187,7 @@ def test_a_compiled_loss_is_nan_for_a_target_outside_and_so_is_its_gradient(targ
         return token_losses(logits, targets), gradient
 
     losses, gradient = compiled(both, logits, targets)
+
     assert np.isnan(losses).tolist() == [False, True, False]  # and nothing else is
     assert np.isnan(gradient[1]).all()
     assert np.isnan(jax.jit(cross_entropy)(logits, targets))

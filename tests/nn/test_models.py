@@ -44,6 +44,7 @@ def test_the_parts_are_the_model(family, dtype):
     config = config_of(family, param_dtype=dtype)
     leaves = jax.tree.leaves(nnx.state(create_model(config, rngs=nnx.Rngs(0)), nnx.Param))
     parts = parts_of(config)
+
     assert sum(part.parameters for part in parts) == sum(leaf.size for leaf in leaves)
     assert sum(part.size for part in parts) == sum(leaf.nbytes for leaf in leaves)
 
@@ -58,7 +59,8 @@ def test_an_abstract_model_is_the_caller_s_own():
     def abstract(config: ModelConfig) -> Any:
         return abstract_model(config)
 
-    first, second = abstract(MODERN), abstract(MODERN)
+    first = abstract(MODERN)
+    second = abstract(MODERN)
     first.blocks = nnx.List(first.blocks[:1])
     first.head.kernel.set_value(jnp.ones((2, 3)))
     assert len(second.blocks) == MODERN.num_layers

@@ -18,7 +18,8 @@ from tests.quick import only
 AUTO = ModelConfig(
     vocab_size=11, block_size=5, num_layers=1, num_heads=2, embed_dim=8, dtype="auto"
 )
-CPU, TPU = Platform("cpu"), Platform("tpu")
+CPU = Platform("cpu")
+TPU = Platform("tpu")
 HOPPER, AMPERE, TURING = (Platform("gpu", capability) for capability in (9.0, 8.0, 7.5))
 NO_CUDA = Platform("gpu")
 
@@ -96,6 +97,7 @@ def test_a_run_says_what_auto_was_and_leaves_the_rest_to_where_it_goes_on(platfo
         tiny, model=dataclasses.replace(tiny.model, dtype="auto"), out=str(tmp_path / "run")
     )
     planned = plan(config, platform=platform).config.model
+
     assert planned.dtype == for_platform(AUTO, platform).dtype
 
 
@@ -103,9 +105,11 @@ def products_and_kernels(config, platform) -> tuple[set[str], int]:
     """The dtypes that a train step's dense products read, and how often cuDNN attends in it."""
     config = dataclasses.replace(config, model=for_platform(config.model, platform))
     shape = (2, config.batch_size, config.model.block_size + 1)
-    windows, key = jax.ShapeDtypeStruct(shape, jnp.int32), dropout_stream(0)
+    windows = jax.ShapeDtypeStruct(shape, jnp.int32)
+    key = dropout_stream(0)
     traced = make_train_steps(config).trace(abstract_state(config), windows, key, 2, 0)
-    dtypes, kernels = set(), 0
+    dtypes = set()
+    kernels = 0
 
     def walk(jaxpr):
         nonlocal kernels

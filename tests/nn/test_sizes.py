@@ -52,6 +52,7 @@ def test_every_module_is_tried():
     parts = {jgpt.FeedForward, jgpt.MultiHeadAttention, NGramEmbedding}
     of_config = {jgpt.GPT, jgpt.Block, *parts}
     known = {*ARGUMENTS, *of_config, Int8Linear, Module}
+
     assert {kind for kind in ours - known if kind.__name__ != "_Attention"} == set()
     assert all(set(sizes_of(kind)) <= set(given) for kind, given in ARGUMENTS.items())
 

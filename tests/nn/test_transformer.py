@@ -10,30 +10,49 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, BigramLM, Block, cross_entropy, preset
-from tests.models import SIZES, TRANSFORMERS, compiled, config_of, normal, random_gpt, tokens_of
+from tests.models import (
+    SIZES,
+    TRANSFORMERS,
+    compiled,
+    config_of,
+    equations,
+    normal,
+    random_gpt,
+    tokens_of,
+)
 from tests.quick import only
 
-VOCAB, BLOCK_SIZE, EMBED_DIM = (SIZES[name] for name in ("vocab_size", "block_size", "embed_dim"))
+VOCAB = SIZES["vocab_size"]
+BLOCK_SIZE = SIZES["block_size"]
+EMBED_DIM = SIZES["embed_dim"]
 
 
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_another_future_changes_nothing_before_it(family):
     """In one batch: a text, and the same with another token at each time."""
     model = random_gpt(family)
-    tokens = np.repeat(np.asarray(tokens_of(1, batch=1)), BLOCK_SIZE + 1, axis=0)
-    at = np.arange(BLOCK_SIZE)
-    tokens[at + 1, at] = (tokens[at + 1, at] + 1) % VOCAB
+    text = np.asarray(tokens_of(1, batch=1))
+    tokens = np.repeat(text, BLOCK_SIZE + 1, axis=0)
+    for time in range(BLOCK_SIZE):
+        tokens[time + 1, time] = (tokens[time + 1, time] + 1) % VOCAB
+
     before, *others = np.asarray(compiled(model, tokens))
+
     for time, after in enumerate(others):
         assert np.array_equal(after[:time], before[:time])
+        # from that time on all logits change: nothing is hidden from a token that should see it
         assert (np.abs(after[time:] - before[time:]).max(-1) > 0).all()
 
 
 def test_initial_parameters_are_those_of_gpt2():
+    # large enough that the spread of each kernel is known to a percent
     small = {"vocab_size": 999, "embed_dim": 192, "num_layers": 3}
-    model = GPT(dataclasses.replace(preset("gpt2").model, **small), rngs=nnx.Rngs(0))
+    config = dataclasses.replace(preset("gpt2").model, **small)
+    model = GPT(config, rngs=nnx.Rngs(0))
+
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    assert len(state) == 2 + 3 * 16 + 2
+
+    assert len(state) == 2 + 3 * 16 + 2  # two tables, 16 arrays in a block, the last norm
     for path, parameter in state:
         values = np.asarray(parameter[...])
         if path[-1] == "bias":
@@ -41,9 +60,11 @@ def test_initial_parameters_are_those_of_gpt2():
         elif path[-1] == "scale":
             assert (values == 1).all()
         else:
+            # what writes into the residual stream does so twice in each of 3 layers
             std = 0.02 / math.sqrt(6) if "projection" in path else 0.02
             assert values.std() == pytest.approx(std, rel=0.01), path
             assert abs(values.mean()) < 0.05 * std, path
+            # of a normal distribution 68.3 % are within a standard deviation, of a uniform one 58 %
             assert (abs(values) < std).mean() == pytest.approx(0.683, abs=0.02), path
 
 
@@ -51,24 +72,36 @@ def test_initial_parameters_are_those_of_gpt2():
 def test_zero_initialised_is_what_writes_into_the_residual_stream(tie_embeddings):
     """And an untied head; nothing else."""
     model = GPT(config_of("modern", tie_embeddings=tie_embeddings), rngs=nnx.Rngs(0))
-    zero = {
-        ".".join(map(str, path))
-        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
-        if not leaf[...].any()
-    }
-    projections = {"attention.projection.kernel", "feed_forward.projection.kernel"}
-    branches = {f"blocks.{layer}.{name}" for layer in (0, 1) for name in projections}
-    assert zero == branches | {"shortcut"} | (set() if tie_embeddings else {"head.kernel"})
+
+    zero = set()
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if not leaf[...].any():
+            zero.add(".".join(str(part) for part in path))
+
+    expected = {"shortcut"}
+    for layer in (0, 1):
+        expected.add(f"blocks.{layer}.attention.projection.kernel")
+        expected.add(f"blocks.{layer}.feed_forward.projection.kernel")
+    if not tie_embeddings:
+        expected.add("head.kernel")
+    assert zero == expected
 
 
 def test_parameters_differ_from_each_other_and_from_another_seed_s():
-    model, other = (GPT(config_of("nanogpt"), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    model = GPT(config_of("nanogpt"), rngs=nnx.Rngs(0))
+    other_seed = GPT(config_of("nanogpt"), rngs=nnx.Rngs(1))
     first, second = model.blocks
-    kernels = [block.attention.query.kernel[...] for block in (first, second, other.blocks[0])] + [
-        first.attention.key.kernel[...],
-        first.attention.projection.kernel[...],
+
+    kernels = [
+        first.attention.query,
+        first.attention.key,
+        first.attention.projection,
+        second.attention.query,
+        other_seed.blocks[0].attention.query,
     ]
-    assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == 5
+
+    different = {np.asarray(linear.kernel[...]).tobytes() for linear in kernels}
+    assert len(different) == 5
 
 
 @pytest.mark.parametrize("family", ["nanogpt", "modern"])
@@ -84,11 +117,15 @@ def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
             return x
 
     model = random_gpt("gpt2", rematerialise=rematerialise)
-    tokens = jnp.arange(BLOCK_SIZE)[None]
     blocks: list[Block] = [Nothing(model.config, rngs=nnx.Rngs(0)) for _ in range(2)]
     model.blocks = nnx.List(blocks)
-    both = compiled(lambda x: (model(x), model.logits(model.final_norm(model.embed(x)))), tokens)
-    np.testing.assert_array_equal(*both)
+
+    def with_and_without_blocks(tokens):
+        without = model.logits(model.final_norm(model.embed(tokens)))
+        return model(tokens), without
+
+    found, expected = compiled(with_and_without_blocks, jnp.arange(BLOCK_SIZE)[None])
+    np.testing.assert_array_equal(found, expected)
 
 
 # --- scan over the blocks ------------------------------------------------------------------------
@@ -96,10 +133,16 @@ def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
 
 def test_a_scan_decodes_as_a_loop_does():
     model = random_gpt("modern", scan_layers=True)
-    tokens, cache = tokens_of(1), model.empty_cache(2)
+    tokens = tokens_of(1)
+    cache = model.empty_cache(2)
     read = nnx.jit(lambda model, cache, tokens: model(tokens, cache=cache))
-    steps = [read(model, cache, tokens[:, i : i + 1]) for i in range(tokens.shape[1])]
-    found, expected = np.concatenate(steps, axis=1), compiled(model, tokens)
+
+    logits = []
+    for time in range(tokens.shape[1]):
+        logits.append(read(model, cache, tokens[:, time : time + 1]))
+
+    found = np.concatenate(logits, axis=1)
+    expected = compiled(model, tokens)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(abs(expected).max()))
 
 
@@ -130,22 +173,26 @@ def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family, betwe
         return x, normed, block(x), cross_entropy(model(tokens), tokens), block.attention(x)
 
     *always_wide, attended = jax.eval_shape(parts, tokens_of(1))
-    assert {each.dtype.name for each in always_wide} == {"float32"}
+    found, expected = compiled(lambda tokens: (model(tokens), wide(tokens)), tokens_of(1))
+
+    assert {array.dtype.name for array in always_wide} == {"float32"}
     assert attended.dtype == between
     assert jax.tree.leaves(nnx.state(model))[0].dtype == jnp.float32
-    found, expected = compiled(lambda tokens: (model(tokens), wide(tokens)), tokens_of(1))
+    # the same parameters, and bfloat16 has 8 bits: a few hundredths of the spread of the logits
     np.testing.assert_allclose(np.float32(found), expected, atol=0.03 * float(jnp.std(expected)))
 
 
 def test_narrow_parameters_still_give_wide_norms_and_losses():
     model = random_gpt("gpt2", dtype="bfloat16", param_dtype="bfloat16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("bfloat16")}
 
     def parts(tokens):
         x = model.embed(tokens)
         return x, model.final_norm(x), model.blocks[0](x)
 
-    assert {each.dtype.name for each in jax.eval_shape(parts, tokens_of(1))} == {"float32"}
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        assert leaf.dtype == jnp.bfloat16
+    for part in jax.eval_shape(parts, tokens_of(1)):
+        assert part.dtype == jnp.float32
 
 
 def test_a_bigram_s_rows_are_the_logits():
@@ -164,21 +211,27 @@ def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
     """1030 tokens, padded to 1152 inside the product."""
     changes = {"vocab_size": 1030, "tie_embeddings": tied, "head_bias": not tied}
     model = random_gpt("lecture", **changes)
-    x, reads = normal(1, 2, 5, EMBED_DIM), normal(2, 2, 5, 1030)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
-    assert 1152 not in sum(shapes, ())
-    kernel, bias = model.token_embedding.embedding[...].T, jnp.zeros(1030)
+    x = normal(1, 2, 5, EMBED_DIM)
+    gradient = normal(2, 2, 5, 1030)
+    kernel = model.token_embedding.embedding[...].T
+    bias = jnp.zeros(1030)
     if model.head is not None:
         assert model.head.bias is not None
-        kernel, bias = model.head.kernel[...], model.head.bias[...]
+        kernel = model.head.kernel[...]
+        bias = model.head.bias[...]
 
-    def both(x):
-        (expected, back), (found, padded_back) = (
-            jax.vjp(of, x) for of in (lambda x: x @ kernel + bias, model.logits)
-        )
-        return (found, expected), (*padded_back(reads), *back(reads))
+    def by_hand(x):
+        return x @ kernel + bias
 
-    logits, gradients = compiled(both, x)
+    def logits_and_gradients(x):
+        found, pull_back = jax.vjp(model.logits, x)
+        expected, pull_back_by_hand = jax.vjp(by_hand, x)
+        return (found, expected), (*pull_back(gradient), *pull_back_by_hand(gradient))
+
+    logits, gradients = compiled(logits_and_gradients, x)
+
+    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
+        assert 1152 not in leaf.shape
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(*gradients, rtol=1e-5, atol=1e-4)
 
@@ -187,8 +240,10 @@ def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
 def test_a_tied_head_is_not_copied_for_one_row(batch, time, table_stands):
     """XLA's CPU backend transposes a table on the right of a product of one row."""
     model = random_gpt("nanogpt")
+
     jaxpr = jax.make_jaxpr(model.logits)(jnp.ones((batch, time, EMBED_DIM)))
-    (product,) = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
+
+    (product,) = equations(jaxpr, "dot_general")
     assert VOCAB in product.invars[table_stands].aval.shape
     assert VOCAB not in product.invars[1 - table_stands].aval.shape
 
@@ -199,6 +254,7 @@ def test_learned_positions_past_the_block_are_named():
     cache = model.empty_cache(1)
     for _ in range(3):
         model(jnp.array([[5]]), cache=cache)
+
     with pytest.raises(ValueError, match=r"^position 3 is past block_size=3, where the learned"):
         model(jnp.array([[5]]), cache=cache)
     with pytest.raises(

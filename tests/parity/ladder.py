@@ -38,10 +38,8 @@ STEPS, BATCH, TIME = 10, 2, 5
 
 WINDOW = {"attention_window": 3}  # the tokens are one window and a part of another
 NGRAMS = {"ngram_sizes": (2, 4), "ngram_rows": 19}
-LECTURE, MODERN = (
-    models.FAMILIES["lecture"],
-    {**models.FAMILIES["modern"], **WINDOW, **NGRAMS, "logit_softcap": 2.0},
-)
+LECTURE = models.FAMILIES["lecture"]
+MODERN = {**models.FAMILIES["modern"], **WINDOW, **NGRAMS, "logit_softcap": 2.0}
 ALONE: dict[str, dict[str, Any]] = {
     "nanogpt, rotary": {"num_heads": 6, "embed_dim": 24, "positions": "rotary"},
     "nanogpt, RMS norms": {"norm": "rms"},
@@ -102,9 +100,11 @@ def ours(family: str, dtype: str) -> Rungs:
     with jax.enable_x64(dtype == "float64"):
         config = config_of(family, dtype)
         model = abstract_model(config.model)
-        weights, graph = randomised(weights_of(model)), nnx.graphdef(model)
+        weights = randomised(weights_of(model))
+        graph = nnx.graphdef(model)
         steps = jnp.asarray(windows())
-        tokens, targets = steps[0, :, :-1], steps[0, :, 1:]
+        tokens = steps[0, :, :-1]
+        targets = steps[0, :, 1:]
 
         def loss_of(weights):
             logits = nnx.merge(graph, weights)(tokens)
@@ -113,7 +113,8 @@ def ours(family: str, dtype: str) -> Rungs:
         value_and_grad = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
         (loss, logits), gradients = value_and_grad(weights)
         optimizer = make_optimizer(OPTIMIZER, STEPS)
-        state, updated = optimizer.init(weights), weights
+        state = optimizer.init(weights)
+        updated = weights
         update = jax.jit(optimizer.update)
         for seed, size in GIVEN_GRADIENTS:
             given = jax.tree.map(lambda leaf, size=size: size * leaf, randomised(weights, seed))
@@ -274,5 +275,6 @@ def errors(ours: Arrays, theirs: Arrays) -> tuple[float, float]:
         # softmax forgets what all keys share, so the gradient of a key's bias is zero but for
         # rounding: it is measured by the query's
         scale = float(np.abs(theirs[name.replace("key.bias", "query.bias")]).max())
-        absolute, relative = max(absolute, difference), max(relative, difference / scale)
+        absolute = max(absolute, difference)
+        relative = max(relative, difference / scale)
     return absolute, relative

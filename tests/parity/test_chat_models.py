@@ -133,7 +133,9 @@ SEEDS = {"llama": 0, "qwen3": 18}
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_chat_model_stops_where_it_did(kind, tmp_path):
-    theirs, run, out = tmp_path / "theirs", tmp_path / "run", tmp_path / "out"
+    theirs = tmp_path / "theirs"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     write_chat_model(kind, theirs, SEEDS[kind])
     tokens, text = answer(theirs)
     assert tokens[-1] in (0, 2)

@@ -52,7 +52,9 @@ OTHERWISE = {"nanogpt, no norm scales", "nanogpt, grouped heads", "nanogpt, gate
     ),
 )
 def test_every_rung_agrees(family, dtype):
-    mine, its = ours(family, dtype), theirs(family, dtype)
+    mine = ours(family, dtype)
+    its = theirs(family, dtype)
+
     assert mine.keys() == its.keys()
     for rung in rungs_of(dtype):
         for name, array in mine[rung].items():
@@ -109,7 +111,8 @@ def test_the_ladder_sees_a_mistake(broken, seen, dtype):
 
 def blind_rungs(family, dtype, **broken):
     """Where a broken port still agrees."""
-    mine, its = ours(family, dtype), theirs(family, dtype, **broken)
+    mine = ours(family, dtype)
+    its = theirs(family, dtype, **broken)
     return {rung for rung in rungs_of(dtype) if errors(mine[rung], its[rung])[1] < TOLERANCE[dtype]}
 
 
@@ -129,7 +132,8 @@ def activate_the_other(port):
     """The expansion instead of the gate."""
     for module in port.modules():
         if isinstance(module, torch_gpt.FeedForward):
-            activate, gate = torch_gpt.ACTIVATIONS[module.activation], module.gate
+            activate = torch_gpt.ACTIVATIONS[module.activation]
+            gate = module.gate
             assert gate is not None
             vars(module)["forward"] = lambda x, its=module, activate=activate, gate=gate: (
                 its.projection(activate(its.expansion(x)) * gate(x))
@@ -207,4 +211,5 @@ def test_averaged_weights_are_those_of_pytorch_s_averaged_model(mean, agrees):
     theirs("gpt2", "float64", after_step=follow)
     its = {name: leaf.detach().numpy() for name, leaf in averaged[0].module.named_parameters()}
     error = errors(ours_averaged("gpt2", "float64", 0.8), its)[1]
+
     assert (error < TOLERANCE["float64"]) == agrees

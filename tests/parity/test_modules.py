@@ -35,7 +35,8 @@ def inputs(dtype, time=TIME, seed=3, size=0.3, embed=EMBED):
 
 
 def close(mine, its, dtype):
-    mine, its = np.asarray(mine), its.detach().numpy()
+    mine = np.asarray(mine)
+    its = its.detach().numpy()
     assert mine.shape == its.shape
     assert mine.dtype == its.dtype == dtype
     return errors({"": mine}, {"": its})[1] < TOLERANCE[dtype]
@@ -54,7 +55,8 @@ def attention(dtype, causal=True, **options) -> tuple[Any, Any]:
     nnx.update(module, randomised(weights_of(module)))
     port: Any = torch_gpt.MultiHeadAttention(config, causal=causal)
     if config.num_heads == 1:
-        module, port = module.head(0), torch_gpt.Head(config, causal=causal)
+        module = module.head(0)
+        port = torch_gpt.Head(config, causal=causal)
     port.to(getattr(torch, dtype)).load_state_dict(tensors_of(module))
     return module, port
 
@@ -116,12 +118,15 @@ def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(dtype):
     module, _ = attention(dtype, qkv_bias=True, use_bias=True)
     nnx.update(module, jax.tree.map(lambda tensor: jnp.asarray(tensor.detach()), weights))
 
-    x, context = inputs(dtype), inputs(dtype, KEYS, seed=4)
-    query, source = torch.tensor(x), torch.tensor(context)
+    x = inputs(dtype)
+    context = inputs(dtype, KEYS, seed=4)
+    query = torch.tensor(x)
+    source = torch.tensor(context)
     future = torch.ones(TIME, TIME).triu(1).bool()
     for mask, agrees in ((future, True), (None, False)):
         its = reference(query, query, query, attn_mask=mask, need_weights=False)[0]
         assert close(module(jnp.asarray(x)), its, dtype) == agrees
     its, weights = reference(query, source, source, average_attn_weights=False)
+
     assert close(module(jnp.asarray(x), jnp.asarray(context)), its, dtype)
     assert close(module.weights(jnp.asarray(x), jnp.asarray(context)), weights, dtype)

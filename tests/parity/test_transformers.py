@@ -147,7 +147,8 @@ def compared(reference: Any, model: Any) -> dict[str, tuple[Any, Any]]:
     labels = torch.tensor(tokens)
     answer = reference(labels, labels=labels)
     answer.loss.backward()
-    graph, weights = nnx.graphdef(model), weights_of(model)
+    graph = nnx.graphdef(model)
+    weights = weights_of(model)
 
     def loss_of(weights):
         logits = nnx.merge(graph, weights)(jnp.asarray(tokens))
@@ -200,6 +201,7 @@ def test_the_comparison_sees_what_jgpt_would_get_wrong(name, wrong, tmp_path):
     reference = random_model(name)
     reference.save_pretrained(tmp_path)
     change(tmp_path, **wrong)
+
     with pytest.raises(AssertionError, match="Not equal"):
         assert_same_logits(jgpt.load_hf(tmp_path), reference)
 
@@ -276,6 +278,7 @@ def test_a_tied_table_that_is_stored_as_the_head_alone(name, tmp_path):
     assert_same_logits(model, read_back(tmp_path))
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, file)
+
     with pytest.raises(AssertionError, match="Not equal"):
         assert_same_logits(model, read_back(tmp_path))
 
@@ -308,6 +311,7 @@ def test_stored_buffers_and_a_stored_tied_head(name, table, buffers, prefixed, t
 
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, file)
+
     with pytest.raises(ValueError, match=rf"lm_head\.weight differs from {table}"):
         jgpt.load_hf(tmp_path)
 
@@ -340,7 +344,8 @@ def test_a_base_where_older_configs_have_it(directory):
 
 
 def test_a_shorter_context_is_the_same_function(directory):
-    model, shorter = jgpt.load_hf(directory), jgpt.load_hf(directory, block_size=5)
+    model = jgpt.load_hf(directory)
+    shorter = jgpt.load_hf(directory, block_size=5)
     assert (model.block_size, shorter.block_size) == (11, 5)
     tokens = jnp.arange(10).reshape(2, 5)
     np.testing.assert_array_equal(shorter(tokens), model(tokens))
@@ -376,6 +381,7 @@ def test_our_tokenizers_in_transformers(tokenizer, tmp_path):
     if isinstance(tokenizer, jgpt.BPETokenizer):
         text += "<|user|>ROMEO: cafe\u0301"
     tokens = theirs(text)["input_ids"]
+
     assert tokens == tokenizer.encode(text).tolist()
     assert theirs.decode(tokens) == tokenizer.decode(tokens)
     assert len(theirs) == tokenizer.vocab_size == model.vocab_size

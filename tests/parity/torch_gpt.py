@@ -32,8 +32,10 @@ class Attention(nn.Module):
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_dim = config.head_dim or config.embed_dim // config.num_heads
-        self.causal, self.window = causal, config.attention_window
-        self.rotary, self.base = config.positions == "rotary", config.rotary_base
+        self.causal = causal
+        self.window = config.attention_window
+        self.rotary = config.positions == "rotary"
+        self.base = config.rotary_base
         self.scale = config.attention_scale or 1 / math.sqrt(self.head_dim)
         self.qk_norm = config.qk_norm
         self.query_norm = nn.RMSNorm(self.head_dim, elementwise_affine=config.qk_norm_scale)
@@ -61,7 +63,8 @@ class Attention(nn.Module):
 
     def turned(self, x: Tensor) -> Tensor:
         """Feature i and the one half the features further on, as one complex number."""
-        time, half = x.shape[-2], x.shape[-1] // 2
+        time = x.shape[-2]
+        half = x.shape[-1] // 2
         pace = self.base ** (-2 * torch.arange(half, dtype=x.dtype) / x.shape[-1])
         angle = torch.outer(torch.arange(time, dtype=x.dtype), pace)
         z = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angle)
@@ -142,7 +145,8 @@ class NGramEmbedding(nn.Module):
 
     def __init__(self, sizes, num_rows, embed_dim):
         super().__init__()
-        self.sizes, self.num_rows = sizes, num_rows
+        self.sizes = sizes
+        self.num_rows = num_rows
         self.table = nn.Embedding(len(sizes) * num_rows, embed_dim)
 
     def hashes(self, ngrams: Tensor) -> Tensor:

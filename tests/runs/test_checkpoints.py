@@ -113,6 +113,7 @@ def test_the_error_of_a_save_is_not_replaced_by_one_of_closing(saved, initial, m
     failed = "the checkpoint of step 5 could not be written .*the last good checkpoint is step 4"
     with pytest.raises(OSError, match=failed), Checkpoints(saved) as checkpoints:
         checkpoints.save(numbered(initial, 5), 0.5)
+
     assert logging.getLogger("absl").filters == filters
 
 
@@ -133,6 +134,7 @@ def test_training_waits_until_a_large_state_is_written_from_its_own_memory(
         checkpoints.save(numbered(initial, 5), 0.5)
         written = 5 in checkpoints.steps()
         may_finish.set()
+
     assert written == is_waited
     assert 5 in checkpoints.steps()
 
@@ -144,6 +146,7 @@ def test_a_run_is_loaded_to_the_device_that_new_arrays_go_to(saved, small_run):
         with Checkpoints(saved, read_only=True) as checkpoints:
             state = checkpoints.restore(small_run)
     leaves = jax.tree.leaves([nnx.state(model), state])
+
     assert len(leaves) > 10
     assert {found for leaf in leaves for found in leaf.devices()} == {device}
 
@@ -161,12 +164,14 @@ def test_a_run_is_loaded_in_shards(trained):
     alone = kernel_of(load(trained.directory)[0])
     with jax.set_mesh(make_mesh("fsdp=4,tensor=2")):
         kernel = kernel_of(load(trained.directory)[0])
+
     assert kernel.addressable_shards[0].data.shape == (12 // 4, 48 // 2)
     np.testing.assert_array_equal(kernel, alone)
 
 
 def test_orbax_is_opened_when_it_is_needed_once_and_closed(saved, small_run, initial, monkeypatch):
-    made, closed = [], []
+    made = []
+    closed = []
 
     class Counted(ocp.AsyncCheckpointer):
         def __init__(self, *arguments):
@@ -185,6 +190,7 @@ def test_orbax_is_opened_when_it_is_needed_once_and_closed(saved, small_run, ini
             checkpoints.save(numbered(initial, step), 1.2)
         checkpoints.restore_weights(small_run, "last")
         assert (len(made), closed) == (1, [])
+
     assert closed == made
 
 
@@ -196,6 +202,7 @@ def test_orbax_alone_is_quiet_and_only_while_a_run_is_open(saved, initial, caplo
         checkpoints.wait()
         assert caplog.records == []
         absl.warning("of another library")
+
     assert caplog.messages == ["of another library"]
     assert (absl.level, list(absl.filters)) == before
 
@@ -380,7 +387,8 @@ HARMLESS = {"steps": 9, "eval_interval": 3, "steps_per_call": 2, "sample_tokens"
 def test_what_a_run_goes_on_with(part, changes, refused, of_the_state, imported):
     """An imported run, with what its state was made with: arrays that it has, or lacks."""
     changed = {part: dataclasses.replace(getattr(BEGUN, part), **changes)} if part else changes
-    given, name = dataclasses.replace(BEGUN, **changed), next(iter(changes))
+    given = dataclasses.replace(BEGUN, **changed)
+    name = next(iter(changes))
     if of_the_state if imported else refused:
         full = f"{part}.{name}" if part else name
         with pytest.raises(ValueError, match=f"run to resume: {full} is .* in the run, .* in the"):

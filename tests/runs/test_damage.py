@@ -119,6 +119,7 @@ FAULTS_OF_THE_FORMAT: list[tuple[Callable[..., object], dict[str, object], str]]
 def test_a_fault_is_named_and_nothing_foreign_is_touched(run, tmp_path, fault, options, reason):
     fault(run, **options)
     elsewhere = files_in(tmp_path)
+
     with pytest.raises(ValueError, match=reason):
         load(run, which="last")
     assert files_in(tmp_path) == elsewhere
@@ -163,6 +164,7 @@ def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, run, tmp_p
     kept = (run / name).rename(tmp_path / name)
     before = kept.read_bytes()
     os.mkfifo(run / name) if kind == "pipe" else (run / name).hardlink_to(kept)
+
     with pytest.raises(ValueError, match=f"{name} is a link or not a file"):
         fit(copy, resume=True)
     assert kept.read_bytes() == before
@@ -257,7 +259,8 @@ def test_mutated_files_raise_documented_errors_alone(name, tmp_path):
 
 def test_a_run_whose_folder_is_replaced_stops_and_writes_nothing_into_the_new_one(poem, tmp_path):
     """A lock is that of a file, not of its name: the new folder can have another trainer."""
-    out, moved = tmp_path / "run", tmp_path / "moved"
+    out = tmp_path / "run"
+    moved = tmp_path / "moved"
     config = with_changes(TrainConfig(out=str(out)), **BIGRAM)
     config = dataclasses.replace(config, steps=40, steps_per_call=2, eval_interval=6)
     config = dataclasses.replace(config, dataset=DataConfig((str(poem),)))

@@ -38,7 +38,8 @@ def test_lines_are_appended_and_cut_off_after_a_step_and_half_a_line_is_none(tmp
     ],
 )
 def test_a_number_that_no_run_has_is_damage(tmp_path, damage):
-    run, text = RunDirectory(tmp_path), '{"step": 1, "loss": 1e+299}\n'
+    run = RunDirectory(tmp_path)
+    text = '{"step": 1, "loss": 1e+299}\n'
     (tmp_path / "metrics.jsonl").write_text(f"{text}{{{damage}}}\n")
     assert run.metrics() == [{"step": 1, "loss": 1e299}]
     losses_image(run.metrics(), "run", "png")
@@ -117,6 +118,7 @@ def test_a_path_that_is_no_run_s_is_not_opened(path, tmp_path):
     RunDirectory.create(tmp_path / "run", TrainConfig(), CharTokenizer("ab"))
     (tmp_path / "run" / "checkpoints").mkdir()
     reason = f"{path} is not a run directory: it has no config.json"
+
     with pytest.raises(FileNotFoundError, match=f"{re.escape(reason)}$"):
         RunDirectory.open(tmp_path / path)
 

@@ -84,9 +84,11 @@ def test_a_run_is_there_with_its_tokenizer_or_its_directory_may_be_used(disk):
 
 def test_a_config_that_is_written_again_is_the_old_or_the_new_one(disk):
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
-    before, new = len(disk.views), dataclasses.replace(CONFIG, steps=7)
+    before = len(disk.views)
+    new = dataclasses.replace(CONFIG, steps=7)
     run.write_config(new)
     found = [RunDirectory(view / "run").config() for view in disk.views[before:]]
+
     assert found == [new, new, CONFIG]  # killed, and after a power cut without and with a loss
 
 
@@ -127,7 +129,8 @@ def test_whenever_it_crashes_the_best_and_the_last_checkpoint_load(disk, initial
 @pytest.mark.slow
 def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch):
     """What a checkpoint's step needs is durable before it counts: metrics, and the provenance."""
-    save, evaluated = Checkpoints.save, Checkpoints.evaluated
+    save = Checkpoints.save
+    evaluated = Checkpoints.evaluated
 
     def save_and_wait(self, *arguments, **options):
         save(self, *arguments, **options)
@@ -187,7 +190,8 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
     run.append_provenance({"step": 0})
     (run.path / "samples.txt").write_text("text")
     (run.path / "notes.txt").write_text("mine")
-    before, unlink = len(disk.views), Path.unlink
+    before = len(disk.views)
+    unlink = Path.unlink
 
     def unlink_and_crash(path, missing_ok=False):
         unlink(path, missing_ok)

@@ -58,7 +58,9 @@ class Interrupting(Heard):
 
     def __init__(self, act: Any, at: int) -> None:
         super().__init__()
-        self.calls, self._act, self._at = 0, act, at
+        self.calls = 0
+        self._act = act
+        self._at = at
         self.heard: list[Any] = []
 
     def evaluating(self, done, targets):
@@ -165,7 +167,9 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_needs_them(quick, monkey
     durable: dict[int, dict[str, Any]] = {}
     saved = []
     evaluated = []
-    append, save, add_loss = RunDirectory.append, Checkpoints.save, Checkpoints.evaluated
+    append = RunDirectory.append
+    save = Checkpoints.save
+    add_loss = Checkpoints.evaluated
 
     def appended(self, name, lines, **options):
         append(self, name, lines, **options)
@@ -185,6 +189,7 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_needs_them(quick, monkey
     monkeypatch.setattr(Checkpoints, "evaluated", evaluated_with)
     monkeypatch.setattr(loop, "SECONDS_BETWEEN_SAVES", 1e9)  # the steps that are saved are fixed
     fit(quick)
+
     # the line of a step that is evaluated next is in its checkpoint
     assert saved == [(1, 1), (4, 3), (8, 7), (11, 10)]
     assert evaluated == [(4, True), (8, True), (11, True)]
@@ -200,6 +205,7 @@ def test_a_run_places_its_evaluation_windows_once(quick, monkeypatch):
 
     monkeypatch.setattr(loop, "Evaluator", Counted)
     fit(with_changes(quick, steps=4, eval_interval=2))
+
     assert len(made) == 1
 
 
@@ -207,6 +213,7 @@ def test_a_manifest_from_before_evaluations_were_interrupted_is_read(trained):
     path = trained.directory / "checkpoints" / "11"
     text = json.loads((path / "manifest.json").read_text())
     del text["sha256"], text["unevaluated"]
+
     assert Manifest(**text).unevaluated is None
 
 
@@ -280,7 +287,8 @@ def test_until_the_first_evaluation_a_checkpoint_is_half_a_minute_old_at_most(
     quick, monkeypatch, seconds, saved
 ):
     """Steps take ten seconds. Saving takes 0.1, or more than a hundredth of the time."""
-    now, saves = [1000.0], []
+    now = [1000.0]
+    saves = []
     make = fit_module.make_train_steps
 
     def make_slow(config):
@@ -304,6 +312,7 @@ def test_until_the_first_evaluation_a_checkpoint_is_half_a_minute_old_at_most(
     monkeypatch.setattr(Checkpoints, "save", save)
     stop = lambda: now[0] >= 1110  # noqa: E731
     config = dataclasses.replace(quick, steps=99, eval_interval=50, steps_per_call=1)
+
     with pytest.raises(TrainingStopped):
         fit(config, should_stop=stop)
     assert saves == [*saved, 11]
@@ -315,8 +324,10 @@ def test_a_call_reads_the_windows_of_its_steps_alone(quick, monkeypatch):
     class Each(Heard):
         most_steps = 1
 
-    read, taken = [], []
-    make, batches = fit_module.make_train_steps, loop.batches
+    read = []
+    taken = []
+    make = fit_module.make_train_steps
+    batches = loop.batches
 
     def recorded(config):
         steps = make(config)
@@ -335,6 +346,7 @@ def test_a_call_reads_the_windows_of_its_steps_alone(quick, monkeypatch):
     monkeypatch.setattr(fit_module, "make_train_steps", recorded)
     monkeypatch.setattr(loop, "batches", reading)
     fit(quick, progress=Each())
+
     assert taken == read == [1] * 11
 
 
@@ -342,7 +354,9 @@ class Unread:
     """A metric of steps that are still under way; converting it waits for them."""
 
     def __init__(self, events: list[Any], step: int, array: Any) -> None:
-        self._events, self._step, self._array = events, step, array
+        self._events = events
+        self._step = step
+        self._array = array
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         self.block_until_ready()

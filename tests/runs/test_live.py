@@ -71,7 +71,8 @@ def run(look, other, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "run"
     jgpt.save(other.model, path, tokenizer=TOKENIZER, config=look.model.config)
     directory = RunDirectory.open(path)
-    config, weights = directory.config(), nnx.to_pure_dict(nnx.state(look.model, nnx.Param))
+    config = directory.config()
+    weights = nnx.to_pure_dict(nnx.state(look.model, nnx.Param))
     optimizer = make_optimizer(config.optimizer, config.steps).init(weights)
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(TrainState(weights, optimizer, jnp.int32(7)), 1.5)
@@ -147,6 +148,7 @@ def test_a_model_of_one_s_own_is_drawn_and_changed_where_its_trace_allows(tmp_pa
 def test_a_model_without_a_typed_call_has_its_next_token():
     model = Sums(SumsConfig(vocab_size=17, block_size=11, rank=3), rngs=nnx.Rngs(0))
     found = answer(Look(model, TOKENIZER, "run"), {"prompt": PROMPT})
+
     assert (found["blocks"], found["layers"], found["attention"]) == ([], [], None)
     assert [row["name"] for row in found["arrays"]] == ["logits"]
     assert np.shape(found["candidates"]) == (1, 7, 10)
@@ -154,7 +156,8 @@ def test_a_model_without_a_typed_call_has_its_next_token():
 
 def test_typed_modules_of_a_model_whose_own_call_is_not_typed_are_drawn():
     class Untyped(nnx.Module):
-        vocab_size, block_size = 17, 11
+        vocab_size = 17
+        block_size = 11
 
         def __init__(self, model):
             self.inner = model
@@ -165,6 +168,7 @@ def test_typed_modules_of_a_model_whose_own_call_is_not_typed_are_drawn():
     model = random_gpt("nanogpt")
     found = answer(Look(Untyped(model), TOKENIZER, "run"), {"prompt": PROMPT})
     expected = answer(Look(model, TOKENIZER, "run"), {"prompt": PROMPT})
+
     assert found["attention"] == expected["attention"]
     np.testing.assert_allclose(
         found["log_probabilities"], expected["log_probabilities"], rtol=0, atol=1e-5
@@ -205,6 +209,7 @@ def test_a_module_that_returns_a_tuple_is_neither_a_block_nor_a_branch():
             return first
 
     anatomy = Look(PairModel(), TOKENIZER, "run").anatomy
+
     assert anatomy.blocks == ("blocks.0", "blocks.1")
     assert anatomy.branches == ((), ())
 
@@ -213,12 +218,14 @@ def test_a_block_switched_off_is_left_out(look):
     found = answer(look, {"prompt": PROMPT, "blocks": {"1": 0}})
     *_, block = (row for row in found["arrays"] if row["path"] == "blocks.1")
     states = look.model.hidden_states(tokens_of(PROMPT))
+
     np.testing.assert_allclose(by_batch(block), states[1], rtol=0, atol=1e-3)
 
 
 def test_attention_follows_a_change_of_an_earlier_block(look):
     plain = unpacked(answer(look, {"prompt": PROMPT})["attention"])
     off = unpacked(answer(look, {"prompt": PROMPT, "heads": {"0.1": 0}})["attention"])
+
     np.testing.assert_array_equal(plain[0], off[0])
     assert abs(plain[1] - off[1]).max() > 0.001
 
@@ -339,6 +346,7 @@ def test_the_checkpoint_that_was_asked_for_is_shown_first(run):
 def test_a_long_curve_is_drawn_as_means(run, tmp_path, monkeypatch):
     monkeypatch.setattr(live, "MOST_POINTS", 3)
     told = RunPage(run, PROMPT).training({})
+
     assert told["each"] == 3
     np.testing.assert_allclose(told["loss"], [[2, 2.8], [5, 2.5], [7, 2.3]])
 
@@ -349,6 +357,7 @@ def test_checkpoints_share_a_program_and_few_stay_open(run, monkeypatch):
     (first,) = page._opened.values()
     page._open(0)
     (second,) = page._opened.values()
+
     assert second is not first
     assert second._program is first._program
 
@@ -385,14 +394,17 @@ def test_a_run_that_is_deleted_while_it_is_shown(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     page = RunPage(copy, PROMPT)
     shutil.rmtree(copy)
+
     for asked in (page.training, page.look, page.snapshot):
         with pytest.raises(OSError, match=r"copy is not a run directory: it has no config\.json"):
             asked({"prompt": "a"})
 
 
 def test_strangers_get_one_line(served):
-    secret, port = served.split("/")[-2], served.split(":")[2].split("/")[0]
-    look, body = f"/{secret}/look", b'{"prompt": "a"}'
+    secret = served.split("/")[-2]
+    port = served.split(":")[2].split("/")[0]
+    look = f"/{secret}/look"
+    body = b'{"prompt": "a"}'
     for status, path, sent, headers in (
         (404, "/", None, {}),
         (414, "/" + "a" * 70_000, None, {}),
@@ -424,13 +436,15 @@ def test_strangers_get_one_line(served):
     with socket.socket() as other:  # the port is open on the loopback interface alone
         other.settimeout(2)
         assert other.connect_ex(("127.0.0.2", int(port))) != 0
+
     assert ask(served)[0] == 200
 
 
 def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
     monkeypatch.setattr(live, "SECONDS", 0.5)
     with at_work(run) as address:
-        port, before = int(address.split(":")[2].split("/")[0]), threading.active_count()
+        port = int(address.split(":")[2].split("/")[0])
+        before = threading.active_count()
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
         with ThreadPoolExecutor(50) as pool:
             futures = [pool.submit(ask, address) for _ in range(1000)]
@@ -528,19 +542,22 @@ def test_beside_training_the_programs_are_loaded_once_the_address_is_said(run, m
         monkeypatch.setattr(sys, "stdin", io.StringIO(line))
         live.main()
         assert [text.startswith("http://127.0.0.1:") for text in said] == [True] * bool(line)
+
     assert shown == ["last"]  # while a run is trained, not the best checkpoint so far
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_training_waits_for_no_reader_and_ends_with_its_page(training, tmp_path):
     process, address = training
-    host, port = "127.0.0.1", int(address.split(":")[2].split("/")[0])
+    host = "127.0.0.1"
+    port = int(address.split(":")[2].split("/")[0])
     line = f"GET {address.partition(str(port))[2]} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n"
     stuck = [socket.create_connection((host, port)) for _ in range(20)]
     for each in stuck:  # asks for much, and never reads
         each.sendall(line.encode() * 1000)
     run = RunDirectory.open(tmp_path / "run")
-    before, end = len(run.metrics()), time.monotonic() + 60
+    before = len(run.metrics())
+    end = time.monotonic() + 60
     while len(run.metrics()) < before + 1000:
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -695,7 +712,8 @@ def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, 
 @needs_chromium
 def test_a_page_grows_with_the_run(page, run, tmp_path):
     """Begun without a checkpoint; then one comes, another, and the run is deleted."""
-    copy, kept = shutil.copytree(run, tmp_path / "copy"), tmp_path / "kept"
+    copy = shutil.copytree(run, tmp_path / "copy")
+    kept = tmp_path / "kept"
     shutil.move(copy / "checkpoints", kept)
     (copy / "checkpoints").mkdir()
     with at_work(copy) as address:
@@ -751,6 +769,7 @@ def test_an_address_has_the_state(opened, served):
     numbers = opened.run("data.log_probabilities[2][4]")
     opened.open("about:blank")
     opened_at(opened, there)
+
     assert opened.run("$('prompt').value") == "spare"
     assert opened.run("data.log_probabilities[2][4]") == numbers
     assert opened.run("document.querySelector('[name=\"0.2\"]').checked") is False

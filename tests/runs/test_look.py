@@ -100,6 +100,7 @@ def test_a_prompt_is_continued_as_generate_does_within_the_block(tmp_path):
     data = page_of(tmp_path / "look.html", model, new=48)
     prompt = jnp.asarray(TOKENIZER.encode(PROMPT))[None]
     expected = generate(model, prompt, 3, key=jax.random.key(1337))
+
     assert data["tokens"] == expected[0].tolist()
     assert data["prompt"] == 10
     assert page_of(tmp_path / "look.html", model, new=2)["tokens"] == data["tokens"][:12]
@@ -146,6 +147,7 @@ def test_the_product_of_query_and_key_gives_the_weight(tmp_path):
         scores = np.where(~np.tri(time, k=-data["window"], dtype=bool), scores, -np.inf)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     expected = model.attention_weights(jnp.asarray(data["tokens"])[None])[:, 0]
+
     np.testing.assert_allclose(weights, expected, rtol=0, atol=2e-3)
 
 
@@ -153,6 +155,7 @@ def test_the_largest_page_has_six_megabytes(tmp_path):
     config = config_of("nanogpt", block_size=200, num_layers=12, num_heads=12, embed_dim=24)
     model = loud(abstract_model(config), size=0.1)  # no weight is 0 or 1, which take less room
     data = page_of(tmp_path / "look.html", model, "a", new=199)
+
     assert data["attention"].shape == (12, 12, 200 * 201 / 2)
     assert data["products"] is None
     assert {row["values"] for row in data["arrays"]} == {None}
@@ -161,7 +164,8 @@ def test_the_largest_page_has_six_megabytes(tmp_path):
 
 def test_no_text_ends_the_script_that_holds_it(tmp_path):
     text = "</script><script>alert(1)</script><!--<script>{{data}}{{style}}{{script}}\u2028\ud800é"
-    tokenizer, path = CharTokenizer.from_text(text), tmp_path / "look.html"
+    tokenizer = CharTokenizer.from_text(text)
+    path = tmp_path / "look.html"
     model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text))
     page = look_page(model, tokenizer, text, 0, text)
     path.write_text(page, encoding="utf-8")
@@ -199,10 +203,12 @@ def test_a_bigram_model_reads_one_token(small_run, tmp_path):
 
 
 def test_a_page_holds_just_so_many_weights(tmp_path, monkeypatch):
-    model, most = random_gpt("nanogpt"), 2 * 3 * 11**2 // 2
+    model = random_gpt("nanogpt")
+    most = 2 * 3 * 11**2 // 2
     monkeypatch.setattr("jgpt.pictures.numbers.MOST_WEIGHTS", most)
     page_of(tmp_path / "look.html", model, "a" * 11)
     monkeypatch.setattr("jgpt.pictures.numbers.MOST_WEIGHTS", most - 1)
+
     with pytest.raises(ValueError, match="11 tokens are too many for a page: 2 layers, 3"):
         page_of(tmp_path / "look.html", model, "a" * 11)
 
@@ -341,6 +347,7 @@ def test_a_single_token_can_be_looked_at(page, tmp_path):
     page_of(tmp_path / "look.html", random_gpt("nanogpt"), "a")
     page.errors.clear()
     page.open(tmp_path / "look.html")
+
     assert page.errors == []
     assert "nothing comes before it" in page.run("$('picked').textContent")
 
@@ -403,6 +410,7 @@ def test_a_page_samples_as_much_as_it_has_room_for_unless_told(monkeypatch):
         look_page(model, TOKENIZER, "a" * 5, None, "run")
         assert asked == sampled
     look_page(random_gpt("nanogpt", block_size=11), TOKENIZER, "a" * 5, 48, "run")
+
     assert asked == [6]  # as far as the block goes
     with pytest.raises(ValueError, match="max_new_tokens=-1 must be 0 or more"):
         look_page(model, TOKENIZER, "a" * 5, -1, "run")
@@ -411,6 +419,7 @@ def test_a_page_samples_as_much_as_it_has_room_for_unless_told(monkeypatch):
 def test_a_single_token_is_counted_as_one():
     model = random_gpt("nanogpt", num_layers=1)
     page = numbers.Look(model, TOKENIZER, "run")
+
     with pytest.raises(ValueError, match="the other prompt has 1 token and this one 3: a patch"):
         page([1, 2, 3], 3, numbers.Changes(patch=(0, 0, "a")))
     assert [counted(number, "token") for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]

@@ -87,6 +87,7 @@ def loss_by_hand(model, tokens, size: int) -> float:
 def test_the_validation_loss_is_the_model_s_on_every_held_out_target(trained):
     tokens = load_dataset(trained.config.dataset, 7).validation
     loss, shorter = (loss_by_hand(trained.model, tokens, size) for size in (7, 5))
+
     assert trained.validation_loss == pytest.approx(loss, rel=1e-5)
     assert evaluate(trained.directory, window=5).loss == pytest.approx(shorter, rel=1e-5)
     assert shorter != pytest.approx(loss, rel=3e-5)
@@ -132,8 +133,10 @@ def test_the_saved_config_repeats_the_run_and_progress_that_hears_sooner_changes
             super().stepped(step, loss, tokens_per_second)
             self.most_steps = 2 if step >= 5 else 1
 
-    heard, config = Sooner(), read_config(trained.directory / "config.json")
+    heard = Sooner()
+    config = read_config(trained.directory / "config.json")
     again = fit(dataclasses.replace(config, out=str(tmp_path / "run")), progress=heard)
+
     assert fingerprint(again.directory) == fingerprint(trained.directory)
     assert again.sample == trained.sample
     assert heard.steps[:5] == [1, 2, 3, 4, 5]  # steps_per_call is 3
@@ -150,6 +153,7 @@ def test_in_many_processes_a_call_has_as_many_steps_as_in_those_without_progress
     monkeypatch.setattr("jgpt.fitting.loop.process_count", lambda: 2)
     heard = Sooner()
     fit(dataclasses.replace(small_run, out=str(tmp_path / "run")), progress=heard)
+
     # steps_per_call is 3, early estimates at 1 and 2, evaluations at 4 and 8
     assert heard.steps == [1, 2, 4, 7, 8, 11]
 
@@ -167,7 +171,10 @@ class Observed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def observed(small_run, tmp_path_factory) -> Observed:
-    events, log, tracked, heard = [], [], [], Heard()
+    events = []
+    log = []
+    tracked = []
+    heard = Heard()
 
     def open_tracker(path, step, config, new):
         return types.SimpleNamespace(
@@ -178,7 +185,8 @@ def observed(small_run, tmp_path_factory) -> Observed:
     def recorded_steps(config):
         return recorded(events, lambda *arguments: ("steps", arguments[3]), make(config))
 
-    make, handler = fit_module.make_train_steps, logging.Handler()
+    make = fit_module.make_train_steps
+    handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())
     out = str(tmp_path_factory.mktemp("observed") / "run")
     config = dataclasses.replace(small_run, out=out, seed=3, trackers=("wandb",))
@@ -202,6 +210,7 @@ def observed(small_run, tmp_path_factory) -> Observed:
 def test_compiling_takes_no_step_and_gives_its_memory_back(observed):
     events = observed.events
     steps = [event for event in events if event[0] == "steps"]
+
     assert steps == [("steps", count) for count in (0, 1, 1, 2, 3, 1, 3)]
     assert events[:2] == [("steps", 0), "release_memory"]
     assert events[-4:] == ["release_memory", "generate", "release_memory", "losses_image"]
@@ -243,6 +252,7 @@ def test_runs_without_a_place_are_numbered(small_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "gpt").mkdir(parents=True)
     out = choose_target(small_run, resume=False, overwrite=False).path
+
     assert out.as_posix() == "runs/gpt-2"
 
 
@@ -250,7 +260,8 @@ def test_runs_without_a_place_are_numbered(small_run, tmp_path, monkeypatch):
 def test_what_explodes_stops_the_run_and_keeps_the_state_before_it(small_run, tmp_path, clip):
     rate = 1e30 if clip else 1e15
     wild = {"learning_rate": rate, "warmup_steps": 0, "gradient_clip": clip}
-    out, interval = str(tmp_path / "wild"), 1 if clip else 4
+    out = str(tmp_path / "wild")
+    interval = 1 if clip else 4
     config = with_changes(small_run, optimizer=wild, out=out, eval_interval=interval)
     with pytest.raises(FloatingPointError) as stopped:
         fit(config)
@@ -279,6 +290,7 @@ def test_a_validation_loss_that_is_not_finite_blames_averages_too(small_run, tmp
     monkeypatch.setattr(loop.Evaluator, "exact", lambda *_: math.nan)
     config = with_changes(with_changes(small_run, **BIGRAM), optimizer={"ema_decay": 0.9})
     refusal = "nan after step 4: lower ema_decay or learning_rate; checkpoint 1 is kept$"
+
     with pytest.raises(FloatingPointError, match=refusal):
         fit(dataclasses.replace(config, out=str(tmp_path / "run")))
 
@@ -382,6 +394,7 @@ def test_byte_pairs_are_learnt_from_a_text_as_from_what_was_prepared(small_run, 
         run = fit(with_changes(config, dataset={"data": data}, out=out))
         losses.append(run.metrics["loss"][1:])
         assert load(run.directory)[1].to_json() == run.tokenizer.to_json()
+
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0] - 1
 
@@ -393,7 +406,8 @@ def test_patience_stops_says_so_and_keeps_the_best(small_run, tmp_path):
     assert not _stops_early([], 1)
     # a learning rate at which it gets worse from the first evaluation on
     high = {"learning_rate": 9.0, "schedule": "constant", "warmup_steps": 0}
-    out, progress = str(tmp_path / "run"), Heard()
+    out = str(tmp_path / "run")
+    progress = Heard()
     config = with_changes(small_run, **BIGRAM | {"optimizer": high}, out=out, steps=400, patience=2)
     run = fit(config, progress=progress)
     lines = RunDirectory.open(run.directory).metrics()
@@ -438,7 +452,8 @@ def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run
     assert evaluation.loss == pytest.approx(loss_by_hand(run.model, whole, 7), rel=1e-5)
 
     def said(temperature):
-        key, prompt = jax.random.key(2**32 - 1), jnp.asarray(run.tokenizer.encode("\n"))[None]
+        key = jax.random.key(2**32 - 1)
+        prompt = jnp.asarray(run.tokenizer.encode("\n"))[None]
         drawn = generate(run.model, prompt, 60, key=key, temperature=temperature)
         return run.tokenizer.decode(np.asarray(drawn[0]))
 
@@ -453,6 +468,7 @@ def test_an_estimate_is_of_the_averaged_weights_too(small_run, tmp_path):
         out = str(tmp_path / name)
         its = with_changes(config, eval_interval=interval, optimizer={"ema_decay": 0.7}, out=out)
         losses.append(lines_of(fit(its).directory)[2][name])
+
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # so few windows are all estimated
 
 
@@ -485,6 +501,7 @@ def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkey
         **{name: line[name] for name in ("text_sha256", "corpus_sha256")},
         **line["versions"],
     }
+
     assert {name: facts.get(name) for name in alike} == alike
     assert {"model.dropout", "optimizer.beta2", "dataset.data", "mesh"} <= facts.keys()
 
@@ -567,6 +584,7 @@ def test_a_plan_is_of_one_device_of_the_mesh(small_run, tmp_path):
     replicated, sharded = (
         plan(dataclasses.replace(config, mesh=mesh)).memory for mesh in ("data=8", "data=2,fsdp=4")
     )
+
     assert replicated is not None
     assert sharded is not None
     assert 0 < sharded.state < replicated.state / 2
@@ -590,6 +608,7 @@ def test_the_utilisation_is_that_of_all_devices(small_run, tmp_path, monkeypatch
 
     monkeypatch.setattr(fit_module, "MetricsLogger", logger)
     out = str(tmp_path / "run")
+
     with pytest.raises(Made) as made:
         fit(dataclasses.replace(small_run, batch_size=8, mesh=mesh, out=out))
     assert made.value.args == (devices,)

@@ -74,6 +74,7 @@ def test_operations_are_counted_where_the_peak_is_known(clock, monkeypatch, tmp_
         monkeypatch.setattr("jgpt.fitting.metrics.peak_flops", lambda peak=peak: peak)
         assert counted == []
         MetricsLogger(config, RunDirectory(tmp_path), (), 100)
+
     assert counted == [config.model]
 
 
@@ -141,6 +142,7 @@ def test_what_can_t_be_written_is_raised_where_all_processes_are(clock, tmp_path
     logger = MetricsLogger(TrainConfig(model=MODEL), RunDirectory(tmp_path), [], 1000)
     (tmp_path / "metrics.jsonl").mkdir()
     logger.add(0, 2, metrics_of(4.0, 3.5))
+
     assert isinstance(logger.failure, ValueError)
     with pytest.raises(ValueError, match=r"metrics\.jsonl is a link or not a file"):
         logger.finish()
@@ -170,6 +172,7 @@ def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
     monkeypatch.setattr(type(jnp.zeros(())), "is_ready", lambda _: True)
     config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
     lines = [line for line in RunDirectory(fit(config).directory).metrics() if "seconds" in line]
+
     # calls of three steps, cut short where there is an estimate, after 0, 1 and 2, or an
     # evaluation, after 4, 8 and 11
     assert [(line["step"], line["seconds"]) for line in lines] == [
@@ -181,7 +184,8 @@ def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
 
 def test_the_validation_loss_is_estimated_before_it_is_evaluated(small_run, tmp_path):
     """At step 0, and at a half, a quarter, ... of the first interval; a checkpoint is exact."""
-    out, steps = tmp_path / "run", {"steps": 80, "eval_interval": 35, "patience": 1}
+    out = tmp_path / "run"
+    steps = {"steps": 80, "eval_interval": 35, "patience": 1}
     run = fit(with_changes(small_run, **BIGRAM | {"optimizer": {}}, out=str(out), **steps))
     lines = RunDirectory.open(run.directory).metrics()
     assert [line["step"] for line in lines] == list(range(81))
@@ -198,7 +202,8 @@ def test_the_validation_loss_is_estimated_before_it_is_evaluated(small_run, tmp_
 
 def test_an_estimate_is_of_batches_that_are_spread_over_the_split(trained, monkeypatch):
     """Of six batches of 35 targets, the last with four, as many as 71 tokens need, or more."""
-    config, dataset = trained.config, load_dataset(trained.config.dataset, 7)
+    config = trained.config
+    dataset = load_dataset(trained.config.dataset, 7)
     windows, counts = evaluation_windows(dataset.validation, 7, 5)
     assert len(windows) == 6
     weights = nnx.to_pure_dict(nnx.state(trained.model, nnx.Param))

@@ -44,7 +44,8 @@ class Sums(nnx.Module):
     """Logits from the sum of the embeddings so far: causal, and without a cache."""
 
     def __init__(self, config: SumsConfig, *, rngs: nnx.Rngs) -> None:
-        self.vocab_size, self.block_size = config.vocab_size, config.block_size
+        self.vocab_size = config.vocab_size
+        self.block_size = config.block_size
         shape = config.vocab_size, config.rank
         self.inner = nnx.Param(
             jax.random.normal(rngs.params(), shape), dimensions=("vocab_size", None)
@@ -170,6 +171,7 @@ def test_an_optimizer_is_made_from_the_config_and_the_steps_of_the_run():
 
     config = jgpt.OptimizerConfig(make=make, schedule_steps=4)
     make_optimizer(config, 10)
+
     assert given == [(config, 10)]
 
 
@@ -182,7 +184,8 @@ def test_what_is_no_optimizer_is_refused():
 def test_a_model_without_a_cache_generates_as_it_predicts(sums):
     prompt = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]], np.int32)
     out = jgpt.generate(sums, prompt, 6, key=nnx.Rngs(0), lengths=np.array([5, 3]), temperature=0.0)
-    inner, outer = np.asarray(sums.inner[...]), np.asarray(sums.outer[...])
+    inner = np.asarray(sums.inner[...])
+    outer = np.asarray(sums.outer[...])
     for row, start in ((0, 5), (1, 3)):
         written = list(prompt[row, :start])
         for _ in range(6):
@@ -210,10 +213,8 @@ def test_the_natural_session(sums):
 
 
 def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
-    tokenizer, config = (
-        jgpt.CharTokenizer("\n abcdefghi"),
-        SumsConfig(vocab_size=11, block_size=7, rank=3),
-    )
+    tokenizer = jgpt.CharTokenizer("\n abcdefghi")
+    config = SumsConfig(vocab_size=11, block_size=7, rank=3)
     path = jgpt.save(sums, tmp_path / "mine", tokenizer=tokenizer, config=config)
     with pytest.raises(
         ValueError, match=r"never loads by itself: give model='\S+test_own.py:Sums'"
@@ -277,7 +278,8 @@ def test_the_new_model_is_jgpts_own(template):
         put(block.mlp.projection, "blocks", i, "feed_forward", "projection", "kernel")
     ours = nnx.merge(nnx.graphdef(ours), weights)
     logits = nnx.jit(lambda model, rngs: model(tokens, rngs=rngs))
-    found, expected = logits(model, None), logits(ours, None)
+    found = logits(model, None)
+    expected = logits(ours, None)
     assert float(jnp.abs(expected).mean()) > 0.5
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_array_equal(logits(model, nnx.Rngs(dropout=0)), found)  # dropout is 0
@@ -441,13 +443,15 @@ def test_a_mistake_in_an_optimizer_has_a_place(poem, tmp_path):
     own = ("--optimizer", "opt.py:sgd")
     said = "jgpt: opt.py, line 4: return optax.sgd(config.nothing): AttributeError: "
     words = ("train", *own, *SMALL, "--data", poem, "--out", "r")
+
     assert refused(*words, cwd=tmp_path).startswith(said)
     assert refused("info", "tiny", *own, cwd=tmp_path).startswith(said)
     assert not (tmp_path / "r").exists()
 
 
 def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
-    run, model = trained.directory, ("--model", "nothere.py:GPT")
+    run = trained.directory
+    model = ("--model", "nothere.py:GPT")
     for words in (
         ("train", *model),
         ("plan", "tiny", *model),
@@ -476,6 +480,7 @@ def test_info_is_of_the_custom_model(tmp_path):
     lines = worked("info", "tiny", "--model", "wide.py:GPT", cwd=tmp_path).splitlines()
     config = dataclasses.replace(jgpt.preset("tiny").model, hidden_dim=77)
     (counted,) = [line.split()[1] for line in lines if line.startswith("all ")]
+
     assert counted == f"{sum(part.parameters for part in parts_of(config)):,}"
     assert not any(line.startswith("shapes for") for line in lines)
 
@@ -542,5 +547,6 @@ def test_the_embeddings_of_the_new_model_have_their_own_learning_rate(template):
         return sizes
 
     own = groups(with_code(config, f"{template}:GPT"))
+
     assert own == groups(config)
     assert own["embedding"] == 32 * (24 + 64)

@@ -152,6 +152,7 @@ def test_large_numbers_on_axes_can_be_read(figures, tmp_path):
     for axes in figures[0].axes:
         axes.set_xticks([0, 1500, 1_500_000])
         ticks.append([label.get_text() for label in axes.get_xticklabels()])
+
     assert ticks == [
         ["0", "1,500", "1,500,000"],
         ["0", "1.5k", "1.5M"],
@@ -165,7 +166,8 @@ def test_the_attention_of_a_text_s_end_is_drawn(figures):
     model = random_gpt("nanogpt", vocab_size=12, block_size=7)
     attention_image(model, tokenizer, "a c\neg$i bd", "png")
     maps = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode("eg$i bd"))[None]))
-    layers, heads = maps.shape[0], maps.shape[2]
+    layers = maps.shape[0]
+    heads = maps.shape[2]
     assert maps.shape == (layers, 1, heads, 7, 7)
     drawn = [axes for axes in figures[0].axes if axes.get_images()][: layers * heads]
     assert layers > 1
@@ -216,8 +218,10 @@ def test_the_size_of_an_attention_picture_is_bounded(
 def test_the_drawn_weights_are_those_of_the_forward_pass(name, monkeypatch):
     config = CONFIGS[name]
     """Each layer's weighted values, projected, are what its attention gave in the forward pass."""
-    model, tokens = loud(abstract_model(config), size=0.5), tokens_of(1)
-    given, computed = [], []
+    model = loud(abstract_model(config), size=0.5)
+    tokens = tokens_of(1)
+    given = []
+    computed = []
     call = MultiHeadAttention.__call__
 
     def spy(self, x, context=None, **options):
@@ -258,6 +262,7 @@ def test_a_character_is_drawn_with_an_installed_font_that_has_it(monkeypatch):
     has = {"latin.ttf": "ab", "cjk.ttf": "你好", "rest.ttf": "ab你é"}
     monkeypatch.setattr(plots, "_characters_of", lambda file: set(has.get(file, "ab")))
     monkeypatch.setattr(plots.font_manager.fontManager, "ttflist", fonts)
+
     assert drawable(["a好", "b"], "monospace") == (["a好", "b"], ["monospace", "cjk"])
     assert drawable(["aé您"], "monospace") == (["aéU+60A8"], ["monospace", "rest"])
     assert drawable(["ab"], "monospace") == (["ab"], ["monospace"])

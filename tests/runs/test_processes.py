@@ -77,7 +77,8 @@ def processes(
     own: dict[int, tuple[object, ...]] | None = None,
 ) -> Iterator[tuple[int, list[subprocess.Popen[str]]]]:
     """The port at which processes of one run meet, and the processes."""
-    port, started = free_port(), []
+    port = free_port()
+    started = []
     where = ("--coordinator", f"localhost:{port}", "--processes", len(devices), "--process")
     with contextlib.ExitStack() as stack:
         for index, count in enumerate(devices):
@@ -96,7 +97,8 @@ def processes(
 
 def ended(started: list[subprocess.Popen[str]], within: float = 240) -> list[tuple[int, str, str]]:
     """The exit code and what was written, of each."""
-    until, found = time.monotonic() + within, []
+    until = time.monotonic() + within
+    found = []
     for process in started:
         out, err = process.communicate(timeout=until - time.monotonic())
         found.append((process.returncode, out, err))
@@ -205,6 +207,7 @@ def test_an_error_leaves_with_one_line_and_process_0_last(
     monkeypatch.setattr(module, "process_index", lambda: index)
     with pytest.raises(SystemExit) as left, module.joined(None, None, None, leave):
         raise error
+
     assert re.fullmatch(said, str(left.value))
     assert slept == ([3] if index == 0 else [])
     assert unjoined["coordinator_bind_address"] is None  # of a launcher's coordinator
@@ -263,6 +266,7 @@ def test_a_wrong_start_is_one_line(unjoined, monkeypatch, coordinator, processes
             module.joined(coordinator, processes, process, leave),
         ):
             pass
+
     assert unjoined == {}  # JAX would have aborted
 
 
@@ -320,12 +324,14 @@ def test_what_any_process_was_given_must_be_that_of_process_0(monkeypatch):
 
 
 def test_a_fact_that_one_process_alone_has_is_named(monkeypatch):
-    first, second = {"seed": 1, "model.rank": 4}, {"seed": 1, "layers.py of the model": "ab"}
+    first = {"seed": 1, "model.rank": 4}
+    second = {"seed": 1, "layers.py of the model": "ab"}
     monkeypatch.setattr(module, "gather", lambda _: [first, second])
     said = (
         r"process 1 differs: model\.rank is None, in process 0 4; "
         r"layers\.py of the model is 'ab', in process 0 None; they must agree"
     )
+
     with pytest.raises(ValueError, match=f"^{said}$"):
         require_same(first)
 
@@ -347,7 +353,8 @@ def test_two_processes_train_as_one_and_go_on_as_one_and_back(options, tmp_path)
     train_alone(*options, 12, "--mesh", "data=4,fsdp=2")
     for code, _, _ in train(*options, 18, "--mesh", "fsdp=4,tensor=2"):
         assert code == 0
-    one, moved = losses(tmp_path / "one"), losses(run.path)
+    one = losses(tmp_path / "one")
+    moved = losses(run.path)
     assert one.shape == moved.shape == (18, 2)
     assert np.abs(one - moved).max() < 1e-12
     assert np.ptp(one[:, 0]) > 1e-3
@@ -390,6 +397,7 @@ def test_one_that_dies_ends_the_other(options, tmp_path, number, index):
     else:  # a race between gloo, which has a thread of its own, and JAX's service in process 0
         assert other.returncode == -signal.SIGABRT
         assert "another task died" in err or "gloo::EnforceNotMet" in err
+
     assert len(err.splitlines()) < 40
 
 
@@ -422,6 +430,7 @@ def test_what_differs_is_refused_by_name(poem, tmp_path, monkeypatch, own, messa
     shutil.copy(poem, "poem.txt")
     Path("other.txt").write_text(poem.read_text().replace("eyes", "yees"))
     own = {0: ("--data", "poem.txt"), 1: own}
+
     for code, out, err in train("--out", "run", own=own):
         assert (code, out) == (2, "")
         assert re.fullmatch(rf"jgpt: {message}\n", err)
@@ -462,6 +471,7 @@ def test_other_code_is_rejected_by_name(poem, tmp_path, monkeypatch, other):
         )
     monkeypatch.chdir(tmp_path)
     own = {0: ("--model", "0/a.py:GPT"), 1: given}
+
     for code, out, err in train("--data", poem, "--out", tmp_path / "run", own=own):
         assert (code, out) == (2, "")
         assert err == f"jgpt: process 1 differs: {differs}; they must agree\n"
@@ -484,6 +494,7 @@ def test_open_mpi_is_found(options, tmp_path):
         pytest.skip("there is no mpirun: apt-get install openmpi-bin")
     launch = [launcher, "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     done = execute([*launch, *command(*options, "--steps", 6, "--distributed")], devices=4)
+
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(", total time") == 1  # mpirun gives it a terminal, with colours
     assert len(RunDirectory(tmp_path / "run").provenance()[0]["devices"]) == 8

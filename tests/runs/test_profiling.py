@@ -77,6 +77,7 @@ def test_a_compilation_cache_that_was_chosen_is_left_alone(compilation_cache, tm
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     chosen = compilation_cache()
     enable_compilation_cache()
+
     assert compilation_cache() == chosen
     assert chosen[0] == str(tmp_path)
 
@@ -104,7 +105,9 @@ def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
 def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_evaluation(
     small_run, tmp_path, monkeypatch
 ):
-    events, trace, make = [], jax.profiler.trace, fit_module.make_train_steps
+    events = []
+    trace = jax.profiler.trace
+    make = fit_module.make_train_steps
 
     @contextlib.contextmanager
     def recorded_trace(directory):
@@ -118,7 +121,8 @@ def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_
 
     monkeypatch.setattr(jax.profiler, "trace", recorded_trace)
     monkeypatch.setattr(fit_module, "make_train_steps", recorded_steps)
-    waits, watches = jax.block_until_ready, loop.compilations_watched
+    waits = jax.block_until_ready
+    watches = loop.compilations_watched
     monkeypatch.setattr(jax, "block_until_ready", recorded(events, "waited", waits))
     monkeypatch.setattr(loop, "compilations_watched", recorded(events, "watched", watches))
     calls = {"steps": 70, "steps_per_call": 50, "eval_interval": 32}

@@ -62,6 +62,7 @@ def test_another_python_s_corpus_is_named_before_it_is_encoded(
     use_corpus(monkeypatch, "$" + poem.read_text(), "3.13.0")
     longer = dataclasses.replace(of_python_3_11, steps=8)
     changed = r"pydocs was that of Python 3\.11\.7, here it is that of Python 3\.13\.0"
+
     with pytest.raises(ValueError, match=changed) as error:
         fit(longer, resume=True) if goes_on else evaluate(of_python_3_11.out)
     assert "restore the text or use that Python, or train a new run" in str(error.value)
@@ -90,7 +91,8 @@ def test_a_run_from_before_the_text_was_recorded_compares_its_tokens(of_python_3
 
 def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_path, monkeypatch):
     """Of 12 rows a device holds 6 at once, and the one that goes on 3: evaluations are as large."""
-    out, evaluated = tmp_path / "run", []
+    out = tmp_path / "run"
+    evaluated = []
 
     def memory_of_rows(config):
         return TrainingMemory(0, config.batch_size // config.micro_batches)

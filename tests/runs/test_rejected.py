@@ -27,7 +27,8 @@ class Table(nnx.Module):
     """Another model, of one array."""
 
     def __init__(self, config: jgpt.ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.vocab_size, self.block_size = config.vocab_size, config.block_size
+        self.vocab_size = config.vocab_size
+        self.block_size = config.block_size
         self.table = nnx.Param(jnp.ones((config.vocab_size, config.vocab_size)))
 
     def hidden(self, tokens, *, rngs=None):
@@ -176,11 +177,13 @@ REASONS = {
 
 @pytest.mark.parametrize("name", REASONS)
 def test_a_rejected_start_changes_no_byte(copy: TrainConfig, monkeypatch, broken_reads, name):
-    reason, folder = REASONS[name], Path(str(copy.out))
+    reason = REASONS[name]
+    folder = Path(str(copy.out))
     kind = name.split()[0]
     reason.arrange(folder, monkeypatch)
     config = with_changes(copy, **reason.changes)
     before = bytes_of_run(folder)
+
     with pytest.raises(Exception, match=reason.message):
         fit(
             config,
@@ -222,6 +225,7 @@ def test_a_start_reads_the_files_of_its_run_once(copy, monkeypatch):
     config = dataclasses.replace(copy, steps=12)
     fit(config, resume=True, progress=Started())
     of_the_start = read[: read.index("started")]
+
     # a checkpoint's own files are read by what verifies and restores it
     for name in ("config.json", "provenance.jsonl", "tokenizer.json"):
         assert of_the_start.count(name) == 1, name
@@ -233,6 +237,7 @@ def test_a_run_in_use_is_left_alone(copy):
     for resume in (True, False):
         with locked(folder / "lock", folder), pytest.raises(BlockingIOError, match="in use by"):
             fit(copy, progress=None, resume=resume, overwrite=not resume)
+
     assert bytes_of_run(folder) == before
 
 
@@ -276,6 +281,7 @@ def test_a_state_that_is_not_finite_is_neither_saved_nor_named(small_run, tmp_pa
     """At this rate the first update is finite in part, and the state is of no use."""
     wild = {"learning_rate": 3e38, "warmup_steps": 0}
     config = with_changes(small_run, optimizer=wild, out=str(tmp_path / "run"))
+
     with pytest.raises(FloatingPointError, match=r"nothing was saved yet$"):
         fit(config, progress=None)
     assert RunDirectory(tmp_path / "run").checkpoint_steps() == []

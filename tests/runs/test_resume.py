@@ -186,6 +186,7 @@ def test_a_second_signal_leaves_at_once(begin):
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
     process.communicate(timeout=120)
+
     assert process.returncode in (130, 143)
     assert not list((out / "checkpoints").glob("[0-9]*"))
 
@@ -301,6 +302,7 @@ def test_training_stops_when_a_save_has_failed(small_run, tmp_path, monkeypatch)
     monkeypatch.setattr(Manifest, "write", faults.write_on_a_full_disk)
     monkeypatch.setattr(Checkpoints, "save", save_and_see_it_fail)
     config = with_changes(small_run, **RUNS["bigram"], out=str(tmp_path / "run"))
+
     with pytest.raises(OSError, match="the checkpoint of step 2 could not be written"):
         fit(config, progress=progress)
     assert max(progress.steps) == 2
@@ -326,7 +328,8 @@ def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path
     path.write_text(json.dumps(old))
 
     assert evaluate(run.directory).loss == pytest.approx(run.validation_loss, rel=1e-6)
-    today, progress = with_changes(config, steps=5, dataset={"universal_newlines": True}), Heard()
+    today = with_changes(config, steps=5, dataset={"universal_newlines": True})
+    progress = Heard()
     again = fit(today, resume=True, progress=progress)
     assert not again.config.dataset.universal_newlines
     assert not any("newlines" in message for message in progress.messages)
@@ -335,7 +338,8 @@ def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path
 
 
 def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
-    text, moved = tmp_path / "text.txt", tmp_path / "moved.txt"
+    text = tmp_path / "text.txt"
+    moved = tmp_path / "moved.txt"
     config = with_changes(copy, dataset={"data": (str(text),)})
     run = RunDirectory(Path(copy.out))
     run.write_config(with_changes(run.config(), dataset={"data": (str(text),)}))

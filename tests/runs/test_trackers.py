@@ -101,7 +101,8 @@ class Failing:
     """A tracker that fails, or never answers, from a step on."""
 
     def __init__(self, step: int, fail: Callable[[], None]) -> None:
-        self.step, self.fail = step, fail
+        self.step = step
+        self.fail = fail
         self.steps: list[int] = []
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -168,6 +169,7 @@ def test_a_tracker_is_told_whether_the_run_is_resumed(small_run, tmp_path, monke
     fit(config, progress=None)
     fit(dataclasses.replace(config, steps=5), resume=True, progress=None)
     fit(config, overwrite=True, progress=None)
+
     assert opened == [(0, True), (3, False), (0, True)]
 
 
@@ -179,6 +181,7 @@ def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, monke
     heard = Heard()
     fit(dataclasses.replace(config, trackers=("wandb",)), progress=heard)
     (message,) = heard.messages
+
     assert message.startswith(
         "trackers=('wandb',) has failed (it has not answered for 0.2 seconds)"
     )

@@ -140,6 +140,7 @@ def test_chips_that_can_t_be_compiled_for(on, error, expected, monkeypatch):
         raise error
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", refuse)
+
     with pytest.raises((ValueError, ModuleNotFoundError), match=expected) as refused:
         topology(on)
     assert isinstance(refused.value, ValueError) == on.endswith("5")
@@ -152,6 +153,7 @@ def test_a_step_that_doesn_t_fit(monkeypatch):
 
     monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
     monkeypatch.setattr(ahead, "compile_steps", too_much)
+
     with pytest.raises(ValueError, match=r"^a step doesn't fit into v5e:2x2: RESOURCE.*15.75G$"):
         compile_ahead(CONFIG, "v5e:2x2")
 
@@ -180,7 +182,8 @@ def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
     monkeypatch.setattr(ahead, "with_micro_batches", decide)
     step = compile_ahead(dataclasses.replace(CONFIG, micro_batches="auto"), "v5e:2x2")
     assert step.micro_batches == 2
-    tokens, products = 16 * 128, PARAMETERS - 512 * 256 - 128 * 256
+    tokens = 16 * 128
+    products = PARAMETERS - 512 * 256 - 128 * 256
     # forward and backward of every token; attention's two products over all 128 positions
     flops = 3 * 2 * (products + 2 * 2 * 128 * 256) * tokens // 4
     sent = sum(size for _, size in collectives(PROGRAM))
@@ -213,7 +216,8 @@ def compiled(on: str, package: str, monkeypatch) -> tuple[CompiledStep, str]:
     """CONFIG's step for chips, and its program."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"compiling for {on} needs {package}: make test-ahead installs it")
-    texts, compile_steps = [], ahead.compile_steps
+    texts = []
+    compile_steps = ahead.compile_steps
 
     def kept(config):
         steps = compile_steps(config)
@@ -297,7 +301,8 @@ def changes(found: dict[str, int | str], budget: dict[str, int | str]) -> list[s
     """What a program costs more or less than the budget, by more than 2%."""
 
     def differs(name: str) -> bool:
-        now, then = found.get(name), budget.get(name)
+        now = found.get(name)
+        then = budget.get(name)
         if isinstance(now, int) and isinstance(then, int):
             return abs(now - then) > 0.02 * then
         return now != then
@@ -337,6 +342,7 @@ def test_a_program_costs_what_its_budget_says(case):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"compiling for {case[1]} needs {package}: make test-ahead installs it")
     changed = changes(benchmark.costs(*case), BUDGET[benchmark.title(*case)])
+
     assert not changed, (
         f"{changed}; the budget is of JAX {BUDGET['versions']['jax']}, this is {jax.__version__}. "
         "If it is worth that: JAX_PLATFORMS=cpu .venv-ahead/bin/python benchmarks/ahead.py --budget"

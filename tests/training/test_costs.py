@@ -34,12 +34,14 @@ def test_the_whole_state_is_donated():
 
 def test_the_cache_of_decoding_is_donated():
     graph, weights = nnx.split(GPT(MODEL, rngs=nnx.Rngs(0)))
-    window, length = jnp.zeros((3, 6), jnp.int32), jnp.full(3, 2, jnp.int32)
+    window = jnp.zeros((3, 6), jnp.int32)
+    length = jnp.full(3, 2, jnp.int32)
     cache = nnx.merge(graph, weights).empty_cache(3, 6)
     sampling = jax.tree.map(jnp.float32, Sampling(1.0, None, None, None))
     arguments = (weights, window, length, cache, 0, 5, jax.random.key(0), sampling)
     lowered = decoding._compiled_draw.lower(*arguments, graph=graph, recomputes=False)
     analysis = lowered.compile().memory_analysis()
+
     assert analysis is not None
     assert analysis.alias_size_in_bytes >= bytes_of((window, nnx.state(cache)))
 
@@ -53,6 +55,7 @@ def test_one_program_for_a_run_and_one_for_its_evaluations():
         state, _ = steps(state, windows, dropout_stream(0), count, first)
         counts = jnp.ones((3, 5, 6), bool).at[count:].set(False)
         evaluate(state.weights, windows, counts)
+
     assert (steps._cache_size(), evaluate._cache_size()) == (1, 1)
 
 
@@ -64,6 +67,7 @@ def test_one_program_decodes_for_prompts_up_to_a_power_of_two():
         prompt = jnp.zeros((1, length), jnp.int32)
         generate(model, prompt, 4, key=jax.random.key(length), temperature=0.5 + length / 10)
     after = [program._cache_size() for program in programs]
+
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]
 
 
@@ -94,9 +98,11 @@ def test_many_rows_of_a_large_vocabulary_are_padded_to_whole_tiles(rows, feature
     ],
 )
 def test_the_chunks_of_a_loss_are_few_and_balanced(batch, time, at_once, chunks, size):
-    x, targets = jnp.zeros((batch, time, 7)), jnp.zeros((batch, time), jnp.int32)
+    x = jnp.zeros((batch, time, 7))
+    targets = jnp.zeros((batch, time), jnp.int32)
     cut: Any = loss._chunked
     xs, parts, real = jax.eval_shape(lambda x, targets: cut(x, targets, at_once), x, targets)
+
     assert xs.shape == (chunks, batch, size, 7)
     assert parts.shape == real.shape == (chunks, batch, size)
 

@@ -64,6 +64,7 @@ def test_a_share_counts_each_evaluation_and_the_exact_one():
     config = dataclasses.replace(LARGE, steps=6000, eval_interval=100)
     plan = plan_evaluations(config, 200_001)
     evaluated = 60 * 239 * 256 + 200_000
+
     assert plan.share == pytest.approx(evaluated / (evaluated + 6000 * 12_288), rel=1e-12)
     assert plan.evaluations == 60
 
@@ -71,6 +72,7 @@ def test_a_share_counts_each_evaluation_and_the_exact_one():
 def test_more_steps_do_not_change_the_targets_of_a_run_that_has_begun():
     config = dataclasses.replace(LARGE, steps=90, eval_interval=45)
     plan = plan_evaluations(config, 11_801_145, targets=75 * 256, comparable_after=7)
+
     assert (plan.targets, plan.evaluations, plan.comparable_after) == (75 * 256, 2, 7)
     assert plan_evaluations(config, 11_801_145).targets == 113 * 256
 
@@ -124,7 +126,8 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
 ):
     """Seventeen batches of four windows: all at once, or five in each of four calls."""
     once = Evaluator(SMALL, TOKENS, 121)
-    expected, estimate = once.exact(weights), once.estimate(weights)
+    expected = once.exact(weights)
+    estimate = once.estimate(weights)
     assert len(seen) == 2
     windows, counts = evaluation_windows(TOKENS, 6, 4)
     total = make_eval_step(SMALL.model)(weights, windows, counts)
@@ -163,6 +166,7 @@ def test_an_evaluation_ends_between_calls(weights, seen, monkeypatch):
             raise Stopped
 
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", 2 * 121 * 4 * 6 * 5)
+
     with pytest.raises(Stopped):
         Evaluator(SMALL, TOKENS, 121).exact(weights, stop)
     assert len(seen) == 2
@@ -220,6 +224,7 @@ def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weigh
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", 2 * 121 * 4 * 6 * 9)
     monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
     Evaluator(SMALL, TOKENS, 121).exact(weights)
+
     assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
 
 
@@ -231,5 +236,6 @@ def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
     evaluate = make_eval_step(SMALL.model)
     parts = [evaluate(weights, windows[i : i + 1], counts[i : i + 1]) for i in range(17)]
     found = Evaluator(SMALL, TOKENS, 121).exact(weights)
+
     assert found == sum(map(float, parts)) / 399
     assert found == pytest.approx(whole, rel=1e-6)

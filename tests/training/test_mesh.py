@@ -271,9 +271,11 @@ def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, mon
     monkeypatch.setattr(step, "gather_once", lambda *head: gathered.append(head))
     monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * rows)
     config = config_of("nanogpt", "adamw")
-    windows, counts = jnp.zeros((2, 24, 11), jnp.int32), jnp.ones((2, 24, 10), bool)
+    windows = jnp.zeros((2, 24, 11), jnp.int32)
+    counts = jnp.ones((2, 24, 10), bool)
     evaluate = make_eval_step(config.model)
     jax.eval_shape(evaluate, abstract_state(config).weights, windows, counts)
+
     assert [its.shape for its, _ in gathered] == [(40, 48)] * gathers
 
 
@@ -287,6 +289,7 @@ def test_an_evaluation_is_that_of_one_device(mesh, rows, monkeypatch):
     monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * rows // 8)
     with use_mesh(mesh):
         found = make_eval_step(config.model)(init_state(config).weights, windows, counts)
+
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
@@ -300,7 +303,8 @@ SHARDED = {
     "num_kv_heads": ("tensor",),
     "vocab_size": ("tensor",),
 }
-HEADS, KV_HEADS = ("num_heads", 8), ("num_kv_heads", 4)
+HEADS = ("num_heads", 8)
+KV_HEADS = ("num_kv_heads", 4)
 LAYERS: dict[str, tuple[Any, Any]] = {
     "attention.query": ("embed_dim", HEADS),
     "attention.key": ("embed_dim", KV_HEADS),

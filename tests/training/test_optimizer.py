@@ -66,7 +66,8 @@ LATE = dataclasses.replace(WSD, warmup_steps=8, min_learning_rate=0.1)
 )
 def test_a_schedule_by_hand(config, steps, expected):
     """Also as a part of a longer run, and of the same shape below another peak."""
-    at, wanted = [*expected], np.array([*expected.values()])
+    at = [*expected]
+    wanted = np.array([*expected.values()])
     found = rates(config, steps, at)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     part = dataclasses.replace(config, schedule_steps=steps)
@@ -139,12 +140,14 @@ def test_muon_orthogonalises_a_momentum_that_looks_ahead(shape):
     mean = 0.9 * 0.1 * first + 0.1 * second
     ahead = 0.9 * mean / (1 - 0.9**3) + 0.1 * second / (1 - 0.9**2)
     steps = [math.sqrt(max(1, shape[1] / shape[0])) * orthogonalised(x) for x in (first, ahead)]
-    optimizer, weights = optimizer_of(MUON, 2), in_a_block(kernel)
+    optimizer = optimizer_of(MUON, 2)
+    weights = in_a_block(kernel)
     state = optimizer.init(weights)
     for gradient, step in zip((first, second), steps, strict=True):
         updates, state = optimizer.update(in_a_block(gradient), state, weights)
         expected = -0.5 * (step + 0.2 * kernel)
         np.testing.assert_allclose(kernel_of(updates), expected, rtol=1e-3, atol=1e-4)
+
     assert np.abs(orthogonalised(ahead) - orthogonalised(second)).max() > 0.05  # it is seen
 
 
@@ -155,10 +158,12 @@ def updates_of(config, weights, gradients):
 
 def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
     abstract = weights_of(abstract_model(MODERN))
-    weights, gradients = randomised(abstract, 0), randomised(abstract, 1)
+    weights = randomised(abstract, 0)
+    gradients = randomised(abstract, 1)
     plain = dataclasses.replace(MUON, optimizer="adamw", learning_rate=0.01)
     apart = dataclasses.replace(MUON, learning_rate=0.01, embedding_learning_rate=0.03)
-    adamw, muon = updates_of(plain, weights, gradients), updates_of(apart, weights, gradients)
+    adamw = updates_of(plain, weights, gradients)
+    muon = updates_of(apart, weights, gradients)
     labels = partition(apart, weights, weight_dimensions(MODERN))
     for label, mine, its in zip(*map(jax.tree.leaves, (labels, muon, adamw)), strict=True):
         if label == "muon":
@@ -176,11 +181,14 @@ def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
 def test_every_optimizer_is_given_clipped_gradients(changes):
     config = dataclasses.replace(MUON, **changes)
     clipping = optimizer_of(dataclasses.replace(config, gradient_clip=1.0), 2)
-    plain, clip = optimizer_of(config, 2), clip_by_global_norm(1.0)
-    kernel, table = np.eye(2, 3), np.eye(3, 2)
+    plain = optimizer_of(config, 2)
+    clip = clip_by_global_norm(1.0)
+    kernel = np.eye(2, 3)
+    table = np.eye(3, 2)
     weights = {**in_a_block(kernel), "token_embedding": {"embedding": jnp.asarray(table)}}
     states = [clipping.init(weights), plain.init(weights)]
-    found, expected = weights, weights
+    found = weights
+    expected = weights
     for size in (1000.0, 0.3):  # only the first is too long
         gradients = jax.tree.map(lambda leaf, size=size: size * leaf - 0.1, weights)
         found, states[0] = clipping.update(gradients, states[0], weights)
@@ -191,14 +199,17 @@ def test_every_optimizer_is_given_clipped_gradients(changes):
 
 def test_muon_s_rate_has_the_schedule_s_shape():
     random = np.random.default_rng(2)
-    weights, gradient = in_a_block(np.zeros((3, 5))), in_a_block(random.standard_normal((3, 5)))
+    weights = in_a_block(np.zeros((3, 5)))
+    gradient = in_a_block(random.standard_normal((3, 5)))
     config = dataclasses.replace(WSD, optimizer="muon", muon_learning_rate=0.8, gradient_clip=0.0)
     optimizer = optimizer_of(dataclasses.replace(config, schedule_steps=10), 14)
-    state, sizes = optimizer.init(weights), []
+    state = optimizer.init(weights)
+    sizes = []
     for _ in range(10):
         updates, state = optimizer.update(gradient, state, weights)
         sizes.append(np.linalg.norm(kernel_of(updates)))
     expected = np.array(rates(config, 10, range(10))) / 0.4
+
     np.testing.assert_allclose(np.array(sizes) / sizes[3], expected, rtol=1e-3)
 
 
@@ -285,5 +296,6 @@ def test_embeddings_are_known_by_their_dimensions_not_by_an_attribute_s_name():
             if label == "embedding"
         }
         assert found == {*TABLES}
+
     with pytest.raises(ValueError, match="needs the dimension names of the weights"):
         partition(config, tree(False))

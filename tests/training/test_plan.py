@@ -41,7 +41,8 @@ from jgpt.words import format_bytes
 
 MIB = 1 << 20
 MODEL = ModelConfig(vocab_size=21, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
-BLOCK, HEAD = 4 * 12 * 12 + 2 * 12 * 48, 12 * 21
+BLOCK = 4 * 12 * 12 + 2 * 12 * 48
+HEAD = 12 * 21
 FORWARD = 2 * (BLOCK + HEAD) + 2 * (2 * 7 * 12)
 
 
@@ -55,6 +56,7 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
         evaluations=3, targets=5, split_targets=11, spread=True, exact_last=False, share=0.25
     )
     planned = make_plan(config, load_dataset(config.dataset, 7), Path("out"), evaluations)
+
     assert planned == plan.Plan(
         config,
         Path("out"),
@@ -276,5 +278,6 @@ def test_the_memory_of_the_process_is_within_a_fifth_of_the_plan(tmp_path):
         [sys.executable, "-c", measured, *command[3:]], capture_output=True, text=True, check=True
     )
     taken = int(trained.stderr.split()[-1])
+
     assert expected > 340_000_000
     assert taken == pytest.approx(expected, rel=0.2)

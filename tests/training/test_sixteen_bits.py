@@ -83,6 +83,7 @@ def test_an_evaluation_of_the_average_is_that_of_the_weights_that_are_loaded():
     windows = batches(TOKENS, 0, 0, 2, 5, 6)
     counts = jnp.ones((2, 5, 6), bool)
     evaluate = make_eval_step(CONFIG.model)
+
     assert evaluate(average, windows, counts) == evaluate(loaded, windows, counts)
 
 
@@ -124,6 +125,7 @@ def test_a_second_moment_decays_by_what_was_asked():
     for _ in range(9):
         _, state = update(gradients, state, weights)
     second = optax.tree.get(state, "nu")["head"]
+
     np.testing.assert_allclose(second, 0.25 * (1 - 0.999**9), rtol=1e-5)
 
 
@@ -132,6 +134,7 @@ def test_a_momentum_is_float32():
     weights = {"blocks": {0: {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}}
     updates, state = jax.eval_shape(made.update, weights, made.init(weights), weights)
     arrays = [leaf for leaf in jax.tree.leaves((updates, state)) if len(leaf.shape) == 2]
+
     assert len(arrays) == 2
     assert {leaf.dtype for leaf in arrays} == {jnp.dtype("float32")}
 
@@ -156,6 +159,7 @@ def test_n_grams_are_summed_in_float32():
     tokens = jnp.array([[3, 1, 4, 1, 5]])
     table = np.asarray(ngrams.table.embedding[...], np.float32)
     expected = table[np.asarray(ngrams.rows(tokens))].sum(axis=-2)
+
     np.testing.assert_allclose(ngrams(tokens), expected, rtol=1e-6, atol=1e-9)
 
 
@@ -177,6 +181,7 @@ def test_the_head_s_gradients_over_chunks_are_summed_in_float32():
 
     whole = np.asarray(jax.grad(loss)(head, 600), np.float64)
     chunked = jax.grad(loss)(head, 2)
+
     assert chunked.dtype == head.dtype
     np.testing.assert_allclose(
         np.asarray(chunked, np.float64), whole, rtol=0, atol=2e-3 * np.abs(whole).max()
@@ -202,6 +207,7 @@ def test_a_checkpoint_with_moments_of_sixteen_bits_goes_on(tmp_path):
         restored = checkpoints.restore(config)
         weights = checkpoints.restore_weights(config, "last")
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, restored)
+
     assert dtypes == jax.tree.map(lambda leaf: leaf.dtype, abstract_state(config))
     for found, expected in zip(float64(restored), float64(state), strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -156,7 +156,8 @@ def test_an_evaluation_takes_both():
         windows, counts = map(jnp.asarray, evaluation_windows(TOKENS, 10, 24))
         state = init_state(config)
         evaluate = make_eval_step(config.model)
-        stacked, unstacked = evaluate(state.weights, windows, counts), unstack_state(state).weights
+        stacked = evaluate(state.weights, windows, counts)
+        unstacked = unstack_state(state).weights
         assert stacked == evaluate(unstacked, windows, counts)
         loop = make_eval_step(with_layers(config, scan=False).model)
         assert abs(loop(unstacked, windows, counts) - stacked) < 1e-9 * stacked

@@ -44,7 +44,8 @@ def initial():
 
 def run(train_steps, state, calls, config=CONFIG, slots=7):
     """Take steps in calls of the given counts; return the state and each step's metrics."""
-    taken, rows = int(state.step), []
+    taken = int(state.step)
+    rows = []
     for count in calls:
         windows = batches(
             TOKENS, config.seed, taken, slots, config.batch_size, config.model.block_size
@@ -60,12 +61,13 @@ def bits(tree):
 
 
 def test_grouping_steps_into_calls_changes_no_bit(train_steps, initial):
-    raise_in_all_processes, metrics = run(train_steps, initial(), [7])
+    together, metrics = run(train_steps, initial(), [7])
     for calls in ([1] * 7, [3, 3, 1], [2, 5]):
         apart, same = run(train_steps, initial(), calls)
-        assert bits(apart) == bits(raise_in_all_processes)
+        assert bits(apart) == bits(together)
         assert same.tobytes() == metrics.tobytes()
-    assert int(raise_in_all_processes.step) == 7
+
+    assert int(together.step) == 7
     assert metrics.shape == (3, 7)
     assert np.isfinite(metrics).all()
 
@@ -73,6 +75,7 @@ def test_grouping_steps_into_calls_changes_no_bit(train_steps, initial):
 def test_one_program_takes_any_count_and_the_donated_state(train_steps, initial):
     state = initial()
     run(train_steps, state, [1, 2, 3])
+
     assert train_steps._cache_size() == 1
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
 
@@ -90,7 +93,8 @@ def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts, ema_de
         model=dataclasses.replace(CONFIG.model, dropout=0.5),
         optimizer=OptimizerConfig(**still, weight_decay=0.0, ema_decay=ema_decay),
     )
-    state, key = init_state(config), dropout_stream(config.seed)
+    state = init_state(config)
+    key = dropout_stream(config.seed)
     trained = jax.tree.map(lambda leaf: 1.5 * leaf, state.weights) if ema_decay else state.weights
     if ema_decay:
         state = dataclasses.replace(state, optimizer=state.optimizer._replace(trained=trained))
@@ -100,10 +104,12 @@ def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts, ema_de
     @jax.jit
     @jax.value_and_grad
     def loss_of(weights, window, key):
-        model, rngs = nnx.merge(graph, weights), nnx.Rngs(dropout=key)
+        model = nnx.merge(graph, weights)
+        rngs = nnx.Rngs(dropout=key)
         return cross_entropy(model(window[:, :-1], rngs=rngs), window[:, 1:])
 
-    expected, norms = [], []
+    expected = []
+    norms = []
     for step in range(3):
         of_step = jax.random.fold_in(key, step)
         keys = jax.random.split(of_step, parts) if parts > 1 else [of_step]
@@ -158,12 +164,14 @@ def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     windows, counts = evaluation_windows(TOKENS, 6, 4)
     total = make_eval_step(model_config)(weights, jnp.asarray(windows), jnp.asarray(counts))
-    run_model, expected = nnx.jit(lambda model, tokens: model(tokens)), 0.0
+    run_model = nnx.jit(lambda model, tokens: model(tokens))
+    expected = 0.0
     for start in range(0, 210, 6):  # which divides into 35 windows
         piece = TOKENS[start : start + 7]
         logits = np.asarray(run_model(model, jnp.asarray(piece[None, :-1])), np.float64)[0]
         log_sum = np.log(np.exp(logits).sum(-1))
         expected += (log_sum - logits[np.arange(6), piece[1:]]).sum()
+
     assert float(total) == pytest.approx(expected, rel=1e-5)
     assert counts.sum() == 210
 
@@ -171,14 +179,16 @@ def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
 def test_a_batch_of_which_nothing_counts_is_not_computed(monkeypatch):
     weights = nnx.to_pure_dict(nnx.state(create_model(CONFIG.model, rngs=nnx.Rngs(0)), nnx.Param))
     windows, counts = evaluation_windows(TOKENS, 6, 4)
-    computed, hidden = [], GPT.hidden
+    computed = []
+    hidden = GPT.hidden
 
     def spy(self, *arguments):
         jax.debug.callback(lambda: computed.append(True))
         return hidden(self, *arguments)
 
     monkeypatch.setattr(GPT, "hidden", spy)
-    evaluate, totals = make_eval_step(CONFIG.model), []
+    evaluate = make_eval_step(CONFIG.model)
+    totals = []
     for chosen in ([0, 3, 7], [1, 2, 4, 5, 6, 8], range(9)):
         some = np.zeros_like(counts)
         some[chosen] = counts[chosen]
@@ -186,6 +196,7 @@ def test_a_batch_of_which_nothing_counts_is_not_computed(monkeypatch):
         jax.effects_barrier()
         assert len(computed) == len(chosen)
         computed.clear()
+
     assert totals[0] + totals[1] == pytest.approx(totals[2], rel=1e-5)
     assert totals[0] > 60  # of 72 targets, each about ln 11
 
@@ -199,7 +210,8 @@ def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(
     poisoned = jax.tree.map(jnp.array, good)
     poisoned.weights["final_norm"]["scale"] = jnp.full(8, scale)
     before = jax.tree.map(np.asarray, poisoned)
-    windows, key = batches(TOKENS, CONFIG.seed, 2, 7, 5, 6), dropout_stream(CONFIG.seed)
+    windows = batches(TOKENS, CONFIG.seed, 2, 7, 5, 6)
+    key = dropout_stream(CONFIG.seed)
     after, measured = train_steps(poisoned, windows, key, 3, 2)
     assert int(after.step) == 2
     assert math.isfinite(measured.loss[0]) == loss_is_finite
@@ -216,6 +228,7 @@ def test_a_micro_batch_is_all_that_is_computed_at_once(micro_batches):
     windows = jax.ShapeDtypeStruct((7, 5, 7), jnp.int32)
     lowered = make_train_steps(config).lower(abstract_state(config), windows, dropout_stream(0), 2)
     logits = set(re.findall(r"tensor<(\d+)x6x11xf32>", lowered.as_text()))
+
     assert logits == {str(5 // micro_batches)}
 
 
