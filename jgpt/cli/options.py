@@ -184,7 +184,7 @@ class _Parser(argparse.ArgumentParser):
         args = [_with_dashes(word) for word in args]
         try:
             # intermixed: a preset may stand anywhere, also behind options
-            given, others = self.parse_known_intermixed_args(args)
+            parsed, unknown_words = self.parse_known_intermixed_args(args)
         except argparse.ArgumentError as error:
             if error.argument_name is None:  # of required ones, since Python 3.12
                 self.error(error.message)
@@ -193,11 +193,12 @@ class _Parser(argparse.ArgumentParser):
             if flag in args[:-1] and re.match("-[^-]", args[args.index(flag) + 1]):
                 hint = f" (one that begins with - is written {flag}=-...)"
             raise OptionError(f"{flag} {error.message}{hint}") from None
-        for word in others:
+        for word in unknown_words:
             self._require_known_option(word)
-        if others:
-            self.error(f"{others[0]!r} was not expected{self._meant_by(others[0])}")
-        values = vars(given)
+        if unknown_words:
+            first = unknown_words[0]
+            self.error(f"{first!r} was not expected{self._meant_by(first)}")
+        values = vars(parsed)
         for name, value in values.items():
             if type(value) is list:
                 values[name] = tuple(value)
@@ -305,16 +306,20 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model", nargs="?")
     model = first.parse_known_args(args)[0].model
-    given = _parser(command, name, model=model).parse(args)
-    options = _replace_given(RunOptions(), given)
-    processes = _replace_given(ProcessOptions(), given)
+    values = _parser(command, name, model=model).parse(args)
+    options = _replace_given(RunOptions(), values)
+    processes = _replace_given(ProcessOptions(), values)
     optimizer_code = None
-    if ".py:" in given.get("optimizer", ""):
-        optimizer_code = given.pop("optimizer")
-    config = with_code(_base_config(given, options), model, optimizer_code)
-    # apart from `given`, in which `model` and `optimizer` are the options of those names
-    parts = {part: _replace_given(getattr(config, part), given) for part in GROUPS}
-    return {"config": _replace_given(config, given | parts), "options": options, "where": processes}
+    if ".py:" in values.get("optimizer", ""):
+        optimizer_code = values.pop("optimizer")
+    config = with_code(_base_config(values, options), model, optimizer_code)
+    # apart from `values`, in which `model` and `optimizer` are the options of those names
+    parts = {part: _replace_given(getattr(config, part), values) for part in GROUPS}
+    return {
+        "config": _replace_given(config, values | parts),
+        "options": options,
+        "where": processes,
+    }
 
 
 def help_of(command: Callable[..., Any], name: str, args: list[str]) -> str:
@@ -352,6 +357,7 @@ def _parser(
     first = OptionSpec("[PRESET]", "One of those above.", positional=True)
     parser.add(parser, "preset", str | None, first, None, "")
     _, config = PRESETS[shown]
+    # the common ones first, in an order of their own, and no option twice
     groups = _groups_of_options(with_code(config, model))
     by_name = {}
     for options in groups.values():
@@ -410,9 +416,10 @@ def _documentation(source: Any) -> docstring_parser.Docstring:
     return docstring_parser.parse_from_object(source)
 
 
-def _base_config(given: dict[str, Any], run: RunOptions) -> TrainConfig:
+def _base_config(values: dict[str, Any], run: RunOptions) -> TrainConfig:
     """The config that options override: of a preset, a file, or the run to resume."""
-    name = given.get("preset")
+    name = values.get("preset")
+    # imported here, since the help needs none of it and has to be quick
     if run.config is not None:
         if name is not None:
             raise ValueError(f"give the preset {name} or --config, not both")
@@ -420,11 +427,11 @@ def _base_config(given: dict[str, Any], run: RunOptions) -> TrainConfig:
         from jgpt.runs.directory import read_config
 
         return dataclasses.replace(read_config(Path(run.config)), out=None)
-    if name is None and run.resume and given.get("out") is not None:
+    if name is None and run.resume and values.get("out") is not None:
         from jgpt.runs.directory import RunDirectory
 
-        return RunDirectory.open(given["out"]).config()
-    for word in given.get("data", ()):
+        return RunDirectory.open(values["out"]).config()
+    for word in values.get("data", ()):
         if name is None and word in PRESETS and not Path(word).exists():
             raise ValueError(f"{word} is a preset: put it before --data")
     if name is not None and name not in PRESETS:
@@ -449,13 +456,13 @@ def _raise_if_it_is_a_path(word: str) -> None:
         raise OptionError(f"{word} is a text, not a preset; to train on it: {command}")
 
 
-def _replace_given(config: Any, given: dict[str, Any]) -> Any:
+def _replace_given(config: Any, values: dict[str, Any]) -> Any:
     """The config with the values of those of its fields that were given."""
-    values = {}
+    changes = {}
     for field in dataclasses.fields(config):
-        if field.name in given:
-            values[field.name] = given[field.name]
-    return dataclasses.replace(config, **values)
+        if field.name in values:
+            changes[field.name] = values[field.name]
+    return dataclasses.replace(config, **changes)
 
 
 def describe_presets(width: int) -> list[str]:

@@ -28,6 +28,7 @@ def loaded_run(
         status.update("loading the model")
         with use_mesh(mesh):
             loaded, tokenizer, config = load(run, which=which, model=model)
+    # outside of the import, in which Ctrl-C ends the process at once
     with use_mesh(mesh):
         if weights == "int8":
             loaded = with_int8_weights(loaded)

@@ -50,7 +50,9 @@ def evaluate(
     """
     progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)
-    size = config.model.block_size if window is None else window
+    size = config.model.block_size
+    if window is not None:
+        size = window
     if not 0 < size <= config.model.block_size:
         raise ValueError(
             Message(
@@ -66,6 +68,7 @@ def evaluate(
     lines = RunDirectory.open(run_directory).provenance()
     known = known_text(lines)
     if config.micro_batches == "auto":
+        # as many as training took, which fit; where none is known, a sequence at a time
         count = known_micro_batches(lines) or config.batch_size
         config = replace(config, micro_batches=count, mesh=None)
     dataset = load_dataset(
@@ -76,7 +79,10 @@ def evaluate(
         warn=progress.warned,
         progress=progress.tokenized,
     )
-    tokens = dataset.test if split == "test" else dataset.validation
+    tokens = dataset.validation
+    if split == "test":
+        tokens = dataset.test
+    # the evaluator takes the length of its windows from the config; positions stay the model's
     config = replace(config, model=replace(config.model, block_size=size))
     weights = weights_of(loaded)
     evaluator = Evaluator(
@@ -92,6 +98,7 @@ def evaluate(
 
 
 def _require_finite_loss(loss: float, model: LanguageModel, run_directory: str | Path) -> None:
+    """Raise FloatingPointError for a loss that is not finite, with the parameter to blame."""
     if math.isfinite(loss):
         return
     for name, parameter in named_parameters(model).items():

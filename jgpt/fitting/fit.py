@@ -275,7 +275,7 @@ def _train(
         should_stop=should_stop,
     )
     training.run(evaluate_first=run.is_unevaluated)
-    run.checkpoints.wait()
+    run.checkpoints.wait()  # the best is chosen of those on disk
 
 
 def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float) -> Run:
@@ -315,8 +315,10 @@ def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
     config = prepared.config.trained
     if prepared.target.mode != "resume" or not run.checkpoint_steps():
         return init_state(config)
+    # read-only: what a killed process left is deleted when nothing rejects the start any more
     with Checkpoints(run, prepared.config.recorded, read_only=True) as checkpoints:
         state = checkpoints.restore(config)
+    # a step from it would not be finite either, and none would be taken
     if not is_finite(config, state):
         damaged = run.path / CHECKPOINTS / str(int(state.step))
         raise ValueError(

@@ -131,11 +131,12 @@ class MetricsLogger:
                 raise self.failure
 
     def _measurements(self, step: int) -> dict[str, Any]:
+        """What is measured once a call: only the line of its last step has it."""
         now = time.perf_counter()
         tokens = step * self._tokens_per_step
         seconds = round(now - self._started, 3)
         measured: dict[str, Any] = {"tokens": tokens, "seconds": seconds}
-        if self._clock is not None:
+        if self._clock is not None:  # of the calls since the last compilation or evaluation
             speed = self._tokens / (now - self._clock)
             self.tokens_per_second = speed
             measured["tokens_per_second"] = round(speed, 1)

@@ -168,14 +168,14 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
     for line in changed_code(saved.config, recorded):
         warn(line)
     # a run records the name of its code and loads none: what was given stands in for it
-    before = with_code(saved.config, recorded.model.make, recorded.optimizer.make)
+    saved_config = with_code(saved.config, recorded.model.make, recorded.optimizer.make)
     if saved.checkpoints:
         last = saved.path / CHECKPOINTS / str(saved.checkpoints[-1])
         if not has_average(last):
-            before = without_ignored_average(before, recorded)
+            saved_config = without_ignored_average(saved_config, recorded)
     text_is_known = saved.text is not None
-    require_same_run(before, recorded, saved.checkpoints, text_is_known=text_is_known)
-    changed = describe_learning_rate(before, recorded, saved.checkpoints)
+    require_same_run(saved_config, recorded, saved.checkpoints, text_is_known=text_is_known)
+    changed = describe_learning_rate(saved_config, recorded, saved.checkpoints)
     if changed is not None:
         warn(changed)
 
@@ -188,7 +188,7 @@ def _choose_evaluations(
         return plan_evaluations(recorded, validation_tokens)
     evaluations, other_targets = resume_evaluations(
         saved=saved.config,
-        given=recorded,
+        config=recorded,
         lines=saved.provenance,
         step=saved.checkpoints[-1],
         validation_tokens=validation_tokens,

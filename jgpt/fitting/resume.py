@@ -52,7 +52,7 @@ _OF_THE_STATE = (
 
 def require_same_run(
     saved: TrainConfig,
-    given: TrainConfig,
+    config: TrainConfig,
     checkpoints: Sequence[int] = (),
     *,
     text_is_known: bool = False,
@@ -66,14 +66,15 @@ def require_same_run(
     may_differ = set(_MAY_DIFFER)
     if text_is_known:
         may_differ.add("dataset.data")
-    for name, _, _ in _lowered_rates(saved, given):
+    for name, _, _ in _lowered_rates(saved, config):
         may_differ.add(f"optimizer.{name}")
     if list(checkpoints) == [0]:
+        # nothing has been trained that other values would contradict
         for name, _ in fields_of(saved):
             if not name.startswith(_OF_THE_STATE):
                 may_differ.add(name)
     differences = []
-    for (name, old), (_, new) in zip(fields_of(saved), fields_of(given), strict=True):
+    for (name, old), (_, new) in zip(fields_of(saved), fields_of(config), strict=True):
         if old != new and name not in may_differ:
             differences.append(
                 Message(Field(name), f" is {old!r} in the run, {new!r} in the config")
@@ -87,18 +88,18 @@ def require_same_run(
             )
         )
     done = max(checkpoints, default=0)
-    if given.steps < done:
+    if config.steps < done:
         raise ValueError(
             Message(
-                Field("steps", given.steps),
-                f" is below the {done} steps that {given.out} has taken: give ",
+                Field("steps", config.steps),
+                f" is below the {done} steps that {config.out} has taken: give ",
                 Field("steps", done),
                 " or more, or another directory",
             )
         )
 
 
-def without_ignored_average(saved: TrainConfig, given: TrainConfig) -> TrainConfig:
+def without_ignored_average(saved: TrainConfig, config: TrainConfig) -> TrainConfig:
     """The config of a run whose checkpoints have no average of weights, as it was trained.
 
     Earlier versions ignored `ema_decay` with a custom optimizer. Raises ValueError where it is to
@@ -107,11 +108,11 @@ def without_ignored_average(saved: TrainConfig, given: TrainConfig) -> TrainConf
     decay = saved.optimizer.ema_decay
     if decay == 0 or saved.optimizer.make is None:
         return saved
-    if given.optimizer.ema_decay == decay:
+    if config.optimizer.ema_decay == decay:
         raise ValueError(
             Message(
                 Field("ema_decay", decay),
-                f" of {given.out} can't be resumed: it had no effect with a custom optimizer when "
+                f" of {config.out} can't be resumed: it had no effect with a custom optimizer when "
                 "the run was trained, so its checkpoints have no average of weights. Give ",
                 Field("ema_decay", 0),
                 ", and the run goes on as it was trained",
@@ -131,7 +132,7 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def describe_learning_rate(
-    saved: TrainConfig, given: TrainConfig, checkpoints: list[int]
+    saved: TrainConfig, config: TrainConfig, checkpoints: list[int]
 ) -> str | None:
     """The effect of other steps and lower rates on the learning rate; None if there is none.
 
@@ -139,51 +140,55 @@ def describe_learning_rate(
     text says how to avoid it.
     """
     done = max(checkpoints, default=0)
-    if not 0 < done < given.steps:
+    if not 0 < done < config.steps:  # no step was taken, or none will be
         return None
     span = saved.optimizer.schedule_steps or saved.steps
-    given_span = given.optimizer.schedule_steps or given.steps
-    is_same_schedule = (saved.steps, span) == (given.steps, given_span)
+    new_span = config.optimizer.schedule_steps or config.steps
+    is_same_schedule = (saved.steps, span) == (config.steps, new_span)
     lowered: list[str] = []
-    for name, old, new in _lowered_rates(saved, given):
+    for name, old, new in _lowered_rates(saved, config):
         lowered.append(Message(Field(name, Placeholder(f"{new:g}")), f" instead of {old:g}"))
     if is_same_schedule and not lowered:
         return None
-    before = _learning_rate(saved)
-    after = _learning_rate(given)
+    saved_rate = _learning_rate(saved)
+    new_rate = _learning_rate(config)
     changes = lowered
     if not is_same_schedule:
-        changes = [f"{given.steps} steps instead of {saved.steps}", *lowered]
+        changes = [f"{config.steps} steps instead of {saved.steps}", *lowered]
     changed = Message(Message.join(", ", changes), ": the learning rate")
     # a rate that was lowered on purpose may jump
     if lowered:
         return Message(
             changed,
-            f" goes from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}",
+            f" goes from {saved_rate(done - 1):.3g} to {new_rate(done):.3g} at step {done + 1}",
         )
     # where both schedules have the same rate, a run goes on without a jump
-    steady = [step for step in checkpoints if math.isclose(before(step), after(step), rel_tol=1e-6)]
+    steady = []
+    for step in checkpoints:
+        if math.isclose(saved_rate(step), new_rate(step), rel_tol=1e-6):
+            steady.append(step)
     if done in steady:
         return Message(
             changed,
-            f" goes on from {before(done - 1):.3g} to {after(done):.3g}, without a jump",
+            f" goes on from {saved_rate(done - 1):.3g} to {new_rate(done):.3g}, without a jump",
         )
     return Message(
         changed,
-        f" jumps from {before(done - 1):.3g} to {after(done):.3g} at step {done + 1}. Without a "
-        "jump: ",
-        _way_without_a_jump(given, span, steady),
+        f" jumps from {saved_rate(done - 1):.3g} to {new_rate(done):.3g} at step {done + 1}. "
+        "Without a jump: ",
+        _way_without_a_jump(config, span, steady),
     )
 
 
-def _way_without_a_jump(given: TrainConfig, span: int, steady: list[int]) -> str:
+def _way_without_a_jump(config: TrainConfig, span: int, steady: list[int]) -> str:
     """How to resume with other steps and no jump of the rate, if there is a way.
 
     `span` are the steps of the saved schedule, `steady` the checkpoints where both agree.
     """
-    same_schedule = dataclasses.replace(given.optimizer, schedule_steps=span)
-    last_rate = _learning_rate(dataclasses.replace(given, optimizer=same_schedule))(given.steps - 1)
-    if last_rate > 0:
+    same_schedule = dataclasses.replace(config.optimizer, schedule_steps=span)
+    rate = _learning_rate(dataclasses.replace(config, optimizer=same_schedule))
+    last_rate = rate(config.steps - 1)
+    if last_rate > 0:  # at 0 the further steps would train nothing
         return Message(
             Field("schedule_steps", span),
             f" keeps the schedule ({last_rate:.3g} at the last step)",
@@ -212,7 +217,7 @@ def describe_micro_batches(previous: int | None, config: TrainConfig) -> str | N
 
 def resume_evaluations(
     saved: TrainConfig,
-    given: TrainConfig,
+    config: TrainConfig,
     lines: list[dict[str, Any]],
     *,
     step: int,
@@ -225,9 +230,9 @@ def resume_evaluations(
     """
     recorded = known_targets(lines)
     same_targets = None
-    if recorded is not None and saved.eval_tokens == given.eval_tokens == "auto":
+    if recorded is not None and saved.eval_tokens == config.eval_tokens == "auto":
         same_targets, _ = recorded
-    evaluations = plan_evaluations(given, validation_tokens, targets=same_targets)
+    evaluations = plan_evaluations(config, validation_tokens, targets=same_targets)
     if recorded is None:  # a run from before they were recorded
         previous = plan_evaluations(saved, validation_tokens)
         recorded = (previous.targets, previous.spread)
@@ -241,7 +246,7 @@ def resume_evaluations(
     before = _describe_targets(targets, spread, evaluations.split_targets)
     after = _describe_targets(evaluations.targets, evaluations.spread, evaluations.split_targets)
     return changed, Message(
-        Field("eval_tokens", given.eval_tokens),
+        Field("eval_tokens", config.eval_tokens),
         f" instead of {saved.eval_tokens}: validation losses up to step {step} are over {before}, "
         f"later ones over {after}, and can't be compared with them. The best checkpoint and "
         "patience go by the later ones",
@@ -257,11 +262,11 @@ def _describe_targets(targets: int, spread: bool, split_targets: int) -> str:
     return f"{targets:,} tokens, {where} {split_targets:,}"
 
 
-def _lowered_rates(saved: TrainConfig, given: TrainConfig) -> Iterator[tuple[str, float, float]]:
+def _lowered_rates(saved: TrainConfig, config: TrainConfig) -> Iterator[tuple[str, float, float]]:
     """The name, old and new value of each learning rate that was lowered."""
     for name in _MAY_BE_LOWERED:
         old = getattr(saved.optimizer, name)
-        new = getattr(given.optimizer, name)
+        new = getattr(config.optimizer, name)
         if old is not None and new is not None and new < old:
             yield name, old, new
 

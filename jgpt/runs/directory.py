@@ -107,6 +107,7 @@ class RunDirectory:
         if mode == "resume" and exists:
             self.write_config(config)
             return
+        # chosen as unused before the lock was taken: another process may have been faster
         if mode == "new" and exists and self.has_trained():
             raise FileExistsError(
                 f"{self.path} was created by another process: choose another directory"
@@ -160,6 +161,7 @@ class RunDirectory:
         """Open an existing run. Raises FileNotFoundError if there is none."""
         path = Path(path)
         if not cls.exists(path):
+            # a likely mistake: RUN/checkpoints/STEP
             run = path.parent.parent
             step = path.name
             if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
@@ -170,6 +172,7 @@ class RunDirectory:
                     )
                 )
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
+        # before anything is read: a pipe would never end, and a link may lead anywhere
         for entry in path.iterdir():
             refuse_foreign(entry)
             names_of_other_kind = (CHECKPOINTS, IMPORTED)

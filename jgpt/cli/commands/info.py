@@ -29,6 +29,7 @@ def info(
         if mesh is not None:
             return report.describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
+        # as `fit` decides what is `auto`, or the memory would be another program's
         decided = precision.run_for_platform(config, hardware.current_platform())
         decided = with_micro_batches(decided, hardware.memory_limit())
         memory = training_memory(decided)

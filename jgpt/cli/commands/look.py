@@ -60,6 +60,7 @@ def look(
 
 
 def _serve(run: str, prompt: str | None, which: Any, model: str | None, browser: bool) -> Lines:
+    """Serve the live page of a run until Ctrl-C, which is no error here."""
     import webbrowser
 
     with terminal.importing() as status:
