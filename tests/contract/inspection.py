@@ -30,8 +30,11 @@ ANY_DTYPE = {
 
 
 def modules(package: ModuleType) -> list[ModuleType]:
-    names = [name for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
-    return [package, *(importlib.import_module(name) for name in names if "__main__" not in name)]
+    found = [package]
+    for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if "__main__" not in name:  # which runs the command
+            found.append(importlib.import_module(name))
+    return found
 
 
 def source_of(module: ModuleType) -> str:
@@ -47,41 +50,50 @@ def callables(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """
     for value in vars(module).values():
         if getattr(value, "__module__", None) != module.__name__:
-            continue
+            continue  # it is imported
         if inspect.isclass(value):
             yield from _members(value)
-        elif inspect.isfunction(inspect.unwrap(value)) if callable(value) else False:
-            yield f"{module.__name__}.{inspect.unwrap(value).__qualname__}", value
+        elif callable(value):
+            written = inspect.unwrap(value)
+            if inspect.isfunction(written):
+                yield f"{module.__name__}.{written.__qualname__}", value
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
     if getattr(kind, "_is_protocol", False):
         return
     for name, member in vars(kind).items():
-        member = getattr(member, "__func__", getattr(member, "fget", member))
-        if not inspect.isfunction(member):
+        # of a class method its function, of a property its getter
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if not inspect.isfunction(function):
             continue
-        generated = inspect.unwrap(member).__code__.co_filename == "<string>"
-        special = name.startswith("__") and name not in ("__init__", "__call__")
+        if name.startswith("__") and name not in ("__init__", "__call__"):
+            continue
         # a dataclass's own __init__ is its fields, checked where they hold arrays
-        if not special and not (generated and not handles_arrays(member)):
-            yield f"{kind.__module__}.{kind.__qualname__}.{name}", member
+        is_generated = inspect.unwrap(function).__code__.co_filename == "<string>"
+        if is_generated and not handles_arrays(function):
+            continue
+        yield f"{kind.__module__}.{kind.__qualname__}.{name}", function
 
 
 def annotations(function: Any) -> dict[str, Any]:
     """What each parameter but `self` and `cls`, and the result, is annotated with."""
     written = inspect.unwrap(function)
     hints = get_type_hints(written, include_extras=True)
-    names = [name for name in inspect.signature(written).parameters if name not in ("self", "cls")]
-    return {name: hints.get(name, inspect.Signature.empty) for name in [*names, "return"]}
+    found = {}
+    for name in [*inspect.signature(written).parameters, "return"]:
+        if name not in ("self", "cls"):
+            found[name] = hints.get(name, inspect.Signature.empty)
+    return found
 
 
 def parts(hint: Any) -> Iterator[Any]:
     """A hint and everything inside it."""
     yield hint
-    if get_origin(hint) not in (Literal, Callable):  # whose calls nobody can check ahead
-        for each in get_args(hint):
-            yield from parts(each)
+    if get_origin(hint) in (Literal, Callable):  # a function's calls nobody can check ahead
+        return
+    for argument in get_args(hint):
+        yield from parts(argument)
 
 
 def is_array(hint: Any) -> bool:
@@ -89,19 +101,21 @@ def is_array(hint: Any) -> bool:
 
 
 def handles_arrays(function: Any) -> bool:
-    return any(is_array(each) for hint in annotations(function).values() for each in parts(hint))
+    return any(_has_array(hint) for hint in annotations(function).values())
 
 
 def with_arrays(package: ModuleType) -> list[str]:
     """The full names of all callables that take or return arrays, those in functions too."""
-    found: dict[str, None] = {}
+    found: dict[str, None] = {}  # in order, and each once
     for module in modules(package):
         if module.__name__ in CONTRACT:
             continue
-        names = [name for name, function in callables(module) if handles_arrays(function)]
-        nested = nested_functions(source_of(module))
-        names += [f"{module.__name__}.{name}" for name, node in nested if annotates_arrays(node)]
-        found |= dict.fromkeys(names)
+        for name, function in callables(module):
+            if handles_arrays(function):
+                found[name] = None
+        for name, node in nested_functions(source_of(module)):
+            if annotates_arrays(node):
+                found[f"{module.__name__}.{name}"] = None
     return list(found)
 
 
@@ -139,14 +153,19 @@ def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
     takes a name alone rejects the wrong ones by itself, and one that takes nothing has no wrong
     call.
     """
-    names = name.split(".")
-    parent = getattr(sys.modules[function.__module__], names[-2], None)
-    of_module = isinstance(parent, type) and issubclass(parent, nnx.Module)
-    has_sizes = not names[-1].startswith("_") and int in _parameters(function)
-    makes_module = of_module and (names[-1] == "__init__" or has_sizes)
-    is_public = not names[-1].startswith("_") and getattr(package, names[-1], None) is function
-    is_public = is_public and set(_parameters(function)) not in (set(), {str})
-    return handles_arrays(function) or makes_module or is_public
+    if handles_arrays(function):
+        return True
+    *_, parent_name, short_name = name.split(".")
+    is_private = short_name.startswith("_")
+    parent = getattr(sys.modules[function.__module__], parent_name, None)
+    if isinstance(parent, type) and issubclass(parent, nnx.Module):
+        if short_name == "__init__":
+            return True
+        if not is_private and int in _parameters(function):
+            return True
+    if is_private or getattr(package, short_name, None) is not function:
+        return False
+    return set(_parameters(function)) not in (set(), {str})
 
 
 def violations(package: ModuleType, legend: set[str]) -> list[str]:
@@ -161,11 +180,11 @@ def violations(package: ModuleType, legend: set[str]) -> list[str]:
             elif getattr(function, "__shape_checked__", False) and not takes_sizes(function):
                 found.append(f"{name} has neither arrays nor sizes: pyright is enough for it")
         found += _nested_violations(module)
-        found += [
-            f"{module.__name__}: dimension {name!r} is not in LEGEND: use a name that is there, or "
-            "add it to jgpt/words.py with its meaning"
-            for name in sorted(dimension_names(source_of(module)) - legend)
-        ]
+        for name in sorted(dimension_names(source_of(module)) - legend):
+            found.append(
+                f"{module.__name__}: dimension {name!r} is not in LEGEND: use a name that is "
+                "there, or add it to jgpt/words.py with its meaning"
+            )
     return found
 
 
@@ -174,21 +193,25 @@ def _violations_of(name: str, function: Any) -> Iterator[str]:
         kind = "@record above @dataclass" if "<string>" in _file(function) else "@typed"
         yield f"{name} is not checked: put {kind} on it, @typed as the innermost decorator"
     for parameter, hint in annotations(function).items():
-        where = f"{name}: {'its result' if parameter == 'return' else parameter}"
+        what = "its result" if parameter == "return" else parameter
         if hint is inspect.Signature.empty:
-            yield f"{where} has no annotation: write one"
-        for each in parts(hint):
-            if each in (Array, np.ndarray, jaxtyping.PyTree):
-                yield f'{where} has no shape: write Float[Array, "batch time"] or the like'
-            if get_origin(each) in (list, dict, set) and any(map(is_array, parts(each))):
-                yield f"{where} holds arrays in a {each}, which is not checked whole: use a tuple"
-            if {"_", "..."} & {*getattr(each, "dim_str", "").split()}:
-                yield f"{where} leaves a dimension without a name: take one of LEGEND's"
-            dtypes = [
-                getattr(leaf, "dtype", None) for leaf in parts(getattr(each, "leaftype", each))
-            ]
-            if jaxtyping.Shaped in dtypes and where not in ANY_DTYPE:
-                yield f"{where} has no dtype: write Float, Int, or what it is"
+            yield f"{name}: {what} has no annotation: write one"
+        for part in parts(hint):
+            yield from _violations_of_hint(f"{name}: {what}", part)
+
+
+def _violations_of_hint(where: str, hint: Any) -> Iterator[str]:
+    if hint in (Array, np.ndarray, jaxtyping.PyTree):
+        yield f'{where} has no shape: write Float[Array, "batch time"] or the like'
+    if get_origin(hint) in (list, dict, set) and _has_array(hint):
+        yield f"{where} holds arrays in a {hint}, which is not checked whole: use a tuple"
+    dimensions = getattr(hint, "dim_str", "").split()
+    if "_" in dimensions or "..." in dimensions:
+        yield f"{where} leaves a dimension without a name: take one of LEGEND's"
+    leaves = parts(getattr(hint, "leaftype", hint))  # of a tree, what its leaves are
+    dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
+    if jaxtyping.Shaped in dtypes and where not in ANY_DTYPE:
+        yield f"{where} has no dtype: write Float, Int, or what it is"
 
 
 def _file(function: Any) -> str:
@@ -201,17 +224,21 @@ def _nested_violations(module: ModuleType) -> Iterator[str]:
         if not annotates_arrays(node):
             continue  # what is handed to a scan or a loop takes what that hands it
         full = f"{module.__name__}.{name}"
-        if not any(
-            isinstance(each, ast.Name) and each.id == "typed" for each in node.decorator_list
-        ):
+        decorators = [_named(decorator) for decorator in node.decorator_list]
+        if "typed" not in decorators:
             yield f"{full} annotates arrays and is not checked: put @typed on it"
         if None in _hints(node):
             yield f"{full} is not annotated in full: annotate all parameters and the result"
 
 
 def annotates_arrays(node: ast.FunctionDef) -> bool:
-    parts = [each for hint in _hints(node) if hint for each in ast.walk(hint)]
-    return any(isinstance(each, ast.Name) and each.id in ARRAY_NAMES for each in parts)
+    for hint in _hints(node):
+        if hint is None:
+            continue
+        for part in ast.walk(hint):
+            if _named(part) in ARRAY_NAMES:
+                return True
+    return False
 
 
 def _hints(node: ast.FunctionDef) -> list[ast.expr | None]:
@@ -257,8 +284,10 @@ def _named(node: ast.AST) -> str:
 
 def dimension_names(source: str) -> set[str]:
     """The names in them, but for those inside braces: they are of arguments."""
-    strings = (unbraced(str(each.value)) for each in dimension_strings(ast.parse(source)))
-    return {name for string in strings for name in re.findall(r"[A-Za-z]\w*", string)}
+    names: set[str] = set()
+    for string in dimension_strings(ast.parse(source)):
+        names.update(re.findall(r"[A-Za-z]\w*", unbraced(str(string.value))))
+    return names
 
 
 def unbraced(dimensions: str) -> str:

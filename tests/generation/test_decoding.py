@@ -76,32 +76,48 @@ def without_a_cache(model, rows, count, choose=likeliest, crop=BLOCK_SIZE, **fie
     def following(tokens, last):  # what is behind the last one is not read
         return model(tokens)[jnp.arange(len(tokens)), last]
 
-    rows = [list(row) for row in rows]
+    texts = [list(row) for row in rows]
     for index in range(count):
-        read = [row[-crop:] for row in rows]
-        padded = np.array([row + [0] * (crop - len(row)) for row in read])
-        last = np.array([len(row) - 1 for row in read])
-        drawn = choose(following(padded, last), jax.random.fold_in(KEY, index))
-        rows = [[*row, token] for row, token in zip(rows, drawn.tolist(), strict=True)]
-    return rows
+        tokens = np.zeros((len(texts), crop), np.int32)
+        last = np.zeros(len(texts), np.int32)
+        for row, text in enumerate(texts):
+            read = text[-crop:]
+            tokens[row, : len(read)] = read
+            last[row] = len(read) - 1
+        drawn = choose(following(tokens, last), jax.random.fold_in(KEY, index))
+        for text, token in zip(texts, drawn.tolist(), strict=True):
+            text.append(token)
+    return texts
 
 
 def greedy(model, rows, count):
+    """What is appended to each row by `generate`, whose prompts are padded to one length."""
     lengths = np.array([len(row) for row in rows])
-    padded = jnp.array([row + [16] * (max(lengths) - len(row)) for row in rows])
-    drawn = generate(model, padded, count, key=KEY, lengths=lengths, temperature=0.0)
-    assert not any(row[n + count :].any() for row, n in zip(drawn, lengths, strict=True))
-    return [row[: n + count].tolist() for row, n in zip(drawn, lengths, strict=True)]
+    prompt = np.full((len(rows), max(lengths)), 16)
+    for row, tokens in enumerate(rows):
+        prompt[row, : len(tokens)] = tokens
+
+    drawn = generate(model, jnp.asarray(prompt), count, key=KEY, lengths=lengths, temperature=0.0)
+
+    texts = []
+    for row, length in zip(np.asarray(drawn), lengths, strict=True):
+        end = length + count
+        assert not row[end:].any()  # zeros, not what the prompt was padded with
+        texts.append(row[:end].tolist())
+    return texts
 
 
 def test_greedy_with_a_cache_is_greedy_without_one(variant):
     """Within the block and past it, in a second call too."""
     count = TOKENS_PER_CALL + 2
     expected = without_a_cache(variant, ROWS, count)
+
     assert greedy(variant, ROWS, count) == expected
-    drawn = {
-        token for row, wanted in zip(ROWS, expected, strict=True) for token in wanted[len(row) :]
-    }
+
+    # and these are no rows of one token, which any mistake would draw as well
+    drawn = set()
+    for prompt, text in zip(ROWS, expected, strict=True):
+        drawn.update(text[len(prompt) :])
     assert len(drawn) > 3 or not isinstance(variant, GPT)
 
 
@@ -111,34 +127,44 @@ def continued(model, rows, sizes):
     The function takes by how much the cache's lengths are wrong, and returns the pieces' logits.
     """
     steps = sum(sizes)
-    lengths = jnp.array([len(row) - steps for row in rows])
-    width = int(lengths.max())
-    # what stands before a shorter row is not read
-    first = [[VOCAB - 1] * (width - len(row) + steps) + row[: len(row) - steps] for row in rows]
+    beginnings = [row[:-steps] for row in rows]
     newest = jnp.array([row[-steps:] for row in rows])
+    lengths = jnp.array([len(beginning) for beginning in beginnings])
+    width = int(lengths.max())
+    # shorter rows end where the longest one ends; what stands before them is not read
+    first = np.full((len(rows), width), VOCAB - 1)
+    for row, beginning in enumerate(beginnings):
+        first[row, width - len(beginning) :] = beginning
 
     @jax.jit
     def read(error):
         cache = model.empty_cache(len(rows))
         cache.set_lengths(lengths - width)
-        model(jnp.array(first), cache=cache)
+        model(jnp.asarray(first), cache=cache)
         cache.set_lengths(lengths + error)
-        pieces = jnp.split(newest, np.cumsum(sizes)[:-1], axis=1)
-        return jnp.concatenate([model(piece, cache=cache) for piece in pieces], axis=1)
+        logits = []
+        for piece in jnp.split(newest, np.cumsum(sizes)[:-1], axis=1):
+            logits.append(model(piece, cache=cache))
+        return jnp.concatenate(logits, axis=1)
 
     return read
 
 
 def test_logits_with_a_cache_are_those_without(variant):
+    padded = np.zeros((len(ROWS), BLOCK_SIZE), np.int32)
+    for index, row in enumerate(ROWS):
+        padded[index, : len(row)] = row
     read = continued(variant, ROWS, (2, 1))
+
     found = read(0)
     wrong = read(-1)
-    whole = compiled(variant, jnp.array([row + [0] * (6 - len(row)) for row in ROWS]))
-    for i, row in enumerate(ROWS):
-        expected = whole[i, len(row) - 3 : len(row)]
-        np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * abs(expected).max())
+    without = compiled(variant, padded)
+
+    for index, row in enumerate(ROWS):
+        expected = without[index, len(row) - 3 : len(row)]
+        np.testing.assert_allclose(found[index], expected, rtol=0, atol=1e-5 * abs(expected).max())
         # a length that is one too short is noticed
-        assert abs(found[i] - wrong[i]).max() > 1e-3 or not isinstance(variant, GPT)
+        assert abs(found[index] - wrong[index]).max() > 1e-3 or not isinstance(variant, GPT)
 
 
 @pytest.mark.slow
@@ -182,19 +208,25 @@ def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
 
 
 def test_a_long_prompt_is_kept_whole_and_read_by_its_end(variant):
-    long = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-    (whole,), (cropped,) = (greedy(variant, [row], 9) for row in (long, long[-BLOCK_SIZE:]))
-    assert whole == long + cropped[BLOCK_SIZE:]
+    prompt = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    end = prompt[-BLOCK_SIZE:]
+
+    (text,) = greedy(variant, [prompt], 9)
+    (text_of_the_end,) = greedy(variant, [end], 9)
+
+    assert text == prompt + text_of_the_end[BLOCK_SIZE:]
 
 
 def test_a_stream_is_what_generate_appends_and_a_shorter_one_its_beginning(model):
     count = 2 * TOKENS_PER_CALL + 5
     lengths = np.array([3, 3])
+
     pieces = list(stream(model, PROMPT, lengths, count, Sampling(top_k=9), key=KEY))
-    assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 2 + [(2, 5)]
     whole = generate(model, PROMPT, count, key=KEY, top_k=9)
-    assert np.array_equal(np.concatenate(pieces, axis=1), whole[:, 3:])
     shorter = generate(model, PROMPT, TOKENS_PER_CALL - 2, key=KEY, top_k=9)
+
+    assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 2 + [(2, 5)]
+    assert np.array_equal(np.concatenate(pieces, axis=1), whole[:, 3:])
     assert jnp.array_equal(shorter, whole[:, : TOKENS_PER_CALL + 1])
     assert jnp.array_equal(generate(model, PROMPT, 0, key=KEY), PROMPT)
 
@@ -245,16 +277,26 @@ def test_each_sampling_parameter_is_passed_on(model, draws):
 @pytest.mark.parametrize(("name", "count"), [("nanogpt", 3 * BLOCK_SIZE), ("modern", 2)])
 def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
     model = small_model(name, vocab_size=VOCAB + count, num_layers=1)  # compiled by no other test
-    compiled = []
+    compiled_in_each_call = []
+
     with caplog.at_level(logging.WARNING), jax.log_compiles():
-        for i, key in enumerate(jax.random.split(KEY, 3)):
-            how = {"temperature": 0.5 * i, "min_p": 0.1 * i, "lengths": np.array([3 - i, 3])}
-            generate(model, PROMPT, count, key=key, top_k=5, **how)
+        for index, key in enumerate(jax.random.split(KEY, 3)):
+            generate(
+                model,
+                PROMPT,
+                count,
+                key=key,
+                top_k=5,  # which is part of the program, as the others are not
+                temperature=0.5 * index,
+                min_p=0.1 * index,
+                lengths=np.array([3 - index, 3]),
+            )
             messages = caplog.messages
             caplog.records[:] = []
-            compiled += [[line for line in messages if line.startswith("Finished XLA compilation")]]
-    first, *others = compiled
+            finished = [line for line in messages if line.startswith("Finished XLA compilation")]
+            compiled_in_each_call.append(finished)
 
+    first, *others = compiled_in_each_call
     for program in ("jit(_prefill)", "jit(_draw)"):  # besides small ones that others may have left
         assert sum(program in line for line in first) == 1
     assert others == [[], []]
@@ -395,12 +437,16 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
     exact = random_gpt("modern", block_size=BLOCK_SIZE, num_layers=1)
     narrow = random_gpt("modern", block_size=BLOCK_SIZE, num_layers=1, dtype="bfloat16")
     nnx.update(narrow, nnx.state(exact, nnx.Param))
+    row = jnp.array(ROWS[:1])
+
+    found = continued(narrow, ROWS[:1], (1, 1))(0)
+    rounded, expected = compiled(lambda row: (narrow(row)[:, -2:], exact(row)[:, -2:]), row)
+
     # on a CPU a narrow cache would be copied whenever it is written to
     layer = narrow.empty_cache(2).layers[0]
-    assert layer.keys.dtype == layer.values.dtype == jnp.float32
-    found = continued(narrow, ROWS[:1], (1, 1))(0)
-    both = compiled(lambda rows: (narrow(rows)[:, -2:], exact(rows)[:, -2:]), jnp.array(ROWS[:1]))
-    rounded, expected = both
+    assert layer.keys.dtype == jnp.float32
+    assert layer.values.dtype == jnp.float32
+    # the cache adds little to what the narrow products round
     rounding = abs(rounded - expected).max()
     assert 0 < abs(found - expected).max() < 1.5 * rounding
 
