@@ -222,6 +222,32 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What the open choices of a config depend on.
+
+    `fit` asks for it once; a plan for other hardware, and a test, make one.
+    """
+
+    platform: Platform
+    devices: int
+    """To train on by default."""
+    device_memory: int | None
+    """Of each device, in bytes; None if unknown, as on CPUs, where devices share the host's."""
+    host_memory: int
+    """In bytes."""
+
+
+def this_machine(platform: Platform | None = None) -> Machine:
+    """The machine of this process, with another platform if one is given."""
+    return Machine(
+        platform=platform or current_platform(),
+        devices=accelerators(),
+        device_memory=memory_limit(),
+        host_memory=host_memory(),
+    )
+
+
 OPEN_FILES = 128
 """Saving a checkpoint takes more than 64."""
 

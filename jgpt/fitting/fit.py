@@ -29,6 +29,7 @@ from jgpt.hardware import (
     process_index,
     release_memory,
     require_open_files,
+    this_machine,
 )
 from jgpt.nn.consistency import inconsistencies
 from jgpt.nn.models import LanguageModel, abstract_model
@@ -137,17 +138,17 @@ def fit(
     if profile_steps < 0:
         raise ValueError(Message(Field("profile_steps", profile_steps), " must not be negative"))
     config = with_code(config, model, optimizer)
-    platform = platform or current_platform()
+    machine = this_machine(platform)
     progress = _progress_of_this_process(progress)
     with raise_in_all_processes():
         require_open_files()
         target = choose_target(config, resume=resume, overwrite=overwrite)
-        prepared = prepare(config, target, platform, progress, should_stop)
+        prepared = prepare(config, target, machine, progress, should_stop)
     # from here on all processes compute together, and would wait for ever for one that does not
     require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))
     with use_mesh(prepared.config.trained.mesh), _opened(prepared, progress) as run:
         _train(run, progress, profile_steps, should_stop)
-        return _finish(run, progress, platform, started)
+        return _finish(run, progress, machine.platform, started)
 
 
 def plan(
@@ -165,7 +166,7 @@ def plan(
     """
     progress = progress or Progress()
     target = choose_target(config, resume=resume, overwrite=overwrite)
-    prepared = prepare(config, target, platform or current_platform(), progress)
+    prepared = prepare(config, target, this_machine(platform), progress)
     trained = prepared.config.trained
     with use_mesh(trained.mesh):
         made = make_plan(trained, prepared.dataset, target.path, prepared.evaluations)

@@ -14,7 +14,7 @@ from jgpt.fitting.progress import Progress
 from jgpt.fitting.resolve import (
     ResolvedConfig,
     describe_replicated,
-    for_this_machine,
+    for_machine,
     resolve_micro_batches,
     with_vocabulary_and_dtype,
 )
@@ -28,7 +28,7 @@ from jgpt.fitting.resume import (
 )
 from jgpt.fitting.stopping import StoppedBeforeTraining
 from jgpt.fitting.trackers import require_tracker
-from jgpt.hardware import Platform, process_count
+from jgpt.hardware import Machine, process_count
 from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import has_average
 from jgpt.runs.directory import CHECKPOINTS
@@ -60,7 +60,7 @@ class PreparedRun:
 def prepare(
     config: TrainConfig,
     target: Target,
-    platform: Platform,
+    machine: Machine,
     progress: Progress,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> PreparedRun:
@@ -73,16 +73,16 @@ def prepare(
     _require_custom_code(config, target.saved)
     config = _with_newlines_of(target.saved, config)
     dataset = _load_text(config, target, progress, should_stop)
-    recorded = with_vocabulary_and_dtype(config, dataset.tokenizer.vocab_size, platform)
+    recorded = with_vocabulary_and_dtype(config, dataset.tokenizer.vocab_size, machine.platform)
     if target.saved is not None:
         _require_resumable(recorded, target.saved, progress.warned)
     evaluations = _choose_evaluations(
         recorded, target.saved, len(dataset.validation), progress.warned
     )
-    trained = for_this_machine(recorded, platform)
+    trained = for_machine(recorded, machine)
     # before anything is compiled, which `micro_batches=auto` does
     _require_room(trained, target.path)
-    resolved = resolve_micro_batches(recorded, trained, progress.warned)
+    resolved = resolve_micro_batches(recorded, trained, machine, progress.warned)
     replicated = describe_replicated(resolved.trained)
     if replicated is not None:
         progress.warned(replicated)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jgpt.config import TrainConfig
-from jgpt.hardware import Platform, accelerators, memory_limit
+from jgpt.hardware import Machine, Platform
 from jgpt.nn.precision import for_platform, run_for_platform
-from jgpt.parallel.mesh import abstract_mesh, use_mesh
+from jgpt.parallel.mesh import abstract_mesh, default_mesh, use_mesh
 from jgpt.refusal import Field, Message
 from jgpt.training.memory import require_feasible, with_micro_batches
-from jgpt.training.placement import parameters_without_names
-from jgpt.training.plan import default_mesh
+from jgpt.training.placement import bytes_of, parameters_without_names
+from jgpt.training.state import abstract_state
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,22 @@ def with_vocabulary_and_dtype(
     return replace(config, model=model)
 
 
-def for_this_machine(recorded: TrainConfig, platform: Platform) -> TrainConfig:
+def for_machine(recorded: TrainConfig, machine: Machine) -> TrainConfig:
     """The config with its mesh and all that depends on the platform, but for the micro-batches.
 
     Raises ValueError if the devices are too small; nothing is compiled for that.
     """
-    mesh = recorded.mesh or default_mesh(recorded, accelerators(), memory_limit())
-    config = replace(run_for_platform(recorded, platform), mesh=mesh)
-    require_feasible(config, memory_limit())
+    mesh = recorded.mesh
+    if mesh is None and machine.devices > 1:
+        state_bytes = bytes_of(abstract_state(recorded))
+        mesh = default_mesh(machine.devices, state_bytes, machine.device_memory)
+    config = replace(run_for_platform(recorded, machine.platform), mesh=mesh)
+    require_feasible(config, machine.device_memory)
     return config
 
 
 def resolve_micro_batches(
-    recorded: TrainConfig, config: TrainConfig, warn: Callable[[str], None]
+    recorded: TrainConfig, config: TrainConfig, machine: Machine, warn: Callable[[str], None]
 ) -> ResolvedConfig:
     """Decide the last of what is open; `auto` compiles steps to see what fits."""
     if config.micro_batches == "auto":
@@ -72,7 +75,7 @@ def resolve_micro_batches(
             )
         )
     with use_mesh(config.mesh):
-        config = with_micro_batches(config, memory_limit())
+        config = with_micro_batches(config, machine)
     return ResolvedConfig(recorded, config)
 
 

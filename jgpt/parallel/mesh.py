@@ -71,3 +71,12 @@ def current_mesh() -> AbstractMesh:
             "jgpt.parallel.mesh.make_mesh, or give jax.make_mesh axis_types of AxisType.Auto"
         )
     return mesh
+
+
+def default_mesh(devices: int, state_bytes: int, device_memory: int | None) -> str:
+    """A mesh of all devices: over data if each can hold the whole train state, else over fsdp."""
+    # Twice, since activations and gradients need room too. Over data first: each device then has
+    # all weights, and gathers none.
+    if device_memory is None or 2 * state_bytes < device_memory:
+        return f"data={devices}"
+    return f"fsdp={devices}"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgpt.config import TrainConfig
-from jgpt.hardware import host_memory
+from jgpt.hardware import Machine
 from jgpt.parallel import rules
 from jgpt.parallel.mesh import abstract_mesh, current_mesh
 from jgpt.refusal import Field, Message, Placeholder
@@ -64,19 +64,19 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
     return memory_of(compile_steps(config), config)
 
 
-def with_micro_batches(config: TrainConfig, memory_limit: int | None) -> TrainConfig:
+def with_micro_batches(config: TrainConfig, machine: Machine) -> TrainConfig:
     """The config with `micro_batches=auto` decided for the mesh that is set.
 
-    The fewest whose steps leave a tenth of `memory_limit` free, for evaluation, the data and
+    The fewest whose steps leave a tenth of a device's memory free, for evaluation, the data and
     fragmentation; found by bisection, each compiled. Without a limit, as on CPUs, all devices have
     half of the machine's memory. If none fits, a micro-batch is one sequence for each device.
     """
     if config.micro_batches != "auto":
         return config
-    if memory_limit is None:
-        limit = host_memory() // (2 * max(current_mesh().size, 1))
+    if machine.device_memory is None:
+        limit = machine.host_memory // (2 * max(current_mesh().size, 1))
     else:
-        limit = memory_limit * 9 // 10
+        limit = machine.device_memory * 9 // 10
     # each device has so many sequences of the batch, which micro-batches have to divide
     rows = config.batch_size // rules.shards_of("batch", current_mesh())
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
@@ -109,23 +109,23 @@ def _first_that_fits(counts: list[int], fits: Callable[[int], bool]) -> int:
     return counts[first]
 
 
-def require_feasible(config: TrainConfig, memory_limit: int | None) -> None:
-    """Raise ValueError if a device with `memory_limit` bytes can't run it; nothing is compiled."""
+def require_feasible(config: TrainConfig, device_memory: int | None) -> None:
+    """Raise ValueError if a device with `device_memory` bytes can't run it; nothing is compiled."""
     for name in ("dtype", "param_dtype"):
         if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
             raise ValueError(
                 Message(Field(name, "float64"), " needs JAX_ENABLE_X64=1 in the environment")
             )
-    if memory_limit is None:
+    if device_memory is None:
         return
     # the state alone, which is known without compiling: a lower bound of what a step takes
     mesh = abstract_mesh(config.mesh)
     state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
-    if state > memory_limit:
+    if state > device_memory:
         raise ValueError(
             Message(
                 f"parameters and optimizer need {format_bytes(state)}, the device has "
-                f"{format_bytes(memory_limit)}: choose a smaller model, or shard it over N "
+                f"{format_bytes(device_memory)}: choose a smaller model, or shard it over N "
                 "devices with ",
                 Field("mesh", Placeholder("fsdp=N")),
             )

@@ -10,8 +10,6 @@ from jgpt.nn.costs import flops_per_token, parts_of
 from jgpt.parallel.mesh import abstract_mesh
 from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.memory import TrainingMemory, training_memory
-from jgpt.training.placement import bytes_of
-from jgpt.training.state import abstract_state
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,3 @@ def with_process_memory(plan: Plan, used: int | None) -> Plan:
     devices = abstract_mesh(plan.config.mesh).size
     on_devices = devices * (plan.memory.state + plan.memory.working)
     return dataclasses.replace(plan, process_memory=used + on_devices)
-
-
-def default_mesh(config: TrainConfig, devices: int, memory_limit: int | None) -> str | None:
-    """A mesh of all devices: over data if each can hold the whole train state, else over fsdp."""
-    if devices == 1:
-        return None
-    # Twice, since activations and gradients need room too. Over data first: each device then has
-    # all weights, and gathers none.
-    if memory_limit is None or 2 * bytes_of(abstract_state(config)) < memory_limit:
-        return f"data={devices}"
-    return f"fsdp={devices}"

@@ -23,7 +23,8 @@ from jgpt.hardware import CHIPS
 from jgpt.parallel.mesh import current_mesh
 from jgpt.presets import preset
 from jgpt.runs.load import load
-from jgpt.training.ahead import Collective, CompiledStep
+from jgpt.training.ahead import CompiledStep
+from jgpt.training.collectives import Collective
 from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.memory import TrainingMemory
 from jgpt.training.plan import Plan
@@ -89,7 +90,7 @@ def test_a_description_is_as_it_was(title, monkeypatch):
 
     monkeypatch.setattr("jgpt.training.memory.training_memory", memory)
     monkeypatch.setattr("jgpt.training.plan.training_memory", memory)
-    monkeypatch.setattr("jgpt.training.memory.host_memory", lambda: 7 * MIB)
+    monkeypatch.setattr("jgpt.hardware.host_memory", lambda: 7 * MIB)
     _, _, rest = EXPECTED.partition(f"=== {title}\n")
 
     assert DESCRIBED[title]() == rest.partition("\n\n")[0].splitlines()

@@ -507,7 +507,7 @@ def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkey
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jgpt.fitting.resolve.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.hardware.memory_limit", lambda: 100)
     with pytest.raises(ValueError, match="choose a smaller model"):
         fit(dataclasses.replace(small_run, out=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

@@ -7,7 +7,7 @@ import shutil
 import jax
 import pytest
 
-from jgpt import DataConfig, ModelConfig, TrainConfig, fit
+from jgpt import DataConfig, ModelConfig, TrainConfig, fit, hardware
 from jgpt.data import corpus
 from jgpt.data.batches import windows_by_number
 from jgpt.fitting.evaluate import evaluate
@@ -102,7 +102,7 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
         return windows_by_number(tokens, numbers, block_size)
 
     monkeypatch.setattr(memory, "training_memory", memory_of_rows)
-    monkeypatch.setattr(memory, "host_memory", lambda: 2 * 6)
+    monkeypatch.setattr(hardware, "host_memory", lambda: 2 * 6)
     monkeypatch.setattr(evaluation, "windows_by_number", spy)
     config = TrainConfig(
         model=ModelConfig(architecture="bigram", block_size=7, dropout=0.1),
@@ -117,7 +117,7 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
     run = RunDirectory.open(out)
     assert run.config().micro_batches == "auto"
     assert [line["micro_batches"] for line in run.provenance()] == [2]
-    monkeypatch.setattr(memory, "host_memory", lambda: 2 * 3)
+    monkeypatch.setattr(hardware, "host_memory", lambda: 2 * 3)
     progress = Heard()
     fit(dataclasses.replace(config, steps=3), resume=True, progress=progress)
     assert [line["micro_batches"] for line in run.provenance()] == [2, 4]

@@ -101,7 +101,7 @@ def full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jgpt.fitting.resolve.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.hardware.memory_limit", lambda: 100)
 
 
 def other_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

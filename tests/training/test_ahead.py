@@ -18,7 +18,8 @@ from jgpt import ModelConfig, TrainConfig
 from jgpt.hardware import CHIPS, Platform, topology
 from jgpt.parallel.mesh import current_mesh
 from jgpt.training import ahead
-from jgpt.training.ahead import CompiledStep, collectives, compile_ahead
+from jgpt.training.ahead import CompiledStep, compile_ahead
+from jgpt.training.collectives import collectives
 from jgpt.training.memory import TrainingMemory
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +130,7 @@ def test_a_chip_that_isn_t_one(on):
     [
         ("v5e:2x2", RuntimeError("JAX TPU support not installed"), r"pip install 'jgpt\[tpu\]'"),
         ("h100:4", NotImplementedError("for cuda"), r"pip install 'jgpt\[cuda12\]'"),
-        ("v5e:3x5", RuntimeError("INVALID: 3x5\nmore"), "^on=v5e:3x5: INVALID: 3x5$"),
+        ("v5e:3x5", RuntimeError("INVALID: 3x5\nmore"), "^on='v5e:3x5': INVALID: 3x5$"),
     ],
 )
 def test_chips_that_can_t_be_compiled_for(on, error, expected, monkeypatch):
@@ -175,8 +176,9 @@ def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
     monkeypatch.setattr(ahead, "compile_steps", lambda config: steps)
     monkeypatch.setattr(ahead, "memory_of", lambda steps, config: TrainingMemory(300, 40))
 
-    def decide(config, limit):
-        assert (limit, current_mesh().size) == (chip.memory, 4)
+    def decide(config, machine):
+        assert (machine.device_memory, machine.devices) == (chip.memory, 4)
+        assert current_mesh().size == 4
         return dataclasses.replace(config, micro_batches=2)
 
     monkeypatch.setattr(ahead, "with_micro_batches", decide)

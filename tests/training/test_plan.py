@@ -16,6 +16,8 @@ import pytest
 
 from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.data.dataset import load_dataset
+from jgpt.fitting.resolve import for_machine
+from jgpt.hardware import Machine, Platform
 from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
 from jgpt.parallel.rules import shards_of
 from jgpt.training import memory, plan
@@ -35,7 +37,7 @@ from jgpt.training.placement import (
     placements,
     replicated_dimensions,
 )
-from jgpt.training.plan import default_mesh, make_plan
+from jgpt.training.plan import make_plan
 from jgpt.training.state import abstract_state, state_specs
 from jgpt.words import format_bytes
 
@@ -172,6 +174,10 @@ def test_a_placement_says_what_shards_each_dimension():
     assert found[name] == Placement(name, "float32[12]", 4 * 12)
 
 
+def machine(device: int | None = None, host: int = 1 << 40) -> Machine:
+    return Machine(Platform("cpu"), devices=1, device_memory=device, host_memory=host)
+
+
 AUTO = TrainConfig(model=MODEL, batch_size=24, micro_batches="auto")
 
 
@@ -199,14 +205,16 @@ def test_the_fewest_micro_batches_that_fit_and_divide(limit, mesh, chosen, monke
     monkeypatch.setattr(memory, "training_memory", memory_of_rows)
     with use_mesh(mesh):
         # a tenth stays free
-        assert with_micro_batches(AUTO, math.ceil(limit / 0.9)).micro_batches == chosen
+        assert (
+            with_micro_batches(AUTO, machine(device=math.ceil(limit / 0.9))).micro_batches == chosen
+        )
         assert len(asked) == len({*asked}) <= 3  # of up to 8 that divide
         given = dataclasses.replace(AUTO, micro_batches=4, batch_size=64)
-        assert with_micro_batches(given, 1) is given
+        assert with_micro_batches(given, machine(device=1)) is given
         # all of a CPU's devices have half of the machine's
         devices = 1 if mesh is None else 8
-        monkeypatch.setattr(memory, "host_memory", lambda: 2 * devices * limit)
-        assert with_micro_batches(AUTO, None).micro_batches == chosen
+        cpu = machine(host=2 * devices * limit)
+        assert with_micro_batches(AUTO, cpu).micro_batches == chosen
 
 
 def test_micro_batches_that_a_compiler_refuses_or_does_not_measure(monkeypatch):
@@ -216,12 +224,12 @@ def test_micro_batches_that_a_compiler_refuses_or_does_not_measure(monkeypatch):
         return TrainingMemory(1, 1)
 
     monkeypatch.setattr(memory, "training_memory", compiled)
-    assert with_micro_batches(AUTO, 99).micro_batches == 3
+    assert with_micro_batches(AUTO, machine(device=99)).micro_batches == 3
     monkeypatch.setattr(memory, "training_memory", lambda config: compiled(config, "INTERNAL"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        with_micro_batches(AUTO, 99)
+        with_micro_batches(AUTO, machine(device=99))
     monkeypatch.setattr(memory, "training_memory", lambda config: None)
-    assert with_micro_batches(AUTO, 99).micro_batches == 1
+    assert with_micro_batches(AUTO, machine(device=99)).micro_batches == 1
 
 
 def test_micro_batches_are_measured_by_the_compiler():
@@ -231,7 +239,9 @@ def test_micro_batches_are_measured_by_the_compiler():
     needs = [training_memory(dataclasses.replace(config, micro_batches=count)) for count in (2, 3)]
     more, less = (each.state + each.working for each in needs if each is not None)
     assert less < more
-    assert with_micro_batches(config, (less + more) // 2 * 10 // 9).micro_batches == 3
+    assert (
+        with_micro_batches(config, machine(device=(less + more) // 2 * 10 // 9)).micro_batches == 3
+    )
     (_, windows, *_), _ = compile_steps(dataclasses.replace(config, micro_batches=1)).args_info
     assert windows.shape == (1, 24, 64 + 1)  # a block, and the last one's target
 
@@ -245,16 +255,29 @@ def test_undecided_micro_batches_are_not_trained():
 
 
 @pytest.mark.parametrize(
-    ("devices", "memory", "mesh"),
+    ("devices", "device_memory", "mesh"),
     [
-        (1, 10, None),
+        (1, None, None),
         (8, None, "data=8"),
         (8, 2 * STATE + 1, "data=8"),
         (8, 2 * STATE, "fsdp=8"),
     ],
 )
-def test_all_accelerators_are_used_by_default(devices, memory, mesh):
-    assert default_mesh(preset("gpt2"), devices, memory) == mesh
+def test_all_accelerators_are_used_by_default(devices, device_memory, mesh):
+    several = dataclasses.replace(machine(device=device_memory), devices=devices)
+
+    config = for_machine(
+        dataclasses.replace(preset("gpt2"), batch_size=8, micro_batches=1), several
+    )
+
+    assert config.mesh == mesh
+
+
+def test_a_mesh_that_was_given_is_not_replaced_by_the_default():
+    several = dataclasses.replace(machine(), devices=8)
+    given = dataclasses.replace(AUTO, mesh="data=2,fsdp=4")
+
+    assert for_machine(given, several).mesh == "data=2,fsdp=4"
 
 
 @pytest.mark.slow

@@ -30,8 +30,9 @@ def info(
             return report.describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
         # as `fit` decides what is `auto`, or the memory would be another program's
-        decided = precision.run_for_platform(config, hardware.current_platform())
-        decided = with_micro_batches(decided, hardware.memory_limit())
+        machine = hardware.this_machine()
+        decided = precision.run_for_platform(config, machine.platform)
+        decided = with_micro_batches(decided, machine)
         memory = training_memory(decided)
     parts = list(parts_of(config.model))
     parameters = sum(part.parameters for part in parts)
