@@ -235,19 +235,11 @@ def _load_text(
             tokens, tokenizer = _open_prepared(folder)
         except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"{error}; {folder} is a cache: delete it") from None
+        loaded = _Tokens(tokens, tokenizer, text_digest=text.digest)
     else:
-        bytes_read = _Fraction(text.size, progress)
-        if tokenizer is None:
-            bytes_read.add_pass()
-            tokenizer = _make_tokenizer(config, lambda: text.parts(bytes_read))
-        try:
-            tokens = _encode(tokenizer, text, bytes_read)
-        except ValueError as error:  # of a text that the run's tokenizer does not know
-            if known is None or not _is_elsewhere(config, known):
-                raise
-            raise _other_text(config, known, str(error)) from None
+        loaded = _tokenized_in_memory(config, text, tokenizer, known, progress)
     progress(1.0)
-    return _Tokens(tokens, tokenizer, text_digest=text.digest)
+    return loaded
 
 
 class _Fraction:
@@ -383,6 +375,26 @@ def _read_once(
             pages[:] = piece
             pieces.append(pages)
     return _Text(digest.hexdigest(), size, options, pieces)
+
+
+def _tokenized_in_memory(
+    config: DataConfig,
+    text: _Text,
+    tokenizer: Tokenizer | None,
+    known: KnownText | None,
+    progress: Callable[[float], None],
+) -> _Tokens:
+    bytes_read = _Fraction(text.size, progress)
+    if tokenizer is None:
+        bytes_read.add_pass()
+        tokenizer = _make_tokenizer(config, lambda: text.parts(bytes_read))
+    try:
+        tokens = _encode(tokenizer, text, bytes_read)
+    except ValueError as error:  # of a text that the run's tokenizer does not know
+        if known is None or not _is_elsewhere(config, known):
+            raise
+        raise _other_text(config, known, str(error)) from None
+    return _Tokens(tokens, tokenizer, text_digest=text.digest)
 
 
 def _is_read_once(path: Path) -> bool:

@@ -102,7 +102,8 @@ def stream(
     return _read_calls(dispatch_calls(window, length, cache))
 
 
-def _read_calls(calls: Iterator[tuple[Any, Any, int]]) -> Iterator[np.ndarray]:
+@typed
+def _read_calls(calls: Iterator[Any]) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     """The tokens of calls of the decode loop, which are dispatched one ahead.
 
     JAX returns from a call before it is computed. While the host waits for the tokens of one call,

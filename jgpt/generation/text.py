@@ -96,7 +96,10 @@ def stream_text(
     return pieces
 
 
-def _encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, tuple[int, ...]]:
+@typed
+def _encode_prompt(
+    tokenizer: Tokenizer, text: str
+) -> tuple[Integer[np.ndarray, " tokens"], tuple[int, ...]]:
     """The tokens that the model continues, and those of the text that the continuation follows."""
     if text:
         tokens = tokenizer.encode(text)

@@ -160,6 +160,7 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
             f"{unknown[0]}={values[unknown[0]]!r} is not supported: a field that jgpt does not "
             f"know may change what the model computes (unknown: {', '.join(unknown)})"
         )
+    # fields that we have no word for: another value would compute something else
     for name in format.defaults.keys() - pairs.keys():
         _require_supported(name, values[name], format.defaults[name])
     fields = dict(format.implied)
@@ -237,7 +238,7 @@ def _is_plain_rope(rope: Any) -> bool:
 
 
 def _require_supported(name: str, value: Any, only: Any) -> None:
-    if name == "layer_types":
+    if name == "layer_types":  # a list, of a word for each layer
         only = "full_attention"
         if value is None or (isinstance(value, list) and all(kind == only for kind in value)):
             return
@@ -349,20 +350,25 @@ def _in_words_of(
 
 def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Message | None:
     """The first field that a format can't express, in words."""
-    default = ModelConfig(**format.implied)
-    fields = [ours for _, ours in format.fields]
-    meant = {  # the values that None stands for
+    # what the format's models are where it has no field
+    only_model = ModelConfig(**format.implied)
+    expressed = {ours for _, ours in format.fields}
+    defaults = {  # the values that None stands for
         "num_kv_heads": config.num_heads,
         "head_dim": config.embed_dim / config.num_heads,
         "attention_scale": config.head_size**-0.5,
     }
+    # the implied fields first: they say what kind of model the format is for
     for name in dict.fromkeys([*format.implied, *dataclasses.asdict(config)]):
+        if name in expressed or name in _IRRELEVANT:
+            continue
         value = getattr(config, name)
-        only = getattr(default, name)
-        if name in (*fields, *_IRRELEVANT) or value in (only, meant.get(name, only)):
+        only = getattr(only_model, name)
+        if value == only or (name in defaults and value == defaults[name]):
             continue
         refused = Message(f"{format.name}'s format doesn't support ", Field(name, value))
-        if only is not True or not name.endswith("_bias"):
+        is_missing_bias = only is True and name.endswith("_bias")
+        if not is_missing_bias:
             return Message(refused, ", only ", Field(name, only))
         if not zero_biases:
             return Message(
@@ -371,7 +377,7 @@ def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Mess
                 Field("zero_biases", True),
                 " writes zeros for the missing biases",
             )
-    if "qk_norm_epsilon" in fields and config.norm_epsilon != config.qk_norm_epsilon:
+    if "qk_norm_epsilon" in expressed and config.norm_epsilon != config.qk_norm_epsilon:
         return Message(
             f"{format.name}'s format doesn't support ",
             Field("norm_epsilon", config.norm_epsilon),

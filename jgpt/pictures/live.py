@@ -205,108 +205,137 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
     page and its numbers.
     """
     secret = secrets.token_urlsafe(16)
-    room = threading.Semaphore(MOST_REQUESTS)
-    page = {"name": run.name, "live": True, "text": run.prompt, "checkpoint": run.which}
-    answers = {"look": run.look, "training": run.training, "checkpoint": run.snapshot}
+    with _Server(run, secret) as server:
+        yield f"http://127.0.0.1:{server.server_port}/{secret}/", server
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = SECONDS
-        server_version = "jgpt"
-        sys_version = ""
 
-        def do_GET(self) -> None:
-            if self._allowed(f"/{secret}/"):
-                self._send(200, page_of(page, live=True), "text/html; charset=utf-8")
+class _Server(ThreadingHTTPServer):
+    """Answers requests in threads, up to a number; it closes further connections."""
 
-        def do_POST(self) -> None:
-            name = self.path.rpartition("/")[2]
-            if name not in answers:
-                name = "look"  # any name will do to be refused, since the path must be that of one
-            if not self._allowed(f"/{secret}/{name}"):
-                return
-            size = self.headers.get("Content-Length", "")
-            if self.headers.get("Content-Type") != "application/json" or not size.isdecimal():
-                return self._refuse(415, "send JSON, with its length")
-            # by its digits first: int() raises for thousands of them
-            if len(size) > 9 or int(size) > MOST_BYTES:
-                return self._refuse(413, f"a request has at most {MOST_BYTES} bytes")
-            try:
-                asked = json.loads(self.rfile.read(int(size)))
-            except (ValueError, RecursionError):  # the latter for lists in lists in lists
-                return self._refuse(400, "that is not JSON")
-            try:
-                if not isinstance(asked, Mapping):
-                    raise ValueError("a request is a JSON object")
-                answered = answers[name](asked)
-            except (ValueError, OSError) as error:
-                answered = {"error": " ".join(str(error).split())}
-            self._send(200, json.dumps(answered, allow_nan=False))
+    request_queue_size = 128
 
-        def _allowed(self, path: str) -> bool:
-            """Whether a request is for this path, from this page; if not, it is answered."""
-            own_hosts = {f"127.0.0.1:{server.server_port}", f"localhost:{server.server_port}"}
-            hosts = set(self.headers.get_all("Host", [""]))
-            origin = self.headers.get("Origin")
-            # a host name of strangers that resolves to this machine (DNS rebinding)
-            if not hosts <= own_hosts:
-                self._refuse(403, "this server answers to its own address alone")
-                return False
-            # another page that is open in the same browser
-            if origin is not None and origin.removeprefix("http://") not in own_hosts:
-                self._refuse(403, "this server answers its own page alone")
-                return False
-            # another program or user of this machine; in constant time, since it has a secret
-            if not secrets.compare_digest(self.path.encode(), path.encode()):
-                self._refuse(404, "there is nothing here: open the address that was printed")
-                return False
-            return True
+    def __init__(self, run: RunPage, secret: str) -> None:
+        self.secret = secret
+        self.page = {"name": run.name, "live": True, "text": run.prompt, "checkpoint": run.which}
+        self.answers = {"look": run.look, "training": run.training, "checkpoint": run.snapshot}
+        self._room = threading.Semaphore(MOST_REQUESTS)
+        super().__init__(("127.0.0.1", 0), _Handler)  # any port that is free
 
-        def send_error(self, code: int, message: str | None = None, explain: Any = None) -> None:
-            self._refuse(code, message or "that is no request for this page")
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a request, if there is room."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
 
-        def _refuse(self, status: int, why: str) -> None:
-            self._send(status, f"{why}\n", "text/plain; charset=utf-8")
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a request."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
-        def _send(self, status: int, body: str, kind: str = "application/json") -> None:
-            data = body.encode()
-            self.send_response(status)
-            headers = {
-                "Content-Type": kind,
-                "Content-Length": len(data),
-                "Cache-Control": "no-store",
-                "Referrer-Policy": "no-referrer",
-                "X-Content-Type-Options": "nosniff",
-                "X-Frame-Options": "DENY",
-                "Cross-Origin-Resource-Policy": "same-origin",
-            }
-            for name, value in headers.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            self.wfile.write(data)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore broken connections."""
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing."""
 
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 128
+class _Handler(BaseHTTPRequestHandler):
+    """Answers a request of the page."""
 
-        def process_request(self, request: Any, client_address: Any) -> None:
-            if room.acquire(blocking=False):
-                super().process_request(request, client_address)
-            else:
-                self.shutdown_request(request)
+    server_version = "jgpt"
+    sys_version = ""  # a stranger need not know it
 
-        def process_request_thread(self, request: Any, client_address: Any) -> None:
-            try:
-                super().process_request_thread(request, client_address)
-            finally:
-                room.release()
+    def setup(self) -> None:
+        """Limit the time in which a request must arrive: a silent connection holds a thread."""
+        super().setup()
+        self.connection.settimeout(SECONDS)
 
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Ignore broken connections."""
+    @property
+    def _server(self) -> _Server:
+        assert isinstance(self.server, _Server)
+        return self.server
 
-    with Server(("127.0.0.1", 0), Handler) as server:
-        yield f"http://127.0.0.1:{server.server_address[1]}/{secret}/", server
+    def do_GET(self) -> None:
+        """Send the page."""
+        if self._allowed(f"/{self._server.secret}/"):
+            page = page_of(self._server.page, live=True)
+            self._send(200, page, "text/html; charset=utf-8")
+
+    def do_POST(self) -> None:
+        """Send the numbers that the page asks for."""
+        name = self.path.rpartition("/")[2]
+        if name not in self._server.answers:
+            name = "look"  # any name will do to be refused, since the path must be that of one
+        if not self._allowed(f"/{self._server.secret}/{name}"):
+            return
+        size = self.headers.get("Content-Length", "")
+        if self.headers.get("Content-Type") != "application/json" or not size.isdecimal():
+            self._refuse(415, "send JSON, with its length")
+            return
+        # by its digits first: int() raises for thousands of them
+        if len(size) > 9 or int(size) > MOST_BYTES:
+            self._refuse(413, f"a request has at most {MOST_BYTES} bytes")
+            return
+        try:
+            request = json.loads(self.rfile.read(int(size)))
+        except (ValueError, RecursionError):  # the latter for lists in lists in lists
+            self._refuse(400, "that is not JSON")
+            return
+        try:
+            if not isinstance(request, Mapping):
+                raise ValueError("a request is a JSON object")
+            answered = self._server.answers[name](request)
+        except (ValueError, OSError) as error:
+            answered = {"error": " ".join(str(error).split())}
+        self._send(200, json.dumps(answered, allow_nan=False))
+
+    def _allowed(self, path: str) -> bool:
+        """Whether a request is for this path, from this page; if not, it is answered."""
+        port = self._server.server_port
+        own_hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
+        hosts = set(self.headers.get_all("Host", [""]))
+        origin = self.headers.get("Origin")
+        # a host name of strangers that resolves to this machine (DNS rebinding)
+        if not hosts <= own_hosts:
+            self._refuse(403, "this server answers to its own address alone")
+            return False
+        # another page that is open in the same browser
+        if origin is not None and origin.removeprefix("http://") not in own_hosts:
+            self._refuse(403, "this server answers its own page alone")
+            return False
+        # another program or user of this machine; in constant time, since it has a secret
+        if not secrets.compare_digest(self.path.encode(), path.encode()):
+            self._refuse(404, "there is nothing here: open the address that was printed")
+            return False
+        return True
+
+    def send_error(self, code: int, message: str | None = None, explain: Any = None) -> None:
+        """Refuse what is no request in one line, where the library would send a page."""
+        self._refuse(code, message or "that is no request for this page")
+
+    def _refuse(self, status: int, reason: str) -> None:
+        self._send(status, f"{reason}\n", "text/plain; charset=utf-8")
+
+    def _send(self, status: int, body: str, kind: str = "application/json") -> None:
+        data = body.encode()
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": len(data),
+            "Cache-Control": "no-store",
+            # the address has the secret: no other page learns it, reads an answer or frames it
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }
+        for name, value in headers.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
 
 
 def answer(look: Look, asked: Any) -> dict[str, Any]:

@@ -437,11 +437,9 @@ class Look:
             texts[token] = text_of_token(self.tokenizer, token)
         return texts
 
-    def _page_arrays(
-        self, outputs: dict[str, Any], time: int
-    ) -> list[tuple[dict[str, Any], np.ndarray]]:
+    def _page_arrays(self, outputs: dict[str, Any], time: int) -> list[tuple[dict[str, Any], Any]]:
         """The arrays that grow with the tokens, each once, by token: parameters are not shown."""
-        shown: dict[tuple[Any, bytes], tuple[dict[str, Any], np.ndarray]] = {}
+        shown: dict[tuple[Any, bytes], tuple[dict[str, Any], Any]] = {}
         rows = self._rows(outputs["candidates"].shape[1])
         for row, array in zip(rows, outputs["arrays"], strict=True):
             if not row.token_axes:

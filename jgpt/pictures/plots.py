@@ -65,7 +65,9 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         steps = np.array([line["step"] for line in metrics])
         tokens = steps * (config.batch_size * config.model.block_size)
-        seconds = _seconds_at(steps, metrics)
+        # some lines say the seconds, and the steps between them are interpolated
+        timed_steps, timed_seconds = _timed_steps(metrics)
+        seconds = np.interp(steps, timed_steps, timed_seconds)
         for axes, x in ((by_steps, steps), (by_tokens, tokens), (by_seconds, seconds)):
             colour = f"C{index}"
             lines = _draw_run(axes, x, metrics, training_colour=colour, validation_colour=colour)
@@ -82,15 +84,15 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     return _image(figure, format)
 
 
-def _seconds_at(steps: np.ndarray, metrics: Sequence[dict[str, Any]]) -> np.ndarray:
-    """The seconds at which steps ended: some lines say it, and those between are interpolated."""
+def _timed_steps(metrics: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    """The steps whose lines say when they ended, and the seconds until then, from 0 on."""
     timed_steps = [0]
     seconds = [0.0]
     for line in metrics:
         if "seconds" in line:
             timed_steps.append(line["step"])
             seconds.append(line["seconds"])
-    return np.interp(steps, timed_steps, seconds)
+    return timed_steps, seconds
 
 
 @typed
