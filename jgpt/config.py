@@ -53,6 +53,8 @@ DecayRate = Annotated[float, DECAY_RATE]
 class ModelConfig(Fields):
     """The model. Families of GPT differ only by values of these fields."""
 
+    older_names: ClassVar[dict[str, str]] = {"rematerialise": "remat"}
+
     architecture: Literal["gpt", "bigram"] = "gpt"
     """A GPT, or a bigram model: a table of next-token logits, whose only size is vocab_size."""
     vocab_size: Annotated[int, POSITIVE, at_most(2**24)] = 65
@@ -128,8 +130,9 @@ class ModelConfig(Fields):
     dropout always uses XLA's."""
     param_dtype: Dtype = "float32"
     """The dtype of parameters."""
-    rematerialise: bool = False
-    """Rematerialise: recompute each block in the backward pass instead of storing activations."""
+    remat: bool = False
+    """Rematerialisation: recompute each block in the backward pass, instead of storing its
+    activations."""
     scan_layers: bool = False
     """Scan over the blocks, which are compiled once however many there are; slower on CPUs."""
     make: Make = None

@@ -129,6 +129,9 @@ class Fields:
     of_older_files: ClassVar[dict[str, Any]] = {}
     """What a file from before a field says by not having it, where that is not the default."""
 
+    older_names: ClassVar[dict[str, str]] = {}
+    """What a field was called in older files, and what it is called now."""
+
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Raise UnknownField for a name that the dataclass has no field of."""
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -279,7 +282,10 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
     hints = {name: hint for name, (hint, _) in _hints(kind).items()}
-    fields = dict(getattr(kind, "of_older_files", {}))  # a part of a user's own may lack it
+    # a part of a user's own config may be a plain dataclass, which has neither
+    fields = dict(getattr(kind, "of_older_files", {}))
+    older_names = getattr(kind, "older_names", {})
+    values = {older_names.get(name, name): value for name, value in values.items()}
     recorded = values.get("make")
     if isinstance(recorded, dict):
         fields["make"] = _code_from_dict(recorded, values, set(hints))

@@ -109,7 +109,7 @@ def _larger_gpt2(
     return replace(
         _gpt2,
         name=name,
-        model=replace(_gpt2.model, **sizes, rematerialise=True, scan_layers=True),
+        model=replace(_gpt2.model, **sizes, remat=True, scan_layers=True),
         optimizer=replace(
             _gpt2.optimizer,
             learning_rate=rate,
@@ -135,7 +135,7 @@ _modern_7b = TrainConfig(
         ngram_sizes=(),
         ngram_dropout=0.0,
         dtype="auto",
-        rematerialise=True,
+        remat=True,
         scan_layers=True,
     ),
     # LLaMA 7B's (Touvron et al. 2023, section 2.3 and table 2)

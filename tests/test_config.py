@@ -413,3 +413,15 @@ def test_a_word_without_a_case_is_refused_by_the_file_to_add_it_in(
         use(config)
     *_, match, _ = traceback.extract_tb(caught.tb)  # the last is assert_never itself
     assert match.filename.endswith(f"jgpt/{file}")
+
+
+def test_a_file_with_an_older_name_of_a_field_is_read():
+    text = to_json(ModelConfig(remat=True)).replace('"remat"', '"rematerialise"')
+
+    assert "rematerialise" in text
+    assert from_json(ModelConfig, text) == ModelConfig(remat=True)
+
+
+def test_the_older_name_of_a_field_names_the_newer_one():
+    with pytest.raises(UnknownField, match=r"no field 'rematerialise' \(did you mean 'remat'"):
+        ModelConfig(**{"rematerialise": True})

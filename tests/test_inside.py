@@ -70,9 +70,9 @@ ways = pytest.mark.parametrize(
     ("changes", "block"),
     [
         ({}, "blocks.1"),
-        ({"rematerialise": True}, "blocks.*"),
+        ({"remat": True}, "blocks.*"),
         ({"scan_layers": True}, "blocks.*"),
-        ({"scan_layers": True, "rematerialise": True}, "blocks.*"),
+        ({"scan_layers": True, "remat": True}, "blocks.*"),
     ],
 )
 
@@ -267,7 +267,7 @@ def test_watching_needs_the_checks(monkeypatch):
     ("family", "changes"),
     [
         *((family, {}) for family in FAMILIES),
-        ("modern", {"scan_layers": True, "rematerialise": True}),
+        ("modern", {"scan_layers": True, "remat": True}),
     ],
 )
 def test_results_are_captured_and_edited_as_by_hand(family, changes):

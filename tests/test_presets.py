@@ -44,7 +44,7 @@ REST = fields(
     model: qk_norm=False qk_norm_scale=False attention_scale=None attention_window=None
     model: ngram_sizes=() ngram_rows=8192 ngram_dropout=0.0 zero_init=False
     model: embedding_shortcut=False logit_softcap=None dtype='float32' activation_dtype='auto'
-    model: attention_kernel='auto' param_dtype='float32' rematerialise=False scan_layers=False
+    model: attention_kernel='auto' param_dtype='float32' remat=False scan_layers=False
     model: make=None
     optimizer: make=None
     optimizer: decay_fraction=0.5 schedule_steps=None embedding_learning_rate=None ema_decay=0.0
@@ -96,15 +96,15 @@ CHANGES = {
     # table 2.1: 0.5M for GPT-3 350M and 760M, 1M for 1.3B
     "gpt2": GPT2,
     "gpt2-medium": f"""{GPT2}
-    model: num_layers=24 num_heads=16 embed_dim=1024 rematerialise=True scan_layers=True
+    model: num_layers=24 num_heads=16 embed_dim=1024 remat=True scan_layers=True
     optimizer: learning_rate=3e-4 min_learning_rate=2.9999999999999997e-05
     """,
     "gpt2-large": f"""{GPT2}
-    model: num_layers=36 num_heads=20 embed_dim=1280 rematerialise=True scan_layers=True
+    model: num_layers=36 num_heads=20 embed_dim=1280 remat=True scan_layers=True
     optimizer: learning_rate=2.5e-4 min_learning_rate=2.5e-5
     """,
     "gpt2-xl": f"""{GPT2}
-    model: num_layers=48 num_heads=25 embed_dim=1600 rematerialise=True scan_layers=True
+    model: num_layers=48 num_heads=25 embed_dim=1600 remat=True scan_layers=True
     optimizer: learning_rate=2e-4 min_learning_rate=2e-5 warmup_steps=1000
     run: batch_size=960 steps=300_000 eval_interval=1000
     """,
@@ -139,7 +139,7 @@ CHANGES = {
     "modern-7b": f"""{MODERN}
     model: num_layers=32 num_heads=32 embed_dim=4096 block_size=4096 vocab_size=32768
     model: attention_window=None ngram_sizes=() ngram_dropout=0.0 dtype='auto'
-    model: rematerialise=True scan_layers=True
+    model: remat=True scan_layers=True
     optimizer: learning_rate=3e-4 min_learning_rate=3e-5 warmup_steps=2000 beta2=0.95
     dataset: tokenizer='bpe' bpe_vocab_size=32768
     run: steps=250_000 batch_size=1024 micro_batches='auto' steps_per_call=10

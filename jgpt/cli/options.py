@@ -32,6 +32,8 @@ COMMON_OPTIONS = (
 )
 """The fields of a config that people change; `jgpt train --help` shows these alone."""
 METAVARS = {"data": "TEXT", "out": "RUN", "name": "NAME", "tokenizer_files": "DIR", "mesh": "MESH"}
+OLDER_OPTIONS = {"--rematerialise": "--remat", "--no-rematerialise": "--no-remat"}
+"""What an option was called in an earlier version, and what it is called now."""
 RENAMED = {"which": "checkpoint", "profile_steps": "profile"}
 """Keywords of the library whose option has another name."""
 INSTEAD = {
@@ -263,7 +265,8 @@ def _with_dashes(word: str) -> str:
     name = re.match("--[a-z][a-z0-9_-]*", word)
     if name is None:
         return word
-    return name[0].replace("_", "-") + word[name.end() :]
+    option = name[0].replace("_", "-")
+    return OLDER_OPTIONS.get(option, option) + word[name.end() :]
 
 
 def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:

@@ -138,7 +138,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")
 _IRRELEVANT = (
     "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype", "qk_norm_epsilon",
-    "activation_dtype", "attention_kernel", "param_dtype", "rematerialise", "scan_layers",
+    "activation_dtype", "attention_kernel", "param_dtype", "remat", "scan_layers",
 )  # fmt: skip
 """Our fields that don't change what a trained model computes; QK-norm's epsilon does only in a
 format that has QK-norm, where it is a field."""

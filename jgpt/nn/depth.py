@@ -48,7 +48,7 @@ def run_blocks(
         with place("blocks.*"):  # a copy that rematerialisation makes, once for all blocks
             return block(x, rngs=rngs)
 
-    run = remat(call, full=config.rematerialise)
+    run = remat(call, full=config.remat)
     embedded = x  # batch time embed_dim
     states = []
     for i, (block, layer_cache) in enumerate(zip(blocks, caches, strict=True)):
@@ -106,7 +106,7 @@ def _scanned(
         y = shard_by_name(y, "batch", "time", None)
         return (y, nnx.to_pure_dict(nnx.state(rngs))), x  # the carry, and the block's input
 
-    call = remat(call, full=config.rematerialise, scanned=True)
+    call = remat(call, full=config.remat, scanned=True)
     rng_state = nnx.to_pure_dict(nnx.state(rngs))  # empty in evaluation
     # states: num_layers batch time embed_dim
     (x, rng_state), states = jax.lax.scan(call, (x, rng_state), (weights, scales))

@@ -110,7 +110,3 @@ def save(
 def _shapes_by_path(model: LanguageModel) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter by its path, such as blocks.0.attention.query.kernel."""
     return {name: parameter.shape for name, parameter in named_parameters(model).items()}
-
-
-def _shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    return {path: parameter.shape for path, parameter in named_parameters(model).items()}

@@ -183,7 +183,7 @@ def _suggestion(pattern: str, paths: Iterable[str]) -> str:
 def _in_turn(model: nnx.Module) -> Any:
     """The model with blocks in a loop, where a result belongs to no inner trace."""
     config = getattr(model, "config", None)
-    options = {"scan_layers": False, "rematerialise": False}
+    options = {"scan_layers": False, "remat": False}
     # a custom model may have neither a config nor these fields in it
     if config is None or not any(getattr(config, name, False) for name in options):
         return model

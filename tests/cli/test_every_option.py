@@ -153,7 +153,7 @@ MODEL_CONFIG = {
     "activation_dtype": "bfloat16",
     "attention_kernel": "xla",
     "param_dtype": "bfloat16",
-    "rematerialise": True,
+    "remat": True,
     "scan_layers": True,
 }
 OPTIMIZER_CONFIG = {

@@ -236,3 +236,13 @@ def test_help_lists_the_commands():
     for name, command in COMMANDS.items():
         assert f"{name} " in worked("help")
         assert str(command.__doc__).splitlines()[0] in worked("help")
+
+
+@pytest.mark.parametrize(
+    ("older", "expected"),
+    [("--rematerialise", True), ("--no-rematerialise", False), ("--remat", True)],
+)
+def test_an_older_name_of_an_option_is_understood(older, expected):
+    given = parse(train, "train", ["gpt2-medium", older])
+
+    assert given["config"].model.remat is expected

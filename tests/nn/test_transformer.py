@@ -110,13 +110,13 @@ def test_longer_inputs_than_the_block_are_refused(family):
         random_gpt(family)(tokens_of(0, time=BLOCK_SIZE + 1))
 
 
-@pytest.mark.parametrize("rematerialise", [False, True])
-def test_a_block_of_one_s_own_is_the_one_that_runs(rematerialise):
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_block_of_one_s_own_is_the_one_that_runs(remat):
     class Nothing(Block):
         def __call__(self, x, *, rngs=None):  # type: ignore[override]  # it never decodes
             return x
 
-    model = random_gpt("gpt2", rematerialise=rematerialise)
+    model = random_gpt("gpt2", remat=remat)
     blocks: list[Block] = [Nothing(model.config, rngs=nnx.Rngs(0)) for _ in range(2)]
     model.blocks = nnx.List(blocks)
 

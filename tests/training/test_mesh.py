@@ -66,7 +66,7 @@ CONFIGS = {
         "nanogpt",
         "adamw",
         0.9,
-        model={"num_layers": 2, "dropout": 0.2, "attention_window": 4, "rematerialise": True},
+        model={"num_layers": 2, "dropout": 0.2, "attention_window": 4, "remat": True},
         batch_size=48,
         micro_batches=2,
     ),
@@ -282,7 +282,7 @@ def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, mon
 @pytest.mark.parametrize(("mesh", "rows"), [("fsdp=8", 17), (ALL, 24 * 10)])
 def test_an_evaluation_is_that_of_one_device(mesh, rows, monkeypatch):
     """Also with rematerialised blocks, and in chunks, before which the head is gathered."""
-    config = config_of("nanogpt", "adamw", model={"rematerialise": True})
+    config = config_of("nanogpt", "adamw", model={"remat": True})
     windows = TOKENS[: 2 * 24 * 11].reshape(2, 24, 11)
     counts = jnp.arange(2 * 24 * 10).reshape(2, 24, 10) % 7 > 1
     expected = make_eval_step(config.model)(init_state(config).weights, windows, counts)

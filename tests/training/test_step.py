@@ -243,7 +243,7 @@ def test_rematerialised_blocks_keep_less_for_the_backward_pass(scan):
 
         return bytes_of(jax.eval_shape(lambda weights: jax.vjp(loss, weights)[1], weights))
 
-    assert kept(rematerialise=True) < kept() / 2
+    assert kept(remat=True) < kept() / 2
 
 
 @pytest.mark.parametrize(
