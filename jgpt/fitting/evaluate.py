@@ -82,7 +82,7 @@ def evaluate(
     tokens = dataset.validation
     if split == "test":
         tokens = dataset.test
-    # the evaluator takes the length of its windows from the config; positions stay the model's
+    # the evaluator takes the length of its windows from the config; the weights stay as they are
     config = replace(config, model=replace(config.model, block_size=size))
     weights = weights_of(loaded)
     evaluator = Evaluator(

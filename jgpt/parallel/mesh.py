@@ -65,7 +65,7 @@ def current_mesh() -> AbstractMesh:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.explicit_axes:
-        axes = ", ".join(mesh.explicit_axes)
+        axes = ", ".join(str(axis) for axis in mesh.explicit_axes)
         raise ValueError(
             f"the mesh has explicit axes ({axes}): make it with "
             "jgpt.parallel.mesh.make_mesh, or give jax.make_mesh axis_types of AxisType.Auto"
