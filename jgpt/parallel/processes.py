@@ -306,9 +306,16 @@ def require_same(facts: dict[str, Any]) -> None:
             value = other.get(name)
             expected = first.get(name)
             if value != expected:
-                differences.append(f"{name} is {value!r}, in process 0 {expected!r}")
+                difference = Message(Field(name), f" is {value!r}, in process 0 {expected!r}")
+                differences.append(difference)
         if differences:
-            raise ValueError(f"process {index} differs: {'; '.join(differences)}; they must agree")
+            raise ValueError(
+                Message(
+                    f"process {index} differs: ",
+                    Message.join("; ", differences),
+                    "; they must agree",
+                )
+            )
 
 
 class Vote:
