@@ -39,14 +39,20 @@ def heard(function, *args) -> list[TypedCall]:
 def by_hand(model: jgpt.GPT, tokens: jax.Array, edit=lambda x: x) -> dict[str, jax.Array]:
     """Results of the forward pass, with that of the second block's attention replaced."""
     found = {}
-    x = embedded = model.embed(tokens)
-    for i, block in enumerate(model.blocks):
-        x = x if model.shortcut is None else x + model.shortcut[i] * embedded
+    embedded = model.embed(tokens)
+    x = embedded
+    for index, block in enumerate(model.blocks):
+        if model.shortcut is not None:
+            x = x + model.shortcut[index] * embedded
         attended = block.attention(block.attention_norm(x))
-        found[f"blocks.{i}.attention"] = attended = edit(attended) if i == 1 else attended
+        if index == 1:
+            attended = edit(attended)
         x = x + attended
-        found[f"blocks.{i}"] = x = x + block.feed_forward(block.feed_forward_norm(x))
-    return found | {"logits": model.logits(model.final_norm(x))}
+        x = x + block.feed_forward(block.feed_forward_norm(x))
+        found[f"blocks.{index}.attention"] = attended
+        found[f"blocks.{index}"] = x
+    found["logits"] = model.logits(model.final_norm(x))
+    return found
 
 
 # --- watching ------------------------------------------------------------------------------------
@@ -203,23 +209,27 @@ def test_eager_calls_compile_nothing_anew_for_a_watch():
 
 
 def test_of_nested_watches_the_inner_one_sees_a_result_first():
-    told = []
+    events = []
 
-    def watch(name, number):
+    def watch(name, change):
         def hear(call):
-            told.append(name)
-            return lambda result: number(told.append(f"{name} {float(result[0, 0])}") or result)
+            events.append(name)
+
+            def replace(result):
+                events.append(f"{name} {float(result[0, 0])}")
+                return change(result)
+
+            return replace
 
         return hear
 
-    mask_free = jnp.ones((1, 1))
-    with (
-        jgpt.watching(watch("outer", lambda x: x + 1)),
-        jgpt.watching(watch("inner", lambda x: 3 * x)),
-    ):
-        assert float(jgpt.attention_weights(mask_free, mask_free)[0, 0]) == 4
+    one = jnp.ones((1, 1))  # a single key, whose weight is 1
+    outer = jgpt.watching(watch("outer", lambda x: x + 1))
+    inner = jgpt.watching(watch("inner", lambda x: 3 * x))
+    with outer, inner:
+        assert float(jgpt.attention_weights(one, one)[0, 0]) == 4
 
-    assert told == ["outer", "inner", "inner 1.0", "outer 3.0"]
+    assert events == ["outer", "inner", "inner 1.0", "outer 3.0"]
 
 
 def test_what_a_watch_calls_is_not_heard():
@@ -271,15 +281,15 @@ def test_watching_needs_the_checks(monkeypatch):
     ],
 )
 def test_results_are_captured_and_edited_as_by_hand(family, changes):
-    edits = jnp.zeros_like, lambda x: x.at[:, 2, 3].add(1.0)
+    edits = (jnp.zeros_like, lambda x: x.at[:, 2, 3].add(1.0))
     graph, weights = nnx.split(model_of(family, **changes))
-    in_turn = nnx.graphdef(model_of(family))
+    graph_of_a_loop = nnx.graphdef(model_of(family))  # of which each block can be called
     order = []
 
     @jax.jit
     def all_of(weights):
         model = nnx.merge(graph, weights)
-        plain = nnx.merge(in_turn, weights)
+        plain = nnx.merge(graph_of_a_loop, weights)
         captured = jgpt.capture(model, "blocks.*", "blocks.*.attention", "logits")(TOKENS)
         order.extend(captured)
         edited = [jgpt.edit(model, {"blocks.1.attention": edit})(TOKENS) for edit in edits]
@@ -287,13 +297,17 @@ def test_results_are_captured_and_edited_as_by_hand(family, changes):
         return captured, by_hand(plain, TOKENS), edited, expected
 
     captured, found, edited, expected = all_of(weights)
-    assert order == [
-        *(f"blocks.{i}{end}" for i in range(3) for end in (".attention", "")),
-        "logits",
-    ]
-    for got, its in ((captured, found), (edited, expected)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, its)
-    assert all(np.abs(each - found["logits"]).max() > 1e-3 for each in edited)
+
+    in_turn = []
+    for index in range(3):
+        in_turn += [f"blocks.{index}.attention", f"blocks.{index}"]
+    assert order == [*in_turn, "logits"]
+    assert captured.keys() == found.keys()
+    for path, result in captured.items():
+        np.testing.assert_allclose(result, found[path], rtol=2e-5, atol=2e-6)
+    for result, wanted in zip(edited, expected, strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=2e-5, atol=2e-6)
+        assert np.abs(result - found["logits"]).max() > 1e-3  # the edit is seen
 
 
 def test_further_calls_of_a_path_are_numbered():
