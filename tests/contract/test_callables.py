@@ -55,6 +55,7 @@ LOOSE = {
     "data.tokenizers.CharTokenizer._encode_at",
     "data.tokenizers.CharTokenizer.encode",
     "generation.decoding.stream",
+    "generation.text._encode_prompt",
     "generation.text.default_prompt",
     "nn.consistency._logits_and_leak",
     "nn.loss._chunked",
