@@ -24,21 +24,12 @@ from checks import digest_of
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 FOLDER = Path(__file__).resolve().parent
-REPOSITORY = "OWNER/jgpt"  # on GitHub: to fill in
-BRANCH = "editions"  # with the folders that this writes
 FOLDED = re.compile(
     r"<details>\n<summary>Solution</summary>\n(.*?)\n</details>\n?", re.DOTALL
 )
 CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
 STAMP = "# SHA-256 of what follows, as it was written: "
 MODULES = ("pictures.py", "checks.py")
-RAW = f"https://raw.githubusercontent.com/{REPOSITORY}/main/notebooks"
-INSTALL = f"""\
-import importlib.util
-
-if importlib.util.find_spec("jgpt") is None:  # as on Colab
-    %pip install --quiet "jgpt[notebooks] @ git+https://github.com/{REPOSITORY}"
-    !wget -q {" ".join(f"{RAW}/{module}" for module in MODULES)}"""
 CHECK = "# Check"
 CHECK_TITLE = "# Check: fails until the exercise is solved"
 
@@ -277,14 +268,7 @@ EDITIONS = {"student": student_cells, "teacher": teacher_cells}
 def edition(lesson: Path, name: str) -> nbformat.NotebookNode:
     """A lesson as a notebook of an edition."""
     notebook = nbformat.read(lesson, as_version=4)
-    colab = "https://colab.research.google.com"
-    badge = f"![Open in Colab]({colab}/assets/colab-badge.svg)"
-    page = f"{colab}/github/{REPOSITORY}/blob/{BRANCH}/{name}"
-    first = [
-        new_markdown_cell(f"[{badge}]({page}/{lesson.name})", id="colab"),
-        new_code_cell(INSTALL, id="install"),
-    ]
-    notebook.cells = first + [
+    notebook.cells = [
         part for cell in notebook.cells for part in EDITIONS[name](cell)
     ]
     return notebook
