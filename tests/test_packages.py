@@ -73,7 +73,7 @@ def test_a_wheel_says_what_it_is(wheel):
     assert metadata["License-Expression"] == "MIT"
     assert metadata["License-File"] == "LICENSE"
     assert metadata["Description-Content-Type"] == "text/markdown"
-    classifiers = metadata.get_all("Classifier")
+    classifiers = metadata.get_all("Classifier") or []
     for version in ("3.11", "3.12", "3.13"):
         assert f"Programming Language :: Python :: {version}" in classifiers
 
