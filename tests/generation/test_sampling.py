@@ -12,11 +12,23 @@ from jgpt.generation.sampling import Sampling, _inverse_transform, next_token
 KEY = jax.random.key(8)
 
 
+def drawn_tokens(logits, count, **sampling):
+    """So many independent draws from one row of logits."""
+    row = jnp.asarray(logits, jnp.float32)
+    rows = jnp.tile(row, (count, 1))
+    return np.asarray(next_token(rows, KEY, Sampling(**sampling)))
+
+
 def probabilities(logits, count=20_000, **sampling):
     """How often each token is drawn."""
-    rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
-    drawn = next_token(rows, KEY, Sampling(**sampling))
-    return np.bincount(np.asarray(drawn), minlength=len(logits)) / count
+    drawn = drawn_tokens(logits, count, **sampling)
+    return np.bincount(drawn, minlength=len(logits)) / count
+
+
+def log_weights(weights):
+    """Logits of such weights, where a weight of zero is a logit of minus infinity."""
+    with np.errstate(divide="ignore"):
+        return np.log(weights)
 
 
 @pytest.mark.parametrize(
@@ -50,25 +62,38 @@ def probabilities(logits, count=20_000, **sampling):
     ],
 )
 def test_tokens_are_drawn_as_often_as_they_should(options, expected):
-    drawn = probabilities(np.log([0.1, 0.4, 0.2, 0.3]), **options)
+    logits = np.log([0.1, 0.4, 0.2, 0.3])
+
+    drawn = probabilities(logits, **options)
+
+    # of 20,000 draws, 0.015 is more than four standard deviations of any frequency
     np.testing.assert_allclose(drawn, expected, atol=0.015)
-    assert (drawn[np.array(expected) == 0] == 0).all()
+    # what is excluded is never drawn, which a tolerance would not notice
+    excluded = np.array(expected) == 0
+    assert (drawn[excluded] == 0).all()
 
 
 def test_the_smallest_temperature_still_draws_and_zero_does_not():
     """Among the likeliest ones alone; and zero divides nothing."""
     tiny = float(jnp.finfo(jnp.float32).tiny)
-    assert (probabilities([2.0, 1.0, 2.0], temperature=tiny) > 0).tolist() == [True, False, True]
-    with jax.debug_nans(True):
-        assert probabilities([1.0, 2.0, 2.0], temperature=0.0).tolist() == [0, 1, 0]
+
+    almost_greedy = probabilities([2.0, 1.0, 2.0], temperature=tiny)
+    with jax.debug_nans(True):  # a division of zero by zero is an error here
+        greedy = probabilities([1.0, 2.0, 2.0], temperature=0.0)
+
+    assert (almost_greedy > 0).tolist() == [True, False, True]
+    assert greedy.tolist() == [0, 1, 0]
 
 
 def test_a_nucleus_that_holds_just_enough_takes_no_more():
     logits = jnp.log(jnp.array([0.7, 0.3]))
-    just_enough = float(jax.nn.softmax(logits)[0])
+    just_enough = float(jax.nn.softmax(logits)[0])  # 0.7 as float32 has it
 
-    assert probabilities(logits, top_p=just_enough).tolist() == [1, 0]
-    assert (probabilities(logits, top_p=just_enough + 1e-6) > 0).all()
+    exactly = probabilities(logits, top_p=just_enough)
+    barely_more = probabilities(logits, top_p=just_enough + 1e-6)
+
+    assert exactly.tolist() == [1, 0]
+    assert (barely_more > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -91,23 +116,26 @@ def test_a_nucleus_that_holds_just_enough_takes_no_more():
 )
 def test_of_equally_likely_tokens_the_first_are_kept(weights, options, kept):
     """`top_k` and `top_p` keep a number of tokens, however many have the last one's logit."""
-    with np.errstate(divide="ignore"):
-        logits = jnp.asarray(np.log(weights), jnp.float32)
-    drawn = next_token(jnp.tile(logits, (500, 1)), KEY, Sampling(**options))
+    # the rarest token that is kept is one of ten: 500 draws without it do not happen
+    drawn = drawn_tokens(log_weights(weights), 500, **options)
+
     assert np.unique(drawn).tolist() == kept
 
 
 def test_each_of_many_tokens_is_drawn_as_often_as_it_should():
     """Over several blocks, the last of which is not full, and one of which is of no weight."""
+    count = 200_000
     weights = np.random.default_rng(3).exponential(size=53) ** 2
     weights[14:28] = 0
-    with np.errstate(divide="ignore"):
-        drawn = probabilities(np.log(weights), count=200_000)
     expected = weights / weights.sum()
-    assert (drawn[expected == 0] == 0).all()
+    possible = expected > 0
+
+    drawn = probabilities(log_weights(weights), count)
+
+    assert (drawn[~possible] == 0).all()
     # within five standard deviations of a binomial distribution, for 39 tokens
-    deviation = np.sqrt(expected * (1 - expected) / 200_000)
-    assert (abs(drawn - expected)[expected > 0] < 5 * deviation[expected > 0]).all()
+    deviation = np.sqrt(expected * (1 - expected) / count)
+    assert (abs(drawn - expected)[possible] < 5 * deviation[possible]).all()
     assert expected[-1] > 0.001  # of the last block, which is padded
 
 
@@ -127,7 +155,10 @@ def test_an_inverse_transform_by_hand(weights, uniform, chosen):
     """Also at the ends of the interval, where nothing must be drawn that has no weight."""
     row = jnp.array([weights], jnp.float32)
     number = jnp.array([uniform], jnp.float32)
-    assert _inverse_transform(row, number).tolist() == [chosen]
+
+    token = _inverse_transform(row, number)
+
+    assert token.tolist() == [chosen]
 
 
 @pytest.mark.parametrize(
@@ -155,17 +186,19 @@ def test_a_parameter_of_another_type_is_refused():
 
 
 def test_under_jit_only_top_k_and_what_is_absent_make_another_program():
-    traces = []
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
     programs: list[dict[str, Any]] = [{}, {"top_k": 1}, {"top_k": 2}, {"min_p": 0.1}]
+    traces = []
 
     @jax.jit
     def sample(logits, sampling):
-        traces.append(sampling)
+        traces.append(sampling)  # Python runs once for each program that is compiled
         return next_token(logits, KEY, sampling)
 
-    logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
     for temperature in (0.5, 1.0):
         for options in programs:
-            sample(logits, jax.tree.map(jnp.float32, Sampling(temperature, **options)))
+            sampling = Sampling(temperature, **options)
+            arrays = jax.tree.map(jnp.float32, sampling)
+            sample(logits, arrays)
 
     assert len(traces) == 4
