@@ -48,7 +48,7 @@ def int8(run: str) -> Figures:
         return tuple(np.stack(part)[counted] for part in zip(*parts, strict=True))
 
     (losses, tops), (int8_losses, int8_tops) = map(
-        of_targets, (model, jgpt.with_int8_weights(model))
+        of_targets, (model, with_int8_weights(model))
     )
     return {
         "loss": float(losses.mean(dtype=np.float64)),

@@ -296,8 +296,8 @@ def safetensors(root: Path) -> Target:
         qkv_bias=True,
         use_bias=True,
     )
-    jgpt.save_gpt2(jgpt.GPT(config, rngs=nnx.Rngs(0)), folder)
-    return Target(sorted(folder.iterdir()), lambda: jgpt.load_gpt2(folder))
+    jgpt.save_hf(jgpt.GPT(config, rngs=nnx.Rngs(0)), folder)
+    return Target(sorted(folder.iterdir()), lambda: jgpt.load_hf(folder))
 
 
 def metrics_jsonl(root: Path) -> Target:

@@ -110,9 +110,9 @@ def draw_of_jgpt(path: str, dtype: str) -> Draw:
 
     import jgpt
 
-    model = jgpt.load_gpt2(path)
+    model = jgpt.load_hf(path)
     if dtype == "int8":
-        model = jgpt.with_int8_weights(model)
+        model = with_int8_weights(model)
     else:
         graph = nnx.graphdef(jgpt.GPT(replace(model.config, dtype=dtype), rngs=nnx.Rngs(0)))
         model = nnx.merge(graph, nnx.state(model))

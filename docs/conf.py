@@ -6,6 +6,7 @@ page that asks another host for something are errors.
 
 import dataclasses
 import inspect
+import pkgutil
 import re
 import shutil
 import textwrap
@@ -28,6 +29,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.logging import getLogger
 
 import jgpt
+from jgpt.words import LEGEND
 
 logger = getLogger(__name__)
 
@@ -111,10 +113,10 @@ smartquotes = False
 
 
 class Legend(SphinxDirective):
-    """`jgpt.LEGEND` as a glossary."""
+    """`LEGEND` as a glossary."""
 
     def run(self) -> list[nodes.Node]:
-        entries = "\n\n".join(f"{name}\n  {meaning}" for name, meaning in jgpt.LEGEND.items())
+        entries = "\n\n".join(f"{name}\n  {meaning}" for name, meaning in LEGEND.items())
         return self.parse_text_to_nodes(f"```{{glossary}}\n{entries}\n```")
 
 
@@ -132,7 +134,7 @@ class LinkDimensions(SphinxPostTransform):
     def linked(self, text: str) -> nodes.Node:
         # a module's num_heads and vocab_size are the sizes of `heads` and `vocab`
         name = re.sub(r"{self\.(?:num_)?(\w+?)(?:_size)?}", r"\1", text)
-        if name not in jgpt.LEGEND:
+        if name not in LEGEND:
             return nodes.Text(text)
         return pending_xref(
             "",
@@ -180,14 +182,14 @@ def plain(text: str | None) -> str | None:
     return text
 
 
-ENTRY = re.compile(r"^### \[(\w+)\].*?\n(.*?)(?=^##|^```{)", re.MULTILINE | re.DOTALL)
+ENTRY = re.compile(r"^### \[([\w.]+)\].*?\n(.*?)(?=^##|^```{)", re.MULTILINE | re.DOTALL)
 """A public name with its parameters, example and lesson, as a hosting site shows it."""
 
 
 def add_signature(found: re.Match[str]) -> str:
     """An entry of the API reference, under the signature and docstring that autodoc writes."""
     name, body = found.groups()
-    kind = "class" if inspect.isclass(getattr(jgpt, name)) else "function"
+    kind = "class" if inspect.isclass(pkgutil.resolve_name(f"jgpt.{name}")) else "function"
     body = re.sub(r"\[(.+?)\]\(([\w./]+)\.\w+\)", r":doc:`\1 <\2>`", body)
     for language, code in re.findall(r"```(\w+)\n(.*?)```", body, re.DOTALL):
         block = f".. code-block:: {language}\n\n{textwrap.indent(code, '   ')}"

@@ -1,53 +1,51 @@
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from .data.dataset import Dataset, load_dataset
 from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
-from .fitting.fit import Run, fit
+from .fitting.evaluate import evaluate
+from .fitting.fit import fit
 from .fitting.progress import Progress
+from .generation.chat import Chat
 from .generation.decoding import generate
 from .generation.text import generate_text, stream_text
-from .hardware import Platform, current_platform
-from .interop.huggingface import load_gpt2, load_hf, save_gpt2, save_hf
+from .interop.huggingface import load_hf, save_hf
 from .nn.attention import attend, attention_weights, causal_mask
 from .nn.bigram import BigramLM
 from .nn.heads import Head, MultiHeadAttention
-from .nn.int8 import with_int8_weights
 from .nn.loss import cross_entropy
 from .nn.models import LanguageModel, create_model
-from .nn.precision import for_platform
 from .nn.transformer import GPT, Block, FeedForward
 from .pictures.page import look
-from .presets import preset
-from .runs.load import load, save
-from .shapes.calls import TypedCall, watching
+from .presets import PRESETS, preset
+from .runs.load import load, load_pretrained, save
+from .shapes.calls import watching
 from .shapes.capture import capture, edit
-from .shapes.contract import check, record, typed
-from .shapes.proofs import Proof, prove
-from .shapes.trace import ShapeTrace, shape_trace
-from .words import LEGEND
+from .shapes.contract import check, typed
+from .shapes.proofs import prove
+from .shapes.trace import shape_trace
+from .training.state import init_state
+from .training.step import make_train_steps
 
 __version__: str
 
 __all__ = [
     "GPT",
-    "LEGEND",
+    "PRESETS",
     "BPETokenizer",
     "BigramLM",
     "Block",
     "ByteTokenizer",
     "CharTokenizer",
+    "Chat",
     "DataConfig",
+    "Dataset",
     "FeedForward",
     "Head",
     "LanguageModel",
     "ModelConfig",
     "MultiHeadAttention",
     "OptimizerConfig",
-    "Platform",
     "Progress",
-    "Proof",
-    "Run",
-    "ShapeTrace",
     "TrainConfig",
-    "TypedCall",
     "attend",
     "attention_weights",
     "capture",
@@ -55,25 +53,24 @@ __all__ = [
     "check",
     "create_model",
     "cross_entropy",
-    "current_platform",
     "edit",
+    "evaluate",
     "fit",
-    "for_platform",
     "generate",
     "generate_text",
+    "init_state",
     "load",
-    "load_gpt2",
+    "load_dataset",
     "load_hf",
+    "load_pretrained",
     "look",
+    "make_train_steps",
     "preset",
     "prove",
-    "record",
     "save",
-    "save_gpt2",
     "save_hf",
     "shape_trace",
     "stream_text",
     "typed",
     "watching",
-    "with_int8_weights",
 ]

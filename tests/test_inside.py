@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
-from jgpt import TypedCall
 from jgpt.nn.attention import split_heads
+from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.trace import with_symbols
 from tests.commands import on_terminal, refused, worked
 from tests.models import random_gpt

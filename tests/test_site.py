@@ -15,6 +15,7 @@ import pytest
 from jaxtyping import AbstractArray
 
 import jgpt
+from jgpt.words import LEGEND
 from tests.test_documents import ROOT
 
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -110,13 +111,13 @@ def test_signatures_have_their_shapes_and_link_them(site):
             for dimensions in arrays(hint):
                 shapes += 1
                 assert f'"{dimensions}"' in page.signatures[name], name
-                for dimension in set(dimensions.replace("*", " ").split()) & set(jgpt.LEGEND):
+                for dimension in set(dimensions.replace("*", " ").split()) & set(LEGEND):
                     links += 1
                     assert f"#term-{dimension}" in page.linked[name]
     assert min(shapes, links) > 40
     assert "#term-embed_dim" in page.linked["jgpt.Head.__call__"]
-    assert {f"term-{name}" for name in jgpt.LEGEND} <= page.anchors
-    assert all(meaning.replace("`", "") in page.text for meaning in jgpt.LEGEND.values())
+    assert {f"term-{name}" for name in LEGEND} <= page.anchors
+    assert all(meaning.replace("`", "") in page.text for meaning in LEGEND.values())
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)

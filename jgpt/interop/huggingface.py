@@ -79,12 +79,6 @@ def load_hf(
 
 
 @typed
-def load_gpt2(directory: str | Path) -> GPT:
-    """`load_hf` for GPT-2 only."""
-    return load_hf(directory, model_type="gpt2")
-
-
-@typed
 def save_hf(
     model: LanguageModel,
     directory: str | Path,
@@ -163,12 +157,6 @@ def _config_to_write(
         config["bos_token_id"] = token
         config["eos_token_id"] = token
     return config
-
-
-@typed
-def save_gpt2(model: LanguageModel, directory: str | Path, **options: Any) -> None:
-    """`save_hf` as GPT-2."""
-    save_hf(model, directory, model_type="gpt2", **options)
 
 
 def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> dict[str, Entry]:

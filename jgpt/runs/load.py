@@ -3,16 +3,21 @@
 import dataclasses
 import warnings
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jgpt.config import ModelConfig, TrainConfig
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import new_directory
 from jgpt.fields import Make
+from jgpt.generation.text import generate_text
 from jgpt.hardware import Platform, current_platform
-from jgpt.interop.text_files import TextFiles
+from jgpt.interop.hub import find_model
+from jgpt.interop.huggingface import load_hf
+from jgpt.interop.names import with_one_vocabulary
+from jgpt.interop.text_files import TextFiles, read_folder_tokenizer
 from jgpt.nn.models import (
     LanguageModel,
     abstract_model,
@@ -30,6 +35,23 @@ from jgpt.training.state import TrainState
 from jgpt.user_code import changed_code, with_code
 
 
+class Loaded(NamedTuple):
+    """A model with its tokenizer and config."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    config: TrainConfig
+
+    def generate(self, prompt: str = "", max_new_tokens: int = 200, **options: Any) -> str:
+        """Return the prompt and a continuation of at most `max_new_tokens`.
+
+        `options` are the keyword arguments of `jgpt.generate_text`: `key`, `stop` and the sampling
+        parameters. Raises what `generate_text` raises.
+        """
+        new = generate_text(self.model, self.tokenizer, prompt, max_new_tokens, **options)
+        return prompt + new
+
+
 @typed
 def load(
     run_directory: str | Path,
@@ -38,7 +60,7 @@ def load(
     model: Make | str = None,
     optimizer: Make | str = None,
     platform: Platform | None = None,
-) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
+) -> Loaded:
     """Load a run's model, tokenizer and config; nothing is written.
 
     A run of a user's own `model` needs it again, as itself or as FILE.py:NAME, and warns if it has
@@ -56,7 +78,41 @@ def load(
     with Checkpoints(run, read_only=True) as checkpoints:
         decided = run_for_platform(config, platform or current_platform())
         weights = checkpoints.restore_weights(decided, which)
-    return nnx.merge(nnx.graphdef(abstract_model(decided.model)), weights), tokenizer, config
+    model_with_weights = nnx.merge(nnx.graphdef(abstract_model(decided.model)), weights)
+    return Loaded(model_with_weights, tokenizer, config)
+
+
+@typed
+def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Loaded:
+    """Load a model and its tokenizer from a Hugging Face folder, or from the hub.
+
+    `source` is a folder with config.json, model.safetensors and a tokenizer; `hub:OWNER/NAME`; or
+    gpt2, smollm2, smollm2-chat or qwen3, which are fetched from the hub. `block_size` is the
+    context length, where positions are rotary; that of the folder's config by default. The config
+    is one to fine-tune the model with, in float32.
+    Raises ValueError for another format or a missing tokenizer, and OSError if the hub can't be
+    reached.
+    """
+    folder = find_model(str(source))
+    model = load_hf(folder, block_size=block_size)
+    tokenizer = read_folder_tokenizer(folder, model.vocab_size)
+    # a model may have more rows than its tokenizer has tokens, and the other way round
+    model, tokenizer = with_one_vocabulary(model, tokenizer)
+    return Loaded(model, tokenizer, fine_tuning_config(model.config, DataConfig()))
+
+
+def fine_tuning_config(model: ModelConfig, dataset: DataConfig) -> TrainConfig:
+    """The config with which a pretrained model can be evaluated and trained further as it is."""
+    # small and constant, as is usual for fine-tuning
+    optimizer = OptimizerConfig(
+        learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
+    )
+    # by default the windows of a call of steps would be more tokens than a config allows, where the
+    # context is of millions
+    tokens_per_step = TrainConfig.batch_size * model.block_size
+    most_steps = max(1, (2**32 - 1) // tokens_per_step)
+    steps_per_call = min(TrainConfig.steps_per_call, most_steps)
+    return TrainConfig(model, optimizer, dataset, steps_per_call=steps_per_call)
 
 
 @typed

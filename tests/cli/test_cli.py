@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 import pytest
 
-from jgpt import GPT, save_gpt2
+from jgpt import GPT, save_hf
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, in_options, parse
@@ -187,7 +187,7 @@ def test_every_command_works_in_a_process_that_tests_have_not_set_up(
     shutil.copytree(run, tmp_path / "trained")
     shutil.copy(text_file, tmp_path)
     chat_run(tmp_path / "chatty", block_size=64)
-    save_gpt2(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
+    save_hf(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
     worked("import", *IN_A_PROCESS["import"][:-1], "exportable", cwd=tmp_path)
     with typist(tmp_path) as type_in:
         for command in commands:

@@ -18,6 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
+from jgpt.shapes.contract import record
+from jgpt.words import LEGEND
 
 ROOT = Path(jgpt.__file__).parents[1]
 THEIRS = '''
@@ -95,8 +97,8 @@ NOTHING: Any = 3
     [
         (lambda: jgpt.typed(NOTHING), "@typed is for functions and methods, not for 3"),
         (lambda: jgpt.typed(jgpt.Head), "@typed is for functions and methods, not for <class"),
-        (lambda: jgpt.record(NOTHING), "must be called with a dataclass"),
-        (lambda: jgpt.record(type("Plain", (), {})), "must be called with a dataclass"),
+        (lambda: record(NOTHING), "must be called with a dataclass"),
+        (lambda: record(type("Plain", (), {})), "must be called with a dataclass"),
         (lambda: jgpt.check(1, int), r"check\(\) needs an array annotation, .* not int"),
     ],
 )
@@ -107,8 +109,8 @@ def test_misuse_of_theirs_says_so(misuse, message):
 
 def test_what_they_need_is_public():
     assert {"LEGEND", "check", "record", "typed"} <= set(jgpt.__all__)
-    assert jgpt.LEGEND["time"] == "positions in a sequence"
-    assert all(each.__doc__ for each in (jgpt.check, jgpt.record, jgpt.typed))
+    assert LEGEND["time"] == "positions in a sequence"
+    assert all(each.__doc__ for each in (jgpt.check, record, jgpt.typed))
 
 
 def test_signatures_and_help_survive():
@@ -176,7 +178,7 @@ def test_pyright_sees_wrong_calls(tmp_path: Path):
 
 
 def test_a_record_of_theirs_is_a_tree_for_jax():
-    @jgpt.record
+    @record
     @dataclasses.dataclass
     class Pair:
         one: Float[Array, " time"]

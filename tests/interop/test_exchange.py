@@ -45,7 +45,7 @@ def gpt2(tmp_path_factory):
     tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
     directory = tmp_path_factory.mktemp("models") / "gpt2"
     model = random_model(vocab_size=tokenizer.vocab_size)
-    jgpt.save_gpt2(model, directory, tokenizer=tokenizer)
+    jgpt.save_hf(model, directory, tokenizer=tokenizer)
     return directory
 
 
@@ -60,7 +60,7 @@ def imported(gpt2, text_file):
 def test_an_imported_run_is_trained_further(imported, gpt2, tmp_path):
     run = shutil.copytree(imported, tmp_path / "run")
     model, tokenizer, config = load(run)
-    assert_same_weights(model, jgpt.load_gpt2(gpt2))
+    assert_same_weights(model, jgpt.load_hf(gpt2))
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
     assert config.optimizer.learning_rate == config.optimizer.min_learning_rate == 3e-5
     before = evaluate(run).loss
@@ -113,7 +113,7 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
     said = worked("export", run, "--out", out, "--zero-biases")
     assert said == f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained\n"
     assert read_tokenizer(out / "tokenizer.json").decode(range(17)) == "\nabcdefghijklmnop"
-    again, mine = (to_torch(weights_of(each)) for each in (jgpt.load_gpt2(out), model))
+    again, mine = (to_torch(weights_of(each)) for each in (jgpt.load_hf(out), model))
     assert all(np.array_equal(again[name], its) for name, its in mine.items())
     assert not any(its.any() for name, its in again.items() if name not in mine)
 

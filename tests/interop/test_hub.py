@@ -46,7 +46,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
     """Files by repository and name; of a commit other than SHA with its name."""
     folder = tmp_path_factory.mktemp("hub") / "tiny"
     tokenizer = jgpt.BPETokenizer.train(["abcdefghijklmnop\n" * 40], 263)
-    jgpt.save_gpt2(random_gpt("gpt2", vocab_size=263), folder, tokenizer=tokenizer)
+    jgpt.save_hf(random_gpt("gpt2", vocab_size=263), folder, tokenizer=tokenizer)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     dangerous = {"modeling.py": CODE, "pytorch_model.bin": CODE, "model-extra.pkl": CODE}
     names_code = json.loads(files["config.json"]) | {"auto_map": {"AutoModel": "modeling.GPT"}}

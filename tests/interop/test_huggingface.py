@@ -1,6 +1,7 @@
 """What GPT-2 directories may not contain, and what a directory that jgpt writes is made of."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -22,6 +23,9 @@ from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
 from tests.models import FAMILIES, SIZES, config_of, loud, random_gpt, to_torch, weights_of
 
+save_gpt2 = functools.partial(jgpt.save_hf, model_type="gpt2")
+load_gpt2 = functools.partial(jgpt.load_hf, model_type="gpt2")
+
 GPT2 = FAMILIES["gpt2"]
 CONFIG = jgpt.ModelConfig(**SIZES, **GPT2)
 
@@ -38,7 +42,7 @@ def model():
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
-    jgpt.save_gpt2(random_model(), folder / "gpt2")
+    save_gpt2(random_model(), folder / "gpt2")
     jgpt.save_hf(random_gpt("qwen3"), folder / "qwen3")
     return folder
 
@@ -112,7 +116,7 @@ def test_a_model_with_changed_parts_is_not_exported(model, tmp_path):
 
     model.blocks[1].feed_forward = Shifted(model.config, rngs=nnx.Rngs(0))
 
-    for save in (jgpt.save_hf, jgpt.save_gpt2):
+    for save in (jgpt.save_hf, save_gpt2):
         with pytest.raises(ValueError, match=r"can't be exported: blocks\.1\.feed_forward overrid"):
             save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -124,8 +128,8 @@ def test_a_model_with_changed_parts_is_not_exported(model, tmp_path):
 def test_what_is_only_of_training_and_the_width_of_parameters(tmp_path):
     """What a model computes is compared with transformers, in tests/parity."""
     model = random_model(param_dtype="bfloat16", hidden_dim=None, dropout=0.2)
-    jgpt.save_gpt2(model, tmp_path / "gpt2")
-    again = jgpt.load_gpt2(tmp_path / "gpt2")
+    save_gpt2(model, tmp_path / "gpt2")
+    again = load_gpt2(tmp_path / "gpt2")
     stored = {"param_dtype": "float32", "hidden_dim": 4 * 21}
     assert again.config == dataclasses.replace(model.config, **stored)
     assert_same_weights(again, model)
@@ -143,14 +147,14 @@ SPELLED_OUT = {"num_kv_heads": 3, "head_dim": 7, "attention_scale": 7**-0.5, "ze
 )
 def test_the_same_function_in_gpt2s_words(config, zero_biases, tmp_path):
     model = random_model(jgpt.ModelConfig(**SIZES, **config))
-    jgpt.save_gpt2(model, tmp_path / "gpt2", zero_biases=zero_biases)
-    again = jgpt.load_gpt2(tmp_path / "gpt2")
+    save_gpt2(model, tmp_path / "gpt2", zero_biases=zero_biases)
+    again = load_gpt2(tmp_path / "gpt2")
     assert (again.config.use_bias, again.config.qkv_bias) == (True, True)
     tokens = jnp.arange(10).reshape(2, 5)
     np.testing.assert_array_equal(np.asarray(again(tokens)), np.asarray(model(tokens)))
 
 
-SAVE = {"gpt2": jgpt.save_gpt2, "qwen3": jgpt.save_hf}
+SAVE = {"gpt2": save_gpt2, "qwen3": jgpt.save_hf}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +247,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("two years")
     with pytest.raises(FileExistsError, match="mine already exists"):
-        jgpt.save_gpt2(model, tmp_path / "mine")
+        save_gpt2(model, tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
     (tmp_path / "gpt2.partial").mkdir()  # nobody's, perhaps the user's
@@ -254,10 +258,10 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path
 
     monkeypatch.setattr("safetensors.numpy.save_file", disk_full)
     with pytest.raises(OSError, match="can't be written: No space left"):
-        jgpt.save_gpt2(model, tmp_path / "gpt2")
+        save_gpt2(model, tmp_path / "gpt2")
     nnx.update(model, {"final_norm": {"bias": jnp.full(21, jnp.inf)}})
     with pytest.raises(ValueError, match=r"transformer\.ln_f\.bias has NaN or infinity"):
-        jgpt.save_gpt2(model, tmp_path / "gpt2")
+        save_gpt2(model, tmp_path / "gpt2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2.partial", "mine"]
     assert (tmp_path / "gpt2.partial" / "thesis.txt").read_text() == "two years"
 
@@ -342,7 +346,7 @@ UNSUPPORTED = "is not supported"
 def test_a_config_that_is_not_ours_or_not_the_weights(kind, fields, complaint, exported, tmp_path):
     directory = shutil.copytree(exported / kind, tmp_path / kind)
     change(directory / "config.json", **fields)
-    load = jgpt.load_gpt2 if kind == "gpt2" else jgpt.load_hf
+    load = load_gpt2 if kind == "gpt2" else jgpt.load_hf
     if complaint.startswith(UNSUPPORTED):
         (name, value), *_ = fields.items()
         complaint = f"{name}={value!r} {complaint}"
@@ -357,10 +361,10 @@ def test_missing_files(directory, exported):
     with pytest.raises(FileNotFoundError, match="there is no folder gpt2: give one with con"):
         jgpt.load_hf("gpt2")
     with pytest.raises(ValueError, match="model_type='qwen3' is not supported, only 'gpt2'"):
-        jgpt.load_gpt2(exported / "qwen3")
+        load_gpt2(exported / "qwen3")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
-        jgpt.load_gpt2(directory)
+        load_gpt2(directory)
 
 
 def header(tensors):
@@ -443,7 +447,7 @@ INCOMPLETE = "model.safetensors: not a complete safetensors file"
 def test_a_damaged_directory_is_refused(damage, complaint, directory):
     damage(directory)
     with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
-        jgpt.load_gpt2(directory)
+        load_gpt2(directory)
     assert str(directory) in str(caught.value)
 
 
@@ -473,7 +477,7 @@ def test_a_sparse_file_is_refused_before_it_is_read(name, complaint, directory):
         file.truncate(file.tell() + end)
 
     with pytest.raises(ValueError, match=complaint):
-        jgpt.load_gpt2(directory)
+        load_gpt2(directory)
 
 
 def test_shards(directory, model):
@@ -487,7 +491,7 @@ def test_shards(directory, model):
     index = directory / "model.safetensors.index.json"
     weight_map = {name: shard for shard, its in shards.items() for name in its}
     index.write_text(json.dumps({"weight_map": weight_map}))
-    assert_same_weights(jgpt.load_gpt2(directory), model)
+    assert_same_weights(load_gpt2(directory), model)
 
     for wrong, complaint in (
         ({}, "the config has 2 layers, the weights 0"),
@@ -499,10 +503,10 @@ def test_shards(directory, model):
     ):
         index.write_text(json.dumps({"weight_map": wrong}))
         with pytest.raises(ValueError, match=complaint):
-            jgpt.load_gpt2(directory)
+            load_gpt2(directory)
     index.write_text(json.dumps({"weight_map": weight_map}))
     (directory / "b.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"b\.safetensors is missing"):
-        jgpt.load_gpt2(directory)
+        load_gpt2(directory)
     save_file(tensors, directory / "model.safetensors")  # preferred, as transformers does
-    assert_same_weights(jgpt.load_gpt2(directory), model)
+    assert_same_weights(load_gpt2(directory), model)

@@ -10,7 +10,7 @@ from jgpt.cli.options import (
     OptionError,
     OptionSpec,
 )
-from jgpt.config import ComputeDtype, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.config import ComputeDtype, DataConfig
 from jgpt.words import counted
 
 
@@ -47,7 +47,7 @@ def import_(
         from jgpt.interop import hub, huggingface, names, nanogpt
         from jgpt.interop.formats import describe_dropout
         from jgpt.interop.text_files import HF_CONFIG, parse_text_file, read_text_files
-        from jgpt.runs.load import save
+        from jgpt.runs.load import fine_tuning_config, save
 
         status.update(f"loading {source}")
         if from_ == "nanogpt":
@@ -63,10 +63,9 @@ def import_(
         model_tokenizer = _tokenizer(folder, tokenizer, universal_newlines, model.vocab_size)
         # a model may have more rows than its tokenizer has tokens, and the other way round
         model, model_tokenizer = names.with_one_vocabulary(model, model_tokenizer)
-    config = _config_to_train_further(
+    config = fine_tuning_config(
         dataclasses.replace(model.config, dtype=dtype),
-        DataConfig(data, universal_newlines),
-        path,
+        DataConfig(data=data, universal_newlines=universal_newlines),
     )
     save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
     lines = []
@@ -80,26 +79,6 @@ def import_(
         f"vocabulary {model.vocab_size}; next: {shell_command('sample', path)}"
     )
     return lines
-
-
-def _config_to_train_further(model: ModelConfig, dataset: DataConfig, path: Path) -> TrainConfig:
-    """The config of an imported run, with which it can be evaluated and fine-tuned as it is."""
-    # small and constant, as is usual for fine-tuning
-    optimizer = OptimizerConfig(
-        learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
-    )
-    # by default the windows of a call of steps would be more tokens than a config allows, where the
-    # context is of millions
-    tokens_per_step = TrainConfig.batch_size * model.block_size
-    most_steps = max(1, (2**32 - 1) // tokens_per_step)
-    return TrainConfig(
-        model,
-        optimizer,
-        dataset,
-        name=path.name,
-        out=str(path),
-        steps_per_call=min(TrainConfig.steps_per_call, most_steps),
-    )
 
 
 def _tokenizer(source: Path, option: str | None, universal_newlines: bool, vocab_size: int) -> Any:
