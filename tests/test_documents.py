@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -405,3 +406,41 @@ def test_the_readme_is_short_and_shows_what_its_pictures_were_made_with():
     for line, _ in commands(shell)[1:]:
         assert f"{line}\n" in shell.code
         assert f'"{line}"' in script or f"'{line}'" in script
+
+
+def names_imported_from_modules() -> set[str]:
+    """What pages and lessons import from modules of the package, such as data.batches.batches."""
+    sources = [block.code for _, block in ALL if block.language == "python"]
+    for lesson in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(lesson.read_text())["cells"]:
+            if cell["cell_type"] == "code":
+                sources.append("".join(cell["source"]))
+    names = set()
+    for module, imported in re.findall(
+        r"^\s*from jgpt\.([\w.]+) import \(?([\w, \n]+)\)?$", "\n".join(sources), re.MULTILINE
+    ):
+        for name in imported.replace("\n", " ").split(","):
+            if name.strip():
+                names.add(f"{module}.{name.strip()}")
+    return names
+
+
+def test_what_a_page_or_a_lesson_imports_is_on_the_api_page():
+    reference = (ROOT / "docs" / "api.md").read_text()
+    names = names_imported_from_modules()
+    missing = []
+    for name in sorted(names):
+        is_public = name.rpartition(".")[2] in jgpt.__all__
+        if not is_public and f"`{name}`" not in reference and f"[{name}]" not in reference:
+            missing.append(name)
+
+    assert missing == []
+    assert "data.batches.batches" in names  # the control
+    assert len(jgpt.__all__) <= 45
+
+
+def test_a_public_name_that_went_says_its_successor():
+    with pytest.raises(AttributeError, match=r"no attribute 'load_gpt2': it is jgpt\.load_hf now"):
+        jgpt.load_gpt2  # type: ignore[attr-defined]  # noqa: B018
+    for successor in vars(jgpt)["_SUCCESSORS"].values():
+        assert pkgutil.resolve_name(successor) is not None

@@ -91,7 +91,7 @@ def arrays(hint: object) -> list[str]:
 
 def public_calls() -> dict[str, object]:
     found = {}
-    for name in set(jgpt.__all__) - {"LEGEND"}:
+    for name in set(jgpt.__all__) - {"PRESETS"}:
         thing = getattr(jgpt, name)
         if inspect.isclass(thing):
             for method, it in vars(thing).items():

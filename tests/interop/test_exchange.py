@@ -345,3 +345,39 @@ def test_a_checkpoint_that_claims_more_memory_than_it_has_is_no_bomb(tmp_path):
     expanded = torch.zeros(1).expand(10**12)
     with pytest.raises(ValueError, match="wte claims 4,000,000,000,000 bytes, which the file"):
         nanogpt._read("wte", expanded)
+
+
+def test_a_folder_is_loaded_with_its_tokenizer_and_a_config_to_fine_tune_it(gpt2):
+    """Into one thing, which unpacks as what `load` returns, and goes from text to text."""
+    pretrained = jgpt.load_pretrained(gpt2)
+    model, tokenizer, config = pretrained
+
+    assert_same_weights(model, jgpt.load_hf(gpt2))
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    assert config.model == jgpt.load_hf(gpt2).config
+    assert config.optimizer.schedule == "constant"
+    prompt_and_more = pretrained.generate("the cat", 5, temperature=0.0)
+    continuation = jgpt.generate_text(model, tokenizer, "the cat", 5, temperature=0.0)
+    assert continuation != ""
+    assert prompt_and_more == "the cat" + continuation
+
+
+def test_a_folder_without_a_tokenizer_is_not_loaded(tmp_path):
+    jgpt.save_hf(random_model(), tmp_path / "bare")
+
+    with pytest.raises(
+        (ValueError, OSError), match=r"bare has neither encoder\.json and vocab\.bpe"
+    ):
+        jgpt.load_pretrained(tmp_path / "bare")
+
+
+def test_a_block_size_reaches_a_pretrained_model(tmp_path):
+    tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
+    llama = {"positions": "rotary", "norm": "rms", "gated": True, "activation": "silu"}
+    model = random_model(**llama, vocab_size=263, embed_dim=24, use_bias=False, qkv_bias=False)
+    jgpt.save_hf(model, tmp_path / "llama", tokenizer=tokenizer)
+
+    pretrained = jgpt.load_pretrained(tmp_path / "llama", block_size=5)
+
+    assert pretrained.model.block_size == 5
+    assert pretrained.config.model.block_size == 5
