@@ -55,30 +55,37 @@ def float64(tree):
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
 
 
+def dtypes_of(tree):
+    return {leaf.dtype for leaf in jax.tree.leaves(tree)}
+
+
 def test_an_average_of_weights_moves_with_them():
     decay = 0.9
-    config = dataclasses.replace(
-        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=decay)
-    )
+    optimizer = dataclasses.replace(CONFIG.optimizer, ema_decay=decay)
+    config = dataclasses.replace(CONFIG, optimizer=optimizer)
+
     states, _ = each_step(config, 12)
+
+    first = float64(states[0].weights)
     average = float64(states[0].weights)
-    first = [leaf.copy() for leaf in average]
     for step, state in enumerate(states[1:], start=1):
+        # the first average is the first weights, as with Adam's correction of its bias
         rate = (1 - decay) / (1 - decay**step)
         trained = float64(trained_weights(state.weights, state.optimizer))
-        average = [old + rate * (new - old) for old, new in zip(average, trained, strict=True)]
-    for found, expected, start in zip(float64(states[-1].weights), average, first, strict=True):
+        for index, new in enumerate(trained):
+            average[index] = average[index] + rate * (new - average[index])
+    last = states[-1]
+    for found, expected, start in zip(float64(last.weights), average, first, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
         assert np.abs(expected - start).max() > 1e-3
     # what is trained, evaluated and loaded keeps the dtype of the parameters
-    trained = trained_weights(states[-1].weights, states[-1].optimizer)
-    assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("bfloat16")}
+    assert dtypes_of(trained_weights(last.weights, last.optimizer)) == {jnp.dtype("bfloat16")}
 
 
 def test_an_evaluation_of_the_average_is_that_of_the_weights_that_are_loaded():
-    average = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32) * 1.001, init_state(CONFIG).weights
-    )
+    weights = init_state(CONFIG).weights
+    # 1.001 is between two bfloat16: what is loaded is not the average itself
+    average = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 1.001, weights)
     loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), average)
     windows = batches(TOKENS, 0, 0, 2, 5, 6)
     counts = jnp.ones((2, 5, 6), bool)
@@ -102,17 +109,23 @@ def gradients_after_a_step(micro_batches, batch_size):
         CONFIG, optimizer=optimizer, micro_batches=micro_batches, batch_size=batch_size
     )
     states, metrics = each_step(config, 1)
-    return float64(states[-1].optimizer), float(metrics.gradient_norm[0])
+    gradients = float64(states[-1].optimizer)
+    norm = float(metrics.gradient_norm[0])
+    return gradients, norm
 
 
 def test_micro_batches_are_summed_in_float32():
-    many, norm = gradients_after_a_step(64, 128)
-    whole, expected = gradients_after_a_step(1, 128)
-    for found, wanted in zip(many, whole, strict=True):
-        assert np.abs(found - wanted).max() < 4e-3 * np.abs(wanted).max()
-    by_hand = np.sqrt(sum((leaf**2).sum() for leaf in many))
-    assert norm == pytest.approx(by_hand, rel=1e-6)
-    assert norm == pytest.approx(expected, rel=2e-3)
+    summed, summed_norm = gradients_after_a_step(64, 128)
+    whole, whole_norm = gradients_after_a_step(1, 128)
+
+    for found, expected in zip(summed, whole, strict=True):
+        # half a step of bfloat16, 2 ** -8, is the error of one rounding
+        assert np.abs(found - expected).max() < 4e-3 * np.abs(expected).max()
+    sum_of_squares = 0.0
+    for leaf in summed:
+        sum_of_squares += (leaf**2).sum()
+    assert summed_norm == pytest.approx(np.sqrt(sum_of_squares), rel=1e-6)
+    assert summed_norm == pytest.approx(whole_norm, rel=2e-3)
 
 
 def test_a_second_moment_decays_by_what_was_asked():
@@ -122,21 +135,24 @@ def test_a_second_moment_decays_by_what_was_asked():
     state = made.init(weights)
     gradients = {"head": jnp.full((2, 3), 0.5, jnp.bfloat16)}
     update = jax.jit(made.update)
+
     for _ in range(9):
         _, state = update(gradients, state, weights)
-    second = optax.tree.get(state, "nu")["head"]
 
-    np.testing.assert_allclose(second, 0.25 * (1 - 0.999**9), rtol=1e-5)
+    second_moment = optax.tree.get(state, "nu")["head"]
+    np.testing.assert_allclose(second_moment, 0.25 * (1 - 0.999**9), rtol=1e-5)
 
 
 def test_a_momentum_is_float32():
     made = make_optimizer(OptimizerConfig(optimizer="muon"), 9)
     weights = {"blocks": {0: {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}}
-    updates, state = jax.eval_shape(made.update, weights, made.init(weights), weights)
-    arrays = [leaf for leaf in jax.tree.leaves((updates, state)) if len(leaf.shape) == 2]
 
-    assert len(arrays) == 2
-    assert {leaf.dtype for leaf in arrays} == {jnp.dtype("float32")}
+    updates, state = jax.eval_shape(made.update, weights, made.init(weights), weights)
+
+    # the update and the momentum of the one kernel; the other leaves are counts
+    matrices = [leaf for leaf in jax.tree.leaves((updates, state)) if len(leaf.shape) == 2]
+    assert len(matrices) == 2
+    assert dtypes_of(matrices) == {jnp.dtype("float32")}
 
 
 def test_embeddings_are_widened_before_they_are_added():
@@ -146,11 +162,15 @@ def test_embeddings_are_widened_before_they_are_added():
     table = np.asarray(model.token_embedding.embedding[...], np.float32)
     positions = np.asarray(model.position_embedding.embedding[...], np.float32)  # type: ignore[union-attr]
     expected = table[np.asarray(tokens)] + positions[:3]
+
+    eager = model.embed(tokens)
+    compiled = jax.jit(lambda tokens: model.embed(tokens))(tokens)
+
+    np.testing.assert_array_equal(eager, expected)
+    np.testing.assert_array_equal(compiled, expected)
+    # a sum in bfloat16 would be another
     rounded = np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float32)
     assert np.abs(expected - rounded).max() > 0
-    np.testing.assert_array_equal(model.embed(tokens), expected)
-    compiled = jax.jit(lambda tokens: model.embed(tokens))(tokens)
-    np.testing.assert_array_equal(compiled, expected)
 
 
 def test_n_grams_are_summed_in_float32():
@@ -158,15 +178,21 @@ def test_n_grams_are_summed_in_float32():
     ngrams = NGramEmbedding(config, rngs=nnx.Rngs(0))
     tokens = jnp.array([[3, 1, 4, 1, 5]])
     table = np.asarray(ngrams.table.embedding[...], np.float32)
-    expected = table[np.asarray(ngrams.rows(tokens))].sum(axis=-2)
+    rows = np.asarray(ngrams.rows(tokens))
 
-    np.testing.assert_allclose(ngrams(tokens), expected, rtol=1e-6, atol=1e-9)
+    found = ngrams(tokens)
+
+    expected = table[rows].sum(axis=-2)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_a_row_s_gradients_are_summed_in_float32():
     """Of a token that occurs a thousand times: in bfloat16 256 + 1 is 256."""
     table = jnp.ones((2, 3), jnp.bfloat16)
-    gradient = jax.grad(lambda table: look_up(table, jnp.zeros(1000, jnp.int32)).sum())(table)
+    tokens = jnp.zeros(1000, jnp.int32)
+
+    gradient = jax.grad(lambda table: look_up(table, tokens).sum())(table)
+
     np.testing.assert_array_equal(gradient, [[1000] * 3, [0] * 3])
 
 
@@ -179,13 +205,13 @@ def test_the_head_s_gradients_over_chunks_are_summed_in_float32():
     def loss(head, at_once):
         return cross_entropy_from(x, targets, lambda x: x @ head.astype(x.dtype), at_once)
 
-    whole = np.asarray(jax.grad(loss)(head, 600), np.float64)
-    chunked = jax.grad(loss)(head, 2)
+    gradient = jax.grad(loss)
+    whole = np.asarray(gradient(head, 600), np.float64)
+    chunked = gradient(head, 2)  # 300 chunks, so that errors of their sum would add up
 
     assert chunked.dtype == head.dtype
-    np.testing.assert_allclose(
-        np.asarray(chunked, np.float64), whole, rtol=0, atol=2e-3 * np.abs(whole).max()
-    )
+    tolerance = 2e-3 * np.abs(whole).max()
+    np.testing.assert_allclose(np.asarray(chunked, np.float64), whole, rtol=0, atol=tolerance)
 
 
 def test_a_checkpoint_with_moments_of_sixteen_bits_goes_on(tmp_path):
@@ -201,17 +227,19 @@ def test_a_checkpoint_with_moments_of_sixteen_bits_goes_on(tmp_path):
 
     state = jax.tree.map(narrow, abstract_state(config))
     run = RunDirectory.create(tmp_path / "run", config, CharTokenizer("\n abcdefghi"))
+
     with Checkpoints(run) as checkpoints:
         checkpoints.save(state, 1.0)
         checkpoints.wait()
         restored = checkpoints.restore(config)
         weights = checkpoints.restore_weights(config, "last")
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, restored)
 
+    # the values of before, in the dtypes of now
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, restored)
     assert dtypes == jax.tree.map(lambda leaf: leaf.dtype, abstract_state(config))
     for found, expected in zip(float64(restored), float64(state), strict=True):
         np.testing.assert_array_equal(found, expected)
-    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    assert dtypes_of(weights) == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.5])
@@ -223,8 +251,11 @@ def test_a_state_is_of_one_type_throughout(scan, ema_decay):
     state: TrainState = abstract_state(config)
     windows = jax.ShapeDtypeStruct((2, 5, 7), jnp.int32)
     steps = make_train_steps(config)
+
     after, metrics = jax.eval_shape(steps, state, windows, dropout_stream(0), 2)
+
+    # a state of another type after a step would compile the step once more
     assert after == state
     assert metrics.loss.dtype == metrics.gradient_norm.dtype == jnp.float32
-    kept = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(abstract_model(model), nnx.Param))}
-    assert kept == {jnp.dtype("bfloat16")}
+    parameters = nnx.state(abstract_model(model), nnx.Param)
+    assert dtypes_of(parameters) == {jnp.dtype("bfloat16")}
