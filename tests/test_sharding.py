@@ -43,7 +43,7 @@ def test_with_a_mesh_an_array_is_split_and_without_one_it_stays():
 
 def test_a_mesh_of_another_size_than_the_machine_is_refused():
     with pytest.raises(
-        ValueError, match=r"mesh='data=2,fsdp=3' is of 6 devices, and there are 8: give sizes .* 8"
+        ValueError, match=r"mesh='data=2,fsdp=3' needs 6 devices, but JAX has 8: give sizes .* 8"
     ):
         make_mesh("data=2,fsdp=3")
 

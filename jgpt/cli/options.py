@@ -36,11 +36,16 @@ OLDER_OPTIONS = {"--rematerialise": "--remat", "--no-rematerialise": "--no-remat
 """What an option was called in an earlier version, and what it is called now."""
 RENAMED = {"which": "checkpoint", "profile_steps": "profile"}
 """Keywords of the library whose option has another name."""
+PLAIN_MESSAGES = {
+    "expected one argument": "needs a value",
+    "ignored explicit argument": "takes no value, but was given",
+}
+"""What argparse says of an option, and the same in plain words."""
 INSTEAD = {
     "--vocab-size": "can't be set: the tokenizer determines it",
     "--device": "is no option: JAX_PLATFORMS=cpu, cuda or tpu chooses the device",
     "--preset": "is no option: write the preset alone, as in jgpt train tiny",
-    "--epochs": "is no option: --steps says how long to train, jgpt plan how many epochs that is",
+    "--epochs": "is no option: set the length with --steps; jgpt plan shows how many epochs it is",
     "--gradient-accumulation-steps": "is no option: --batch-size counts all sequences of a step, "
     "--micro-batches the parts that it is computed in",
     "--wandb": "is no option: --trackers wandb logs to Weights & Biases",
@@ -190,11 +195,14 @@ class _Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             if error.argument_name is None:  # of required ones, since Python 3.12
                 self.error(error.message)
-            flag = error.argument_name.split("/")[0]
+            flag = _flag_in(args, error.argument_name.split("/"))
+            message = error.message
+            for of_argparse, plain in PLAIN_MESSAGES.items():
+                message = message.replace(of_argparse, plain)
             hint = ""
             if flag in args[:-1] and re.match("-[^-]", args[args.index(flag) + 1]):
                 hint = f" (one that begins with - is written {flag}=-...)"
-            raise OptionError(f"{flag} {error.message}{hint}") from None
+            raise OptionError(f"{flag} {message}{hint}") from None
         for word in unknown_words:
             self._require_known_option(word)
         if unknown_words:
@@ -267,6 +275,15 @@ def _with_dashes(word: str) -> str:
         return word
     option = name[0].replace("_", "-")
     return OLDER_OPTIONS.get(option, option) + word[name.end() :]
+
+
+def _flag_in(args: list[str], flags: list[str]) -> str:
+    """The flag of an option as the user wrote it: a switch has two, such as --no-qkv-bias."""
+    for word in args:
+        flag = word.partition("=")[0]
+        if flag in flags:
+            return flag
+    return flags[0]
 
 
 def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:

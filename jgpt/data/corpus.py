@@ -371,8 +371,8 @@ def _why_missing(path: Path, source: str) -> str:
     if path.is_symlink():
         return f"{source} is a link to {os.readlink(path)}, which does not exist"
     return (
-        f"there is no file {source!r}, and no corpus of that name "
-        f"({' and '.join(CORPORA)} are){did_you_mean(source, CORPORA)}"
+        f"{source!r} is neither a file nor a corpus{did_you_mean(source, CORPORA)}: the corpora "
+        f"are {' and '.join(CORPORA)}"
     )
 
 

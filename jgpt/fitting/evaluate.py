@@ -107,7 +107,9 @@ def _require_finite_loss(loss: float, model: LanguageModel, run_directory: str |
                 f"the loss of {run_directory} is {loss}: {name} is not finite, so the weights "
                 "have diverged or are damaged"
             )
-    raise FloatingPointError(f"the loss of {run_directory} is {loss}, of weights that are finite")
+    raise FloatingPointError(
+        f"the loss of {run_directory} is {loss}, although all weights are finite"
+    )
 
 
 def _perplexity(loss: float) -> float:

@@ -42,8 +42,8 @@ def find_model(source: str) -> Path:
     if source in HUB:
         return fetch(HUB[source])
     raise ValueError(
-        f"there is no folder {source}{did_you_mean(source, HUB)}: give one with {HF_CONFIG} and "
-        f"{HF_WEIGHTS}, or from the hub hub:OWNER/NAME, {', '.join(HUB)}"
+        f"there is no folder {source}{did_you_mean(source, HUB)}: give a folder with {HF_CONFIG} "
+        f"and {HF_WEIGHTS}, or a model of the hub: hub:OWNER/NAME, {', '.join(HUB)}"
     )
 
 

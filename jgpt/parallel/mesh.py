@@ -25,7 +25,7 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
         raise ValueError(
             Message(
                 Field("mesh", mesh),
-                f" is of {product} devices, and there are {count}: give sizes whose product is "
+                f" needs {product} devices, but JAX has {count}: give sizes whose product is "
                 f"{count}",
             )
         )

@@ -175,11 +175,11 @@ class RunDirectory:
         # before anything is read: a pipe would never end, and a link may lead anywhere
         for entry in path.iterdir():
             refuse_foreign(entry)
-            names_of_other_kind = (CHECKPOINTS, IMPORTED)
             if entry.is_dir():
-                names_of_other_kind = _FILES
-            if entry.name in names_of_other_kind:
-                raise ValueError(f"{entry} is not what a run has under that name: move it away")
+                if entry.name in _FILES:
+                    raise ValueError(f"{entry} is a folder, but must be a file: move it away")
+            elif entry.name in (CHECKPOINTS, IMPORTED):
+                raise ValueError(f"{entry} is a file, but must be a folder: move it away")
         return cls(path)
 
     @staticmethod
@@ -193,7 +193,7 @@ class RunDirectory:
         runs = [path for path in Path("runs").glob("*") if cls.exists(path)]
         if not runs:
             raise FileNotFoundError(
-                "there is no run in the folder runs here: give the run's directory, or train one"
+                "the folder runs has no run: give the directory of a run, or train one"
             )
         return max(runs, key=cls._time_of_change)
 

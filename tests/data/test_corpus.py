@@ -53,8 +53,8 @@ def test_tiny_shakespeare_is_found_in_the_data_directory(
 )
 def test_a_name_that_is_neither_a_file_nor_a_corpus_is_rejected(name, hint, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    corpora = "no corpus of that name (pydocs and shakespeare are)"
-    message = f"there is no file '{name}', and {corpora}{hint}"
+    corpora = "the corpora are pydocs and shakespeare"
+    message = f"'{name}' is neither a file nor a corpus{hint}: {corpora}"
 
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
         read_text([name])

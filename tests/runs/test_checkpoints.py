@@ -321,7 +321,7 @@ def test_a_run_with_another_s_files_in_place_of_its_own_is_not_overwritten(saved
     ):
         choose_target(config, resume=False, overwrite=True)
     (saved.path / "samples.txt").mkdir()
-    with pytest.raises(ValueError, match=r"samples\.txt is not what a run has under that"):
+    with pytest.raises(ValueError, match=r"samples\.txt is a folder, but must be a file"):
         choose_target(config, resume=True, overwrite=False)
 
 

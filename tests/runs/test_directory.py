@@ -125,7 +125,7 @@ def test_a_path_that_is_no_run_s_is_not_opened(path, tmp_path):
 
 def test_the_latest_run_is_the_one_that_was_written_to_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no run in the folder runs"):
+    with pytest.raises(FileNotFoundError, match="the folder runs has no run"):
         RunDirectory.latest()
     for seconds, file in enumerate(("one/config.json", "two/config.json", "other/notes.txt"), 1):
         path = tmp_path / "runs" / file
