@@ -69,7 +69,7 @@ def test_an_average_of_weights_moves_with_them():
     first = float64(states[0].weights)
     average = float64(states[0].weights)
     for step, state in enumerate(states[1:], start=1):
-        # the first average is the first weights, as with Adam's correction of its bias
+        # corrected as a moment of Adam is: the average after one step is the weights after it
         rate = (1 - decay) / (1 - decay**step)
         trained = float64(trained_weights(state.weights, state.optimizer))
         for index, new in enumerate(trained):
@@ -84,7 +84,7 @@ def test_an_average_of_weights_moves_with_them():
 
 def test_an_evaluation_of_the_average_is_that_of_the_weights_that_are_loaded():
     weights = init_state(CONFIG).weights
-    # 1.001 is between two bfloat16: what is loaded is not the average itself
+    # most of these are between two bfloat16: what is loaded is not the average itself
     average = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 1.001, weights)
     loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), average)
     windows = batches(TOKENS, 0, 0, 2, 5, 6)

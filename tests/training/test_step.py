@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +43,17 @@ def initial():
 
 def run(train_steps, state, calls, config=CONFIG, slots=7):
     """Take steps in calls of the given counts; return the state and each step's metrics."""
+    key = dropout_stream(config.seed)
     taken = int(state.step)
     rows = []
     for count in calls:
+        # a call has windows for `slots` steps, and takes `count` of them
         windows = batches(
             TOKENS, config.seed, taken, slots, config.batch_size, config.model.block_size
         )
-        state, metrics = train_steps(state, windows, dropout_stream(config.seed), count, taken)
-        rows.append(np.stack(jax.tree.leaves(metrics))[:, :count])
+        state, metrics = train_steps(state, windows, key, count, taken)
+        metrics_of_slots = np.stack(jax.tree.leaves(metrics))
+        rows.append(metrics_of_slots[:, :count])
         taken += count
     return state, np.concatenate(rows, axis=1)
 
@@ -61,23 +63,25 @@ def bits(tree):
 
 
 def test_grouping_steps_into_calls_changes_no_bit(train_steps, initial):
-    together, metrics = run(train_steps, initial(), [7])
-    for calls in ([1] * 7, [3, 3, 1], [2, 5]):
-        apart, same = run(train_steps, initial(), calls)
-        assert bits(apart) == bits(together)
-        assert same.tobytes() == metrics.tobytes()
-
-    assert int(together.step) == 7
+    state, metrics = run(train_steps, initial(), [7])
+    assert int(state.step) == 7
     assert metrics.shape == (3, 7)
     assert np.isfinite(metrics).all()
+
+    for calls in ([1] * 7, [3, 3, 1], [2, 5]):
+        other_state, other_metrics = run(train_steps, initial(), calls)
+        assert bits(other_state) == bits(state)
+        assert other_metrics.tobytes() == metrics.tobytes()
 
 
 def test_one_program_takes_any_count_and_the_donated_state(train_steps, initial):
     state = initial()
+
     run(train_steps, state, [1, 2, 3])
 
     assert train_steps._cache_size() == 1
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
+    for leaf in jax.tree.leaves(state.weights):
+        assert leaf.is_deleted()
 
 
 @pytest.mark.parametrize(("parts", "ema_decay"), [(1, 0.0), (5, 0.0), (5, 0.5)])
@@ -86,18 +90,22 @@ def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts, ema_de
 
     Of averaged weights the gradient is that at the trained ones.
     """
-    still: dict[str, Any] = dict.fromkeys(("learning_rate", "min_learning_rate"), 1e-30)
+    optimizer = OptimizerConfig(
+        learning_rate=1e-30, min_learning_rate=1e-30, weight_decay=0.0, ema_decay=ema_decay
+    )
     config = dataclasses.replace(
         CONFIG,
         micro_batches=parts,
         model=dataclasses.replace(CONFIG.model, dropout=0.5),
-        optimizer=OptimizerConfig(**still, weight_decay=0.0, ema_decay=ema_decay),
+        optimizer=optimizer,
     )
     state = init_state(config)
-    key = dropout_stream(config.seed)
-    trained = jax.tree.map(lambda leaf: 1.5 * leaf, state.weights) if ema_decay else state.weights
+    trained = state.weights
     if ema_decay:
+        # at first both are the same: then a gradient at the average would not be noticed
+        trained = jax.tree.map(lambda leaf: 1.5 * leaf, state.weights)
         state = dataclasses.replace(state, optimizer=state.optimizer._replace(trained=trained))
+    key = dropout_stream(config.seed)
     graph = nnx.graphdef(abstract_model(config.model))
     window = batches(TOKENS, config.seed, 0, 1, 5, 6)[0]
 
@@ -108,53 +116,70 @@ def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts, ema_de
         rngs = nnx.Rngs(dropout=key)
         return cross_entropy(model(window[:, :-1], rngs=rngs), window[:, 1:])
 
-    expected = []
-    norms = []
+    expected_losses = []
+    expected_norms = []
     for step in range(3):
-        of_step = jax.random.fold_in(key, step)
-        keys = jax.random.split(of_step, parts) if parts > 1 else [of_step]
-        pieces = zip(jnp.split(window, parts), keys, strict=True)
-        losses, gradients = zip(*(loss_of(trained, *given) for given in pieces), strict=True)
-        expected.append(np.mean(losses))
+        step_key = jax.random.fold_in(key, step)
+        # a batch in one part takes the step's key itself
+        keys = jax.random.split(step_key, parts) if parts > 1 else [step_key]
+        losses = []
+        gradients = []
+        for part, part_key in zip(jnp.split(window, parts), keys, strict=True):
+            loss, gradient = loss_of(trained, part, part_key)
+            losses.append(loss)
+            gradients.append(gradient)
+        expected_losses.append(np.mean(losses))
         means = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *gradients)
-        norms.append(np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(means))))
-    assert len(set(expected)) == 3
+        squares = [(leaf**2).sum() for leaf in jax.tree.leaves(means)]
+        expected_norms.append(np.sqrt(sum(squares)))
+
     windows = jnp.stack([window] * 3)
     _, metrics = make_train_steps(config)(state, windows, key, 3, 0)
-    np.testing.assert_allclose(metrics.loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(metrics.gradient_norm, norms, rtol=1e-4)
+
+    assert len(set(expected_losses)) == 3  # of one window: only what is dropped differs
+    np.testing.assert_allclose(metrics.loss, expected_losses, rtol=1e-5)
+    np.testing.assert_allclose(metrics.gradient_norm, expected_norms, rtol=1e-4)
 
 
 def test_a_new_seed_compiles_nothing_anew():
-    other = dataclasses.replace(CONFIG, seed=CONFIG.seed - 1)
+    other_seed = dataclasses.replace(CONFIG, seed=CONFIG.seed - 1)
+    other_batch = dataclasses.replace(CONFIG, batch_size=4)
 
-    def lowered(config):
+    def program(config):
+        state = abstract_state(config)
         windows = jax.ShapeDtypeStruct((7, config.batch_size, 7), jnp.int32)
-        steps = make_train_steps(config).lower(
-            abstract_state(config), windows, dropout_stream(config.seed), 2
-        )
-        return steps.as_text()
+        key = dropout_stream(config.seed)
+        return make_train_steps(config).lower(state, windows, key, 2).as_text()
 
-    assert lowered(other) == lowered(CONFIG)
-    assert lowered(dataclasses.replace(CONFIG, batch_size=4)) != lowered(CONFIG)
+    assert program(other_seed) == program(CONFIG)
+    assert program(other_batch) != program(CONFIG)  # so the texts can tell programs apart
 
 
 def test_seeds_decide_parameters_and_dropout(train_steps, initial):
     other = dataclasses.replace(CONFIG, seed=3)
+    drawn_as_dropout = create_model(CONFIG.model, rngs=nnx.Rngs(dropout_stream(CONFIG.seed)))
+    weights_as_dropout = nnx.to_pure_dict(nnx.state(drawn_as_dropout, nnx.Param))
+
     assert bits(init_state(CONFIG)) == bits(initial())
-    drawn = create_model(CONFIG.model, rngs=nnx.Rngs(dropout_stream(CONFIG.seed)))
-    of_dropout = nnx.to_pure_dict(nnx.state(drawn, nnx.Param))
-    assert bits(init_state(other).weights) != bits(initial().weights) != bits(of_dropout)
+    # parameters and dropout have keys of their own, though both come from the seed
+    assert bits(init_state(other).weights) != bits(initial().weights) != bits(weights_as_dropout)
+
     # the same parameters and batches, another dropout
-    _, metrics = run(train_steps, initial(), [2])
-    _, other_metrics = run(train_steps, initial(), [2], other)
-    assert metrics[0, 0] != other_metrics[0, 0]
+    windows = batches(TOKENS, CONFIG.seed, 0, 7, 5, 6)
+    _, metrics = train_steps(initial(), windows, dropout_stream(CONFIG.seed), 2, 0)
+    _, other_metrics = train_steps(initial(), windows, dropout_stream(other.seed), 2, 0)
+    assert metrics.loss[0] != other_metrics.loss[0]
 
 
 def test_an_abstract_state_describes_the_state(initial):
-    described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), initial())
-    assert jax.tree.structure(abstract_state(CONFIG)) == jax.tree.structure(described)
-    assert jax.tree.leaves(abstract_state(CONFIG)) == jax.tree.leaves(described)
+    def describe(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    described = jax.tree.map(describe, initial())
+    abstract = abstract_state(CONFIG)
+
+    assert jax.tree.structure(abstract) == jax.tree.structure(described)
+    assert jax.tree.leaves(abstract) == jax.tree.leaves(described)
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bigram"])
@@ -163,42 +188,50 @@ def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
     model = create_model(model_config, rngs=nnx.Rngs(0))
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     windows, counts = evaluation_windows(TOKENS, 6, 4)
+
     total = make_eval_step(model_config)(weights, jnp.asarray(windows), jnp.asarray(counts))
+
+    # each of the 210 targets once, in float64: they divide into 35 windows of 6
     run_model = nnx.jit(lambda model, tokens: model(tokens))
     expected = 0.0
-    for start in range(0, 210, 6):  # which divides into 35 windows
-        piece = TOKENS[start : start + 7]
-        logits = np.asarray(run_model(model, jnp.asarray(piece[None, :-1])), np.float64)[0]
+    for start in range(0, 210, 6):
+        inputs = TOKENS[start : start + 6]
+        targets = TOKENS[start + 1 : start + 7]
+        logits = np.asarray(run_model(model, jnp.asarray(inputs[None])), np.float64)[0]
         log_sum = np.log(np.exp(logits).sum(-1))
-        expected += (log_sum - logits[np.arange(6), piece[1:]]).sum()
-
+        expected += (log_sum - logits[np.arange(6), targets]).sum()
     assert float(total) == pytest.approx(expected, rel=1e-5)
     assert counts.sum() == 210
 
 
 def test_a_batch_of_which_nothing_counts_is_not_computed(monkeypatch):
-    weights = nnx.to_pure_dict(nnx.state(create_model(CONFIG.model, rngs=nnx.Rngs(0)), nnx.Param))
+    model = create_model(CONFIG.model, rngs=nnx.Rngs(0))
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     windows, counts = evaluation_windows(TOKENS, 6, 4)
     computed = []
     hidden = GPT.hidden
 
-    def spy(self, *arguments):
+    def record_hidden(self, *arguments):
+        # a callback of the compiled program: this function itself runs once, when it is traced
         jax.debug.callback(lambda: computed.append(True))
         return hidden(self, *arguments)
 
-    monkeypatch.setattr(GPT, "hidden", spy)
+    monkeypatch.setattr(GPT, "hidden", record_hidden)
     evaluate = make_eval_step(CONFIG.model)
+
     totals = []
     for chosen in ([0, 3, 7], [1, 2, 4, 5, 6, 8], range(9)):
-        some = np.zeros_like(counts)
-        some[chosen] = counts[chosen]
-        totals.append(float(evaluate(weights, jnp.asarray(windows), jnp.asarray(some))))
-        jax.effects_barrier()
+        chosen_counts = np.zeros_like(counts)
+        chosen_counts[chosen] = counts[chosen]
+        total = evaluate(weights, jnp.asarray(windows), jnp.asarray(chosen_counts))
+        totals.append(float(total))
+        jax.effects_barrier()  # the callbacks have run
         assert len(computed) == len(chosen)
         computed.clear()
 
-    assert totals[0] + totals[1] == pytest.approx(totals[2], rel=1e-5)
-    assert totals[0] > 60  # of 72 targets, each about ln 11
+    part, rest, whole = totals
+    assert part + rest == pytest.approx(whole, rel=1e-5)
+    assert part > 60  # of 72 targets, each about ln 11
 
 
 @pytest.mark.parametrize(("scale", "loss_is_finite"), [(math.nan, False), (1e25, True)])
@@ -212,12 +245,16 @@ def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(
     before = jax.tree.map(np.asarray, poisoned)
     windows = batches(TOKENS, CONFIG.seed, 2, 7, 5, 6)
     key = dropout_stream(CONFIG.seed)
+
     after, measured = train_steps(poisoned, windows, key, 3, 2)
+
     assert int(after.step) == 2
     assert math.isfinite(measured.loss[0]) == loss_is_finite
     assert not math.isfinite(measured.gradient_norm[0])
     assert np.array_equal(measured.loss[1:], np.zeros(6))
+
     later, _ = train_steps(after, windows, key, 3, 5)  # the call in flight meanwhile
+
     for left, right in zip(jax.tree.leaves(before), jax.tree.leaves(later), strict=True):
         assert np.array_equal(left, right, equal_nan=True)
 
@@ -226,24 +263,35 @@ def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(
 def test_a_micro_batch_is_all_that_is_computed_at_once(micro_batches):
     config = dataclasses.replace(CONFIG, micro_batches=micro_batches)
     windows = jax.ShapeDtypeStruct((7, 5, 7), jnp.int32)
-    lowered = make_train_steps(config).lower(abstract_state(config), windows, dropout_stream(0), 2)
-    logits = set(re.findall(r"tensor<(\d+)x6x11xf32>", lowered.as_text()))
+    state = abstract_state(config)
 
-    assert logits == {str(5 // micro_batches)}
+    program = make_train_steps(config).lower(state, windows, dropout_stream(0), 2).as_text()
+
+    # the first size of all logits, whose others are 6 positions and 11 tokens
+    batch_sizes = set(re.findall(r"tensor<(\d+)x6x11xf32>", program))
+    assert batch_sizes == {str(5 // micro_batches)}
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_rematerialised_blocks_keep_less_for_the_backward_pass(scan):
-    def kept(**changes):
+    def saved_bytes(**changes):
+        """The bytes that the backward pass takes from the forward pass."""
         config = dataclasses.replace(CONFIG.model, num_layers=2, scan_layers=scan, **changes)
         graph, weights = nnx.split(abstract_model(config))
+        tokens = jnp.zeros((12, 6), jnp.int32)
 
         def loss(weights):
-            return nnx.merge(graph, weights)(jnp.zeros((12, 6), jnp.int32)).sum()
+            model = nnx.merge(graph, weights)
+            return model(tokens).sum()
 
-        return bytes_of(jax.eval_shape(lambda weights: jax.vjp(loss, weights)[1], weights))
+        def backward_pass(weights):
+            # JAX's function of the cotangent is a tree, whose leaves are what it has saved
+            _, pullback = jax.vjp(loss, weights)
+            return pullback
 
-    assert kept(remat=True) < kept() / 2
+        return bytes_of(jax.eval_shape(backward_pass, weights))
+
+    assert saved_bytes(remat=True) < saved_bytes() / 2
 
 
 @pytest.mark.parametrize(
@@ -254,13 +302,16 @@ def test_every_dtype_is_kept_in_training_and_evaluation(dtype, param_dtype):
     model_config = dataclasses.replace(CONFIG.model, dtype=dtype, param_dtype=param_dtype)
     config = dataclasses.replace(CONFIG, model=model_config)
     wide = "float64" if dtype == "float64" else "float32"
+    windows = jax.ShapeDtypeStruct((7, 5, 7), jnp.int32)
+    counts = jax.ShapeDtypeStruct((7, 5, 6), bool)
+
     with jax.enable_x64(dtype == "float64"):
         state = abstract_state(config)
-        windows = jax.ShapeDtypeStruct((7, 5, 7), jnp.int32)
         steps = make_train_steps(config)
         after, metrics = jax.eval_shape(steps, state, windows, dropout_stream(0), 7)
-        assert {leaf.dtype for leaf in jax.tree.leaves(after.weights)} == {jnp.dtype(param_dtype)}
-        assert after == state
-        counts = jax.ShapeDtypeStruct((7, 5, 6), bool)
         total = jax.eval_shape(make_eval_step(model_config), state.weights, windows, counts)
+
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(after.weights)}
+        assert dtypes == {jnp.dtype(param_dtype)}
+        assert after == state
         assert metrics.loss.dtype == total.dtype == wide
