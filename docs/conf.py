@@ -84,6 +84,7 @@ docs/benchmarks
 :hidden:
 :caption: The project
 CONTRIBUTING
+SECURITY
 CHANGELOG
 ```
 """
