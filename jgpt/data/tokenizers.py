@@ -293,7 +293,7 @@ class BPETokenizer:
         return {token.content for token in self._backend.get_added_tokens_decoder().values()}
 
     def padded_to(self, vocab_size: int) -> "BPETokenizer":
-        """This tokenizer with tokens without a text, as many as a padded embedding has rows."""
+        """This tokenizer, with empty tokens added until it has a token for each embedding row."""
         return BPETokenizer(
             self._backend, adds_special_tokens=self.adds_special_tokens, vocab_size=vocab_size
         )
@@ -351,7 +351,7 @@ class BPETokenizer:
     def encode(self, text: str) -> Tokens:
         """Text to byte-pairs, with the special tokens that the tokenizer adds to a text.
 
-        A text that begins with them already, as one that a chat template wrote does, gets no more.
+        A text that already begins with them, such as one from a chat template, gets no second ones.
         """
         if not self.adds_special_tokens:
             return self.encode_part(text)

@@ -46,7 +46,7 @@ def evaluate(
 ) -> Evaluation:
     """The exact loss of a run's model on a split, in windows of its block or a shorter one.
 
-    It is over the whole split, whatever the run's `eval_tokens`.
+    It covers the whole split, even if the run's `eval_tokens` is smaller.
     """
     progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)

@@ -118,7 +118,7 @@ def fit(
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
 
-    `model` makes a user's own model: `model(config.model, rngs=rngs)` returns a `LanguageModel`,
+    `model` makes a custom model: `model(config.model, rngs=rngs)` returns a `LanguageModel`,
     and `config.model` is converted to the class that it annotates. `optimizer` makes an optax
     optimizer: `optimizer(config.optimizer, config.steps)`. Either may be FILE.py:NAME. Training
     uses the mesh of the config, by default all accelerators. Every process calls `fit` with the
@@ -132,7 +132,7 @@ def fit(
     Raises ValueError or OSError before anything is written or deleted; later OSError if something
     can't be written, FloatingPointError for a loss or gradient that is not finite, and
     TrainingStopped, each with the last good state in a checkpoint. A stop before the first step
-    raises StoppedBeforeTraining, which is a TrainingStopped, too.
+    raises StoppedBeforeTraining, which is a kind of TrainingStopped.
     """
     started = time.perf_counter()
     if profile_steps < 0:

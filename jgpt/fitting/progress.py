@@ -31,7 +31,7 @@ class Progress:
         """Steps were taken; `loss` is of the last step."""
 
     def evaluating(self, done: int, targets: int) -> None:
-        """An evaluation of several calls has done so many of its targets."""
+        """A long evaluation has covered `done` of its `targets` so far."""
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """The validation split was evaluated, on the targets that were planned."""

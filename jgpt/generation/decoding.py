@@ -43,7 +43,7 @@ def generate(
 
     The context is the last `block_size` tokens. Past it, models with rotary positions go on with a
     rolling cache; models with learned positions recompute the whole context for each token, for
-    all rows as soon as the longest one needs it. So do a user's models without a KV cache, always.
+    all rows as soon as the longest one needs it. Custom models without a KV cache always do so.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     if lengths is None:

@@ -29,7 +29,7 @@ def generate_text(
     stop: str | tuple[str, ...] = (),
     **sampling: Any,
 ) -> Texts:
-    """The continuations of prompts, or of one prompt: what `stream_text` streams, whole.
+    """Return the continuations of prompts, or of one prompt, which `stream_text` streams.
 
     Arguments and errors are those of `stream_text`.
     """
@@ -57,7 +57,7 @@ def stream_text(
     `sampling` are the parameters of `jgpt.generate`. A text ends before its first `stop` string, or
     after `max_new_tokens`; sampling ends with the last text. A stop string may span tokens, but not
     begin in the prompt. An empty prompt stands for the beginning of a text, where the tokenizer
-    has a token for that, else for a newline. Without a key, that of seed 0 draws.
+    has a token for that, else for a newline. The default key is that of seed 0.
     Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
     encode, or an invalid sampling parameter.
     """

@@ -93,7 +93,7 @@ class GatheredHead(Protocol):
 def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
     """The model that a config describes.
 
-    Raises ValueError if a user's own model lacks a part of `LanguageModel`.
+    Raises ValueError if a custom model lacks a part of `LanguageModel`.
     """
     if config.make is not None:
         make = require_code(config.make, "model")

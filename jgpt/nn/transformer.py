@@ -122,8 +122,8 @@ class GPT(Module):
     """Decoder-only transformer: tokens to next-token logits.
 
     Initialised as GPT-2: N(0, 0.02), output projections of the residual branches divided by
-    sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). A config's `auto` means what works on
-    every platform.
+    sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). In a model that is built
+    directly, `auto` is float32 with XLA kernels.
     """
 
     @typed

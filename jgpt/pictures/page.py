@@ -81,5 +81,5 @@ class Page:
 
 @typed
 def look(model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 0) -> Page:
-    """The page of `jgpt look`, shown in a notebook. Raises ValueError as the command."""
+    """The page of `jgpt look`, shown in a notebook. Raises ValueError where the command fails."""
     return Page(look_page(model, tokenizer, prompt, max_new_tokens, type(model).__name__))

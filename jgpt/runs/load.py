@@ -63,9 +63,9 @@ def load(
 ) -> Loaded:
     """Load a run's model, tokenizer and config; nothing is written.
 
-    A run of a user's own `model` needs it again, as itself or as FILE.py:NAME, and warns if it has
-    changed; an own `optimizer` is needed to train further with the config. `platform`, by default
-    the current one, decides the config's `auto`.
+    A run with a custom `model` needs the model again, as an object or as FILE.py:NAME. A warning
+    says if it has changed. Give a custom `optimizer` to train further with the config. `platform`,
+    by default the current one, decides the config's `auto`.
     Raises FileNotFoundError if there is no run or no checkpoint, and ValueError if one of their
     files is damaged.
     """
@@ -126,8 +126,8 @@ def save(
 ) -> Path:
     """Save a model as a run at step 0, atomically: to load, sample, evaluate or train further.
 
-    The class of a user's own model is recorded as the model to give to `load`. `text_files` are
-    what a Hugging Face folder says about its text, which an export writes again.
+    The class of a custom model is recorded, and must be given to `load`. `text_files` are a Hugging
+    Face folder's files about text, which an export writes again.
     Raises FileExistsError for a directory that exists, and ValueError for a model that is not of
     the config or the tokenizer.
     """

@@ -84,7 +84,7 @@ def watching(watch: Watch) -> Iterator[None]:
     It may return a function of the result. What that returns replaces the result, and is checked
     like any other. Of nested watchers the outer one is called first, and the inner one sees the
     result first. A program that `jit` compiled before is traced anew within each `watching`, so
-    that its calls are heard once, and what is replaced in it ends with the block. A scan over the
+    `watch` is called once for each of its calls. A replacement ends with the block. A scan over the
     blocks and rematerialisation trace one block, whose path is `blocks.*`.
     Raises ValueError where checks are switched off.
     """

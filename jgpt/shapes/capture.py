@@ -20,8 +20,8 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
 
     `blocks.1.attention` is a module, `blocks.1.attention.merge_heads` a function that it calls;
     `*` stands for any one part. Further calls of a path are numbered: `split_heads[1]`. Blocks
-    run in turn, whatever the config says. Raises ValueError without a path, for one that nothing
-    has, and under a mesh.
+    run in turn, even if the config scans them. Raises ValueError without a path, for a path that
+    no call has, and under a mesh.
     """
     if not paths:
         raise ValueError("capture what? give a path, such as 'blocks.*.attention'")
@@ -55,10 +55,10 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
 def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
     """The model, to be called with results inside replaced by functions of them.
 
-    Paths are those of `capture`. What replaces a result is checked like it. An edited language
+    Paths are those of `capture`. A new result is checked like the old one. An edited language
     model can be sampled, by `generate`: without a KV cache, so that the functions see the whole
     context for each token, padded to `block_size` at its end. Raises ValueError for a path that
-    nothing has.
+    no call has.
     """
     # what `generate` calls, and what an edited MLP or head lacks
     is_language_model = hasattr(model, "hidden") and hasattr(model, "logits")

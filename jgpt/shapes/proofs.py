@@ -117,10 +117,10 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
     """Trace a function for all sizes of its arrays, and check every shape annotation in it.
 
     An array is written `float32[b t 8]`; `where` has constraints such as `t <= 8`, and every size
-    is at least 1. Where the program asks something open of a size, as in `if t > 8`, both answers
+    is at least 1. At a branch on an undetermined size, as in `if t > 8`, both sides
     are traced. A case ends `proven`, `refused` by a ValueError of the program, `violated` if an
-    annotation isn't met (or can't be shown to be), or `open`. Equal shapes are proven, not values.
-    Raises ValueError for an array or a constraint that can't be read, and where no size can be.
+    annotation isn't met (or can't be shown to be), or `open`. A proof covers shapes, not values.
+    Raises ValueError for an array or a constraint that can't be read, or that no size meets.
     """
     parsed = [parse_array(array) for array in arrays]
     all_dimensions = " ".join(dimensions for _, dimensions in parsed)
