@@ -26,7 +26,7 @@ from jgpt import (
     preset,
 )
 from jgpt.data.dataset import load_dataset
-from jgpt.fields import UnknownField, from_json, to_json
+from jgpt.fields import Code, UnknownField, from_json, to_json
 from jgpt.fitting.trackers import require_tracker
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
@@ -420,6 +420,17 @@ def test_a_file_with_an_older_name_of_a_field_is_read():
 
     assert "rematerialise" in text
     assert from_json(ModelConfig, text) == ModelConfig(remat=True)
+
+
+def test_an_older_name_beside_a_record_of_code_is_not_taken_for_a_field_of_that_code():
+    """A run of a custom model has fields that only the user's class knows, and older names too."""
+    code = Code("Mine", "mine.py", "0" * 64, fields=(("experts", 3),))
+    text = to_json(ModelConfig(remat=True, make=code)).replace('"remat"', '"rematerialise"')
+
+    read = from_json(ModelConfig, text)
+
+    assert read.remat
+    assert read.make == code
 
 
 def test_the_older_name_of_a_field_names_the_newer_one():

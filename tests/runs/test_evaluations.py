@@ -243,6 +243,16 @@ def test_other_eval_tokens_are_said_and_the_best_is_of_losses_that_compare(quick
     assert plan(longer, resume=True).evaluations.comparable_after == 8
 
 
+def test_a_run_without_a_step_on_its_new_targets_has_a_loss_over_its_old_ones(quick):
+    """The best checkpoint is of the step up to which losses are over all targets."""
+    config = with_changes(quick, eval_tokens=None, steps=8)
+    fit(config)
+    again = fit(dataclasses.replace(config, eval_tokens=50), resume=True)
+    assert again.best_step == again.evaluations.comparable_after == 8
+    assert again.evaluations.targets == 191
+    assert again.evaluations.over == ""
+
+
 def test_the_targets_of_auto_stay_when_a_run_is_trained_further(quick, monkeypatch):
     """Eight steps allow a window, twenty-four would allow three."""
     monkeypatch.setattr(evaluation, "SMALL_SPLIT", 10)

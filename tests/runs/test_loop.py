@@ -28,14 +28,16 @@ from jgpt.fitting.evaluate import _perplexity, evaluate
 from jgpt.fitting.fit import Run, plan
 from jgpt.fitting.loop import _stops_early
 from jgpt.fitting.stopping import StoppedBeforeTraining
-from jgpt.hardware import Platform
+from jgpt.hardware import Platform, this_machine
 from jgpt.nn.int8 import with_int8_weights
 from jgpt.nn.loss import token_losses
+from jgpt.parallel.mesh import current_mesh
 from jgpt.pictures import plots
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory
 from jgpt.runs.directory import read_config
 from jgpt.runs.load import save
 from jgpt.runs.target import choose_target
+from jgpt.training.memory import TrainingMemory
 from tests.commands import refused
 from tests.runs.harness import BIGRAM, Heard, kill_resume, recorded, with_changes
 
@@ -74,6 +76,17 @@ def test_a_stop_while_the_text_is_tokenized_leaves_no_run(small_run, tmp_path):
     with pytest.raises(StoppedBeforeTraining, match=r"^stopped before training began"):
         fit(config, should_stop=lambda: True)
     assert not (tmp_path / "run").exists()
+
+
+def test_one_of_several_processes_does_not_stop_alone_while_the_text_is_tokenized(
+    small_run, tmp_path, monkeypatch
+):
+    """The others would wait for it; they agree on a stop between steps."""
+    monkeypatch.setattr("jgpt.fitting.prepare.process_count", lambda: 2)
+    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
+    target = choose_target(config, resume=False, overwrite=False)
+    prepared = prepare_module.prepare(config, target, this_machine(), Heard(), lambda: True)
+    assert len(prepared.dataset.train) > 0
 
 
 def loss_by_hand(model, tokens, size: int) -> float:
@@ -526,6 +539,49 @@ def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, monkeyp
             with pytest.raises(OSError, match=rf"{said} free, the checkpoints need 16\.0 MiB"):
                 start(config)
     assert not list(tmp_path.iterdir())
+
+
+def test_all_that_depends_on_the_devices_is_decided_for_the_default_mesh(
+    small_run, tmp_path, monkeypatch
+):
+    """Eight devices have three rows of the batch each, and one of them fits."""
+    monkeypatch.setattr("jgpt.hardware.accelerators", lambda: 8)
+    monkeypatch.setattr("jgpt.hardware.host_memory", lambda: 2 * 8 * 1)
+    monkeypatch.setattr(
+        "jgpt.fitting.prepare.describe_replicated", lambda config: f"replicated over {config.mesh}"
+    )
+
+    def memory_of_rows(config):
+        return TrainingMemory(0, 24 // config.micro_batches // current_mesh().size)
+
+    monkeypatch.setattr("jgpt.training.memory.training_memory", memory_of_rows)
+    config = with_changes(
+        small_run, **BIGRAM, out=str(tmp_path / "run"), batch_size=24, micro_batches="auto"
+    )
+    target = choose_target(config, resume=False, overwrite=False)
+    heard = Heard()
+
+    prepared = prepare_module.prepare(config, target, this_machine(), heard)
+    facts = prepare_module.shared_facts(prepared, resume=False, overwrite=False)
+
+    assert prepared.config.recorded.mesh is None
+    assert prepared.config.trained.mesh == "data=8"
+    assert prepared.config.trained.micro_batches == 3
+    assert heard.messages[-1] == "replicated over data=8"
+    # what processes compare is what each of them has decided
+    assert facts["mesh"] == "data=8"
+    assert facts["micro_batches"] == 3
+
+
+def test_nothing_is_compiled_for_a_disk_that_is_too_small(small_run, tmp_path, monkeypatch):
+    def compiled(config):
+        raise AssertionError("steps were compiled")
+
+    monkeypatch.setattr("jgpt.training.memory.training_memory", compiled)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=1000))
+    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"), micro_batches="auto")
+    with pytest.raises(OSError, match="has 1,000 bytes free"):
+        plan(config)
 
 
 def buffers_alive() -> dict[int, int]:

@@ -120,6 +120,14 @@ def not_finite(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jgpt.fitting.fit.is_finite", lambda *_: False)
 
 
+def half_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process was still writing, and a state that is rejected."""
+    partial = folder / "checkpoints" / "saving-12" / "weights"
+    partial.mkdir(parents=True)
+    (partial / "0.0").write_bytes(b"half")
+    not_finite(folder, monkeypatch)
+
+
 def ignored_average(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in runs from before custom optimizers were averaged."""
     path = folder / "config.json"
@@ -158,6 +166,7 @@ REASONS = {
     "resume on a full disk": Reason("1,000 bytes free", {"steps": 12}, arrange=full_disk),
     "resume without memory": Reason("smaller model", arrange=little_memory),
     "resume from what is not finite": Reason("not finite: delete it", arrange=not_finite),
+    "resume beside half a checkpoint": Reason("not finite: delete it", arrange=half_a_checkpoint),
     "overwrite with a model that is not made": Reason("it is not made", options={"model": NotMade}),
     "overwrite with a model that is not applied": Reason(
         "it is not applied", options={"model": NotApplied}

@@ -261,6 +261,7 @@ def test_undecided_micro_batches_are_not_trained():
         (8, None, "data=8"),
         (8, 2 * STATE + 1, "data=8"),
         (8, 2 * STATE, "fsdp=8"),
+        (8, STATE - 1, "fsdp=8"),  # which one device could not hold
     ],
 )
 def test_all_accelerators_are_used_by_default(devices, device_memory, mesh):
