@@ -135,7 +135,7 @@ def test_old_messages_make_room_and_the_system_s_stays(asked):
             assert dropped_messages == 0
     assert asked[-1]["tokens"] == system + turns_that_fit * turn + last
 
-    # a message that is refused changes nothing
+    # a message that is rejected changes nothing
     with pytest.raises(ValueError, match=r"too long: \d+ tokens .* and 57 of block_size=64 are"):
         chat.reply("z" * 64)
     said(chat, "it")

@@ -23,6 +23,10 @@ from tests.models import random_gpt, to_torch, weights_of
 TEXT = "abcdefghijklmnop\n" * 40
 
 
+def read_json(path):
+    return json.loads(path.read_text())
+
+
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "alphabet.txt"
@@ -85,7 +89,7 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
     for name in names:
         before = (gpt2 / name).read_bytes()
         after = (tmp_path / "again" / name).read_bytes()
-        if name == "config.json":
+        if name == "config.json":  # whose fields may be in another order
             before = json.loads(before)
             after = json.loads(after)
         assert before == after, name
@@ -94,18 +98,23 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
 @pytest.mark.parametrize("bias", [False, True])
 def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
     """Both loaders and both writers have tests of what they compute."""
-    write_nanogpt(tmp_path / "ckpt.pt", bias=bias)
+    checkpoint = tmp_path / "ckpt.pt"
+    write_nanogpt(checkpoint, bias=bias)
     run = tmp_path / "run"
     out = tmp_path / "gpt2"
     text = tmp_path / "text.txt"
+    # the model has 17 tokens: the carriage return would be one more
     text.write_bytes(text_file.read_bytes().replace(b"\n", b"\r\n"))
-    nanogpt = ("--from", "nanogpt", "--out", run, "--tokenizer", text)
-    said = refused("import", tmp_path / "ckpt.pt", *nanogpt, "--no-universal-newlines")
+    options = ("--from", "nanogpt", "--out", run, "--tokenizer", text)
+
+    said = refused("import", checkpoint, *options, "--no-universal-newlines")
     assert "the tokenizer has 18 tokens and the model" in said
-    worked("import", tmp_path / "ckpt.pt", *nanogpt)
+
+    worked("import", checkpoint, *options)
     model, tokenizer, _ = load(run)
     assert tokenizer.decode(range(17)) == "\nabcdefghijklmnop"
-    assert_same_weights(model, load_nanogpt(tmp_path / "ckpt.pt"))
+    assert_same_weights(model, load_nanogpt(checkpoint))
+
     if not bias:
         said = refused("export", run, "--out", out)
         assert "doesn't support qkv_bias=False: --zero-biases writes zeros" in said
@@ -119,13 +128,15 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
 
 
 def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
-    own = ("--tokenizer", imported / "tokenizer.json", "--no-universal-newlines")
-    worked("import", gpt2, "--out", tmp_path / "run", *own)
+    run = tmp_path / "run"
+    tokenizer_file = imported / "tokenizer.json"
+    options = ("--tokenizer", tokenizer_file, "--no-universal-newlines")
 
-    assert not load(tmp_path / "run")[2].dataset.universal_newlines
-    assert (tmp_path / "run" / "tokenizer.json").read_text() == (
-        imported / "tokenizer.json"
-    ).read_text()
+    worked("import", gpt2, "--out", run, *options)
+
+    _, _, config = load(run)
+    assert not config.dataset.universal_newlines
+    assert (run / "tokenizer.json").read_text() == tokenizer_file.read_text()
 
 
 def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, write_nanogpt, tmp_path):
@@ -168,25 +179,30 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     }
     for name, data in kept.items():
         (source / name).write_bytes(data)
-    config = json.loads((source / "config.json").read_text())
-    told = {"pad_token_id": 4, "bos_token_id": 263, "temperature": 0.5, "n_ctx": 3}
-    (source / "config.json").write_text(json.dumps({**config, **told}))
+    config = read_json(source / "config.json")
+    added = {"pad_token_id": 4, "bos_token_id": 263, "temperature": 0.5, "n_ctx": 3}
+    (source / "config.json").write_text(json.dumps({**config, **added}))
+    out = tmp_path / "out"
+
     worked("import", source, "--out", run, "--data", text_file)
-    worked("export", run, "--out", tmp_path / "out")
-    for name in ("chat_template.jinja", *list(kept)[2:]):
-        assert (tmp_path / "out" / name).read_bytes() == kept[name], name
+    worked("export", run, "--out", out)
+
+    for name, data in kept.items():
+        if name != "generation_config.json":
+            assert (out / name).read_bytes() == data, name
     # tokens past the vocabulary of 263 have no embedding
-    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation == {"eos_token_id": [5, 7]}
-    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert read_json(out / "generation_config.json") == {"eos_token_id": [5, 7]}
+    # n_ctx is a size of the model, which its block size decides
     expected = {**config, "pad_token_id": 4, "temperature": 0.5, "n_ctx": 11}
     del expected["bos_token_id"]
-    assert exported == expected
+    assert read_json(out / "config.json") == expected
 
-    (run / "imported" / "mine.txt").write_text("two years")
+    # what the user put beside the kept files outlives the run
+    users_file = run / "imported" / "mine.txt"
+    users_file.write_text("two years")
     RunDirectory(run).clear(())
     assert [path.name for path in (run / "imported").iterdir()] == ["mine.txt"]
-    (run / "imported" / "mine.txt").unlink()
+    users_file.unlink()
     RunDirectory(run).clear(())
     assert not (run / "imported").exists()
 
@@ -194,15 +210,18 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
 def test_dropout_rates_that_differ_are_named_and_kept(gpt2, text_file, tmp_path):
     source = shutil.copytree(gpt2, tmp_path / "source")
     run = tmp_path / "run"
-    config = json.loads((source / "config.json").read_text())
-    config |= {"attn_pdrop": 0.125, "resid_pdrop": 0.25, "embd_pdrop": 0.5}
+    rates = {"attn_pdrop": 0.125, "resid_pdrop": 0.25, "embd_pdrop": 0.5}
+    config = {**read_json(source / "config.json"), **rates}
     (source / "config.json").write_text(json.dumps(config))
+
     said = worked("import", source, "--out", run, "--data", text_file)
+    worked("export", run, "--out", tmp_path / "out")
+
     assert said.startswith("the config has resid_pdrop 0.25, embd_pdrop 0.5, attn_pdrop 0.125, and")
     assert "dropout 0.125\n" in said
-    assert load(run)[2].model.dropout == 0.125
-    worked("export", run, "--out", tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    _, _, run_config = load(run)
+    assert run_config.model.dropout == 0.125
+    assert read_json(tmp_path / "out" / "config.json") == config
 
 
 def test_a_damaged_file_about_text_is_named(gpt2, imported, tmp_path):
@@ -223,16 +242,22 @@ def test_tokens_that_other_files_add(gpt2, tmp_path):
     (first / "tokenizer.json").unlink()
     (first / "tokenizer_config.json").write_text('{"pad_token": "<pad>", "eos_token": "<end>"}')
     (first / "added_tokens.json").write_text('{"<end>": 264, "<start>": 263, "<far>": 266}')
+
     tokenizer = read_folder_tokenizer(first, 266)
+
     assert tokenizer.vocab_size == 266
     assert tokenizer.encode("<start>a<end>").tolist()[0::2] == [263, 264]
     assert tokenizer.encode("<far>").tolist() == [265]
     assert len(tokenizer.encode("<pad>")) > 1  # there is no room for it
+
     second = shutil.copytree(gpt2, tmp_path / "second")
-    fields = {"content": "<end>", "special": True, "normalized": False, "lstrip": True}
-    decoder = {"263": fields, "264": {**fields, "content": "<more>"}}
+    end = {"content": "<end>", "special": True, "normalized": False, "lstrip": True}
+    more = {**end, "content": "<more>"}
+    decoder = {"263": end, "264": more}
     (second / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+
     tokenizer = read_folder_tokenizer(second, 264)
+
     assert tokenizer.vocab_size == 264
     assert tokenizer.encode("  <end>").tolist() == [263]
 
@@ -240,13 +265,16 @@ def test_tokens_that_other_files_add(gpt2, tmp_path):
 def test_the_checkpoint_that_is_asked_for_is_exported(imported, tmp_path):
     run = shutil.copytree(imported, tmp_path / "run")
     worked("train", "--resume", "--out", run, "--steps", 1, "--sample-tokens", 0)
-    models = {}
+
+    tables = {}
     for which in (0, 1, "last"):
-        worked("export", run, "--out", tmp_path / f"{which}", "--checkpoint", which)
-        models[which] = jgpt.load_hf(tmp_path / f"{which}")
-        asked, _, _ = load(run, which=which)
-        assert_same_weights(models[which], asked)
-    tables = {which: model.token_embedding.embedding[...] for which, model in models.items()}
+        out = tmp_path / f"{which}"
+        worked("export", run, "--out", out, "--checkpoint", which)
+        exported = jgpt.load_hf(out)
+        saved, _, _ = load(run, which=which)
+        assert_same_weights(exported, saved)
+        tables[which] = exported.token_embedding.embedding[...]
+
     assert (tables[1] == tables["last"]).all()
     assert (tables[0] != tables[1]).any()
     said = refused("export", run, "--out", tmp_path / "7", "--checkpoint", 7)
@@ -269,12 +297,14 @@ def test_what_came_in_goes_out_with_the_padding_of_its_vocabulary(qwen3, tmp_pat
     said = worked("import", qwen3, "--out", run)
     assert said == f"2 layers, 24 features, vocabulary 320; next: jgpt sample {run}\n"
     worked("export", run, "--out", out)
-    written, source = (json.loads((folder / "config.json").read_text()) for folder in (out, qwen3))
-    assert written == source
-    assert written["vocab_size"] == 320
+
+    exported = read_json(out / "config.json")
+    assert exported == read_json(qwen3 / "config.json")
+    assert exported["vocab_size"] == 320
     assert_same_weights(jgpt.load_hf(out), jgpt.load_hf(qwen3))
     _, tokenizer, config = load(run)
-    assert (tokenizer.vocab_size, config.model.vocab_size) == (320, 320)
+    assert tokenizer.vocab_size == 320
+    assert config.model.vocab_size == 320
 
 
 def test_a_folder_whose_name_is_not_utf_8_is_rejected_by_name(tmp_path):
@@ -286,10 +316,12 @@ def test_a_folder_whose_name_is_not_utf_8_is_rejected_by_name(tmp_path):
 def test_a_context_of_millions_is_imported(qwen3, tmp_path):
     """Calls of as many steps as usual would have more tokens than a config allows."""
     run = tmp_path / "run"
-    worked("import", qwen3, "--out", run, "--block-size", 10_000_000)
-    config = load(run)[2]
 
-    assert (config.model.block_size, config.steps_per_call) == (10_000_000, 35)
+    worked("import", qwen3, "--out", run, "--block-size", 10_000_000)
+
+    _, _, config = load(run)
+    assert config.model.block_size == 10_000_000
+    assert config.steps_per_call == 35
 
 
 @pytest.mark.slow
