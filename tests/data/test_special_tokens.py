@@ -106,6 +106,7 @@ def tokenizer(backend) -> BPETokenizer:
 def test_a_text_has_the_tokens_that_transformers_gives_it(backend, tokenizer):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+
     for text in TEXTS:
         expected = theirs(text).input_ids
         assert tokenizer.encode(text).tolist() == expected
@@ -115,12 +116,16 @@ def test_a_text_has_the_tokens_that_transformers_gives_it(backend, tokenizer):
 def test_a_text_begins_with_one_token_however_it_is_written(family, tokenizer):
     begin = BOS[family]
     (token,) = tokenizer.begin
+    text = f"{begin}hello"  # as a chat template writes it
+
+    written = tokenizer.encode(text).tolist()
+
     assert tokenizer.decode([token]) == begin
     assert tokenizer.encode("").tolist() == [token]
     assert tokenizer.encode(begin).tolist() == [token]
-    written = tokenizer.encode(f"{begin}hello").tolist()  # as a chat template writes it
-    assert written == [token, *tokenizer.encode_part(f"{begin}hello").tolist()[1:]]
+    assert written == [token, *tokenizer.encode_part(text).tolist()[1:]]
     assert written.count(token) == 1
+    # one more is put before a text that has them elsewhere
     assert tokenizer.encode(f"hello{begin}{begin}").tolist().count(token) == 3
     for other in (CharTokenizer("\n a"), ByteTokenizer(), BPETokenizer.train([TEXT], 300)):
         assert other.begin == ()
@@ -134,6 +139,8 @@ def test_a_post_processor_of_another_kind_is_read_too():
     tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
     assert tokenizer.begin == (1,)
     assert tokenizer.encode("hello").tolist() == backend.encode("hello").ids
+
+    # a post-processor that adds nothing
     backend.post_processor = tk.processors.ByteLevel()
     assert BPETokenizer.from_hf(json.loads(backend.to_str())).begin == ()
 
@@ -145,6 +152,7 @@ def test_a_run_from_before_goes_on_without_them(tokenizer, backend):
     again = tokenizer_from_json(tokenizer.to_json())
     assert again.encode("hello").tolist() == tokenizer.encode("hello").tolist()
     assert again.to_json() == tokenizer.to_json()
+
     written = f'{{"type": "bpe", "tokenizer": {backend.to_str()}}}'  # as it was until now
     earlier = tokenizer_from_json(written)
     assert earlier.begin == ()
@@ -157,28 +165,38 @@ def test_a_run_from_before_goes_on_without_them(tokenizer, backend):
 def test_prompts_begin_with_them_and_are_continued_as_text(family, tokenizer):
     model = jgpt.BigramLM(tokenizer.vocab_size, rngs=nnx.Rngs(0))
     world = int(tokenizer.encode("hello world")[-1])
-    assert default_prompt(tokenizer).tolist() == list(tokenizer.begin)
-    assert encode_text(tokenizer, "hello").tolist() == tokenizer.encode("hello").tolist()
     table = np.zeros((tokenizer.vocab_size, tokenizer.vocab_size), np.float32)
     table[:, world] = 9  # always says the same token
     model.table.embedding[...] = jnp.asarray(table)
-    said = generate_text(model, tokenizer, ("hello", ""), 2, temperature=0.0)
+
+    continuation, text = generate_text(model, tokenizer, ("hello", ""), 2, temperature=0.0)
+
+    assert default_prompt(tokenizer).tolist() == list(tokenizer.begin)
+    assert encode_text(tokenizer, "hello").tolist() == tokenizer.encode("hello").tolist()
+    assert continuation == " world world"
     # the first word of a text has no space before it, but for Llama 3, where it is in the token
-    assert said == (" world world", " world world" if family == "llama3" else "world world")
+    if family == "llama3":
+        assert text == " world world"
+    else:
+        assert text == "world world"
 
 
 def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
     (tmp_path / "some.jsonl").write_text('{"text": "hello world"}\n{"text": "the word"}\n' * 30)
     config = DataConfig((str(tmp_path / "some.jsonl"),))
-    dataset = load_dataset(config, 5, tokenizer=tokenizer)
-    tokens = np.concatenate([dataset.train, dataset.validation])
     (begin,) = tokenizer.begin
+    first_document = tokenizer.encode("hello world").tolist()
+
+    dataset = load_dataset(config, 5, tokenizer=tokenizer)
+
+    tokens = np.concatenate([dataset.train, dataset.validation])
     assert tokens[0] == begin
     assert (tokens == begin).sum() == 61  # the last one begins no document
-    first = tokenizer.encode("hello world").tolist()
-    assert tokens[: len(first) + 1].tolist() == [*first, begin]
+    assert tokens[: len(first_document) + 1].tolist() == [*first_document, begin]
+
     earlier = BPETokenizer(tokenizer._backend, adds_special_tokens=False)
     assert begin not in load_dataset(config, 5, tokenizer=earlier).train
+
     # of the parts of a text only the first one begins it
     parts = encode_each(tokenizer, ["hello", " world"], np.dtype(np.uint16))
     joined = np.frombuffer(b"".join(part for _, part in parts), np.uint16)
@@ -202,21 +220,25 @@ def test_an_added_token_is_decoded_as_its_text(content):
     """The byte-level alphabet has letters such as é, which stand for bytes; here they do not."""
     tokenizer = BPETokenizer.train([TEXT], 280)
     values = json.loads(tokenizer.to_json())["tokenizer"]
-    how = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    values["added_tokens"] = [{"id": tokenizer.vocab_size, "content": content, **how}]
+    added_token = tokenizer.vocab_size
+    added = {"id": added_token, **token_fields(content), "special": False}
+    values["added_tokens"] = [added]
     tokenizer = BPETokenizer.from_hf(values)
     text = f"hello é{content} {content}{content}\nwörld"
+
     tokens = tokenizer.encode(text)
 
-    assert tokenizer.vocab_size - 1 in tokens
+    assert added_token in tokens
+    assert tokenizer.vocab_size == added_token + 1
     assert tokenizer.decode(tokens) == text
-    assert text_of_token(tokenizer, tokenizer.vocab_size - 1) == content
+    assert text_of_token(tokenizer, added_token) == content
 
 
 def test_a_token_on_the_page_has_the_space_that_it_begins_with(backend, tokenizer):
-    word = tokenizer.encode_part("the world")[-1:].tolist()
-    assert text_of_token(tokenizer, word[0]) == " world"
+    word = int(tokenizer.encode_part("the world")[-1])
     letters = CharTokenizer("\n a")
+
+    assert text_of_token(tokenizer, word) == " world"
     assert [text_of_token(letters, token) for token in range(3)] == ["\n", " ", "a"]
     assert [text_of_token(ByteTokenizer(), token) for token in (97, 0xC3)] == ["a", "\ufffd"]
 
@@ -275,13 +297,15 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(backend, fields):
     backend = with_tokens(backend, ("<A>",), fields)
     tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
     parts = ["hello <A>\n", "<A> the world\n", "<A>\n\nhello\n", "word <A>", " <A> hello\n", "the"]
+
     encoded = encode_each(tokenizer, parts, np.dtype(np.uint16))
     tokens = np.frombuffer(b"".join(data for _, data in encoded), np.uint16)
-    assert tokens.tolist() == tokenizer.encode("".join(parts)).tolist()
     # a process that was stopped after a part goes on with the next
     rest = encode_each(tokenizer, parts, np.dtype(np.uint16), encoded=len(parts[0]))
-    left = np.frombuffer(b"".join(data for _, data in rest), np.uint16)
-    assert tokens[-len(left) :].tolist() == left.tolist()
+    rest_tokens = np.frombuffer(b"".join(data for _, data in rest), np.uint16)
+
+    assert tokens.tolist() == tokenizer.encode("".join(parts)).tolist()
+    assert tokens[-len(rest_tokens) :].tolist() == rest_tokens.tolist()
 
 
 def token_fields(content: str, **changed: bool) -> dict[str, Any]:
