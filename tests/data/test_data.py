@@ -26,7 +26,8 @@ COUNTING = np.arange(1013, dtype=np.int32)
 
 @pytest.mark.parametrize("tokens", [COUNTING, resident(COUNTING)], ids=["mapped", "resident"])
 def test_windows_lie_within_the_text_and_targets_follow_inputs(tokens):
-    seed, step = 3, 11
+    seed = 3
+    step = 11
 
     windows = np.asarray(batches(tokens, seed, step, steps=5, batch_size=4, block_size=7))
     inputs, targets = batch(tokens, seed, step, batch_size=4, block_size=7)
