@@ -166,6 +166,10 @@ REASONS = {
     "resume on a full disk": Reason("1,000 bytes free", {"steps": 12}, arrange=full_disk),
     "resume without memory": Reason("smaller model", arrange=little_memory),
     "resume from what is not finite": Reason("not finite: delete it", arrange=not_finite),
+    "resume with newlines as they are": Reason(
+        "universal_newlines is True in the run, False in the config",
+        {"dataset": {"universal_newlines": False}},
+    ),
     "resume beside half a checkpoint": Reason("not finite: delete it", arrange=half_a_checkpoint),
     "overwrite with a model that is not made": Reason("it is not made", options={"model": NotMade}),
     "overwrite with a model that is not applied": Reason(
