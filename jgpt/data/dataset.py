@@ -102,6 +102,7 @@ class Dataset:
     text: KnownText
 
 
+@typed
 def load_dataset(
     config: DataConfig,
     block_size: int,

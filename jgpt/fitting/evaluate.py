@@ -20,6 +20,7 @@ from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load
 from jgpt.runs.provenance import known_micro_batches, known_text
+from jgpt.shapes.contract import typed
 from jgpt.training.evaluation import Evaluator
 
 
@@ -35,6 +36,7 @@ class Evaluation:
     """The number of targets."""
 
 
+@typed
 def evaluate(
     run_directory: str | Path,
     *,

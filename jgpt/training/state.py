@@ -43,6 +43,7 @@ class TrainState:
     step: Int[Array, ""]
 
 
+@typed
 def init_state(config: TrainConfig) -> TrainState:
     """Initial parameters, optimizer state and step 0 from the config's seed.
 

@@ -30,6 +30,7 @@ class Metrics:
     learning_rate: Float[Array, " steps"]
 
 
+@typed
 def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     """A jitted function that takes `count` steps, on the first `count` windows.
 

@@ -54,6 +54,7 @@ LOOSE = {
     "data.tokenizers.ByteTokenizer.encode",
     "data.tokenizers.CharTokenizer._encode_at",
     "data.tokenizers.CharTokenizer.encode",
+    "generation.decoding._read_calls",
     "generation.decoding.stream",
     "generation.text._encode_prompt",
     "generation.text.default_prompt",

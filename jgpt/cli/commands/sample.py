@@ -1,6 +1,7 @@
 """`jgpt sample`: text from a trained model."""
 
 import sys
+from itertools import islice
 from typing import Annotated, Literal
 
 from jgpt.cli import runs
@@ -65,12 +66,12 @@ def sample(
 
         from jgpt.generation.text import stream_text
 
-        prompts: list[str] = []
-        for text in _prompts(prompt, prompt_file, config.dataset.universal_newlines):
-            prompts.extend([text] * num_samples)
+        texts = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
+        # made as they are needed: a list of so many might not fit into memory
+        prompts = (text for text in texts for _ in range(num_samples))
         key = jax.random.key(np.uint32(seed))
-        for first in range(0, len(prompts), BATCH_SIZE):
-            rows = tuple(prompts[first : first + BATCH_SIZE])
+        first = 0
+        while rows := tuple(islice(prompts, BATCH_SIZE)):
             pieces = stream_text(
                 loaded,
                 tokenizer,
@@ -93,6 +94,7 @@ def sample(
                 for index, piece in enumerate(other_pieces):
                     others[index] += piece
             print("", *others, sep=f"\n{SEPARATOR}\n")
+            first += BATCH_SIZE
 
 
 def _prompts(
