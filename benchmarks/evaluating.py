@@ -47,9 +47,7 @@ def int8(run: str) -> Figures:
         parts = jax.device_get([at(model, jnp.asarray(batch)) for batch in windows])
         return tuple(np.stack(part)[counted] for part in zip(*parts, strict=True))
 
-    (losses, tops), (int8_losses, int8_tops) = map(
-        of_targets, (model, with_int8_weights(model))
-    )
+    (losses, tops), (int8_losses, int8_tops) = map(of_targets, (model, with_int8_weights(model)))
     return {
         "loss": float(losses.mean(dtype=np.float64)),
         "int8": float(int8_losses.mean(dtype=np.float64)),

@@ -435,4 +435,4 @@ def test_an_older_name_beside_a_record_of_code_is_not_taken_for_a_field_of_that_
 
 def test_the_older_name_of_a_field_names_the_newer_one():
     with pytest.raises(UnknownField, match=r"no field 'rematerialise' \(did you mean 'remat'"):
-        ModelConfig(**{"rematerialise": True})
+        ModelConfig(rematerialise=True)  # type: ignore[call-arg]
