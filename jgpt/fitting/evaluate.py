@@ -46,9 +46,11 @@ def evaluate(
     window: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """The exact loss of a run's model on a split, in windows of its block or a shorter one.
+    """Compute the exact loss of a run's model on a split, in windows of its block or shorter ones.
 
-    It covers the whole split, even if the run's `eval_tokens` is smaller.
+    It covers the whole split, even if the run's `eval_tokens` is smaller. A run of a custom `model`
+    needs it again, as itself or as FILE.py:NAME. Raises ValueError for a split that the run does
+    not have or a window longer than its block, and what `load` raises.
     """
     progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)

@@ -64,7 +64,8 @@ class Chat:
     def reply(self, message: str) -> tuple[int, Generator[str, None, None]]:
         """Answer a `message` of the user.
 
-        Return how many earlier messages no longer fit, and an iterator over the answer. If the answer is closed early, the part so far stays in the conversation.
+        Return how many earlier messages no longer fit, and an iterator over the answer. If the
+        answer is closed early, the part so far stays in the conversation.
         Raises ValueError for a message that can't be encoded or leaves no room for an answer.
         """
         all_turns = [*self._turns, self._pieces("user", message)]
