@@ -428,6 +428,9 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert "      merge_heads          float32[batch=b time=t heads*value_dim=96]" in said
     assert max(map(len, said)) <= 80
     assert "batch=2 time=5 vocab_size=65" in worked("shapes", "tiny", "--batch", 2, "--time", 5)
+    # a size that was given stays a number beside one that was not
+    assert "batch=5 time=t vocab_size=65" in worked("shapes", "tiny", "--batch", 5)
+    assert "batch=b time=5 vocab_size=65" in worked("shapes", "tiny", "--time", 5)
     for option, call in (("--decode", "attend_over_cache"), ("--train", "cross_entropy_from")):
         said = worked("shapes", "tiny", option, "--depth", 9)
         assert call in said

@@ -232,6 +232,9 @@ def test_other_eval_tokens_are_said_and_the_best_is_of_losses_that_compare(quick
         "first of 191, later ones over all 191 tokens, and can't be compared with them. The best "
         "checkpoint and patience go by the later ones"
     )
+    # `auto` keeps the recorded targets only where it chose them itself
+    automatic = dataclasses.replace(longer, eval_tokens="auto")
+    assert plan(automatic, resume=True).evaluations.targets == 191
     run = fit(longer, resume=True, progress=progress)
     assert (run.best_step, run.validation_loss) == (16, 2.2)
     # two evaluations after the best of them; two after the best of all would be at 16

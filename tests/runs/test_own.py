@@ -449,6 +449,18 @@ def test_a_mistake_in_an_optimizer_has_a_place(poem, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
+def test_a_run_with_an_optimizer_of_one_s_own_is_sampled_without_it(poem, tmp_path):
+    """Its weights need no optimizer; `jgpt sample` has no such option."""
+    (tmp_path / "opt.py").write_text(
+        "import optax\n\ndef sgd(config, steps):\n    return optax.sgd(config.learning_rate)\n"
+    )
+    words = ("train", "--optimizer", "opt.py:sgd", *SMALL, "--data", poem, "--out", "r")
+
+    said = worked(*words, cwd=tmp_path)
+
+    assert said.splitlines()[-1] == "next: jgpt sample r   or   jgpt eval r"
+
+
 def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
     run = trained.directory
     model = ("--model", "nothere.py:GPT")
