@@ -94,11 +94,18 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def copy_runs(page: Path, run: Path, folder: Path) -> None:
-    """Copy a run to each directory that the page uses but doesn't create."""
+PYTHON_MAKES = r'out="(runs/\w+)"'
+COMMANDS_MAKE = r"--out (runs/\w+)"
+
+
+def copy_runs(page: Path, run: Path, folder: Path, made: str) -> None:
+    """Copy a run to each directory that the page uses but doesn't create.
+
+    `made` finds the directories that are created by the blocks that are executed.
+    """
     text = page.read_text()
-    made = set(re.findall(r"--out (runs/\w+)", text))
-    for place in set(re.findall(r"\b(runs/\w+)", text)) - made:
+    created = set(re.findall(made, text))
+    for place in set(re.findall(r"\b(runs/\w+)", text)) - created:
         shutil.copytree(run, folder / place)
 
 
@@ -128,7 +135,7 @@ def run_python(block: Block, names: dict[str, Any], page: str) -> str:
     ids=name,
 )
 def test_python_gives_what_the_page_shows(page, trained, tmp_path):
-    copy_runs(page, trained.directory, tmp_path)
+    copy_runs(page, trained.directory, tmp_path, PYTHON_MAKES)
     names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.chdir(tmp_path), np.printoptions():
         for block in blocks(page.read_text()):
@@ -258,7 +265,7 @@ def place(files, tmp_path) -> Path:
     ids=name,
 )
 def test_commands_give_what_the_page_shows(page, place, trained):
-    copy_runs(page, trained.directory, place)
+    copy_runs(page, trained.directory, place, COMMANDS_MAKE)
     languages = ("sh", "console") if page in RUN else ("console",)
     fewer = "--steps 20 --eval-tokens 4096 "  # all of them take a minute
     text = re.sub("--steps [16]00 ", fewer, page.read_text())

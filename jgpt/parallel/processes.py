@@ -121,9 +121,10 @@ def _last_words(error: BaseException) -> str:
     custom = describe_error(error)
     if custom is None and not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
         traceback.print_exc()
-    message = custom or message_of(error) or repr(error)
-    if len(message) > 1000:
-        message = message[:1000]
+    message = custom or message_of(error)
+    if not isinstance(message, Message):
+        message = " ".join(message.split())[:1000]
+    message = message or repr(error)
     # gloo's connections break when a process ends, so that its message is not the reason
     if "Gloo" in message:
         return Message(
