@@ -187,7 +187,8 @@ def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkey
 
 
 def test_what_is_not_there_is_named():
-    with pytest.raises(FileNotFoundError, match=r"no file 'pydoc'.*did you mean 'pydocs'"):
+    message = r"'pydoc' is neither a file nor a corpus \(did you mean 'pydocs'"
+    with pytest.raises(FileNotFoundError, match=message):
         read_text(["pydoc"])
 
 

@@ -345,7 +345,8 @@ def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
     run.write_config(with_changes(run.config(), dataset={"data": (str(text),)}))
     moved.write_text(poem.read_text())
     hint = (
-        r"text\.txt.* neither a file nor .*; if the run's text has moved, train it with resume=True data=PLACE"
+        r"text\.txt.* neither a file nor .*; if the run's text has moved, "
+        r"train it with resume=True data=PLACE"
     )
     with pytest.raises(FileNotFoundError, match=hint):
         evaluate(copy.out)
