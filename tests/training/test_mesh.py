@@ -15,13 +15,13 @@ from flax import nnx
 import jgpt
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
-from jgpt.nn import depth, loss, models
+from jgpt.nn import depth, loss, models, transformer
 from jgpt.nn.models import abstract_model
 from jgpt.parallel import gather, rules
 from jgpt.parallel.gather import _gathered
 from jgpt.parallel.mesh import abstract_mesh, make_mesh, use_mesh
 from jgpt.parallel.rules import abstract_arrays, axes_of, dimensions_of, replicate
-from jgpt.training import optimizer, step
+from jgpt.training import optimizer
 from jgpt.training.ahead import _without_compilation_cache
 from jgpt.training.state import abstract_state, dropout_stream, init_state, state_specs
 from jgpt.training.step import make_eval_step, make_train_steps
@@ -261,14 +261,14 @@ def test_the_head_is_gathered_once_for_all_chunks_of_a_loss(tmp_path, monkeypatc
         return [line.count("while/body") for line in lines if gather.search(line)]
 
     assert loops_around_gathers(tmp_path / "once") == [1]  # the loop over the steps
-    monkeypatch.setattr(step, "gather_once", lambda *_: None)
+    monkeypatch.setattr(transformer, "gather_once", lambda *_: None)
     assert loops_around_gathers(tmp_path / "control") == [2]  # and that over the chunks
 
 
 @pytest.mark.parametrize(("rows", "gathers"), [(24 * 10, 0), (24 * 10 - 1, 1)])
 def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, monkeypatch):
     gathered = []
-    monkeypatch.setattr(step, "gather_once", lambda *head: gathered.append(head))
+    monkeypatch.setattr(transformer, "gather_once", lambda *head: gathered.append(head))
     monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * rows)
     config = config_of("nanogpt", "adamw")
     windows = jnp.zeros((2, 24, 11), jnp.int32)
