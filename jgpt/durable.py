@@ -133,7 +133,7 @@ def _open_to_others(directory: Path) -> None:
 
 
 def _mode_of_new(path: Path, mode: int) -> int:
-    """The mode that a directory beside `path` gets, which depends on umask and folder."""
+    """Return the mode that a directory beside `path` gets, which depends on umask and folder."""
     probe = _partial(path)
     probe.mkdir(mode=mode)
     try:
@@ -165,7 +165,7 @@ def _is_own_directory(path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether this user owns a file, directory or link. On Windows nobody is asked."""
+    """Return whether this user owns a file, directory or link. On Windows nobody is asked."""
     return not hasattr(os, "geteuid") or os.lstat(path).st_uid == os.geteuid()
 
 
@@ -193,7 +193,7 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 
 def read_file(path: Path) -> str:
-    """The text of a small file, as configs are. Raises ValueError for a large one."""
+    """Return the text of a small file, as configs are. Raises ValueError for a large one."""
     size = path.stat().st_size
     if size > _LARGEST_TEXT:  # such as a device or a forged file, which would fill the memory
         raise ValueError(f"it has {size:,} bytes")
@@ -201,7 +201,7 @@ def read_file(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Return the object in a JSON file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
@@ -280,7 +280,7 @@ class Lock:
             )
 
     def is_in_place(self) -> bool:
-        """Whether the file with the lock still has its name."""
+        """Return whether the file with the lock still has its name."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.lstat(self.file))
         except (FileNotFoundError, NotADirectoryError):
@@ -371,7 +371,8 @@ def printable(text: str) -> str:
 
 
 def _partial(path: Path) -> Path:
-    """A name beside a path that nobody else computes: a rename within one folder is atomic."""
+    """Return a name beside a path that nobody else computes: a rename within one folder is
+    atomic."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
 
 

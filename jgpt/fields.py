@@ -30,7 +30,7 @@ class Rule(typing.NamedTuple):
 
 
 def at_most(most: int) -> Rule:
-    """An upper bound."""
+    """Return an upper bound."""
     return Rule(f"be at most {most}", lambda value: value <= most)
 
 
@@ -48,7 +48,7 @@ DECAY_RATE = Rule(
 
 @functools.cache
 def _hints(kind: type) -> dict[str, tuple[Any, Any]]:
-    """The type of each field, without and with rules."""
+    """Return the type of each field, without and with rules."""
     plain = typing.get_type_hints(kind)
     annotated = typing.get_type_hints(kind, include_extras=True)
     # class variables have types too
@@ -78,7 +78,8 @@ def validate(config: Any) -> None:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of a field's type; an int is a float too, but a bool is not an int."""
+    """Return whether a value is of a field's type; an int is a float too, but a bool is not an
+    int."""
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in kinds
@@ -166,7 +167,7 @@ class Code(Fields):
 
     @classmethod
     def of(cls, make: Any) -> "Code":
-        """The record of a function or class; that of a record is itself."""
+        """Return the record of a function or class; that of a record is itself."""
         if isinstance(make, Code):
             return make
         name = getattr(make, "__qualname__", type(make).__qualname__)
@@ -184,8 +185,8 @@ class Code(Fields):
 
 
 def imported_beside(path: Path) -> dict[Path, str]:
-    """The files in a Python file's folder that it imports, and those that they import, each with
-    its SHA-256.
+    """Return the files in a Python file's folder that it imports, and those that they import, each
+    with its SHA-256.
 
     They are found in the source: what a module has imported can't be asked of it.
     """
@@ -207,7 +208,7 @@ def imported_beside(path: Path) -> dict[Path, str]:
 
 
 def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
-    """The files below a folder that a file's import statements name."""
+    """Yield the files below a folder that a file's import statements name."""
     for node in ast.walk(tree):
         base = folder
         if isinstance(node, ast.Import):
@@ -232,7 +233,8 @@ def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
 
 
 def _is_elsewhere(module: str, folder: Path) -> bool:
-    """Whether a name means another module than the one in the folder, as an installed package."""
+    """Return whether a name means another module than the one in the folder, as an installed
+    package."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return file is not None and not Path(file).resolve().is_relative_to(folder)
 
@@ -243,13 +245,13 @@ Make = Callable | Code | None
 
 
 def values_without_code(config: Any) -> dict[str, Any]:
-    """The fields by name, without the user's own code."""
+    """Return the fields by name, without the user's own code."""
     names = (each.name for each in dataclasses.fields(config))
     return {name: getattr(config, name) for name in names if name != "make"}
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """The fields as a run saves them, in place of a user's own code the record of it."""
+    """Return the fields as a run saves them, in place of a user's own code the record of it."""
     values = values_without_code(config)
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
@@ -270,7 +272,7 @@ def to_json(config: Any) -> str:
 
 
 def from_json(kind: type[Config], text: str) -> Config:
-    """The inverse of `to_json`. Raises ValueError for anything else."""
+    """Return the inverse of `to_json`. Raises ValueError for anything else."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -300,7 +302,8 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
 
 
 def _code_from_dict(recorded: dict[str, Any], values: dict[str, Any], known: set[str]) -> Code:
-    """The record of a user's code, with the fields of a config that only the user's class knows."""
+    """Return the record of a user's code, with the fields of a config that only the user's class
+    knows."""
     others = []
     for name, value in values.items():
         if name not in known:

@@ -160,12 +160,12 @@ def current_platform() -> Platform:
 
 
 def device_kinds() -> list[str]:
-    """The kind of each device."""
+    """Return the kind of each device."""
     return [device.device_kind for device in jax.devices()]
 
 
 def accelerators() -> int:
-    """The number of devices to train on by default: all, or one in a lone CPU process.
+    """Return the number of devices to train on by default: all, or one in a lone CPU process.
 
     Several CPU devices would share its cores.
     """
@@ -180,7 +180,7 @@ process_index = jax.process_index
 
 
 def devices_of_processes() -> list[int]:
-    """The number of devices of each process."""
+    """Return the number of devices of each process."""
     owners = [device.process_index for device in jax.devices()]
     return [owners.count(index) for index in range(process_count())]
 
@@ -208,7 +208,7 @@ def memory_in_use() -> int | None:
 
 
 def memory_limit() -> int | None:
-    """A device's memory in bytes, or None if unknown."""
+    """Return a device's memory in bytes, or None if unknown."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics is None:  # as of a CPU
         return None
@@ -216,7 +216,7 @@ def memory_limit() -> int | None:
 
 
 def host_memory() -> int:
-    """The machine's memory in bytes; 8 GiB where the system doesn't say."""
+    """Return the machine's memory in bytes; 8 GiB where the system doesn't say."""
     if not hasattr(os, "sysconf"):
         return 8 << 30
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -239,7 +239,7 @@ class Machine:
 
 
 def this_machine(platform: Platform | None = None) -> Machine:
-    """The machine of this process, with another platform if one is given."""
+    """Return the machine of this process, with another platform if one is given."""
     return Machine(
         platform=platform or current_platform(),
         devices=accelerators(),

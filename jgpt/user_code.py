@@ -25,7 +25,7 @@ _loaded: list[Path] = []  # the files that `load_code` has run
 
 
 def load_code(named: str) -> Callable[..., Any]:
-    """The function or class FILE.py:NAME, from a file that the user names and that is run.
+    """Return the function or class FILE.py:NAME, from a file that the user names and that is run.
 
     The file may import others from its folder. Raises CustomCodeError if it raises, ValueError if
     there is no such name, and OSError if it can't be read.
@@ -92,7 +92,8 @@ def describe_error(error: BaseException) -> str | None:
 
 
 def _place_of(error: BaseException, files: set[Path]) -> str | None:
-    """The last line of some files that an error has passed: the file, the line's number, the line.
+    """Return the last line of some files that an error has passed: the file, the line's number, the
+    line.
 
     For a result that `jgpt.typed` doesn't accept, that is where the function begins.
     """
@@ -113,7 +114,7 @@ def _place_of(error: BaseException, files: set[Path]) -> str | None:
 
 
 def _shown(path: Path) -> str:
-    """A path as the user would type it."""
+    """Return a path as the user would type it."""
     here = Path.cwd()
     if path.is_relative_to(here):
         return str(path.relative_to(here))
@@ -121,7 +122,7 @@ def _shown(path: Path) -> str:
 
 
 def require_code(make: Make, what: str) -> Callable[..., Any]:
-    """The code itself. Raises ValueError for a record of it."""
+    """Return the code itself. Raises ValueError for a record of it."""
     if isinstance(make, Code):
         raise ValueError(
             Message(
@@ -138,7 +139,8 @@ def with_code(
     model: Make | str = None,
     optimizer: Make | str = None,
 ) -> TrainConfig:
-    """The config with a user's own model and optimizer, given as they are or as FILE.py:NAME.
+    """Return the config with a user's own model and optimizer, given as they are or as
+    FILE.py:NAME.
 
     `config.model` is converted to the class in the annotation of `make(config, rngs=)`.
     """
@@ -161,14 +163,15 @@ def with_code(
 
 
 def _loaded_code(code: Callable[..., Any] | str) -> Callable[..., Any]:
-    """A function or class as it is, or loaded if it is FILE.py:NAME."""
+    """Return a function or class as it is, or loaded if it is FILE.py:NAME."""
     if isinstance(code, str):
         return load_code(code)
     return code
 
 
 def config_class(make: Callable[..., Any], config: TrainConfig) -> type[ModelConfig]:
-    """The config class that an argument of `make` is annotated with, or that of `config.model`."""
+    """Return the config class that an argument of `make` is annotated with, or that of
+    `config.model`."""
     _require_call(make, "the model must take (config, rngs=)", config.model, rngs=None)
     called = make
     if isinstance(make, type):  # whose own signature NNX's metaclass hides
@@ -203,7 +206,8 @@ def _takes_nothing(self: Any) -> None:
 
 
 def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
-    """A line for each file of the model and the optimizer that is not as the run began with."""
+    """Return a line for each file of the model and the optimizer that is not as the run began
+    with."""
     lines = []
     for part in ("model", "optimizer"):
         make = getattr(given, part).make

@@ -39,7 +39,8 @@ def batches(
     block_size: int,
     count: int | None = None,
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
-    """The windows of steps `first_step` to `first_step + steps`: a pure function of (seed, step).
+    """Return the windows of steps `first_step` to `first_step + steps`: a pure function of (seed,
+    step).
 
     A window is a block of inputs and one more token, the last target. From memory-mapped tokens, a
     process reads only the windows of its own devices, and with `count` only those of the first
@@ -53,7 +54,7 @@ def batches(
     shape = (steps, batch_size, block_size + 1)
 
     def read(part: Any) -> np.ndarray:
-        """The windows of a part of the array, as JAX asks for that of each device."""
+        """Return the windows of a part of the array, as JAX asks for that of each device."""
         part_of_steps, part_of_batch, _ = part
         part_starts = first_tokens[part_of_steps, part_of_batch]
         # One program takes `steps` windows however many are used. Reading the others from disk
@@ -78,7 +79,7 @@ def batch(
     batch_size: int,
     block_size: int,
 ) -> tuple[Int[Array, "{batch_size} {block_size}"], Int[Array, "{batch_size} {block_size}"]]:
-    """A step's inputs and targets, the inputs shifted by one token."""
+    """Return a step's inputs and targets, the inputs shifted by one token."""
     window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
     return window[:, :-1], window[:, 1:]
 
@@ -87,7 +88,7 @@ def batch(
 def window_starts(
     seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
 ) -> Integer[Array, "{steps} {batch_size}"]:
-    """The offsets of windows in a text of `tokens` tokens.
+    """Return the offsets of windows in a text of `tokens` tokens.
 
     Raises ValueError for a text that is shorter than a window, or too long for offsets of 32 bits.
     """

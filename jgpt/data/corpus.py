@@ -116,17 +116,18 @@ Warn = Callable[[str], None]
 
 
 def read_text(sources: Sequence[str], **options: Any) -> str:
-    """The text of corpora, files and folders, concatenated, with the options of `read_blocks`."""
+    """Return the text of corpora, files and folders, concatenated, with the options of
+    `read_blocks`."""
     return "".join(read_blocks(sources, **options))
 
 
 def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -> str:
-    """The text of an open file; errors use this name."""
+    """Return the text of an open file; errors use this name."""
     return "".join(_with_newlines(_decoded(file, name, 1 << 30), "", universal_newlines))
 
 
 def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
-    """The versions of the corpora among the sources: `pydocs` differs between Pythons."""
+    """Return the versions of the corpora among the sources: `pydocs` differs between Pythons."""
     versions = {
         "shakespeare": f"SHA-256 {SHAKESPEARE_SHA256[:12]}…",
         "pydocs": f"Python {platform.python_version()}",
@@ -141,7 +142,7 @@ def text_chunks(
     longest_word: int | None = None,
     **options: Any,
 ) -> Iterator[str]:
-    """The text of `read_text` in chunks of about `chunk_size` characters.
+    """Yield the text of `read_text` in chunks of about `chunk_size` characters.
 
     A chunk ends where all tokenizers split a text, or inside a word that is longer than any.
     """
@@ -165,7 +166,7 @@ def text_chunks(
 
 
 def last_split_point(text: str) -> int:
-    """The last index between words, where all tokenizers split, or 0.
+    """Return the last index between words, where all tokenizers split, or 0.
 
     After a single newline if there is one, else before a space.
     """
@@ -182,7 +183,8 @@ def last_split_point(text: str) -> int:
 
 
 def source_files(sources: Sequence[str], *, earlier: bool = False) -> list[tuple[str, int, int]]:
-    """The path, size and time of change of each file; `earlier` is an option of `read_blocks`."""
+    """Return the path, size and time of change of each file; `earlier` is an option of
+    `read_blocks`."""
     files = []
     for source in sources:
         if source == "pydocs":  # a module, and not a file
@@ -205,7 +207,7 @@ def read_blocks(
     warn: Warn = lambda message: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[str]:
-    """The text of corpora, files and folders, up to `size` bytes of it at once.
+    """Yield the text of corpora, files and folders, up to `size` bytes of it at once.
 
     With `universal_newlines`, CR LF and CR are read as newlines, and a file's byte-order mark is
     dropped, with one warning. The documents of JSON lines and Parquet are the texts in `field`,
@@ -260,7 +262,7 @@ def _documents(file: BinaryIO, name: str, suffix: str, field: str) -> Iterator[s
 
 
 def python_reference() -> str:
-    """The topics of `help()`, in alphabetical order: about 0.47 million characters."""
+    """Return the topics of `help()`, in alphabetical order: about 0.47 million characters."""
     try:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
@@ -324,7 +326,7 @@ def _files(
     earlier: bool = False,
     warn: Warn = lambda message: None,
 ) -> list[Path]:
-    """The files of a source; a line names what is skipped in a folder."""
+    """Return the files of a source; a line names what is skipped in a folder."""
     if source == "shakespeare":
         return [shakespeare_file(warn)]
     path = Path(source)
@@ -377,7 +379,7 @@ def _why_missing(path: Path, source: str) -> str:
 
 
 def _run_directories(folder: Path) -> set[Path]:
-    """The runs in a folder: what they wrote, such as samples.txt, is no text to train on."""
+    """Return the runs in a folder: what they wrote, such as samples.txt, is no text to train on."""
     runs = set()
     for config in folder.glob("**/config.json"):
         run = config.parent
@@ -387,12 +389,14 @@ def _run_directories(folder: Path) -> set[Path]:
 
 
 def _is_hidden(file: Path) -> bool:
-    """Whether a file or a folder that it is in is hidden, as .git and .ipynb_checkpoints are."""
+    """Return whether a file or a folder that it is in is hidden, as .git and .ipynb_checkpoints
+    are."""
     return any(part.startswith(".") for part in file.parts)
 
 
 def _listed(skipped: Counter[str], form: str) -> str:
-    """The kinds of files that were skipped, with their numbers, the most frequent ones first."""
+    """Return the kinds of files that were skipped, with their numbers, the most frequent ones
+    first."""
     if not skipped:
         return ""
     kinds = []
@@ -406,7 +410,7 @@ def _listed(skipped: Counter[str], form: str) -> str:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """The suffix of a file, and of its compression: .jsonl and .gz, say."""
+    """Return the suffix of a file, and of its compression: .jsonl and .gz, say."""
     suffix = path.suffix.lower()
     if suffix in PACKED:
         return path.with_suffix("").suffix.lower(), suffix
@@ -430,7 +434,7 @@ class _CountingFile(io.FileIO):
 def _unpacked(
     file: BinaryIO, compression: str, path: Path
 ) -> tuple[Any, tuple[type[Exception], ...]]:
-    """A file without its compression, and the errors of damaged data."""
+    """Return a file without its compression, and the errors of damaged data."""
     if compression == ".gz":
         return gzip.GzipFile(fileobj=file), (EOFError, gzip.BadGzipFile, zlib.error)
     if compression == ".zst":
@@ -440,7 +444,7 @@ def _unpacked(
 
 
 def _module(path: Path | str, extra: str, *names: str) -> Any:
-    """The first module that is installed, to read a path."""
+    """Return the first module that is installed, to read a path."""
     for name in names:
         try:
             return importlib.import_module(name)
@@ -473,7 +477,7 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
 
 
 def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
-    """The texts of a column, read in batches of rows; a row without a text is left out."""
+    """Yield the texts of a column, read in batches of rows; a row without a text is left out."""
     arrow = _module(name, "parquet", "pyarrow")
     parquet = _module(name, "parquet", "pyarrow.parquet")
     try:
@@ -542,7 +546,7 @@ def _require_plausible(metadata: Any, size: int, name: str, field: str) -> None:
 
 
 def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
-    """The rows to read at once, each of which may be the longest value of a dictionary."""
+    """Return the rows to read at once, each of which may be the longest value of a dictionary."""
     options = {"row_groups": [group], "columns": [field], "use_threads": False}
     first = next(dictionaries.iter_batches(1, **options), None)
     if first is None:
@@ -556,7 +560,7 @@ def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
 
 
 def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
-    """The text of UTF-8, decoded strictly in blocks; the last block is empty."""
+    """Yield the text of UTF-8, decoded strictly in blocks; the last block is empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     received = 0
     block = None
@@ -606,7 +610,8 @@ def _why_not_text(name: str, reason: str, beginning: bytes, encoding: str | None
 
 
 def _encoding_with_nuls(beginning: bytes) -> str | None:
-    """The encoding of a text that has bytes of 0, as iconv calls it; None for what is no text."""
+    """Return the encoding of a text that has bytes of 0, as iconv calls it; None for what is no
+    text."""
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if beginning.startswith(mark):
             return encoding
@@ -623,7 +628,8 @@ def _encoding_with_nuls(beginning: bytes) -> str | None:
 
 
 def _other_encoding(beginning: bytes, place: int, unread: bytes) -> str | None:
-    """The encoding, as iconv calls it, of a text whose byte at a place is not UTF-8, or None.
+    """Return the encoding, as iconv calls it, of a text whose byte at a place is not UTF-8, or
+    None.
 
     `unread` is what follows from that byte.
     """

@@ -137,7 +137,7 @@ def load_dataset(
 
 
 def _find_tokens(config: DataConfig, known: KnownText | None) -> Path | None:
-    """The first source that has tokens; None if all of them are text."""
+    """Return the first source that has tokens; None if all of them are text."""
     is_known_text = known is not None and known.digest is not None
     for source in config.data:
         if _has_tokens(Path(source), is_known_text):
@@ -178,7 +178,7 @@ def _split(
     Integer[np.ndarray, " held_out"],
     Integer[np.ndarray, " unseen"],
 ]:
-    """The tokens of training, validation and test."""
+    """Return the tokens of training, validation and test."""
     tokens = loaded.tokens
     if loaded.validation is not None:
         return tokens, loaded.validation, loaded.validation[:0]
@@ -195,7 +195,7 @@ def _digest_of(loaded: _Tokens) -> str:
 
 
 def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _Tokens:
-    """The tokens that `jgpt prepare` or nanoGPT's prepare.py has written."""
+    """Return the tokens that `jgpt prepare` or nanoGPT's prepare.py has written."""
     if len(config.data) > 1:
         raise ValueError(f"prepared data {path} can't be mixed with other data")
     validation = None
@@ -281,7 +281,7 @@ class _Text:
     instead of 1.6."""
 
     def parts(self, bytes_read: _Fraction) -> Iterator[str]:
-        """The pieces as text."""
+        """Yield the pieces as text."""
         assert self.pieces is not None
         for piece in self.pieces:
             bytes_read.add(len(piece))
@@ -406,7 +406,8 @@ def _is_read_once(path: Path) -> bool:
 def _encode(
     tokenizer: Tokenizer, text: _Text, bytes_read: _Fraction
 ) -> Integer[np.ndarray, " tokens"]:
-    """The tokens of a text in memory, in the narrowest type. The text's pieces are used up."""
+    """Return the tokens of a text in memory, in the narrowest type. The text's pieces are used
+    up."""
     dtype = token_dtype(tokenizer)
     # Pages of zeros take no memory until they are written, so room for a token for each byte costs
     # nothing; and XLA's CPU client shares memory that begins with a page, and copies other memory.
@@ -445,7 +446,8 @@ def _tokenized_in_cache(
     warn: Warn,
     progress: Callable[[float], None],
 ) -> Path:
-    """The folder with the tokens of a text, tokenized now or by an earlier or another process."""
+    """Return the folder with the tokens of a text, tokenized now or by an earlier or another
+    process."""
     cache = Path(platformdirs.user_cache_dir("jgpt"), "prepared")
     folder = cache / _cache_name(cache, config, text, tokenizer)
     if not (folder / INDEX_FILE).is_file():
@@ -490,7 +492,8 @@ def _write_text_in_cache(
     bytes_read = _Fraction(text.size, progress)
 
     def read() -> Iterator[str]:
-        """The text once more. Raises ValueError if it is not the one whose digest was taken."""
+        """Yield the text once more. Raises ValueError if it is not the one whose digest was
+        taken."""
         digest = hashlib.sha256()
         for chunk in text_chunks(config.data, **text.options):
             piece = chunk.encode()
@@ -510,7 +513,7 @@ def _write_text_in_cache(
 
 
 def _cache_name(cache: Path, config: DataConfig, text: _Text, tokenizer: Tokenizer | None) -> str:
-    """The name of the folder for the tokens of a text: by the text, and by the tokenizer.
+    """Return the name of the folder for the tokens of a text: by the text, and by the tokenizer.
 
     A run that is resumed has its tokenizer. Its first start had none, and named the folder by what
     tokenizer it asked for.
@@ -552,7 +555,7 @@ def _sources(config: DataConfig) -> str:
 
 @typed
 def count_characters(tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenizer) -> int:
-    """The number of characters that begin in tokens."""
+    """Return the number of characters that begin in tokens."""
     count = 0
     for start in range(0, len(tokens), DECODED_AT_ONCE):
         text = tokenizer.decode(tokens[start : start + DECODED_AT_ONCE])
@@ -588,7 +591,7 @@ def _require_known(
 
 
 def _is_elsewhere(config: DataConfig, known: KnownText) -> bool:
-    """Whether a run is resumed with other data than it names."""
+    """Return whether a run is resumed with other data than it names."""
     return known.sources not in ((), config.data)
 
 
@@ -687,7 +690,7 @@ def _write_tokens(
 
 
 def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
-    """The characters and tokens that a killed process has prepared.
+    """Return the characters and tokens that a killed process has prepared.
 
     None if the file of tokens doesn't reach that far, since it would be filled up with zeros.
     """
@@ -702,7 +705,7 @@ def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
 
 
 def _has_tokens(path: Path, is_text: bool) -> bool:
-    """Whether a path has tokens. A run's own text may lie beside those of nanoGPT."""
+    """Return whether a path has tokens. A run's own text may lie beside those of nanoGPT."""
     if (path / INDEX_FILE).is_file():
         return True
     if is_text:
@@ -732,7 +735,7 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
 
 
 def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
-    """The tokenizer that the config names, or the one beside the tokens."""
+    """Return the tokenizer that the config names, or the one beside the tokens."""
     if config.tokenizer in ("gpt2", "byte"):
         return _make_tokenizer(config, tuple)
     folder = path if path.is_dir() else path.parent
@@ -751,7 +754,7 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
 
 @typed
 def _open_bare_tokens(path: Path, tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
-    """The tokens of a file that has nothing else, as nanoGPT's prepare.py writes it.
+    """Return the tokens of a file that has nothing else, as nanoGPT's prepare.py writes it.
 
     Nothing in the file tells the width of a token: it is the one that the vocabulary needs. Raises
     ValueError for files that others write.
@@ -837,7 +840,7 @@ def _documents(texts: Iterable[str]) -> Iterator[str]:
 def _digest(
     tokens: Integer[np.ndarray, " tokens"], held_out: Integer[np.ndarray, " held_out"] | None = None
 ) -> Any:
-    """The SHA-256 of all tokens."""
+    """Return the SHA-256 of all tokens."""
     digest = hashlib.sha256()
     parts = [tokens]
     if held_out is not None:

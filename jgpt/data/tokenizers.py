@@ -68,7 +68,7 @@ class CharTokenizer:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """The tokenizer of the characters in a text."""
+        """Return the tokenizer of the characters in a text."""
         if not isinstance(text, str):
             raise TypeError(f"the text must be a string, not {type(text).__name__}")
         return cls("".join(sorted(set(text))))
@@ -80,12 +80,12 @@ class CharTokenizer:
 
     @typed
     def encode(self, text: str) -> Tokens:
-        """The index of each character. Raises ValueError for one outside the vocabulary."""
+        """Return the index of each character. Raises ValueError for one outside the vocabulary."""
         return self._encode_at(text, 0)
 
     @typed
     def _encode_at(self, text: str, offset: int) -> Tokens:
-        """The index of each character of a part that begins at this offset of a text."""
+        """Return the index of each character of a part that begins at this offset of a text."""
         tokens = np.empty(len(text), np.int32)
         # code points take four bytes for a character: they are made for a part at a time
         for start in range(0, len(text), CHARACTERS_AT_ONCE):
@@ -111,7 +111,7 @@ class CharTokenizer:
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
-        """The characters of tokens."""
+        """Return the characters of tokens."""
         return "".join(self.characters[token] for token in _in_range(tokens, self.vocab_size))
 
     def to_json(self) -> str:
@@ -119,7 +119,7 @@ class CharTokenizer:
         return json.dumps({"type": "char", "characters": self.characters})
 
     def to_hf(self) -> tokenizers.Tokenizer:
-        """The same tokens in the tokenizers library, which drops unknown characters.
+        """Return the same tokens in the tokenizers library, which drops unknown characters.
 
         Byte-pair encoding without merges leaves each character a token of its own. Raises
         ValueError for a lone surrogate, which the library can't hold.
@@ -147,7 +147,7 @@ class ByteTokenizer:
 
     @typed
     def encode(self, text: str) -> Tokens:
-        """The text's UTF-8 bytes."""
+        """Return the text's UTF-8 bytes."""
         return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
 
     @typed
@@ -160,7 +160,7 @@ class ByteTokenizer:
         return json.dumps({"type": "byte"})
 
     def to_hf(self) -> tokenizers.Tokenizer:
-        """The same tokens in the tokenizers library: byte-pair encoding without merges."""
+        """Return the same tokens in the tokenizers library: byte-pair encoding without merges."""
         backend = _byte_level(tokenizers.models.BPE(vocab=bytes_of_letters(), merges=[]))
         # without the regular expression that finds words
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
@@ -227,7 +227,7 @@ class BPETokenizer:
         adds_special_tokens: bool = True,
         vocab_size: int | None = None,
     ) -> Self:
-        """The tokenizer of a Hugging Face `tokenizer.json`.
+        """Return the tokenizer of a Hugging Face `tokenizer.json`.
 
         Raises ValueError if it may make a text much longer, or its regular expressions take too
         long.
@@ -276,7 +276,7 @@ class BPETokenizer:
     def with_added_tokens(
         self, tokens: Iterable[tokenizers.AddedToken], largest_size: int
     ) -> "BPETokenizer":
-        """This tokenizer with more tokens, while its vocabulary is below `largest_size`."""
+        """Return this tokenizer with more tokens, while its vocabulary is below `largest_size`."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         for token in tokens:
             is_new = backend.token_to_id(token.content) is None
@@ -289,21 +289,23 @@ class BPETokenizer:
         return BPETokenizer(backend, adds_special_tokens=self.adds_special_tokens)
 
     def added_tokens(self) -> set[str]:
-        """The texts of the tokens that are found in a text before it is split into words."""
+        """Return the texts of the tokens that are found in a text before it is split into words."""
         return {token.content for token in self._backend.get_added_tokens_decoder().values()}
 
     def padded_to(self, vocab_size: int) -> "BPETokenizer":
-        """This tokenizer, with empty tokens added until it has a token for each embedding row."""
+        """Return this tokenizer, with empty tokens added until it has a token for each embedding
+        row."""
         return BPETokenizer(
             self._backend, adds_special_tokens=self.adds_special_tokens, vocab_size=vocab_size
         )
 
     def to_hf(self) -> tokenizers.Tokenizer:
-        """The tokenizer in the tokenizers library."""
+        """Return the tokenizer in the tokenizers library."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
     def with_special_token(self) -> "BPETokenizer":
-        """This tokenizer, with byte 255 as a special token if there is none and no text has it.
+        """Return this tokenizer, with byte 255 as a special token if there is none and no text has
+        it.
 
         Byte-pairs that earlier versions trained have no special token, which programs that read an
         export need, and one more token would have no embedding.
@@ -329,7 +331,7 @@ class BPETokenizer:
         return None
 
     def token_of(self, text: str) -> int | None:
-        """The token with this text, special ones too, if the vocabulary has it."""
+        """Return the token with this text, special ones too, if the vocabulary has it."""
         return self._backend.token_to_id(text)
 
     def save_hf(self, directory: Path) -> None:
@@ -363,14 +365,15 @@ class BPETokenizer:
 
     @typed
     def encode_part(self, text: str) -> Tokens:
-        """A part of a text to byte-pairs: as `encode`, without the tokens that begin or end it."""
+        """Return a part of a text to byte-pairs: as `encode`, without the tokens that begin or end
+        it."""
         if len(text) >= LONG_TEXT and self._fast is not None:
             with contextlib.suppress(ValueError):  # a surrogate, or too long a run of spaces
                 return self._fast.encode_to_numpy(text, allowed_special="all").astype(np.int32)
         return np.array(_encode(self._backend, text), np.int32)
 
     def takes_spaces_before(self, text: str) -> bool:
-        """Whether a text begins with an added token that takes the spaces before it."""
+        """Return whether a text begins with an added token that takes the spaces before it."""
         if not text or not self._lstrip_tokens:
             return False
         tokens = _encode(self._backend, " " + text)
@@ -391,7 +394,7 @@ class BPETokenizer:
 
     @typed
     def encode_template(self, pieces: Sequence[int | str]) -> Tokens:
-        """The tokens of a chat template that is filled in.
+        """Return the tokens of a chat template that is filled in.
 
         `pieces` are special tokens, by their numbers, and the texts between them. They are encoded
         as one text, in which a special token may take the spaces beside it. A text never becomes a
@@ -486,7 +489,7 @@ class BPETokenizer:
         )
 
     def _is_made_by_merges(self, numbers: dict[str, int], merged: list[str]) -> bool:
-        """Whether each token is a byte or made by one merge, and merges are in order.
+        """Return whether each token is a byte or made by one merge, and merges are in order.
 
         tiktoken has no list of merges: it merges the pair whose token has the lowest number.
         """
@@ -571,21 +574,21 @@ Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The narrowest of the types that hold the tokens in memory."""
+    """Return the narrowest of the types that hold the tokens in memory."""
     if tokenizer.vocab_size <= 1 << 8:
         return np.dtype(np.uint8)
     return file_dtype(tokenizer)
 
 
 def file_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The type of the tokens in a file."""
+    """Return the type of the tokens in a file."""
     if tokenizer.vocab_size <= 1 << 16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
 
 
 def hf_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `tokenizer_config.json` of a tokenizer that was made here.
+    """Return the `tokenizer_config.json` of a tokenizer that was made here.
 
     Its special token is named as each one that programs ask for, as GPT-2 does. No other is named:
     transformers would add it past the model's embedding.
@@ -604,7 +607,8 @@ def hf_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
 def encode_each(
     tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype, encoded: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """The length and the tokens, as bytes, of each part of a text; threads encode a few ahead.
+    """Yield the length and the tokens, as bytes, of each part of a text; threads encode a few
+    ahead.
 
     The tokens are those of the whole text, also those that the tokenizer puts before and after it.
     The parts must end where the tokenizer splits a text; the first `encoded` characters are left
@@ -649,7 +653,7 @@ class _Part:
 
 
 def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
-    """The parts of a text after its first `encoded` characters."""
+    """Yield the parts of a text after its first `encoded` characters."""
     context = ""
     offset = 0
     following = iter(texts)
@@ -673,7 +677,7 @@ def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
 
 
 def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
-    """A function from a part of a text to its tokens."""
+    """Return a function from a part of a text to its tokens."""
     # unwrapped: to check shapes, jaxtyping would import JAX, which takes a second
     if isinstance(tokenizer, CharTokenizer):
         encode_at = inspect.unwrap(CharTokenizer._encode_at)
@@ -701,7 +705,7 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
 
 
 def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that the tokenizer puts after a text."""
+    """Return the tokens that the tokenizer puts after a text."""
     if not isinstance(tokenizer, BPETokenizer) or not tokenizer.adds_special_tokens:
         return ()
     sample = " "
@@ -711,13 +715,14 @@ def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file. Raises ValueError that names the file if there is none."""
+    """Return the tokenizer in a file. Raises ValueError that names the file if there is none."""
     with prefix_errors(path):
         return tokenizer_from_json(read_file(path))
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` or Hugging Face wrote. Raises ValueError for other text."""
+    """Return the tokenizer that `to_json` or Hugging Face wrote. Raises ValueError for other
+    text."""
     try:
         values = json.loads(text)
         if "added_tokens" in values:
@@ -742,7 +747,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
 
 
 def text_of_token(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token that follows another, with the space that begins a word.
+    """Return the text of a token that follows another, with the space that begins a word.
 
     Decoders may strip that of the first token, as those of Llama 2 do.
     """
@@ -751,14 +756,16 @@ def text_of_token(tokenizer: Tokenizer, token: int) -> str:
 
 
 def is_same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether tokenizers have the same tokens, whether or not they add special ones to a text."""
+    """Return whether tokenizers have the same tokens, whether or not they add special ones to a
+    text."""
     if isinstance(one, BPETokenizer) and isinstance(other, BPETokenizer):
         return one._backend.to_str() == other._backend.to_str()
     return one.to_json() == other.to_json()
 
 
 def _tokens_before_text(processor: Any) -> list[int]:
-    """The special tokens that a post-processor of the tokenizers library puts before a text."""
+    """Return the special tokens that a post-processor of the tokenizers library puts before a
+    text."""
     match processor:
         case {"type": "Sequence", "processors": list(processors)}:
             tokens = []
@@ -801,7 +808,7 @@ def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
 
 
 def _max_expansion(part: Any) -> int:
-    """An upper bound of how many times longer a part of a tokenizer may make a text."""
+    """Return an upper bound of how many times longer a part of a tokenizer may make a text."""
     if isinstance(part, list):
         return math.prod(map(_max_expansion, part))
     if not isinstance(part, dict):
@@ -823,7 +830,7 @@ def _max_expansion(part: Any) -> int:
 
 
 def _regular_expressions(part: Any) -> Iterator[str]:
-    """The regular expressions in a part of a tokenizer."""
+    """Yield the regular expressions in a part of a tokenizer."""
     if isinstance(part, list):
         for item in part:
             yield from _regular_expressions(item)
@@ -881,7 +888,7 @@ def _stderr_ignored() -> Iterator[None]:
 
 
 def _splits_as_gpt2(values: dict[str, Any]) -> bool:
-    """Whether a tokenizer, as JSON, finds words as GPT-2's does, and adds nothing to them.
+    """Return whether a tokenizer, as JSON, finds words as GPT-2's does, and adds nothing to them.
 
     At most one special token may be beside them, which is found wherever it stands.
     """
@@ -918,7 +925,7 @@ def _byte_level_json() -> dict[str, Any]:
 
 
 def bytes_of_letters() -> dict[str, int]:
-    """The byte that each letter of the byte-level alphabet stands for."""
+    """Return the byte that each letter of the byte-level alphabet stands for."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     # Printable bytes are the letters of the same number. For the others, GPT-2 takes letters from
     # 256 on, in order, so that its vocabulary has no white space and no control characters.
@@ -928,7 +935,7 @@ def bytes_of_letters() -> dict[str, int]:
 
 
 def _with_unused_byte_named(backend: Any, name: str) -> Any:
-    """A byte-level tokenizer whose token of byte 255 is a special token of this name.
+    """Return a byte-level tokenizer whose token of byte 255 is a special token of this name.
 
     UTF-8 has no byte 255, so each text keeps its tokens, except one that contains the name.
     """

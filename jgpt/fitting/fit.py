@@ -96,7 +96,7 @@ class OpenRun:
     """Whether an evaluation of the state was interrupted, and is the first to be done."""
 
     def take_state(self) -> TrainState:
-        """The state, once: the memory of its arrays is reused in each call of steps."""
+        """Return the state, once: the memory of its arrays is reused in each call of steps."""
         state = self.state
         assert state is not None
         self.state = None
@@ -159,7 +159,7 @@ def plan(
     progress: Progress | None = None,
     platform: Platform | None = None,
 ) -> Plan:
-    """The plan of `fit`, which raises what `fit` would. Nothing is written.
+    """Return the plan of `fit`, which raises what `fit` would. Nothing is written.
 
     On a CPU its `process_memory` counts what this process has taken so far as what training takes
     beside its steps.
@@ -280,7 +280,7 @@ def _train(
 
 
 def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float) -> Run:
-    """The best model, a sample of it and a picture of the losses."""
+    """Return the best model, a sample of it and a picture of the losses."""
     # what compiling took, and the state, would be in memory beside the model that samples
     release_memory()
     recorded = run.prepared.config.recorded
@@ -312,7 +312,7 @@ def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float
 
 
 def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
-    """The state of the last checkpoint of a run to resume, or that of step 0."""
+    """Return the state of the last checkpoint of a run to resume, or that of step 0."""
     config = prepared.config.trained
     if prepared.target.mode != "resume" or not run.checkpoint_steps():
         return init_state(config)
@@ -356,7 +356,8 @@ def _check_custom_code(
 def _sample_or_warn(
     model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, progress: Progress
 ) -> str:
-    """The sample; a custom model that trains but can't be sampled costs a warning, not the run."""
+    """Return the sample; a custom model that trains but can't be sampled costs a warning, not the
+    run."""
     try:
         return _sample(model, tokenizer, config.sample_tokens, config.seed)
     except Exception as error:

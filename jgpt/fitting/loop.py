@@ -82,7 +82,7 @@ class Training:
         self.last_save = time.monotonic()
 
     def _make_evaluator(self) -> Evaluator:
-        """The evaluator of the planned targets: spread over the split, or its first ones."""
+        """Return the evaluator of the planned targets: spread over the split, or its first ones."""
         held_out = self.dataset.validation
         spread_targets = None
         if self.evaluations.spread:
@@ -150,7 +150,7 @@ class Training:
             raise FloatingPointError(Message(message_of(error), f"; {advice}")) from None
 
     def _state_is_good(self) -> bool:
-        """Whether training can go on from the state: it may be finite and its loss not."""
+        """Return whether training can go on from the state: it may be finite and its loss not."""
         if not is_finite(self.config, self.state):
             return False
         return math.isfinite(self.evaluator.estimate(self.state.weights))
@@ -310,7 +310,7 @@ class Training:
 
 
 def _comparable_losses(lines: list[dict[str, Any]], evaluations: EvaluationPlan) -> list[float]:
-    """The validation losses so far that are over the targets of this start's evaluations."""
+    """Return the validation losses so far that are over the targets of this start's evaluations."""
     losses = []
     for line in lines:
         if "validation_loss" in line and line["step"] > evaluations.comparable_after:
@@ -319,7 +319,7 @@ def _comparable_losses(lines: list[dict[str, Any]], evaluations: EvaluationPlan)
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
-    """Whether so many evaluations have passed since the first one with the lowest loss."""
+    """Return whether so many evaluations have passed since the first one with the lowest loss."""
     if patience is None or not losses:
         return False
     best = losses.index(min(losses))

@@ -203,7 +203,8 @@ class MetricsLogger:
 
 
 def _peak_tokens_per_second(config: TrainConfig, devices: int) -> float | None:
-    """The tokens a second at the published peak of the devices; None where that isn't known."""
+    """Return the tokens a second at the published peak of the devices; None where that isn't
+    known."""
     peak = peak_flops()
     if peak is None:
         return None

@@ -119,7 +119,7 @@ def _require_custom_code(config: TrainConfig, saved: SavedRun | None) -> None:
 
 
 def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfig:
-    """The config that reads its text as the run first did.
+    """Return the config that reads its text as the run first did.
 
     Runs from before universal newlines kept every CR, so their text is another one without them.
     """
@@ -132,7 +132,8 @@ def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfi
 def _load_text(
     config: TrainConfig, target: Target, progress: Progress, should_stop: Callable[[], bool]
 ) -> Dataset:
-    """The text as tokens; to resume, those of the run's tokenizer. Raises StoppedBeforeTraining."""
+    """Return the text as tokens; to resume, those of the run's tokenizer. Raises
+    StoppedBeforeTraining."""
     tokenizer = None
     known = None
     if target.saved is not None:

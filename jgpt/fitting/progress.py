@@ -111,7 +111,7 @@ class NotebookProgress(LineProgress):
 
 
 def draw_losses(run: RunDirectory, format: str, warn: Callable[[str], None]) -> bytes | None:
-    """The picture of a run's losses, or None with a warning.
+    """Return the picture of a run's losses, or None with a warning.
 
     A `matplotlibrc` may ask for LaTeX or a backend that is not there, in errors of any kind; that
     must not cost the end of training.

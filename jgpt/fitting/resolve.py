@@ -39,7 +39,7 @@ class ResolvedConfig:
 def with_vocabulary_and_dtype(
     config: TrainConfig, vocab_size: int, platform: Platform
 ) -> TrainConfig:
-    """The config that a run records.
+    """Return the config that a run records.
 
     A run keeps the dtype that it began with, also where another would be faster: its losses would
     not go on as they were.
@@ -50,7 +50,8 @@ def with_vocabulary_and_dtype(
 
 
 def for_machine(recorded: TrainConfig, machine: Machine) -> TrainConfig:
-    """The config with its mesh and all that depends on the platform, but for the micro-batches.
+    """Return the config with its mesh and all that depends on the platform, but for the
+    micro-batches.
 
     Raises ValueError if the devices are too small; nothing is compiled for that.
     """
@@ -80,7 +81,8 @@ def resolve_micro_batches(
 
 
 def describe_replicated(config: TrainConfig) -> str | None:
-    """A warning of parameters that no mesh can shard, since their dimensions have no names."""
+    """Return a warning of parameters that no mesh can shard, since their dimensions have no
+    names."""
     unnamed = parameters_without_names(config.model, abstract_mesh(config.mesh))
     if not unnamed:
         return None

@@ -100,7 +100,7 @@ def require_same_run(
 
 
 def without_ignored_average(saved: TrainConfig, config: TrainConfig) -> TrainConfig:
-    """The config of a run whose checkpoints have no average of weights, as it was trained.
+    """Return the config of a run whose checkpoints have no average of weights, as it was trained.
 
     Earlier versions ignored `ema_decay` with a custom optimizer. Raises ValueError where it is to
     be resumed with an average.
@@ -123,7 +123,8 @@ def without_ignored_average(saved: TrainConfig, config: TrainConfig) -> TrainCon
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The names and values of a config's fields, those of its parts too; not the user's code."""
+    """Yield the names and values of a config's fields, those of its parts too; not the user's
+    code."""
     for name, value in values_without_code(config).items():
         if dataclasses.is_dataclass(value):
             yield from fields_of(value, f"{prefix}{name}.")
@@ -134,7 +135,7 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def describe_learning_rate(
     saved: TrainConfig, config: TrainConfig, checkpoints: list[int]
 ) -> str | None:
-    """The effect of other steps and lower rates on the learning rate; None if there is none.
+    """Return the effect of other steps and lower rates on the learning rate; None if there is none.
 
     `checkpoints` are steps; the last is resumed. If only the number of steps causes a jump, the
     text says how to avoid it.
@@ -204,7 +205,8 @@ def _way_without_a_jump(config: TrainConfig, span: int, steady: list[int]) -> st
 
 
 def describe_micro_batches(previous: int | None, config: TrainConfig) -> str | None:
-    """The effect of other micro-batches than those of the last start; None if they are the same."""
+    """Return the effect of other micro-batches than those of the last start; None if they are the
+    same."""
     if previous is None or previous == config.micro_batches:
         return None
     differences = "gradients differ in rounding"
@@ -223,7 +225,8 @@ def resume_evaluations(
     step: int,
     validation_tokens: int,
 ) -> tuple[EvaluationPlan, str | None]:
-    """The evaluations of a run that is resumed at a step, and a warning if their targets changed.
+    """Return the evaluations of a run that is resumed at a step, and a warning if their targets
+    changed.
 
     `lines` are its provenance. The targets stay the same unless `eval_tokens` is another, also
     where more steps would allow `auto` more of them.
@@ -263,7 +266,7 @@ def _describe_targets(targets: int, spread: bool, split_targets: int) -> str:
 
 
 def _lowered_rates(saved: TrainConfig, config: TrainConfig) -> Iterator[tuple[str, float, float]]:
-    """The name, old and new value of each learning rate that was lowered."""
+    """Yield the name, old and new value of each learning rate that was lowered."""
     for name in _MAY_BE_LOWERED:
         old = getattr(saved.optimizer, name)
         new = getattr(config.optimizer, name)

@@ -179,7 +179,7 @@ class _TensorBoard:
         """All is written already."""
 
     def _record(self, step: int, **content: Any) -> bytes:
-        """An event as TensorFlow's record: its length, a checksum, the event, a checksum."""
+        """Return an event as TensorFlow's record: its length, a checksum, the event, a checksum."""
         event = self._event.Event(step=step, wall_time=time.time(), **content)
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))

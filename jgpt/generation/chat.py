@@ -86,7 +86,8 @@ class Chat:
         return dropped, self._answer(turns, pieces)
 
     def _fit_context(self, turns: list[_Turn]) -> tuple[list[_Turn], list[int]]:
-        """The newest turns that leave room for an answer, and the tokens of the whole context."""
+        """Return the newest turns that leave room for an answer, and the tokens of the whole
+        context."""
         size = self._model.block_size
         # an answer may be long, but at most half of the context is kept free for it
         max_tokens = size - min(self._max_new_tokens, size // 2)
@@ -118,7 +119,7 @@ class Chat:
             self._turns = [*turns, self._pieces("assistant", remembered)]
 
     def _tokens(self, turns: list[_Turn]) -> list[int]:
-        """The tokens of turns, and of the words that open an answer.
+        """Return the tokens of turns, and of the words that open an answer.
 
         They are encoded as one text: a special token may take the spaces and newlines beside it.
         """
@@ -129,11 +130,11 @@ class Chat:
         return self._tokenizer.encode_template(pieces).tolist()
 
     def _turn(self, role: str, text: str) -> list[int]:
-        """The tokens of a turn that stands alone."""
+        """Return the tokens of a turn that stands alone."""
         return self._tokenizer.encode_template(self._pieces(role, text)).tolist()
 
     def _opening(self, role: str) -> list[int]:
-        """The tokens that open a turn, alone."""
+        """Return the tokens that open a turn, alone."""
         return self._tokenizer.encode_template([self._start, f"{role}\n"]).tolist()
 
     def _pieces(self, role: str, text: str) -> _Turn:
@@ -149,7 +150,7 @@ def _has_chat_tokens(tokenizer: BPETokenizer) -> bool:
 
 
 def _length_of_reasoning(answer: str) -> int:
-    """The length of the reasoning that an answer begins with, which the template forgets."""
+    """Return the length of the reasoning that an answer begins with, which the template forgets."""
     found = _REASONING.match(answer)
     if found is None:
         return 0

@@ -68,7 +68,7 @@ def stream(
     *,
     key: Key[Array, ""] | nnx.Rngs,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
-    """The tokens that `generate` appends, in pieces, as they are sampled.
+    """Return the tokens that `generate` appends, in pieces, as they are sampled.
 
     An invalid request raises here, and not when the first piece is read.
     """
@@ -104,7 +104,7 @@ def stream(
 
 @typed
 def _read_calls(calls: Iterator[Any]) -> Iterator[Int[np.ndarray, "batch tokens"]]:
-    """The tokens of calls of the decode loop, which are dispatched one ahead.
+    """Yield the tokens of calls of the decode loop, which are dispatched one ahead.
 
     JAX returns from a call before it is computed. While the host waits for the tokens of one call,
     and decodes them, the device computes the next: it is never idle.
@@ -121,7 +121,8 @@ def _read_calls(calls: Iterator[Any]) -> Iterator[Int[np.ndarray, "batch tokens"
 
 
 def _must_recompute(model: LanguageModel, tokens: int) -> bool:
-    """Whether some token of so many needs the whole context computed anew, without the cache.
+    """Return whether some token of so many needs the whole context computed anew, without the
+    cache.
 
     Learned positions shift with the context, so that nothing in a cache stays true. A full context
     is good for one more token before that. Rotary positions are relative: a cache of theirs rolls.
@@ -170,7 +171,8 @@ def _require_valid(
 def _left_padded(
     prompt: Int[np.ndarray, "batch time"], lengths: Int[np.ndarray, " batch"], block_size: int
 ) -> Int[np.ndarray, "batch {block_size}"]:
-    """The last tokens of right-padded prompts, left-padded: then all of them end together."""
+    """Return the last tokens of right-padded prompts, left-padded: then all of them end
+    together."""
     window = np.zeros((len(prompt), block_size), np.int32)
     for row, length in enumerate(lengths):
         tokens = prompt[row, :length][-block_size:]
@@ -180,7 +182,8 @@ def _left_padded(
 
 @typed
 def _cache_sizes(length: int, max_new_tokens: int, block_size: int) -> tuple[int, int]:
-    """The width of the prefill, and the capacity of the cache, of a prompt of `length` tokens.
+    """Return the width of the prefill, and the capacity of the cache, of a prompt of `length`
+    tokens.
 
     Both are powers of two, so that few programs serve prompts of all lengths.
     """
@@ -195,7 +198,7 @@ def _cache_sizes(length: int, max_new_tokens: int, block_size: int) -> tuple[int
 
 @typed
 def _next_power_of_two(count: int) -> int:
-    """The least power of two that is not below a count."""
+    """Return the least power of two that is not below a count."""
     return 1 << (count - 1).bit_length()
 
 
@@ -212,7 +215,7 @@ def _prefill(
     width: int,
     capacity: int,
 ) -> tuple[Int[Array, "batch time"], Int[Array, " batch"], KVCache]:
-    """The left-padded prompts, their lengths, and the KV cache of all but the last token.
+    """Return the left-padded prompts, their lengths, and the KV cache of all but the last token.
 
     The cache is of the last `width` tokens before that one.
     """

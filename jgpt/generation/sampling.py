@@ -106,7 +106,8 @@ def _keep_nucleus(
 def _draw_by_weight(
     weights: Float[Array, "batch vocab"], key: Key[Array, ""]
 ) -> Int[Array, " batch"]:
-    """A token for each row, by inverse transform: first a block of tokens, then a token in it.
+    """Return a token for each row, by inverse transform: first a block of tokens, then a token in
+    it.
 
     That takes two random numbers for a row, where the Gumbel trick of `jax.random.categorical`
     needs one for each token.
@@ -129,7 +130,7 @@ def _keep_largest(
     smallest: Float[Array, " batch"],
     count: Int[Array, " batch"],
 ) -> Float[Array, "batch vocab"]:
-    """The `count` largest logits of each row, down to `smallest`; the others become -inf.
+    """Return the `count` largest logits of each row, down to `smallest`; the others become -inf.
 
     A threshold alone would keep every tie, and bfloat16 makes many. Of ties the first are kept:
     counting them takes a tenth of the time of a sort that also moves indices.
@@ -145,7 +146,7 @@ def _keep_largest(
 def _inverse_transform(
     weights: Float[Array, "batch choices"], uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """A choice for each row, by weight, from a number in [0, 1); never one of weight 0."""
+    """Return a choice for each row, by weight, from a number in [0, 1); never one of weight 0."""
     # partial sums may round, so weight 0 is not seen in them: it gets a sum that is never reached
     total = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)
     # in (0, 1], and times the last sum: the largest number still reaches the last choice

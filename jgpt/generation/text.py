@@ -100,7 +100,8 @@ def stream_text(
 def _encode_prompt(
     tokenizer: Tokenizer, text: str
 ) -> tuple[Integer[np.ndarray, " tokens"], tuple[int, ...]]:
-    """The tokens that the model continues, and those of the text that the continuation follows."""
+    """Return the tokens that the model continues, and those of the text that the continuation
+    follows."""
     if text:
         tokens = tokenizer.encode(text)
         # tokens that begin a text are none of its characters
@@ -146,7 +147,7 @@ def _texts(
 
 @typed
 def default_prompt(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
-    """The prompt of a sample without one: the beginning of a text, where it has a token.
+    """Return the prompt of a sample without one: the beginning of a text, where it has a token.
 
     Else a newline, or the first token if there is none.
     """
@@ -212,7 +213,7 @@ class _Detokenizer:
         return text
 
     def _new_text(self, tokens: list[int], final: bool) -> str:
-        """The text of tokens and of those that waited, but for an incomplete character."""
+        """Return the text of tokens and of those that waited, but for an incomplete character."""
         self._pending.extend(tokens)
         if final:
             count = len(self._pending)

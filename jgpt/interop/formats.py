@@ -176,7 +176,8 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
 
 
 def describe_dropout(values: dict[str, Any], config: ModelConfig) -> str | None:
-    """The dropout rates of a `config.json` that differ from the model's one rate, in words."""
+    """Return the dropout rates of a `config.json` that differ from the model's one rate, in
+    words."""
     values = HF_FORMATS[values.get("model_type", "gpt2")].defaults | values
     rates = {name: values[name] for name in _DROPOUTS if name in values}
     if all(rate == config.dropout for rate in rates.values()):
@@ -189,7 +190,7 @@ def describe_dropout(values: dict[str, Any], config: ModelConfig) -> str | None:
 
 
 def _without_aliases(values: dict[str, Any], format: Format) -> dict[str, Any]:
-    """The values under one name each."""
+    """Return the values under one name each."""
     values = dict(values)
     for alias, name in format.aliases:
         if alias not in values:
@@ -204,7 +205,7 @@ def _without_aliases(values: dict[str, Any], format: Format) -> dict[str, Any]:
 
 
 def _without_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with the base of plain rotary positions as `rope_theta`.
+    """Return the values with the base of plain rotary positions as `rope_theta`.
 
     transformers writes the base into `rope_parameters` since version 5. It prefers `rope_scaling`,
     which older versions wrote, and the base inside of either to that beside it.
@@ -225,7 +226,7 @@ def _without_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain_rope(rope: Any) -> bool:
-    """Whether parameters of rotary positions say what jgpt computes."""
+    """Return whether parameters of rotary positions say what jgpt computes."""
     if not isinstance(rope, dict):
         return False
     allowed = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
@@ -256,7 +257,8 @@ def _read_activation(name: str, value: Any) -> Activation:
 
 
 def _lowest(rates: list[Any]) -> Any:
-    """The rate that no place exceeds: an import trains with no more dropout than its source."""
+    """Return the rate that no place exceeds: an import trains with no more dropout than its
+    source."""
     for rate in rates:
         if not isinstance(rate, int | float):
             return rate  # the config says what is wrong with it
@@ -270,7 +272,8 @@ def hf_config(
     zero_biases: bool = False,
     source: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A model's `config.json` for transformers, of the `model_type` that `save_hf` describes.
+    """Return a model's `config.json` for transformers, of the `model_type` that `save_hf`
+    describes.
 
     `source` is the `config.json` that the model came with: what it says of this model stays in its
     own words, and so do fields that don't change what is computed.
@@ -305,7 +308,7 @@ def hf_config(
 
 
 def _exportable_presets() -> list[str]:
-    """The presets that GPT-2's format expresses, with biases of zeros."""
+    """Return the presets that GPT-2's format expresses, with biases of zeros."""
     exportable = []
     for name, (_, preset) in PRESETS.items():
         if _unsupported(preset.model, GPT2, zero_biases=True) is None:
@@ -314,7 +317,8 @@ def _exportable_presets() -> list[str]:
 
 
 def _explicit_values(config: ModelConfig) -> dict[str, Any]:
-    """The config's values, with those that None stands for, and with another project's words."""
+    """Return the config's values, with those that None stands for, and with another project's
+    words."""
     # from the last to the first, so that of several names the first is written
     activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     return dataclasses.asdict(config) | {
@@ -326,7 +330,7 @@ def _explicit_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _natural_type(config: ModelConfig) -> str:
-    """The `model_type` whose format expresses most of a model."""
+    """Return the `model_type` whose format expresses most of a model."""
     if config.positions != "rotary":
         return "gpt2"
     return "qwen3" if config.qk_norm else "llama"
@@ -335,7 +339,7 @@ def _natural_type(config: ModelConfig) -> str:
 def _in_words_of(
     source: dict[str, Any], written: dict[str, Any], config: ModelConfig, format: Format
 ) -> dict[str, Any]:
-    """A written config, with the fields of the model's own source that still hold."""
+    """Return a written config, with the fields of the model's own source that still hold."""
     source_config = read_config(source, format)
     kept = {name: value for name, value in source.items() if name not in WRITTEN_ANEW}
     for theirs, ours in format.fields:
@@ -349,7 +353,7 @@ def _in_words_of(
 
 
 def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Message | None:
-    """The first field that a format can't express, in words."""
+    """Return the first field that a format can't express, in words."""
     # what the format's models are where it has no field
     only_model = ModelConfig(**format.implied)
     expressed = {ours for _, ours in format.fields}

@@ -31,7 +31,8 @@ WEIGHTS = [HF_WEIGHTS, "model-*-of-*.safetensors"]
 
 
 def find_model(source: str) -> Path:
-    """The folder of a model: the source itself, or fetched for `hub:OWNER/NAME` or a short name.
+    """Return the folder of a model: the source itself, or fetched for `hub:OWNER/NAME` or a short
+    name.
 
     Raises ValueError for any other source, and what `fetch` raises.
     """
@@ -48,7 +49,7 @@ def find_model(source: str) -> Path:
 
 
 def fetch(repository: str) -> Path:
-    """The folder of a repository in the hub's cache, fetched if it isn't there.
+    """Return the folder of a repository in the hub's cache, fetched if it isn't there.
 
     Raises ValueError for a repository that needs code or has no safetensors, and OSError if it
     can't be reached.

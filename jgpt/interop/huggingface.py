@@ -146,7 +146,7 @@ def _config_to_write(
     model_type: str | None,
     zero_biases: bool,
 ) -> dict[str, Any]:
-    """The model's `config.json`, with what its source says of special tokens."""
+    """Return the model's `config.json`, with what its source says of special tokens."""
     source = parse_text_file(files, HF_CONFIG)
     if source:
         config = hf_config(model.config, model_type, zero_biases=zero_biases, source=source)
@@ -160,7 +160,7 @@ def _config_to_write(
 
 
 def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> dict[str, Entry]:
-    """The tensors of one file, or of all shards of an index."""
+    """Return the tensors of one file, or of all shards of an index."""
     if (directory / HF_WEIGHTS).is_file() or not (directory / HF_INDEX).is_file():
         return _open_file(directory / HF_WEIGHTS, layers, stack)
     with prefix_errors(directory / HF_INDEX):

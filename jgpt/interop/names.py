@@ -43,7 +43,7 @@ class _Stored(NamedTuple):
 
 
 def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry]) -> GPT:
-    """A model with the tensors of another project, read one by one.
+    """Return a model with the tensors of another project, read one by one.
 
     Raises ValueError for a missing or unexpected tensor, or another shape, before any is read.
     """
@@ -76,7 +76,7 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
 
 
 def _blocks_of(names: Iterable[str]) -> set[str]:
-    """The blocks that tensors belong to, as their names begin."""
+    """Return the blocks that tensors belong to, as their names begin."""
     blocks = set()
     for name in names:
         found = _BLOCK.match(name)
@@ -86,7 +86,7 @@ def _blocks_of(names: Iterable[str]) -> set[str]:
 
 
 def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
-    """The parameters that one tensor of a file holds, by their names here."""
+    """Return the parameters that one tensor of a file holds, by their names here."""
     try:
         tensor = jnp.asarray(entry.read())
     except MemoryError:
@@ -100,7 +100,8 @@ def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
 
 @typed
 def write_tensors(model: GPT, format: Format) -> Tensors:
-    """The inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2 has."""
+    """Return the inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2
+    has."""
     config = model.config
     parameters = named_parameters(model)
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
@@ -137,7 +138,7 @@ def _add_zero_biases(tensors: dict[str, Any], dtype: Any) -> None:
 
 
 def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenizer]:
-    """A model and its tokenizer with equally many tokens, where the model's are padded.
+    """Return a model and its tokenizer with equally many tokens, where the model's are padded.
 
     Byte-pairs get tokens without a text, so that the model computes and exports what came in. For
     characters and bytes the model loses the padding.
@@ -160,7 +161,7 @@ def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenize
 
 
 def _crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
-    """A model of the first tokens of another."""
+    """Return a model of the first tokens of another."""
     parameters = {}
     for name, parameter in named_parameters(model).items():
         value = parameter.get_value()
@@ -201,7 +202,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
-    """The tensors of another project for the parameters that a model has."""
+    """Return the tensors of another project for the parameters that a model has."""
     parameters = named_parameters(abstract_model(config))
     layout = {}
     for tensor, names in _names_by_tensor(config, format, set(parameters)).items():
@@ -220,7 +221,7 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
 def _names_by_tensor(
     config: ModelConfig, format: Format, parameters: set[str]
 ) -> dict[str, list[str]]:
-    """The names of our parameters in each tensor of another project.
+    """Return the names of our parameters in each tensor of another project.
 
     GPT-2 has one tensor for queries, keys and values, so that several names of ours share one.
     """
@@ -242,7 +243,7 @@ def _names_by_tensor(
 
 
 def _model(config: ModelConfig, parameters: dict[str, Any]) -> GPT:
-    """The model with these parameters by name, in its dtypes."""
+    """Return the model with these parameters by name, in its dtypes."""
     model = abstract_model(config)
     assert isinstance(model, GPT)
     for name, parameter in named_parameters(model).items():

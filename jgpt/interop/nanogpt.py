@@ -47,7 +47,7 @@ def load_nanogpt(file: str | Path) -> GPT:
 
 
 def _entries(tensors: dict[str, Any]) -> dict[str, Entry]:
-    """The tensors of a checkpoint by their plain names."""
+    """Return the tensors of a checkpoint by their plain names."""
     named = {}
     for name, tensor in tensors.items():
         short = name.removeprefix("_orig_mod.")  # from torch.compile
@@ -89,7 +89,7 @@ def _require_no_bytearray(file: IO[bytes]) -> None:
 
 
 def _strings_of_pickles(file: IO[bytes]) -> Iterator[str]:
-    """The strings in the pickles that a file begins with, and the names of what they call."""
+    """Yield the strings in the pickles that a file begins with, and the names of what they call."""
     for _ in range(_MOST_PICKLES):
         try:
             for _, argument, _ in pickletools.genops(file):

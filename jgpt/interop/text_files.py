@@ -44,7 +44,7 @@ TextFiles = dict[str, bytes]
 
 
 def read_text_files(model_folder: Path, tokenizer_folder: Path) -> TextFiles:
-    """The files of a model about its text, and those of its tokenizer, as they are.
+    """Return the files of a model about its text, and those of its tokenizer, as they are.
 
     Raises ValueError that names a file which is not JSON where it should be, or too large.
     """
@@ -68,14 +68,15 @@ def read_text_files(model_folder: Path, tokenizer_folder: Path) -> TextFiles:
 
 
 def parse_text_file(files: TextFiles, name: str) -> dict[str, Any]:
-    """The object in one of the JSON files, or an empty one if the folder has no such file."""
+    """Return the object in one of the JSON files, or an empty one if the folder has no such
+    file."""
     if name not in files:
         return {}
     return json.loads(files[name].decode("utf-8-sig"))  # some editors write a byte-order mark
 
 
 def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder, with the tokens that other files than `tokenizer.json` add.
+    """Return the tokenizer of a folder, with the tokens that other files than `tokenizer.json` add.
 
     transformers adds them when it reads the folder. Those past the model's `vocab_size` are left
     out: the model has no embedding for them.
@@ -93,7 +94,8 @@ def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.AddedToken]:
-    """The tokens that files beside `tokenizer.json` add to the ones that it has, the known ones.
+    """Yield the tokens that files beside `tokenizer.json` add to the ones that it has, the known
+    ones.
 
     As in transformers, `added_tokens_decoder` says again how a known token takes the spaces around
     it. The other files only name tokens, and change nothing about those that are known.
@@ -117,7 +119,7 @@ def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.Adde
 
 
 def _named_in_older_files(files: TextFiles, config: dict[str, Any]) -> dict[str, Any]:
-    """The named tokens of `tokenizer_config.json` and `special_tokens_map.json`.
+    """Return the named tokens of `tokenizer_config.json` and `special_tokens_map.json`.
 
     The latter counts for a token of one name, the former for lists of more.
     """
@@ -131,7 +133,7 @@ def _named_in_older_files(files: TextFiles, config: dict[str, Any]) -> dict[str,
 def _numbered_in_older_file(
     files: TextFiles, named: Container[str], known: set[str]
 ) -> dict[int, tokenizers.AddedToken]:
-    """The tokens of `added_tokens.json` that aren't known, by their numbers."""
+    """Return the tokens of `added_tokens.json` that aren't known, by their numbers."""
     numbered = {}
     for content, number in parse_text_file(files, ADDED_TOKENS).items():
         if content in known:
@@ -145,7 +147,7 @@ def _numbered_in_older_file(
 
 
 def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
-    """The special tokens that a file names, by their text."""
+    """Return the special tokens that a file names, by their text."""
     tokens = {}
     for name in NAMED_TOKENS:
         if values.get(name):
@@ -162,7 +164,7 @@ def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
 
 
 def _added_token(value: Any) -> tokenizers.AddedToken:
-    """A special token from its text, or a token from its fields."""
+    """Return a special token from its text, or a token from its fields."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, normalized=False, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -202,7 +204,8 @@ def delete_text_files(directory: Path) -> None:
 
 
 def without_tokens_past(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """A config without the special tokens that a model of this vocabulary has no embedding for.
+    """Return a config without the special tokens that a model of this vocabulary has no embedding
+    for.
 
     Runs that were imported by an earlier version lack the padding of a vocabulary, and a config may
     name a token in it.

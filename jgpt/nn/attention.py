@@ -35,7 +35,8 @@ def attention_weights(
     *,
     scale: float | None = None,
 ) -> Float[Array, "*batch query key"]:
-    """The weights of scaled dot-product attention: the softmax over keys of each query's scores.
+    """Return the weights of scaled dot-product attention: the softmax over keys of each query's
+    scores.
 
     Scores are scaled by `head_dim ** -0.5`, or by `scale`; the softmax is computed in at least
     float32 (Vaswani et al. 2017, section 3.2.1). A fully masked row gets uniform weights.
@@ -124,7 +125,7 @@ def split_heads(
 def merge_heads(
     x: Float[Array, "batch heads time value_dim"],
 ) -> Float[Array, "batch time heads*value_dim"]:
-    """The inverse of `split_heads`: heads concatenated."""
+    """Return the inverse of `split_heads`: heads concatenated."""
     batch, heads, time, value_dim = x.shape
     time_first = x.transpose(0, 2, 1, 3)  # batch time heads value_dim
     return time_first.reshape(batch, time, heads * value_dim)

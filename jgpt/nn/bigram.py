@@ -55,10 +55,10 @@ class BigramLM(Module):
     def logits(
         self, x: Float[Array, "batch time {self.table.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The identity: the rows are logits already."""
+        """Return the identity: the rows are logits already."""
         return shard_by_name(x, "batch", "time", "vocab_size")
 
     @typed
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
-        """A KV cache without layers."""
+        """Return a KV cache without layers."""
         return KVCache((), batch=batch)

@@ -44,7 +44,7 @@ class LayerCache(Module):
     def positions(
         self, new: Shaped[Array, "{self.batch} time *features"]
     ) -> Int[Array, "{self.batch} time"]:
-        """The positions of the next tokens in their sequences; negative for left padding."""
+        """Return the positions of the next tokens in their sequences; negative for left padding."""
         first = self.length[...][:, None]  # batch 1
         return first + jnp.arange(new.shape[1])
 

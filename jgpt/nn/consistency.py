@@ -87,7 +87,7 @@ def _reason(error: Exception) -> str:
 
 
 def changed_parts(model: GPT) -> list[str]:
-    """The parts of a GPT that are not those of its config, such as `blocks.0.feed_forward`.
+    """Return the parts of a GPT that are not those of its config, such as `blocks.0.feed_forward`.
 
     A subclass that only makes its parts in another way is no change; one that overrides a method
     is, and so is a part with other sizes or settings.
@@ -152,7 +152,7 @@ def _overridden(kind: type, expected: type) -> str | None:
 
 
 def _settings(module: nnx.Module) -> dict[str, Any]:
-    """The plain values of a module, without what `train()` and `eval()` switch."""
+    """Return the plain values of a module, without what `train()` and `eval()` switch."""
     settings = {}
     for name, value in vars(module).items():
         if isinstance(value, (str, int, float, bool, type(None))):
@@ -163,7 +163,7 @@ def _settings(module: nnx.Module) -> dict[str, Any]:
 
 @typed
 def _noisy(weights: Weights) -> Weights:
-    """The weights with noise, which is the same wherever it is computed.
+    """Return the weights with noise, which is the same wherever it is computed.
 
     Its values are spread evenly from -NOISE to NOISE (Knuth, The Art of Computer Programming 3,
     section 6.4: Fibonacci hashing). They aren't drawn by `jax.random`: a program that draws takes

@@ -21,7 +21,7 @@ class Part:
 
 
 def parts_of(config: ModelConfig) -> tuple[Part, ...]:
-    """A model's parts and their parameter counts, in the order of the forward pass."""
+    """Return a model's parts and their parameter counts, in the order of the forward pass."""
     leaves: dict[str, list[nnx.Variable]] = {}
     for path, leaf in named_parameters(abstract_model(config)).items():
         leaves.setdefault(_part_name(path), []).append(leaf)
@@ -34,7 +34,7 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
 
 
 def _part_name(path: str) -> str:
-    """The part of a parameter: blocks.3.attention.query.kernel is of blocks.attention."""
+    """Return the part of a parameter: blocks.3.attention.query.kernel is of blocks.attention."""
     names = path.split(".")
     if names[0] == "blocks" and len(names) > 2:
         return f"{names[0]}.{names[2]}"

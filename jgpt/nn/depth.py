@@ -25,7 +25,7 @@ def run_blocks(
     cache: KVCache | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> PyTree[Float[Array, "batch time {config.embed_dim}"]]:
-    """The residual stream: the input of each block, then the output of the last.
+    """Return the residual stream: the input of each block, then the output of the last.
 
     A `shortcut` adds the embeddings to each input, times a learned scalar. Raises ValueError for a
     cache with another number of layers.

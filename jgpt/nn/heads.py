@@ -48,7 +48,8 @@ class _Attention(Module):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
-        """The causal mask of self-attention; None where each query may attend to every key."""
+        """Return the causal mask of self-attention; None where each query may attend to every
+        key."""
         # without a causal order the window would be ignored in silence
         if self.window is not None and not self.causal:
             raise ValueError(
@@ -128,7 +129,7 @@ class Head(_Attention):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch time {self.source_length(x,context)}"]:
-        """The attention weights of `x` over itself, or over `context`."""
+        """Return the attention weights of `x` over itself, or over `context`."""
         source = x if context is None else context
         query = self._normalise_and_rotate(self.query(x), self.query_norm)
         key = self._normalise_and_rotate(self.key(source), self.key_norm)
@@ -268,7 +269,7 @@ class MultiHeadAttention(_Attention):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch {self.num_heads} time {self.source_length(x,context)}"]:
-        """The attention weights of each head."""
+        """Return the attention weights of each head."""
         source = x if context is None else context
         query, key, _ = self._project(x, source)
         key = kernels.repeat_heads(key, self.num_heads)  # batch num_heads key head_dim
@@ -276,7 +277,7 @@ class MultiHeadAttention(_Attention):
 
     @typed
     def head(self, index: int) -> Head:
-        """A copy of head `index` as a `Head`. Raises ValueError if there is none."""
+        """Return a copy of head `index` as a `Head`. Raises ValueError if there is none."""
         if not 0 <= index < self.num_heads:
             raise ValueError(f"there is no head {index}: the heads are 0 to {self.num_heads - 1}")
         head = Head(

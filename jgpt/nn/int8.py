@@ -71,7 +71,7 @@ def quantise(
 
 @typed
 def with_int8_weights(model: LanguageModel) -> GPT:
-    """A copy of a GPT for decoding, with its linear layers and head in int8.
+    """Return a copy of a GPT for decoding, with its linear layers and head in int8.
 
     Embeddings and norms stay as they are. Raises ValueError for another model, and
     FloatingPointError for weights that are not finite, of which int8 has no sign.

@@ -19,7 +19,7 @@ MAX_QUERY_BLOCKS = 8
 
 
 def uses_fused_kernel(kernel: AttentionKernel) -> bool:
-    """Whether to use `fused_attend`; not for an `auto` that no platform has decided."""
+    """Return whether to use `fused_attend`; not for an `auto` that no platform has decided."""
     match kernel:
         case "cudnn":
             return True

@@ -71,7 +71,7 @@ class Linear(Module):
 
 @typed
 def columns(layer: Linear, start: int, stop: int) -> Linear:
-    """A copy with the output features from `start` to `stop`."""
+    """Return a copy with the output features from `start` to `stop`."""
     part = nnx.clone(layer)
     part.out_features = stop - start
     part.kernel = nnx.Param(layer.kernel[:, start:stop])
@@ -112,7 +112,7 @@ class Embedding(Module):
 def look_up(
     table: Float[Array, "in_features embed_dim"], index: Int[Array, "*rows"]
 ) -> Float[Array, "*rows embed_dim"]:
-    """The rows of an embedding table, in at least float32."""
+    """Return the rows of an embedding table, in at least float32."""
     # Widened before the look-up, not after it: the backward pass then sums the gradients of a row
     # in float32. In bfloat16 a token that occurs a thousand times counts 256 times.
     return jnp.take(at_least_float32(table), index, axis=0)
@@ -203,7 +203,7 @@ def apply_dropout(
 
 
 def make_norm(config: ModelConfig) -> RMSNorm:
-    """The norm that a config describes."""
+    """Return the norm that a config describes."""
     # learned scales are optional: `modern-cpu` has none
     options: dict[str, Any] = {
         "epsilon": config.norm_epsilon,
@@ -220,7 +220,7 @@ def make_norm(config: ModelConfig) -> RMSNorm:
 
 
 def linear_options(config: ModelConfig) -> dict[str, Any]:
-    """The options of `Linear` that a config decides for all layers."""
+    """Return the options of `Linear` that a config decides for all layers."""
     # only what is still `auto` changes: fit and load have decided it for the platform
     config = portable(config)
     return {
@@ -232,7 +232,7 @@ def linear_options(config: ModelConfig) -> dict[str, Any]:
 
 
 def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
-    """The language-model head of a config without tied embeddings."""
+    """Return the language-model head of a config without tied embeddings."""
     options: dict[str, Any] = linear_options(config)
     options["use_bias"] = config.head_bias
     options["init_std"] = INIT_STD
@@ -249,7 +249,7 @@ def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
 
 
 def residual_std(config: ModelConfig) -> float:
-    """The initial std of residual projections (Radford et al. 2019, section 2.3)."""
+    """Return the initial std of residual projections (Radford et al. 2019, section 2.3)."""
     if config.zero_init:  # each block begins as the identity
         return 0.0
     # each block adds two branches to the stream, whose variance would grow with the depth

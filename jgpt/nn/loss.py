@@ -61,7 +61,7 @@ def _target_logits(
 def cross_entropy(
     logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
 ) -> Float[Array, ""]:
-    """The mean negative log likelihood of the targets in nats, in at least float32.
+    """Return the mean negative log likelihood of the targets in nats, in at least float32.
 
     Raises ValueError without targets, and for one outside the vocabulary; under `jit`, where values
     aren't known, the loss is then NaN.
@@ -72,7 +72,8 @@ def cross_entropy(
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """The rows of logits that a loss materialises at once, over all devices of the mesh set."""
+    """Return the rows of logits that a loss materialises at once, over all devices of the mesh
+    set."""
     shards = shards_of("batch", current_mesh())  # each device has rows of its own
     rows = max(1, LOGITS_BYTES // (4 * vocab_size))  # float32 has 4 bytes
     return rows * shards
@@ -169,7 +170,8 @@ def _chunked(
     Int[Array, "chunks batch chunk"],
     Bool[Array, "chunks batch chunk"],
 ]:
-    """A batch cut along time into chunks of at most `max_rows` rows, and which of them are real.
+    """Return a batch cut along time into chunks of at most `max_rows` rows, and which of them are
+    real.
 
     Along time, so that a batch sharded over devices stays sharded.
     """
@@ -189,7 +191,7 @@ def _chunked(
 
 
 def bits_per_character(loss: float, characters_per_token: float) -> float:
-    """A loss in nats per token as bits per character of the text.
+    """Return a loss in nats per token as bits per character of the text.
 
     Unlike a loss per token it can be compared between tokenizers.
     """

@@ -76,7 +76,7 @@ class CachedLanguageModel(LanguageModel, Protocol):
         ...
 
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty KV cache for `batch` sequences of up to `capacity` positions."""
+        """Return an empty KV cache for `batch` sequences of up to `capacity` positions."""
         ...
 
 
@@ -91,7 +91,7 @@ class GatheredHead(Protocol):
 
 @typed
 def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
-    """The model that a config describes.
+    """Return the model that a config describes.
 
     Raises ValueError if a custom model lacks a part of `LanguageModel`.
     """
@@ -110,7 +110,7 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
 
 
 def is_built_in(model: LanguageModel) -> bool:
-    """Whether a config alone describes a model's class, without code of the user's."""
+    """Return whether a config alone describes a model's class, without code of the user's."""
     return type(model) in (GPT, BigramLM)
 
 
@@ -151,12 +151,12 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
 
 
 def weights_of(model: Any) -> dict[str, Any]:
-    """A model's parameters as a plain tree, abstract ones too."""
+    """Return a model's parameters as a plain tree, abstract ones too."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def named_parameters(model: Any) -> dict[str, nnx.Variable]:
-    """A model's parameters by path, such as blocks.0.attention.query.kernel."""
+    """Return a model's parameters by path, such as blocks.0.attention.query.kernel."""
     named = {}
     for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name = ".".join(str(key) for key in path)
@@ -165,14 +165,14 @@ def named_parameters(model: Any) -> dict[str, nnx.Variable]:
 
 
 def weight_dimensions(config: ModelConfig) -> dict[str, Dimensions]:
-    """The dimension names of a model's parameters by path."""
+    """Return the dimension names of a model's parameters by path."""
     parameters = named_parameters(abstract_model(config))
     return {path: dimensions_of(parameter) for path, parameter in parameters.items()}
 
 
 @functools.lru_cache(maxsize=8)
 def _traced(config: ModelConfig, *_context: object) -> tuple[nnx.GraphDef, nnx.State]:
-    """A cached abstract model: tracing it takes a tenth of a second.
+    """Return a cached abstract model: tracing it takes a tenth of a second.
 
     `_context` is what its arrays depend on besides the config, so that each has an entry.
     """

@@ -45,7 +45,7 @@ class Module(nnx.Module):
 
     @typed
     def next_dropout_key(self, rngs: nnx.Rngs | None, rate: float) -> Key[Array, ""] | None:
-        """The next key of the `dropout` stream, or None in evaluation.
+        """Return the next key of the `dropout` stream, or None in evaluation.
 
         Raises ValueError if `rngs` lack the stream, and after `train()` if dropout lacks `rngs`.
         """

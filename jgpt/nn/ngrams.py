@@ -36,7 +36,7 @@ class NGramEmbedding(Module):
 
     @typed
     def rows(self, tokens: Int[Array, "batch time"]) -> Int[Array, "batch time {len(self.sizes)}"]:
-        """The table row of each size's n-gram, by hash."""
+        """Return the table row of each size's n-gram, by hash."""
         longest = max(self.sizes)
         padding = ((0, 0), (longest - 1, 0))
         padded = jnp.pad(tokens, padding, constant_values=-1)  # batch longest-1+time

@@ -14,7 +14,7 @@ from jgpt.shapes.contract import typed
 
 @typed
 def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
-    """The config with each `auto` decided for a platform.
+    """Return the config with each `auto` decided for a platform.
 
     Products are in bfloat16 on TPUs and on CUDA GPUs since Ampere. Activations are in the same
     dtype, but float32 on CPUs: there 16-bit products are fast, and element-wise operations on
@@ -40,7 +40,7 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
 
 
 def portable(config: ModelConfig) -> ModelConfig:
-    """The config with each `auto` decided as for a CPU, which works on every platform."""
+    """Return the config with each `auto` decided as for a CPU, which works on every platform."""
     return for_platform(config, Platform("cpu"))
 
 
@@ -53,7 +53,7 @@ def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
 
 
 def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
-    """Whether cuDNN's fused attention supports a dtype and head size on a platform.
+    """Return whether cuDNN's fused attention supports a dtype and head size on a platform.
 
     It needs 16-bit operands and compute capability 8.0 (Ampere), and 9.0 (Hopper) for head sizes
     above 128.
@@ -67,12 +67,12 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
 
 @typed
 def at_least_float32(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The array in float32, or as it is if it is wider: the dtype of sums and averages."""
+    """Return the array in float32, or as it is if it is wider: the dtype of sums and averages."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def supported_dtype(dtype: DTypeLike) -> DTypeLike:
-    """The same dtype.
+    """Return the same dtype.
 
     Raises ValueError for one that is not floating-point, and for float64 if JAX_ENABLE_X64 is off.
     """

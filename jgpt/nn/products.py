@@ -64,7 +64,7 @@ def project_to_vocabulary(
 
 
 def _are_many(rows: int) -> bool:
-    """Whether padding is worth it; for a number of rows that isn't known it is."""
+    """Return whether padding is worth it; for a number of rows that isn't known it is."""
     # `jax.export` has one program for all numbers of rows, a proof looks at both answers
     if jax.export.is_symbolic_dim(rows) and not SYMBOLS.get():
         return True
@@ -109,13 +109,13 @@ _low_precision_product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
 
 
 def _forward(x, kernel, dtype, activation_dtype):
-    """The product, and its operands as they are multiplied: half the memory to keep."""
+    """Return the product, and its operands as they are multiplied: half the memory to keep."""
     saved = (x.astype(dtype), kernel.astype(dtype))
     return _product(x, kernel, dtype, activation_dtype), saved
 
 
 def _backward(dtype, activation_dtype, saved, gradient):
-    """The gradients of both operands, in float32 as these were given."""
+    """Return the gradients of both operands, in float32 as these were given."""
     x, kernel = saved
     x_gradient = _product(gradient, kernel.T, dtype, activation_dtype)  # rows in_features
     # in_features out_features

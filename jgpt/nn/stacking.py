@@ -24,7 +24,7 @@ STACKED = jax.tree_util.DictKey("stacked")
 
 
 def uses_stacked_blocks(config: ModelConfig) -> bool:
-    """Whether the train state of a model has stacked blocks."""
+    """Return whether the train state of a model has stacked blocks."""
     if config.make is not None or config.architecture != "gpt":
         return False
     return config.scan_layers and config.num_layers > 1
@@ -47,7 +47,7 @@ def stack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..
 
 @typed
 def unstack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..."]]:
-    """The inverse of `stack_blocks`."""
+    """Return the inverse of `stack_blocks`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     stacks = [leaf for path, leaf in leaves if STACKED in path]
     count = len(stacks[0])  # each has a first axis of num_layers
@@ -63,7 +63,7 @@ def unstack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "
 
 
 def stack_specs(specs: Any) -> Any:
-    """The shardings of stacked arrays: those of each block, and a replicated first axis."""
+    """Return the shardings of stacked arrays: those of each block, and a replicated first axis."""
 
     def stacked(spec):
         return PartitionSpec(None, *spec)
@@ -75,7 +75,7 @@ def stack_specs(specs: Any) -> Any:
 
 
 def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
-    """A function from weights, with stacked blocks or not, to a model.
+    """Return a function from weights, with stacked blocks or not, to a model.
 
     The parameters get the dtypes of the config's model: averages of 16-bit weights are wider.
     """
@@ -97,7 +97,8 @@ def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
 
 
 def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
-    """A function from weights to a model with the structure and dtypes of an abstract one."""
+    """Return a function from weights to a model with the structure and dtypes of an abstract
+    one."""
     # taken once, outside of what is traced: each `merge` is then a function of weights alone
     graph = nnx.graphdef(model)
     model_weights = weights_of(model)

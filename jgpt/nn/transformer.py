@@ -36,7 +36,7 @@ from jgpt.shapes.contract import check, typed
 
 
 def activation(name: Activation) -> Callable[[Array], Array]:
-    """The activation function of this name."""
+    """Return the activation function of this name."""
     match name:
         case "relu":
             return jax.nn.relu
@@ -194,7 +194,7 @@ class GPT(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
-        """The residual stream: the input of each block, then the output of the last.
+        """Return the residual stream: the input of each block, then the output of the last.
 
         Raises ValueError past `block_size`, and for a cache with another number of layers. With a
         cache and rotary positions decoding may go past `block_size`, one token at a time: each
@@ -248,7 +248,8 @@ class GPT(Module):
     def logits(
         self, x: Float[Array, "batch time {self.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
+        """Return the language-model head, with a softcap of `cap * tanh(logits / cap)` if there is
+        one."""
         if self.head is None:
             table = gather_parameter(self.token_embedding.embedding, self.dtype)  # vocab embed_dim
             logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)
@@ -269,7 +270,8 @@ class GPT(Module):
 
     @typed
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty KV cache for `batch` sequences of `capacity` positions, or of `block_size`."""
+        """Return an empty KV cache for `batch` sequences of `capacity` positions, or of
+        `block_size`."""
         if capacity is None:
             capacity = self.block_size
         layers = []
@@ -290,7 +292,7 @@ class GPT(Module):
     def attention_weights(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
-        """The attention weights of every layer and head in the forward pass of `tokens`."""
+        """Return the attention weights of every layer and head in the forward pass of `tokens`."""
         # Computed again from the inputs of the blocks: fused and windowed kernels never hold the
         # weights of a whole sequence in memory.
         inputs = self.hidden_states(tokens)[:-1]  # the last state is the output of all blocks

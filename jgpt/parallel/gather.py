@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def gather_parameter(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
-    """The value of a parameter, gathered over fsdp in `dtype` if a mesh is set.
+    """Return the value of a parameter, gathered over fsdp in `dtype` if a mesh is set.
 
     The gradient is sharded as the parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3).
     """
@@ -63,7 +63,7 @@ def remat(
 
 
 def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:
-    """The policy of rematerialisation: store all results but those of casts and moves.
+    """Return the policy of rematerialisation: store all results but those of casts and moves.
 
     `_gathered` is one operation with a jaxpr of its own.
     """
@@ -87,7 +87,7 @@ def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
-    """A parameter cast and gathered over fsdp, in its own dtype again.
+    """Return a parameter cast and gathered over fsdp, in its own dtype again.
 
     It is moved in the narrow dtype: half the bytes in bfloat16. The result has the parameter's
     dtype, as the gradient must.

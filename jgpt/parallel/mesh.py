@@ -14,7 +14,8 @@ from jgpt.refusal import Field, Message
 
 
 def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
+    """Return a mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all
+    devices."""
     sizes = mesh_sizes(mesh)
     product = math.prod(sizes.values())
     if devices is None:
@@ -52,13 +53,13 @@ def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
 
 
 def abstract_mesh(mesh: str | None) -> AbstractMesh:
-    """A mesh without devices, to compute shardings; of one device for None."""
+    """Return a mesh without devices, to compute shardings; of one device for None."""
     sizes = mesh_sizes(mesh or "data=1")  # axes of size 1 shard nothing
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def current_mesh() -> AbstractMesh:
-    """The mesh that is set, while tracing too; empty if there is none.
+    """Return the mesh that is set, while tracing too; empty if there is none.
 
     Raises ValueError if it has explicit axes, which `jax.make_mesh` gives it by default: XLA's
     partitioner has to shard what the rules leave open.
@@ -74,7 +75,8 @@ def current_mesh() -> AbstractMesh:
 
 
 def default_mesh(devices: int, state_bytes: int, device_memory: int | None) -> str:
-    """A mesh of all devices: over data if each can hold the whole train state, else over fsdp."""
+    """Return a mesh of all devices: over data if each can hold the whole train state, else over
+    fsdp."""
     # Twice, since activations and gradients need room too. Over data first: each device then has
     # all weights, and gathers none.
     if device_memory is None or 2 * state_bytes < device_memory:

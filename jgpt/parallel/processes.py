@@ -168,7 +168,7 @@ def _meet(coordinator: str, processes: int, process: int) -> str:
 
 
 def _parse_address(address: str) -> tuple[str, int]:
-    """The host and the port in HOST:PORT or [HOST]:PORT."""
+    """Return the host and the port in HOST:PORT or [HOST]:PORT."""
     found = re.fullmatch(r"\[?([^]]+)]?:([0-9]+)", address)
     if found:
         host = found[1]
@@ -328,7 +328,8 @@ class Vote:
         self._pending: jax.Array | None = None
 
     def __call__(self, wanted: bool) -> bool:
-        """Whether any process wanted it at the call before; a single process learns at once."""
+        """Return whether any process wanted it at the call before; a single process learns at
+        once."""
         if process_count() == 1:
             return wanted
         mesh = jax.sharding.get_mesh()

@@ -28,33 +28,33 @@ Dimensions = tuple[Dimension, ...]
 
 
 def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes of a dimension, without those of size 1."""
+    """Return the mesh axes of a dimension, without those of size 1."""
     name, _ = _name_and_units(dimension)
     axes = RULES.get(name or "", ())
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
 
 def _name_and_units(dimension: Dimension) -> tuple[str | None, int | None]:
-    """The name, and the number of shardable units if these are not single elements."""
+    """Return the name, and the number of shardable units if these are not single elements."""
     if isinstance(dimension, tuple):
         return dimension
     return dimension, None
 
 
 def shards_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> int:
-    """The number of shards of a dimension."""
+    """Return the number of shards of a dimension."""
     return _product_of_sizes(axes_of(dimension, mesh), mesh)
 
 
 def _product_of_sizes(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
-    """The number of devices along some axes of a mesh."""
+    """Return the number of devices along some axes of a mesh."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def spec_of(
     dimensions: Dimensions, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, exclude: str = ""
 ) -> PartitionSpec:
-    """The spec of an array by the rules, without the axis to `exclude`.
+    """Return the spec of an array by the rules, without the axis to `exclude`.
 
     A dimension that the axes don't divide evenly is replicated. So is a vector over fsdp, which
     costs more to gather than to store.
@@ -77,7 +77,7 @@ def spec_of(
 
 
 def constrain(tree: Any, specs: Any) -> Any:
-    """The same arrays with other shardings."""
+    """Return the same arrays with other shardings."""
     return lax.with_sharding_constraint(tree, specs)
 
 
@@ -106,18 +106,18 @@ def split_batch(x: Any, parts: int) -> Any:
 
 
 def parameter(value: Any, *dimensions: Dimension) -> nnx.Param:
-    """A parameter with named dimensions."""
+    """Return a parameter with named dimensions."""
     return nnx.Param(value, dimensions=dimensions)
 
 
 def dimensions_of(variable: nnx.Variable) -> Dimensions:
-    """The dimension names of a parameter."""
+    """Return the dimension names of a parameter."""
     nameless = (None,) * len(variable.shape)  # a custom module's
     return variable.get_metadata().get("dimensions", nameless)
 
 
 def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """The spec of each parameter of a model, in the structure of the weights."""
+    """Return the spec of each parameter of a model, in the structure of the weights."""
 
     def spec(_: Any, variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(spec_of(dimensions_of(variable), variable.shape, mesh))
@@ -142,7 +142,7 @@ def stacked(layers: Sequence[Any], module: Any) -> Any:
 
 
 def specs_like(tree: Any, weights: Any) -> Any:
-    """The specs of the arrays of a tree, from those of the weights.
+    """Return the specs of the arrays of a tree, from those of the weights.
 
     An array whose path ends with a parameter's is sharded like it, as an optimizer's moments are;
     any other is replicated.
@@ -165,7 +165,7 @@ def specs_like(tree: Any, weights: Any) -> Any:
 
 
 def without_trailing_none(spec: PartitionSpec) -> PartitionSpec:
-    """The shortest spec of the same sharding: P("fsdp") for P("fsdp", None)."""
+    """Return the shortest spec of the same sharding: P("fsdp") for P("fsdp", None)."""
     axes = list(spec)
     while axes and axes[-1] is None:
         axes.pop()
@@ -182,7 +182,7 @@ def shardings(specs: Any) -> Any:
 
 
 def abstract_arrays(tree: Any, specs: Any) -> Any:
-    """The shapes, dtypes and shardings of a tree of arrays."""
+    """Return the shapes, dtypes and shardings of a tree of arrays."""
 
     def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

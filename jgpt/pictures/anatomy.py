@@ -38,14 +38,15 @@ class RecordedCall:
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is an array of real numbers, not of tokens or a mask."""
+    """Return whether it is an array of real numbers, not of tokens or a mask."""
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def record_calls(
     model: Any, tokens: Any, edits: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[ShapeTrace, dict[int, RecordedCall]]:
-    """The trace of a forward pass with edits, and its calls by the id of their traces, in order."""
+    """Return the trace of a forward pass with edits, and its calls by the id of their traces, in
+    order."""
     calls: dict[int, RecordedCall] = {}
 
     def record(trace: ShapeTrace, call: TypedCall, result: Any) -> None:
@@ -84,7 +85,7 @@ class Anatomy:
 
 
 def anatomy_of(model: Any) -> Anatomy:
-    """The anatomy of a model. Nothing is computed."""
+    """Return the anatomy of a model. Nothing is computed."""
     found: list[Anatomy] = []
 
     # inside the trace, since the values of recorded calls mean nothing once it has ended
@@ -98,7 +99,7 @@ def anatomy_of(model: Any) -> Anatomy:
 
 
 def attention_weights_of(call: RecordedCall) -> Any:
-    """The attention weights of a module that was called: by head, or of the only one."""
+    """Return the attention weights of a module that was called: by head, or of the only one."""
     weights = call.module.weights(call.input)
     return weights.reshape(-1, *weights.shape[-2:])
 
@@ -133,7 +134,7 @@ def _anatomy_in(calls: list[RecordedCall]) -> Anatomy:
 
 
 def _attention(calls: list[RecordedCall]) -> tuple[list[RecordedCall], int]:
-    """The calls of modules with attention weights, and how many heads each of them has."""
+    """Return the calls of modules with attention weights, and how many heads each of them has."""
     attention = []
     shapes = set()
     for call in calls:
@@ -148,7 +149,8 @@ def _attention(calls: list[RecordedCall]) -> tuple[list[RecordedCall], int]:
 
 
 def _blocks(calls: list[RecordedCall]) -> tuple[str, ...]:
-    """The paths of the blocks: modules of one list, which all keep the shape of their input."""
+    """Return the paths of the blocks: modules of one list, which all keep the shape of their
+    input."""
     candidates: dict[str, list[str]] = {}
     for call in calls:
         numbered = re.fullmatch(r"(.*)\.(\d+)", call.path)
@@ -166,7 +168,7 @@ def _blocks(calls: list[RecordedCall]) -> tuple[str, ...]:
 
 
 def _branches(calls: list[RecordedCall], block: str) -> tuple[str, ...]:
-    """The modules of a block whose results are added to the stream.
+    """Return the modules of a block whose results are added to the stream.
 
     An addition is no typed call, and is not in the trace. What is added is known by its absence:
     no other call gets the result, and the block doesn't return it.
@@ -196,7 +198,8 @@ def _branches(calls: list[RecordedCall], block: str) -> tuple[str, ...]:
 
 
 def _head_output(calls: list[RecordedCall], attention: str, heads: int) -> str | None:
-    """The path of the last function's result inside the attention that is (batch, head, ., .)."""
+    """Return the path of the last function's result inside the attention that is (batch, head, .,
+    .)."""
     path = None
     for call in calls:
         is_function = call.module is None and call.path.rpartition(".")[0] == attention

@@ -89,7 +89,8 @@ class RunPage:
             self._open(which)
 
     def look(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The numbers for a prompt and changes; with `other`, also those of that checkpoint."""
+        """Return the numbers for a prompt and changes; with `other`, also those of that
+        checkpoint."""
         other = asked.get("other")
         with self._computing:
             found = self._answer(asked.get("checkpoint"), asked)
@@ -99,7 +100,8 @@ class RunPage:
         return found
 
     def training(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The loss curve so far, and the checkpoints; nothing is read unless files have changed."""
+        """Return the loss curve so far, and the checkpoints; nothing is read unless files have
+        changed."""
         run = RunDirectory.open(self.run.path)
         times = []
         for name in (METRICS, CHECKPOINTS):
@@ -130,7 +132,8 @@ class RunPage:
         }
 
     def snapshot(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """A sample of a checkpoint, and its attention over the prompt that the page began with."""
+        """Return a sample of a checkpoint, and its attention over the prompt that the page began
+        with."""
         with self._computing:
             saved_at, look = self._open(asked.get("checkpoint"))
             if saved_at not in self._snapshots:
@@ -166,7 +169,7 @@ class RunPage:
         return answer(look, asked) | {"checkpoint": saved_at.step}
 
     def _open(self, which: Any) -> tuple[SavedAt, Look]:
-        """A checkpoint, and the numbers of its page; None is the one that is shown first."""
+        """Return a checkpoint, and the numbers of its page; None is the one that is shown first."""
         if which is None:
             which = self.which
         run = RunDirectory.open(self.run.path)
@@ -186,7 +189,7 @@ class RunPage:
 
 
 def _means(points: list[list[Any]], count: int) -> list[list[Any]]:
-    """A curve with one point for every `count`: their mean step and their mean loss."""
+    """Return a curve with one point for every `count`: their mean step and their mean loss."""
     means = []
     for first in range(0, len(points), count):
         means.append(np.mean(points[first : first + count], axis=0).tolist())
@@ -290,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(answered, allow_nan=False))
 
     def _allowed(self, path: str) -> bool:
-        """Whether a request is for this path, from this page; if not, it is answered."""
+        """Return whether a request is for this path, from this page; if not, it is answered."""
         port = self._server.server_port
         own_hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
         hosts = set(self.headers.get_all("Host", [""]))
@@ -339,7 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def answer(look: Look, asked: Any) -> dict[str, Any]:
-    """The numbers that a page asks for. Raises ValueError for what is no request."""
+    """Return the numbers that a page asks for. Raises ValueError for what is no request."""
     match asked:
         case {"prompt": str(prompt)}:
             tokens = encode_text(look.tokenizer, prompt)
@@ -351,7 +354,8 @@ def answer(look: Look, asked: Any) -> dict[str, Any]:
 
 
 def _changes(anatomy: Anatomy, asked: Mapping[str, Any], time: int) -> Changes:
-    """The changes that a request asks for. Raises ValueError for what this model doesn't have."""
+    """Return the changes that a request asks for. Raises ValueError for what this model doesn't
+    have."""
     heads = {}
     for layer, path in enumerate(anatomy.head_outputs):
         if path is None:
@@ -370,7 +374,7 @@ def _changes(anatomy: Anatomy, asked: Mapping[str, Any], time: int) -> Changes:
 
 
 def _factors(asked: Mapping[str, Any], name: str, places: dict[str, Any]) -> dict[Any, float]:
-    """The factors of a request, by place, without those of 1, which change nothing."""
+    """Return the factors of a request, by place, without those of 1, which change nothing."""
     requested = asked.get(name, {})
     if not isinstance(requested, Mapping):
         raise ValueError(f"{name} must be an object of factors")
@@ -387,7 +391,7 @@ def _factors(asked: Mapping[str, Any], name: str, places: dict[str, Any]) -> dic
 
 
 def _patch(requested: Any, blocks: int, time: int) -> tuple[int, int, str] | None:
-    """The layer, the position and the other prompt of a patch."""
+    """Return the layer, the position and the other prompt of a patch."""
     match requested:
         case None:
             return None

@@ -43,7 +43,7 @@ SHORTEST = 16
 
 @typed
 def encode_text(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens"]:
-    """The tokens of a prompt. Raises ValueError for an empty one."""
+    """Return the tokens of a prompt. Raises ValueError for an empty one."""
     tokens = tokenizer.encode(text)
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
@@ -142,7 +142,7 @@ class Look:
     def __call__(
         self, tokens: list[int], prompt: int, changes: Changes = Changes()
     ) -> dict[str, Any]:
-        """The numbers for tokens; the first `prompt` of them are the prompt.
+        """Return the numbers for tokens; the first `prompt` of them are the prompt.
 
         Raises ValueError for too many tokens, and for a patch from a prompt of another length.
         """
@@ -175,7 +175,7 @@ class Look:
     def _run(
         self, tokens: list[int], changes: Changes, other_streams: Any = None
     ) -> dict[str, Any]:
-        """The outputs of the program for tokens, padded at the end to the program's length.
+        """Return the outputs of the program for tokens, padded at the end to the program's length.
 
         Causal attention doesn't look there: the outputs for the tokens don't depend on it.
         """
@@ -208,7 +208,7 @@ class Look:
             raise ValueError(f"{time} tokens are too many for a page: {layers}, {heads}")
 
     def _neutral_inputs(self, length: int) -> dict[str, Any]:
-        """The inputs of the program for so many tokens: nothing is changed.
+        """Return the inputs of the program for so many tokens: nothing is changed.
 
         Every change is a number in an array, so that one program computes all of them.
         """
@@ -224,7 +224,7 @@ class Look:
     def _record(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[ShapeTrace, dict[int, RecordedCall]]:
-        """The calls of a forward pass with the changes that the inputs say."""
+        """Return the calls of a forward pass with the changes that the inputs say."""
 
         def scale(factor: Any, x: Any) -> Any:
             return (x * factor).astype(x.dtype)
@@ -246,7 +246,7 @@ class Look:
         return record_calls(model, inputs["tokens"], edits)
 
     def _forward(self, weights: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The program: everything that a page draws, from one forward pass."""
+        """Return the program: everything that a page draws, from one forward pass."""
         model = nnx.merge(self._graph, weights)
         tokens = inputs["tokens"]
         trace, calls = self._record(model, inputs)
@@ -283,7 +283,8 @@ class Look:
         }
 
     def _logit_lens(self, model: Any, tokens: Any, blocks: list[RecordedCall]) -> Any:
-        """The logits that the model makes of the stream before each block and after the last.
+        """Return the logits that the model makes of the stream before each block and after the
+        last.
 
         The logit lens (nostalgebraist 2020, "interpreting GPT"): the stream is read without the
         blocks that follow. The model itself does that, with its last block's result replaced, so
@@ -304,7 +305,7 @@ class Look:
     def _attention(
         self, modules: dict[str, RecordedCall]
     ) -> tuple[list[Any], list[tuple[Any, Any, Any]]]:
-        """The attention weights of each layer, and their factors: query, key and scale.
+        """Return the attention weights of each layer, and their factors: query, key and scale.
 
         There are no factors if a layer doesn't call `attention_weights`, as a custom model may not.
         """
@@ -360,7 +361,7 @@ class Look:
         return rows
 
     def _trace_arrays(self, length: int) -> list[TracedArray]:
-        """The arrays of a forward pass over so many tokens. Nothing is computed."""
+        """Return the arrays of a forward pass over so many tokens. Nothing is computed."""
         arrays: list[TracedArray] = []
 
         def trace(inputs: Any) -> None:
@@ -438,7 +439,8 @@ class Look:
         return texts
 
     def _page_arrays(self, outputs: dict[str, Any], time: int) -> list[tuple[dict[str, Any], Any]]:
-        """The arrays that grow with the tokens, each once, by token: parameters are not shown."""
+        """Return the arrays that grow with the tokens, each once, by token: parameters are not
+        shown."""
         shown: dict[tuple[Any, bytes], tuple[dict[str, Any], Any]] = {}
         rows = self._rows(outputs["candidates"].shape[1])
         for row, array in zip(rows, outputs["arrays"], strict=True):
@@ -465,7 +467,7 @@ class Look:
 
 
 def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[TracedArray]:
-    """The arrays of a trace, each where it first appears; the logits are the last."""
+    """Return the arrays of a trace, each where it first appears; the logits are the last."""
     arrays: list[TracedArray] = []
     seen: set[int] = set()
 
@@ -498,7 +500,7 @@ def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[Traced
 
 
 def _short_name(path: str) -> str:
-    """The last name in a path, with the number behind it: `blocks.0` of `model.blocks.0`."""
+    """Return the last name in a path, with the number behind it: `blocks.0` of `model.blocks.0`."""
     last_dot = path.rstrip(".0123456789").rfind(".")
     return path[last_dot + 1 :]
 
@@ -507,14 +509,14 @@ def _short_name(path: str) -> str:
 
 
 def _attention_data(attention: list[Any], time: int) -> dict[str, Any]:
-    """The attention weights up to the diagonal, row by row: those above it are 0."""
+    """Return the attention weights up to the diagonal, row by row: those above it are 0."""
     rows, columns = np.tril_indices(time)
     weights = np.stack(attention)[..., rows, columns].astype(np.float32)
     return quantise_for_page(weights, fine=weights.size <= MOST_FINE_WEIGHTS)
 
 
 def _unchanged_data(outputs: dict[str, Any], time: int) -> dict[str, Any]:
-    """The predictions of the model without changes, to be drawn beside those with them."""
+    """Return the predictions of the model without changes, to be drawn beside those with them."""
     log_probabilities = np.asarray(outputs["log_probabilities"])[-1, :time]
     next_log_probabilities = np.asarray(outputs["next_log_probabilities"])[-1, : time - 1]
     candidates = np.asarray(outputs["candidates"])[-1, :time]
@@ -526,7 +528,8 @@ def _unchanged_data(outputs: dict[str, Any], time: int) -> dict[str, Any]:
 
 
 def quantise_for_page(array: Any, *, fine: bool = True) -> dict[str, Any]:
-    """An array in two bytes an entry, or one, evenly between its least and its largest value."""
+    """Return an array in two bytes an entry, or one, evenly between its least and its largest
+    value."""
     dtype = "<u2" if fine else "u1"
     low = float(array.min())
     high = float(array.max())

@@ -24,7 +24,7 @@ NEW_TOKENS = 48
 def look_page(
     model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int | None, name: str
 ) -> str:
-    """An HTML page of the forward pass over a prompt and what the model samples after it.
+    """Return an HTML page of the forward pass over a prompt and what the model samples after it.
 
     Sampling is deterministic and stops at `block_size`; None samples up to `NEW_TOKENS` that a page
     has room for. Raises ValueError as `encode_text`, and for more tokens than the block or a page
@@ -47,7 +47,7 @@ def look_page(
 
 
 def page_of(data: dict[str, Any], *, live: bool = False) -> str:
-    """The page of some data; a live one may ask its server, any other no host at all."""
+    """Return the page of some data; a live one may ask its server, any other no host at all."""
     folder = Path(__file__).with_name("page")
     scripts = []
     for path in sorted(folder.glob("*.js")):  # by the numbers that their names begin with
@@ -81,5 +81,6 @@ class Page:
 
 @typed
 def look(model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 0) -> Page:
-    """The page of `jgpt look`, shown in a notebook. Raises ValueError where the command fails."""
+    """Return the page of `jgpt look`, shown in a notebook. Raises ValueError where the command
+    fails."""
     return Page(look_page(model, tokenizer, prompt, max_new_tokens, type(model).__name__))

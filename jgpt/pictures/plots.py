@@ -51,7 +51,7 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
 
 
 def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
-    """The losses of several runs against steps, tokens and seconds, as an image.
+    """Return the losses of several runs against steps, tokens and seconds, as an image.
 
     Raises ValueError for a run without metrics.
     """
@@ -85,7 +85,7 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
 
 
 def _timed_steps(metrics: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
-    """The steps whose lines say when they ended, and the seconds until then, from 0 on."""
+    """Return the steps whose lines say when they ended, and the seconds until then, from 0 on."""
     timed_steps = [0]
     seconds = [0.0]
     for line in metrics:
@@ -192,7 +192,8 @@ def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
 
 @functools.cache
 def _characters_of(font_file: str) -> frozenset[str]:
-    """The characters that a font has; none if matplotlib can't read it, as fonts of bitmaps."""
+    """Return the characters that a font has; none if matplotlib can't read it, as fonts of
+    bitmaps."""
     try:
         code_points = font_manager.get_font(font_file).get_charmap()
         return frozenset(chr(code_point) for code_point in code_points)
@@ -201,7 +202,7 @@ def _characters_of(font_file: str) -> frozenset[str]:
 
 
 def _image(figure: Figure, format: str) -> bytes:
-    """The figure as an image. Raises ValueError with the reason of matplotlib.
+    """Return the figure as an image. Raises ValueError with the reason of matplotlib.
 
     A `matplotlibrc` may ask for LaTeX or a backend that is not there, in errors of any kind.
     """
@@ -216,7 +217,7 @@ def _image(figure: Figure, format: str) -> bytes:
 
 
 def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, format: str) -> bytes:
-    """The attention weights over a text, as an image: a row per layer, a column per head.
+    """Return the attention weights over a text, as an image: a row per layer, a column per head.
 
     The text is cut to its last `block_size` tokens. Raises ValueError for a model without
     `attention_weights`, as bigrams and custom models are.

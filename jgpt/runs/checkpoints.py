@@ -102,7 +102,7 @@ class Checkpoints:
             logging.getLogger("absl").removeFilter(self._quiet)
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first."""
+        """Return the steps of the checkpoints, oldest first."""
         return self.run.checkpoint_steps()
 
     def save(
@@ -160,7 +160,7 @@ class Checkpoints:
                 self.run.delete_checkpoints([step])
 
     def unevaluated(self, step: int) -> dict[str, Any] | None:
-        """The line of metrics of a step whose evaluation has not ended; None if it has."""
+        """Return the line of metrics of a step whose evaluation has not ended; None if it has."""
         if step not in self.steps():
             return None
         return self._read(Manifest.read, step).unevaluated
@@ -183,7 +183,7 @@ class Checkpoints:
                 saving.result()
 
     def have_failed(self) -> bool:
-        """Whether the last save has failed already; `wait` raises the error."""
+        """Return whether the last save has failed already; `wait` raises the error."""
         saving = self._saving
         return saving is not None and saving.done() and saving.exception() is not None
 
@@ -210,7 +210,7 @@ class Checkpoints:
         return steps[-1]  # the best, too, where none was evaluated yet
 
     def best(self) -> Manifest:
-        """The manifest of the best checkpoint."""
+        """Return the manifest of the best checkpoint."""
         return Manifest.read(self._path / str(self.step("best")))
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
@@ -249,7 +249,7 @@ class Checkpoints:
                     raise
 
     def _by_loss(self) -> list[int]:
-        """The steps that were evaluated, by validation loss.
+        """Return the steps that were evaluated, by validation loss.
 
         Losses over other targets than the last ones can't be compared with them. These steps count
         only as long as there are no others.
@@ -313,7 +313,8 @@ class Checkpoints:
             raise ValueError(Message(f"{error}; ", advice)) from None
 
     def _newest_intact(self, *, except_step: int) -> int | None:
-        """The newest step, without this one, whose checkpoint has no damage; None if all have."""
+        """Return the newest step, without this one, whose checkpoint has no damage; None if all
+        have."""
         for step in reversed(self.steps()):
             if step == except_step:
                 continue
@@ -466,7 +467,7 @@ def _require_arrays(directory: Path, count: int) -> None:
 
 
 def _is_large_on_cpu(state: TrainState) -> bool:
-    """Whether training must wait until a state is written, or its memory is needed twice.
+    """Return whether training must wait until a state is written, or its memory is needed twice.
 
     On a CPU Orbax writes from the state's own memory, so that the next step can't reuse it and
     makes another state: a Llama of 125M took 5.5 GiB and not 4. Elsewhere the copy that is written
@@ -478,7 +479,8 @@ def _is_large_on_cpu(state: TrainState) -> bool:
 
 
 def has_average(checkpoint: Path) -> bool:
-    """Whether the weights of a checkpoint are an average: it has the trained ones as well."""
+    """Return whether the weights of a checkpoint are an average: it has the trained ones as
+    well."""
     return any((checkpoint / "optimizer").glob("trained.*"))
 
 

@@ -67,7 +67,7 @@ class RunDirectory:
             self.lock.require_in_place()
 
     def is_in_place(self) -> bool:
-        """Whether the locked directory still has its name."""
+        """Return whether the locked directory still has its name."""
         return self.lock is None or self.lock.is_in_place()
 
     @classmethod
@@ -118,7 +118,8 @@ class RunDirectory:
         self.create(self.path, config, tokenizer)
 
     def has_trained(self) -> bool:
-        """Whether there is a checkpoint or a step, which no other run replaces unless told to.
+        """Return whether there is a checkpoint or a step, which no other run replaces unless told
+        to.
 
         A run whose model failed when it was compiled, or at its first step, has neither.
         """
@@ -184,12 +185,13 @@ class RunDirectory:
 
     @staticmethod
     def exists(path: Path) -> bool:
-        """Whether there is a run."""
+        """Return whether there is a run."""
         return (path / CONFIG).is_file()
 
     @classmethod
     def latest(cls) -> Path:
-        """The run in runs/ that was written to last. Raises FileNotFoundError without any."""
+        """Return the run in runs/ that was written to last. Raises FileNotFoundError without
+        any."""
         runs = [path for path in Path("runs").glob("*") if cls.exists(path)]
         if not runs:
             raise FileNotFoundError(
@@ -204,7 +206,8 @@ class RunDirectory:
 
     @staticmethod
     def is_unused(path: Path) -> bool:
-        """Whether a directory is empty, except for what a run killed during `create` leaves."""
+        """Return whether a directory is empty, except for what a run killed during `create`
+        leaves."""
         for entry in path.iterdir():
             is_ours = entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial")
             if not is_ours or entry.is_symlink():
@@ -212,7 +215,7 @@ class RunDirectory:
         return True
 
     def locked(self) -> contextlib.AbstractContextManager[Lock]:
-        """The lock of the run, held at most as long as this process lives.
+        """Return the lock of the run, held at most as long as this process lives.
 
         Raises BlockingIOError if another process holds it.
         """
@@ -220,15 +223,16 @@ class RunDirectory:
         return locked(self.path / LOCK, self.path)
 
     def config(self) -> TrainConfig:
-        """The config, with the tokenizer's vocabulary size."""
+        """Return the config, with the tokenizer's vocabulary size."""
         return read_config(self.path / CONFIG)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
+        """Return the tokenizer."""
         return parse_file(self.path / TOKENIZER, tokenizer_from_json)
 
     def imported(self) -> Path | None:
-        """The folder with the text files of the model that the run was imported from, if any.
+        """Return the folder with the text files of the model that the run was imported from, if
+        any.
 
         Raises ValueError for a link in it.
         """
@@ -240,7 +244,7 @@ class RunDirectory:
         return folder
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first. Raises ValueError for a link."""
+        """Return the steps of the checkpoints, oldest first. Raises ValueError for a link."""
         steps = []
         for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
             # not 007, nor digits of other scripts: a step has one name
@@ -266,7 +270,7 @@ class RunDirectory:
             _delete(entry)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics so far, without truncated or damaged lines."""
+        """Return the metrics so far, without truncated or damaged lines."""
         lines = []
         for line, _ in self._lines(METRICS):
             if all(_is_plain(value) for value in line.values()):
@@ -279,11 +283,11 @@ class RunDirectory:
         self.append(PROVENANCE, [line], durable=True)
 
     def provenance(self) -> list[dict[str, Any]]:
-        """The provenance of the start and of each resumption."""
+        """Return the provenance of the start and of each resumption."""
         return [line for line, _ in self._lines(PROVENANCE)]
 
     def tracker_files(self) -> set[Path]:
-        """The files and folders that trackers and the profiler have written."""
+        """Return the files and folders that trackers and the profiler have written."""
         patterns: list[str] = list(_BY_TRACKERS)
         if (self.path / WANDB_ID).is_file():  # else a folder wandb is somebody else's
             patterns.extend(_BY_WANDB)
@@ -389,7 +393,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a metric is a number that NumPy's int64 or float64 holds."""
+    """Return whether a metric is a number that NumPy's int64 or float64 holds."""
     if type(value) is int:
         return abs(value) < 2**63
     return type(value) is float and abs(value) < 1e300  # neither NaN nor infinity

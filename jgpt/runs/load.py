@@ -102,7 +102,8 @@ def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Loa
 
 
 def fine_tuning_config(model: ModelConfig, dataset: DataConfig) -> TrainConfig:
-    """The config with which a pretrained model can be evaluated and trained further as it is."""
+    """Return the config with which a pretrained model can be evaluated and trained further as it
+    is."""
     # small and constant, as is usual for fine-tuning
     optimizer = OptimizerConfig(
         learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
@@ -164,5 +165,5 @@ def save(
 
 
 def _shapes_by_path(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter by its path, such as blocks.0.attention.query.kernel."""
+    """Return the shape of each parameter by its path, such as blocks.0.attention.query.kernel."""
     return {name: parameter.shape for name, parameter in named_parameters(model).items()}

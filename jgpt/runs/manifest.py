@@ -68,12 +68,13 @@ class Manifest:
 
 
 def _digest_of(values: dict[str, Any]) -> str:
-    """The SHA-256 of a manifest's other fields, as JSON without its line breaks."""
+    """Return the SHA-256 of a manifest's other fields, as JSON without its line breaks."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def verify(directory: Path) -> Manifest:
-    """A checkpoint's manifest. Raises ValueError naming its first missing or damaged file."""
+    """Return a checkpoint's manifest. Raises ValueError naming its first missing or damaged
+    file."""
     manifest = Manifest.read(directory)
     found = {name: path for name, path in files_below(directory) if name != MANIFEST}
     for name in sorted({*manifest.files, *found}):

@@ -20,7 +20,7 @@ _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 def provenance(
     config: TrainConfig, dataset: Dataset, evaluations: EvaluationPlan
 ) -> dict[str, Any]:
-    """A line of provenance.jsonl for a start or a resumption, without the step.
+    """Return a line of provenance.jsonl for a start or a resumption, without the step.
 
     The config is the one that is trained, with `micro_batches=auto` decided.
     """
@@ -49,7 +49,7 @@ def provenance(
 
 
 def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
-    """The text of the first start that recorded it."""
+    """Return the text of the first start that recorded it."""
     token_digests = [str(line["corpus_sha256"]) for line in lines if "corpus_sha256" in line]
     if not token_digests:
         return None
@@ -64,7 +64,7 @@ def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
 
 
 def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
-    """The micro-batches of the last start that recorded them."""
+    """Return the micro-batches of the last start that recorded them."""
     for line in reversed(lines):
         count = line.get("micro_batches")
         if isinstance(count, int):  # a line may be damaged, or of a version that recorded none
@@ -73,7 +73,7 @@ def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
 
 
 def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
-    """The number of targets of the last start's evaluations, and whether they are spread.
+    """Return the number of targets of the last start's evaluations, and whether they are spread.
 
     None for runs from before that was recorded.
     """
@@ -85,7 +85,7 @@ def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
 
 
 def comparable_after(lines: list[dict[str, Any]]) -> int:
-    """The step after which all evaluations are of the same targets."""
+    """Return the step after which all evaluations are of the same targets."""
     for line in reversed(lines):
         step = line.get("comparable_after")
         if isinstance(step, int):

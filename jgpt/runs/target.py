@@ -128,7 +128,7 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
 
 
 def _config_and_parts(text: str) -> tuple[TrainConfig, set[str]]:
-    """The config of a run, and which of its parts the file itself has."""
+    """Return the config of a run, and which of its parts the file itself has."""
     config = from_json(TrainConfig, text)
     return config, set(json.loads(text))
 

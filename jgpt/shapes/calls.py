@@ -113,7 +113,7 @@ def watching(watch: Watch) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether something watches the typed calls of this thread."""
+    """Return whether something watches the typed calls of this thread."""
     return bool(_WATCHES.get())
 
 
@@ -207,7 +207,8 @@ def called_in(module: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def module_path_of(module: Any) -> _Place:
-    """The path of a module (of the calling module, for a function), and all known modules."""
+    """Return the path of a module (of the calling module, for a function), and all known
+    modules."""
     from flax import nnx
 
     current = _PLACE.get()

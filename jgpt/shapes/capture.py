@@ -16,7 +16,8 @@ from jgpt.shapes.contract import typed
 
 @typed
 def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
-    """A function that calls the model and returns results of typed calls inside, by their path.
+    """Return a function that calls the model and returns results of typed calls inside, by their
+    path.
 
     `blocks.1.attention` is a module, `blocks.1.attention.merge_heads` a function that it calls;
     `*` stands for any one part. Further calls of a path are numbered: `split_heads[1]`. Blocks
@@ -53,7 +54,7 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
 
 @typed
 def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """The model, to be called with results inside replaced by functions of them.
+    """Return the model, to be called with results inside replaced by functions of them.
 
     Paths are those of `capture`. A new result is checked like the old one. An edited language
     model can be sampled, by `generate`: without a KV cache, so that the functions see the whole
@@ -124,7 +125,7 @@ class _EditedLanguageModel(_Edited):
         jax.eval_shape(whole_call, tokens)
 
     def _watch(self, call: TypedCall) -> Callable[[Any], Any] | None:
-        """The function of the first pattern that fits a call, to replace its result."""
+        """Return the function of the first pattern that fits a call, to replace its result."""
         for pattern, function in self.edits:
             if _fits(pattern, call.path):
                 return function
@@ -132,7 +133,7 @@ class _EditedLanguageModel(_Edited):
 
 
 def _fits(pattern: str, path: str) -> bool:
-    """Whether a path is of a pattern, in which `*` stands for one part."""
+    """Return whether a path is of a pattern, in which `*` stands for one part."""
     expression = re.escape(pattern).replace(r"\*", r"[^.]+")
     return re.fullmatch(expression, path) is not None
 
@@ -173,7 +174,7 @@ def _call_watched(
 
 
 def _suggestion(pattern: str, paths: Iterable[str]) -> str:
-    """The path that was perhaps meant, to append to a message, or an empty string."""
+    """Return the path that was perhaps meant, to append to a message, or an empty string."""
     close = difflib.get_close_matches(pattern, paths, n=1)
     if not close:
         return ""
@@ -181,7 +182,7 @@ def _suggestion(pattern: str, paths: Iterable[str]) -> str:
 
 
 def _in_turn(model: nnx.Module) -> Any:
-    """The model with blocks in a loop, where a result belongs to no inner trace."""
+    """Return the model with blocks in a loop, where a result belongs to no inner trace."""
     config = getattr(model, "config", None)
     options = {"scan_layers": False, "remat": False}
     # a custom model may have neither a config nor these fields in it

@@ -91,7 +91,7 @@ def host_record(kind: type[Record]) -> type[Record]:
 
 
 def record(kind: type[Record]) -> type[Record]:
-    """A `host_record` that JAX takes apart and rebuilds unchecked: leaves may be anything.
+    """Return a `host_record` that JAX takes apart and rebuilds unchecked: leaves may be anything.
 
     As for `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
     """
@@ -122,7 +122,8 @@ def record(kind: type[Record]) -> type[Record]:
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception | None]]:
-    """The function in its own jaxtyping scope; returns its result and the error that it raised.
+    """Return the function in its own jaxtyping scope; returns its result and the error that it
+    raised.
 
     `jaxtyped` adds a note to exceptions that pass through it, which would hide the reason.
     """
@@ -177,7 +178,7 @@ def _bind_symbols(bound: inspect.BoundArguments, own_names: set[str]) -> None:
 def _argument_error(
     subject: str, bound: inspect.BoundArguments, hints: dict[str, Any]
 ) -> TypeCheckError | None:
-    """The error of the first argument that does not match, and None if all match.
+    """Return the error of the first argument that does not match, and None if all match.
 
     Binds sizes in the order of the signature.
     """
@@ -200,7 +201,7 @@ def _argument_error(
 
 
 def _error(what: str, hint: Any, value: Any, reason: str) -> TypeCheckError:
-    """The four lines of an error: what is wrong, what was expected, what came, and why."""
+    """Return the four lines of an error: what is wrong, what was expected, what came, and why."""
     expected = describe_annotation(hint)
     sizes = ", ".join(f"{name}={size}" for name, size in bound_sizes(expected))
     if sizes:

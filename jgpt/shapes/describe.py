@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 def is_array(hint: Any) -> bool:
-    """Whether an annotation is that of one array."""
+    """Return whether an annotation is that of one array."""
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
 
@@ -34,7 +34,7 @@ def by_dimension(hint: Any, values: Sequence[Value]) -> Iterator[tuple[str, Sequ
 
 
 def is_shaped(value: Any) -> bool:
-    """Whether a value is like an array."""
+    """Return whether a value is like an array."""
     # a `shape` alone would not do: `nnx.Rngs` makes a stream of any attribute that is asked for
     return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
 
@@ -53,12 +53,12 @@ class _Repr(reprlib.Repr):
 
 
 def describe_value(value: Any) -> str:
-    """A value in one short line: `float32[2,5]`, `GPT object`, `'text'`."""
+    """Return a value in one short line: `float32[2,5]`, `GPT object`, `'text'`."""
     return _Repr().repr(value)
 
 
 def describe_annotation(hint: Any) -> str:
-    """An annotation as it is written in source, without module names."""
+    """Return an annotation as it is written in source, without module names."""
     if hint is types.NoneType:
         return "None"
     text = str(hint)

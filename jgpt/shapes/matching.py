@@ -33,7 +33,7 @@ _IMPOSSIBLE_SIZE = np.broadcast_to(np.False_, 987_654_321)  # a view of one byte
 
 
 def mismatch(hint: Any, value: Any) -> str:
-    """The reason why a value does not match an annotation, or an empty string.
+    """Return the reason why a value does not match an annotation, or an empty string.
 
     Binds the sizes that the annotation names.
     """
@@ -52,7 +52,8 @@ def mismatch(hint: Any, value: Any) -> str:
 
 
 def _union_mismatch(hint: Any, value: Any) -> str:
-    """The reason for `X | None`, which is most unions, and for those of several alternatives."""
+    """Return the reason for `X | None`, which is most unions, and for those of several
+    alternatives."""
     alternatives = [part for part in get_args(hint) if part is not types.NoneType]
     matches = value is None
     if len(alternatives) > 1:
@@ -141,7 +142,7 @@ def _fake_array(size: Any) -> Any:
 
 
 def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
-    """The sizes bound to the names and braces in the text of an annotation.
+    """Yield the sizes bound to the names and braces in the text of an annotation.
 
     jaxtyping has no function that tells them, but states a bound size when it rejects an array of
     a size that nothing has.
@@ -163,7 +164,7 @@ def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_tree_of_arrays(hint: Any) -> bool:
-    """Whether an annotation is a PyTree of arrays, all of NumPy or JAX."""
+    """Return whether an annotation is a PyTree of arrays, all of NumPy or JAX."""
     leaf: Any = getattr(hint, "leaftype", None)
     if leaf is None:
         return False
@@ -211,7 +212,7 @@ def _tree_mismatch(hint: Any, tree: Any) -> str:
 # jaxtyping makes a class for each text of dimensions
 @functools.cache
 def _leaf_annotation(hint: Any, suffix: str) -> Any:
-    """An array annotation for one leaf: `?size` becomes `size_LEAF`."""
+    """Return an array annotation for one leaf: `?size` becomes `size_LEAF`."""
     dimensions = re.sub(r"\?(\*?\w+)", rf"\1{suffix}", hint.dim_str)
     return hint.dtype[hint.array_type, dimensions]
 
@@ -220,7 +221,8 @@ def _leaf_annotation(hint: Any, suffix: str) -> Any:
 
 
 def _with_numbers(value: Any) -> Any:
-    """The value with an integer in place of each symbolic size, which beartype takes for none."""
+    """Return the value with an integer in place of each symbolic size, which beartype takes for
+    none."""
     if type(value) is tuple:  # not a subclass, whose constructor may be another
         return tuple(_with_numbers(item) for item in value)
     if _is_symbolic(value):
@@ -229,7 +231,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Whether a value is a symbolic size, as in a proof and in `jax.export`."""
+    """Return whether a value is a symbolic size, as in a proof and in `jax.export`."""
     # most values are none of these, and data needs the contract without loading JAX
     if value is None or isinstance(value, (int, float, str)):
         return False
@@ -240,7 +242,7 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
-    """The symbols in the sizes of a call's arrays and integers, as braces may spell them.
+    """Return the symbols in the sizes of a call's arrays and integers, as braces may spell them.
 
     A symbol with the name of a dimension of the call is left to that dimension.
     """
@@ -256,7 +258,7 @@ def symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
 
 
 def _symbols_of(size: Any) -> dict[str, Any]:
-    """The symbols and functions in JAX's text of a size, such as `b*floordiv(t, 2)`."""
+    """Return the symbols and functions in JAX's text of a size, such as `b*floordiv(t, 2)`."""
     import jax
 
     found: dict[str, Any] = {}

@@ -324,7 +324,7 @@ def _patched_arithmetic() -> list[_Patch]:
 
 
 def _patched_root(sizes: dict[str, Any], symbols: dict[str, Any]) -> _Patch:
-    """The integer root of a size, as one more size, which is added to both dictionaries."""
+    """Return the integer root of a size, as one more size, which is added to both dictionaries."""
     isqrt = math.isqrt
 
     def root(size: Any) -> Any:
@@ -344,7 +344,7 @@ def _patched_root(sizes: dict[str, Any], symbols: dict[str, Any]) -> _Patch:
 
 
 def _patched_fans() -> list[_Patch]:
-    """A patch of the fans that random weights are scaled by.
+    """Return a patch of the fans that random weights are scaled by.
 
     JAX 0.12 asks whether an open fan, which is a traced number, is zero, and fails. The function is
     private: with a JAX that lacks it, a weight of any width may be open, and a test fails.
@@ -364,7 +364,7 @@ def _patched_fans() -> list[_Patch]:
 
 
 def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for this thread, another for others."""
+    """Return a function for this thread, another for others."""
     thread = threading.get_ident()
 
     def chosen(*args: Any, **named: Any) -> Any:
@@ -379,7 +379,8 @@ def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Cal
 
 
 def _a_library_asks() -> bool:
-    """Whether a question comes from a library, rather than from the program that is proven."""
+    """Return whether a question comes from a library, rather than from the program that is
+    proven."""
     frame = sys._getframe(1)
     # this file's frames are those of the patches: who asks has called the outermost of them
     while frame.f_code.co_filename == __file__ and frame.f_back:
@@ -393,7 +394,7 @@ def _a_library_asks() -> bool:
 
 
 def _describe_error(error: BaseException) -> str:
-    """An error in one line, with the last place in the program that is proven."""
+    """Return an error in one line, with the last place in the program that is proven."""
     lines = str(error).splitlines()
     if not lines:
         lines = [type(error).__name__]

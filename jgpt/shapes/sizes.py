@@ -22,7 +22,7 @@ _NAME = r"[A-Za-z_]\w*"
 
 
 def parse_array(array: str) -> tuple[Any, str]:
-    """The dtype and the dimensions in a text such as `float32[b t 8]`."""
+    """Return the dtype and the dimensions in a text such as `float32[b t 8]`."""
     problem = ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
     found = re.fullmatch(r"(\w+)\[([^\],]*)\]", array.strip())
     if found is None:
@@ -46,7 +46,7 @@ def make_shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any
 
 
 def names_in(text: str) -> list[str]:
-    """The sizes that a text names, not functions."""
+    """Return the sizes that a text names, not functions."""
     functions = ("max", "min", *SIZE_FUNCTIONS)  # all that JAX's text of a size may call
     return [name for name in re.findall(_NAME, text) if name not in functions]
 
@@ -93,7 +93,7 @@ def require_readable(where: tuple[str, ...], names: list[str]) -> None:
 
 
 def _is_never_met(constraint: str, scope: jax.export.SymbolicScope) -> bool:
-    """Whether JAX knows that a constraint holds for no sizes of a scope."""
+    """Return whether JAX knows that a constraint holds for no sizes of a scope."""
     left, comparison, right = _sides(constraint, scope)
     try:
         if comparison == "<=":
@@ -105,7 +105,7 @@ def _is_never_met(constraint: str, scope: jax.export.SymbolicScope) -> bool:
 
 
 def make_scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
-    """The constraints of a case, for JAX. Raises ValueError if no sizes meet them."""
+    """Return the constraints of a case, for JAX. Raises ValueError if no sizes meet them."""
     fixing = []  # such as `t == 8`
     others = []
     numbers: dict[str, int] = {}
@@ -126,7 +126,7 @@ def make_scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
 
 
 def _holds(constraint: str, numbers: dict[str, int]) -> bool:
-    """Whether a constraint holds for sizes that are numbers."""
+    """Return whether a constraint holds for sizes that are numbers."""
     left, comparison, right = _sides(constraint, jax.export.SymbolicScope())
     values = {rename_for_jax(name): number for name, number in numbers.items()}
     compare = COMPARISONS[comparison]
@@ -142,7 +142,7 @@ def _evaluate(size: Any, values: dict[str, int]) -> int:
 
 
 def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, Any]:
-    """The two sides of a constraint as sizes, and the comparison between them."""
+    """Return the two sides of a constraint as sizes, and the comparison between them."""
     left, comparison, right = re.split("(==|>=|<=)", constraint)
     # JAX reads shapes, not sizes: so the sides are one of two dimensions, which a space separates
     dimensions = f"{left.replace(' ', '')} {right.replace(' ', '')}"
@@ -154,7 +154,7 @@ def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, 
 
 
 def is_open(size: Any) -> bool:
-    """Whether a size may be 0 and may be something else."""
+    """Return whether a size may be 0 and may be something else."""
     # it isn't 0 if JAX knows it to be above 0 or below 0, and raises an error if it doesn't know
     for signed in (size, -size):
         with contextlib.suppress(InconclusiveDimensionOperation):
@@ -164,7 +164,8 @@ def is_open(size: Any) -> bool:
 
 
 def split_question(question: str) -> list[str]:
-    """The cases of an open question, JAX's text of a comparison: all sizes are in one of them."""
+    """Return the cases of an open question, JAX's text of a comparison: all sizes are in one of
+    them."""
     found = re.search(r"'([^']*)' (>=|>|<=|<|==) '([^']*)'", restore_names(question))
     if not found:
         return []

@@ -23,7 +23,7 @@ COLOURS = ("#008b8b", "#b0489c", "#3b8c3b", "#a87400", "#3a73c9")
 
 
 def name_colours(text: str) -> dict[str, str]:
-    """A colour for each dimension name in printed shapes, in order of appearance."""
+    """Return a colour for each dimension name in printed shapes, in order of appearance."""
     names = dict.fromkeys(re.findall(NAME, text))
     return dict(zip(names, itertools.cycle(COLOURS), strict=False))
 
@@ -63,7 +63,7 @@ class ShapeTrace:
     calls: list["ShapeTrace"] = field(default_factory=list)
 
     def lines(self, depth: int | None = None) -> list[str]:
-        """The tree to a depth: what is called, and the shapes of its results."""
+        """Return the tree to a depth: what is called, and the shapes of its results."""
         # the call itself is the first line, and its results are the last ones
         rows = self._rows(0, depth, "")[1:]
         rows.append(_Row(0, "result", self.results))
@@ -113,7 +113,7 @@ class ShapeTrace:
         return f"<pre>{re.sub(NAME, coloured, text)}</pre>"
 
     def as_json(self) -> dict[str, Any]:
-        """The tree as plain data."""
+        """Return the tree as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -153,7 +153,7 @@ def _unnumbered(trace: ShapeTrace) -> str:
 
 @typed
 def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ShapeTrace:
-    """The tree of typed calls in a call, with the shapes of arguments and results.
+    """Return the tree of typed calls in a call, with the shapes of arguments and results.
 
     Arguments are arrays or `jax.ShapeDtypeStruct`; nothing is computed. A method or function
     that only passes work on to modules is left out. Raises ValueError if nothing in it is typed.
@@ -176,7 +176,8 @@ def trace_calls(
     *args: Any,
     **kwargs: Any,
 ) -> ShapeTrace:
-    """The tree of a call while it runs; `on_call` gets each node, with the call and the result."""
+    """Return the tree of a call while it runs; `on_call` gets each node, with the call and the
+    result."""
     root = ShapeTrace("", getattr(function, "__name__", type(function).__name__), {})
     # the calls that are running, and whether a module's call is among them
     stack = [root]
@@ -223,7 +224,7 @@ def trace_calls(
 
 
 def _shapes_of_arguments(call: TypedCall) -> dict[str, list[Shape]]:
-    """The shapes of the arguments that have some."""
+    """Return the shapes of the arguments that have some."""
     found = {}
     for name, value in call.arguments.items():
         shapes = shapes_of(call.annotations.get(name), value)
@@ -233,7 +234,7 @@ def _shapes_of_arguments(call: TypedCall) -> dict[str, list[Shape]]:
 
 
 def shapes_of(annotation: Any, value: Any) -> list[Shape]:
-    """The shapes of the arrays in a value, with the dimension names of its annotation."""
+    """Return the shapes of the arrays in a value, with the dimension names of its annotation."""
     if is_array(annotation):
         return _shapes_of_array(annotation, value)
     leaf_annotation = getattr(annotation, "leaftype", None)
@@ -281,7 +282,7 @@ def _shapes_of_tree(leaf_annotation: Any, tree: Any) -> list[Shape]:
 
 
 def _plain(name: str) -> str:
-    """The name of a dimension without marks, empty for an expression or `...`."""
+    """Return the name of a dimension without marks, empty for an expression or `...`."""
     # `{self.config.embed_dim}` is embed_dim
     plain = re.sub(r"^[*#?]*\{?(?:\w+\.)*(\w+)\}?$", r"\1", name).lstrip("?*#")
     if re.fullmatch(r"\w+(\*\w+)?", plain):
@@ -295,7 +296,7 @@ def _plain(name: str) -> str:
 def with_symbols(
     first: ShapeTrace, second: ShapeTrace, symbols: Mapping[str, tuple[int, int]]
 ) -> ShapeTrace:
-    """A trace whose sizes are named where they differ from those of another trace.
+    """Return a trace whose sizes are named where they differ from those of another trace.
 
     `symbols` has the two sizes of each name. Other sizes that differ are `?`.
     """

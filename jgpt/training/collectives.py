@@ -28,7 +28,7 @@ class Collective:
 
 
 def sum_by_kind(text: str) -> tuple[Collective, ...]:
-    """The collectives of a step, those of one kind together."""
+    """Return the collectives of a step, those of one kind together."""
     sizes = defaultdict(list)
     for kind, size in collectives(text):
         sizes[kind].append(size)
@@ -39,7 +39,7 @@ def sum_by_kind(text: str) -> tuple[Collective, ...]:
 
 
 def collectives(text: str) -> Iterator[tuple[str, int]]:
-    """The kind of each collective in a step, and the bytes that each device sends.
+    """Yield the kind of each collective in a step, and the bytes that each device sends.
 
     A collective in a loop is repeated for each trip; the loop over steps counts once.
     """
@@ -86,7 +86,7 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _sent(found: re.Match[str], line: str) -> int:
-    """The bytes that each device of a group sends, by ring algorithms."""
+    """Return the bytes that each device of a group sends, by ring algorithms."""
     kind = found[2]
     devices = _group(line)
     size = _bytes_of_types(found[1])
@@ -112,7 +112,7 @@ def _sent(found: re.Match[str], line: str) -> int:
 
 
 def _bytes_of_types(types: str) -> int:
-    """The bytes of all arrays in HLO's types, such as `(f32[8,128]{1,0}, bf16[])`."""
+    """Return the bytes of all arrays in HLO's types, such as `(f32[8,128]{1,0}, bf16[])`."""
     total = 0
     for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", types):
         itemsize = -(-int(bits or 8) // 8)  # rounded up; pred has no bits in its name

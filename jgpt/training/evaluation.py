@@ -68,7 +68,7 @@ def plan_evaluations(
     targets: int | None = None,
     comparable_after: int = 0,
 ) -> EvaluationPlan:
-    """The evaluations of a config on a validation split: a pure function of these.
+    """Return the evaluations of a config on a validation split: a pure function of these.
 
     `targets` is what `eval_tokens=auto` gave when the run began. It stays when the run is trained
     further, so that its losses can be compared.
@@ -104,7 +104,7 @@ def plan_evaluations(
 
 
 def _affordable_targets(config: TrainConfig, split: int, evaluations: int, budget: int) -> int:
-    """The targets of each evaluation: the whole split, or whole windows of it."""
+    """Return the targets of each evaluation: the whole split, or whole windows of it."""
     if split <= SMALL_SPLIT or evaluations * split <= budget:
         return split
     if split <= budget // 2:  # the whole split after the last step, too
@@ -175,7 +175,7 @@ class Evaluator:
 
     @typed
     def exact(self, weights: Weights, between: Between = lambda done, targets: None) -> float:
-        """The mean loss of all targets. `between` may raise an exception to end it early."""
+        """Return the mean loss of all targets. `between` may raise an exception to end it early."""
         if self._resident is None:
             calls = self._calls(self._all_batches)
         else:
@@ -184,7 +184,7 @@ class Evaluator:
 
     @typed
     def estimate(self, weights: Weights) -> float:
-        """The mean loss of a few batches spread over the windows.
+        """Return the mean loss of a few batches spread over the windows.
 
         All estimates of a run take about 1% of its time.
         """
@@ -205,7 +205,7 @@ class Evaluator:
     def _mean(
         self, weights: Weights, calls: Iterator[Call], targets: int, between: Between
     ) -> float:
-        """The sum of losses over calls, divided by `targets`.
+        """Return the sum of losses over calls, divided by `targets`.
 
         Each call adds to the last one's sum on the device, so that how many batches a call has
         changes no bit of the result.
@@ -232,7 +232,7 @@ class Evaluator:
 
     @typed
     def _spread_batches(self) -> Bool[np.ndarray, "{self._batches}"]:
-        """The batches of an estimate, spread evenly over all."""
+        """Return the batches of an estimate, spread evenly over all."""
         targets_per_batch = self._rows * self._block_size
         count = max(self._config.steps // 200, -(-ESTIMATE_TOKENS // targets_per_batch))
         numbers = np.linspace(0, self._batches - 1, min(count, self._batches)).astype(int)
@@ -246,7 +246,7 @@ class Evaluator:
         chosen: Bool[np.ndarray, "{self._batches}"],
         placed: Mapping[int, Int[Array, "batches batch window"]] | None = None,
     ) -> Iterator[Call]:
-        """The calls that evaluate the chosen batches; `placed` are windows on the device."""
+        """Yield the calls that evaluate the chosen batches; `placed` are windows on the device."""
         for first in range(0, self._batches, self._batches_per_call):
             # every call has as many batches, so that there is one program
             is_chosen = np.zeros(self._batches_per_call, bool)
@@ -270,7 +270,7 @@ class Evaluator:
         Int[np.ndarray, "{self._batches_per_call} {self._rows} {self._block_size}+1"],
         Bool[np.ndarray, "{self._batches_per_call} {self._rows} {self._block_size}"],
     ]:
-        """The windows and the mask of a call; past the last window they are padding."""
+        """Return the windows and the mask of a call; past the last window they are padding."""
         last_batch = first_batch + self._batches_per_call
         # the windows of the evaluation are numbered from 0, and so are all that cover the split
         numbers = np.arange(first_batch * self._rows, last_batch * self._rows)
@@ -282,6 +282,6 @@ class Evaluator:
         return windows_by_number(self._tokens, numbers.reshape(shape), self._block_size)
 
     def _targets_of(self, batch: int) -> int:
-        """The counted targets of a batch; the last one has fewer."""
+        """Return the counted targets of a batch; the last one has fewer."""
         targets_per_batch = self._rows * self._block_size
         return min(self.targets - batch * targets_per_batch, targets_per_batch)

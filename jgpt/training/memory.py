@@ -35,7 +35,8 @@ class TrainingMemory:
 
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
-    """The train steps of a config, compiled for the mesh that is set, or the default device."""
+    """Return the train steps of a config, compiled for the mesh that is set, or the default
+    device."""
     state = rules.abstract_arrays(abstract_state(config), state_specs(config))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -44,7 +45,7 @@ def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
 
 
 def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory | None:
-    """The memory of compiled train steps; None if the backend doesn't report it."""
+    """Return the memory of compiled train steps; None if the backend doesn't report it."""
     analysis = steps.memory_analysis()
     if analysis is None:
         return None
@@ -65,7 +66,7 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
 
 
 def with_micro_batches(config: TrainConfig, machine: Machine) -> TrainConfig:
-    """The config with `micro_batches=auto` decided for the mesh that is set.
+    """Return the config with `micro_batches=auto` decided for the mesh that is set.
 
     The fewest whose steps leave a tenth of a device's memory free, for evaluation, the data and
     fragmentation; found by bisection, each compiled. Without a limit, as on CPUs, all devices have
@@ -94,7 +95,7 @@ def with_micro_batches(config: TrainConfig, machine: Machine) -> TrainConfig:
 
 
 def _first_that_fits(counts: list[int], fits: Callable[[int], bool]) -> int:
-    """The first count that fits, by bisection: a larger count takes less memory.
+    """Return the first count that fits, by bisection: a larger count takes less memory.
 
     The last one is not asked about, and taken if no other fits: each question is a compilation.
     """

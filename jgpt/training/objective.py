@@ -19,7 +19,7 @@ from jgpt.shapes.contract import typed
 def mean_loss(
     model: LanguageModel, window: Int[Array, "batch window"], key: Key[Array, ""]
 ) -> Float[Array, ""]:
-    """The mean loss of all targets, with dropout; `key` is its PRNG key."""
+    """Return the mean loss of all targets, with dropout; `key` is its PRNG key."""
     x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))  # batch time embed_dim
     max_rows = _max_rows(model, window[:, 1:].size)
     return cross_entropy_from(x, window[:, 1:], model.logits, max_rows)
@@ -29,7 +29,7 @@ def mean_loss(
 def target_losses(
     model: LanguageModel, window: Int[Array, "batch window"]
 ) -> Float[Array, "batch window-1"]:
-    """The loss of each target, without dropout."""
+    """Return the loss of each target, without dropout."""
     x = model.hidden(window[:, :-1])  # batch time embed_dim
     max_rows = _max_rows(model, window[:, 1:].size)
     return token_losses_from(x, window[:, 1:], model.logits, max_rows)
@@ -45,6 +45,6 @@ def _max_rows(model: LanguageModel, rows: int) -> int:
 
 
 def loss_dtype(config: ModelConfig) -> jnp.dtype:
-    """The dtype of losses: the widest of the dtypes of parameters, logits and loss."""
+    """Return the dtype of losses: the widest of the dtypes of parameters, logits and loss."""
     widest = jnp.promote_types(portable(config).dtype, config.param_dtype)
     return jnp.promote_types(widest, jnp.float32)

@@ -38,7 +38,7 @@ def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, 
 
 
 def dimensions_in_block(path: tuple[Any, ...], leaf: Any) -> int:
-    """The number of dimensions of a parameter in one block."""
+    """Return the number of dimensions of a parameter in one block."""
     if STACKED in path:
         return leaf.ndim - 1
     return leaf.ndim
@@ -69,7 +69,7 @@ def partition(
     weights: PyTree[Float[Array, "..."], "Weights"],
     dimensions: Mapping[str, Dimensions] | None = None,
 ) -> PyTree[OptimizerGroup, "Weights"]:
-    """The optimizer group of each parameter: muon, embedding, or adamw.
+    """Return the optimizer group of each parameter: muon, embedding, or adamw.
 
     Muon is for the weight matrices of the blocks, Adam for embeddings and head (Jordan et al.
     2024). Muon takes no array of three dimensions, such as the matrices of several experts: which
@@ -96,7 +96,7 @@ def partition(
 
 
 def _is_embedding(path: tuple[Any, ...], dimensions: Mapping[str, Dimensions]) -> bool:
-    """Whether a parameter is a table whose rows are looked up, by its dimension names.
+    """Return whether a parameter is a table whose rows are looked up, by its dimension names.
 
     A table of positions or n-grams has no name for its rows. Such a parameter of a block is taken
     for a matrix of a product.
@@ -117,7 +117,7 @@ def _is_embedding(path: tuple[Any, ...], dimensions: Mapping[str, Dimensions]) -
 def make_optimizer(
     config: OptimizerConfig, steps: int, dimensions: Mapping[str, Dimensions] | None = None
 ) -> optax.GradientTransformation:
-    """The optimizer of a config for a run of `steps` steps.
+    """Return the optimizer of a config for a run of `steps` steps.
 
     `dimensions`, the names of `weight_dimensions`, are needed with an embedding_learning_rate.
 
@@ -135,7 +135,7 @@ def make_optimizer(
 
 
 def _custom(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The user's optimizer, given clipped gradients."""
+    """Return the user's optimizer, given clipped gradients."""
     make = require_code(config.make, "optimizer")
     optimizer = make(config, steps)
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -154,7 +154,7 @@ def _custom(config: OptimizerConfig, steps: int) -> optax.GradientTransformation
 
 
 def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that sees parameters and gradients in at least float32.
+    """Return an optimizer that sees parameters and gradients in at least float32.
 
     Its moments are then in float32: the nearest bfloat16 to a decay rate of 0.999 is 1.
     """
@@ -264,7 +264,7 @@ class AverageState(NamedTuple):
 def average_weights(
     optimizer: optax.GradientTransformation, decay: float
 ) -> optax.GradientTransformation:
-    """An optimizer that trains weights with another one, and updates their moving average.
+    """Return an optimizer that trains weights with another one, and updates their moving average.
 
     The average is exponential and bias-corrected like Adam's moments (Kingma and Ba 2015, section
     3).
@@ -297,7 +297,8 @@ def average_weights(
 
 @typed
 def trained_weights(weights: LikeWeights, state: Any) -> LikeWeights:
-    """The weights to differentiate at: `weights`, or the trained ones if these are an average."""
+    """Return the weights to differentiate at: `weights`, or the trained ones if these are an
+    average."""
     if isinstance(state, AverageState):
         return state.trained
     return weights

@@ -18,7 +18,7 @@ from jgpt.words import format_bytes
 
 @typed
 def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
-    """The total bytes of a tree of arrays."""
+    """Return the total bytes of a tree of arrays."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         # not `nbytes`, which an abstract array lacks
@@ -27,7 +27,7 @@ def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
 
 
 def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
-    """The bytes of a tree of arrays on each device of a mesh."""
+    """Return the bytes of a tree of arrays on each device of a mesh."""
     total = 0
     for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
         # JAX's own answer, which raises an error where the axes don't divide a dimension
@@ -62,7 +62,7 @@ def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement
 
 
 def _sharded_size(size: int, axes: str | tuple[str, ...] | None) -> str:
-    """A size with the mesh axes that it is sharded over, such as `384@fsdp`."""
+    """Return a size with the mesh axes that it is sharded over, such as `384@fsdp`."""
     if not axes:
         return str(size)
     if isinstance(axes, tuple):
@@ -71,7 +71,7 @@ def _sharded_size(size: int, axes: str | tuple[str, ...] | None) -> str:
 
 
 def parameters_without_names(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[str]:
-    """A user's own parameters that a mesh would split if their dimensions had names."""
+    """Return a user's own parameters that a mesh would split if their dimensions had names."""
     if config.make is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return []
     nameless = []

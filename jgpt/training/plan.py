@@ -33,7 +33,7 @@ class Plan:
 def make_plan(
     config: TrainConfig, dataset: Dataset, out: Path, evaluations: EvaluationPlan
 ) -> Plan:
-    """The plan of a run on a dataset."""
+    """Return the plan of a run on a dataset."""
     tokens = config.steps * config.batch_size * config.model.block_size
     return Plan(
         config=config,
@@ -48,7 +48,8 @@ def make_plan(
 
 
 def with_process_memory(plan: Plan, used: int | None) -> Plan:
-    """The plan for a CPU, where `used` is what the process takes without a state and its steps."""
+    """Return the plan for a CPU, where `used` is what the process takes without a state and its
+    steps."""
     if used is None or plan.memory is None:
         return plan
     devices = abstract_mesh(plan.config.mesh).size

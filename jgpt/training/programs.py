@@ -13,7 +13,7 @@ from jgpt.training.step import make_train_steps
 
 
 def trace_forward(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """The forward pass of `batch` sequences of `time` tokens."""
+    """Return the forward pass of `batch` sequences of `time` tokens."""
     graph, weights = nnx.split(abstract_model(config.model))
     tokens = jax.ShapeDtypeStruct((batch, time), jnp.int32)
 
@@ -40,7 +40,7 @@ def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
 
 
 def trace_train(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """A train step over `batch` windows of `time` targets."""
+    """Return a train step over `batch` windows of `time` targets."""
     windows = jax.ShapeDtypeStruct((1, batch, time + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     count = jax.ShapeDtypeStruct((), jnp.int32)

@@ -12,7 +12,8 @@ from jgpt.config import OptimizerConfig
 def learning_rate_schedule(
     config: OptimizerConfig, steps: int, peak: float | None = None
 ) -> optax.Schedule:
-    """The learning-rate schedule, with `peak` (the config's learning rate by default) at its top.
+    """Return the learning-rate schedule, with `peak` (the config's learning rate by default) at its
+    top.
 
     Linear warmup, then constant, cosine decay, or warmup-stable-decay with a linear decay (wsd:
     Hu et al. 2024, section 4), which is shorter where the warmup reaches into it.

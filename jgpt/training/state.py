@@ -75,7 +75,7 @@ def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
 
 @typed
 def dropout_stream(seed: int) -> Key[Array, ""]:
-    """The dropout key of a seed; each step folds in its number.
+    """Return the dropout key of a seed; each step folds in its number.
 
     It is an argument of the steps, so that another seed needs no new compilation.
     """
@@ -83,7 +83,7 @@ def dropout_stream(seed: int) -> Key[Array, ""]:
 
 
 def abstract_state(config: TrainConfig) -> TrainState:
-    """The shapes and dtypes of the train state."""
+    """Return the shapes and dtypes of the train state."""
     weights = weights_of(abstract_model(config.model))
     return jax.eval_shape(functools.partial(_first_state, config), weights)
 
@@ -103,7 +103,7 @@ def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainS
 
 
 def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
-    """The state of train steps, from a state with each block's own arrays."""
+    """Return the state of train steps, from a state with each block's own arrays."""
     if not stacking.uses_stacked_blocks(config.model):
         return state
     specs = None
@@ -113,14 +113,15 @@ def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
 
 
 def unstack_state(state: TrainState) -> TrainState:
-    """The state with each block's own arrays, as in checkpoints."""
+    """Return the state with each block's own arrays, as in checkpoints."""
     if not _is_stacked(state):
         return state
     return jax.jit(stacking.unstack_blocks)(state)
 
 
 def is_finite(config: TrainConfig, state: TrainState) -> bool:
-    """Whether all values of a state are finite; in one of a custom optimizer, all parameters.
+    """Return whether all values of a state are finite; in one of a custom optimizer, all
+    parameters.
 
     Optax has optimizers whose state begins at infinity, such as `reduce_on_plateau`.
     """

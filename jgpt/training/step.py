@@ -32,7 +32,7 @@ class Metrics:
 
 @typed
 def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
-    """A jitted function that takes `count` steps, on the first `count` windows.
+    """Return a jitted function that takes `count` steps, on the first `count` windows.
 
     It maps (state, windows, key, count, first_step=None) to (state, metrics). One program serves
     every count. The state is donated. A step whose loss or gradient is not finite is skipped, and
@@ -139,7 +139,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
 
 
 def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
-    """A jitted function that sums the losses of counted targets over batches of windows.
+    """Return a jitted function that sums the losses of counted targets over batches of windows.
 
     It maps (weights, windows, counts, total=None) to the sum, added to a total if there is one: the
     batches may be split over calls and the sum stays the same to the last bit. A batch without
