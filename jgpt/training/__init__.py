@@ -1,1 +1,1 @@
-"""Batches to better weights: pure functions of a train state."""
+"""The train step and what it needs: pure functions from batches to better weights."""

@@ -1,7 +1,7 @@
-"""What training minimises and an evaluation sums: the cross-entropy of a batch of windows.
+"""The objective of training and evaluation: the cross-entropy of a batch of windows.
 
-A window has `block_size` inputs and one token more. The inputs are all of its tokens but the last,
-and the target of each is the token after it.
+A window has `block_size` inputs and one more token. The inputs are all tokens but the last, and the
+target of each input is the token after it.
 """
 
 import jax.numpy as jnp
@@ -36,10 +36,10 @@ def target_losses(
 
 
 def _max_rows(model: LanguageModel, rows: int) -> int:
-    """How many of a loss's rows of logits to materialise at once."""
+    """Return the number of rows of logits that a loss materialises at once."""
     max_rows = rows_at_once(model.vocab_size)
     if rows > max_rows and isinstance(model, GatheredHead):
-        # once and here, or each chunk of rows would gather the head over the mesh
+        # Gathered once, here: otherwise each chunk of rows would gather the head over the mesh.
         model.gather_head()
     return max_rows
 
