@@ -243,7 +243,8 @@ class _Detokenizer:
         return 0
 
     def _begin_of_stop(self) -> int:
-        """Return the index at which the end of the text may be the beginning of a stop string."""
+        """Return the index from which the text may be the beginning of a stop string, or its
+        length."""
         longest = max((len(stop) for stop in self._stop), default=1)
         # A complete stop string was found before, so only a string without its last character can
         # be here.

@@ -167,8 +167,8 @@ class Evaluator:
         self._batches = -(-self._windows // self._rows)
         work_per_batch = 2 * parameters * self._rows * self._block_size
         affordable_batches = max(WORK_PER_CALL // work_per_batch, 1)
-        # The size of a batch is that of the whole split, so that one program evaluates the part and
-        # the whole.
+        # Computed from all windows of the split, so that one program evaluates a part and the
+        # whole.
         covering_batches = -(-self._covering // self._rows)
         self._batches_per_call = min(affordable_batches, covering_batches)
         self._evaluate_windows = make_eval_step(config.model)
