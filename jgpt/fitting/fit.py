@@ -296,7 +296,7 @@ def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float
             if picture is not None:
                 run.directory.write(LOSS_PICTURE, picture)
     assert best.validation_loss is not None  # the last step is always evaluated
-    # over other targets, and none over the current ones yet
+    # The best loss is over other targets if no evaluation had the current ones yet.
     if best.step <= evaluations.comparable_after:
         evaluations = replace(evaluations, targets=evaluations.split_targets)
     return Run(
