@@ -372,7 +372,7 @@ def sync_directory(path: Path) -> None:
 
 
 def printable(text: str) -> str:
-    """A path with the bytes that are not UTF-8 as \\x.., since a terminal can't show them."""
+    """Return a path with bytes that are not UTF-8 as \\x.., since a terminal can't show them."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 

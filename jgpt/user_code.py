@@ -1,4 +1,5 @@
-"""A user's own model and optimizer: loaded from a file that is named, and compared with a run."""
+"""Custom models and optimizers: loading them from a file, and comparing them with those of a
+run."""
 
 import dataclasses
 import hashlib

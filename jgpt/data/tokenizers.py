@@ -878,7 +878,7 @@ def _failures_raised(what: str = "the tokenizer failed") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stderr_ignored() -> Iterator[None]:
-    """Discard what the process writes to stderr, where a panic prints a stack trace."""
+    """Discard the process's output on stderr, where a panic prints a stack trace."""
     stderr = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:

@@ -183,7 +183,7 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
 def _choose_evaluations(
     recorded: TrainConfig, saved: SavedRun | None, validation_tokens: int, warn: Warn
 ) -> EvaluationPlan:
-    """Plan the evaluations; a resumed run keeps its targets if possible."""
+    """Plan the evaluations; a resumed run keeps its targets if they may stay."""
     if saved is None or not saved.checkpoints:
         return plan_evaluations(recorded, validation_tokens)
     evaluations, other_targets = resume_evaluations(

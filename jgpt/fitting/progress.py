@@ -53,7 +53,7 @@ class LineProgress(Progress):
     _over = ""
 
     def planned(self, evaluations: EvaluationPlan) -> None:
-        """Keep what is said after a loss."""
+        """Keep the words to print after a loss."""
         self._over = evaluations.over
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:

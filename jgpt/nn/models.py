@@ -27,7 +27,7 @@ class LanguageModel(Protocol):
     """
 
     vocab_size: int
-    """Tokens in the vocabulary."""
+    """The number of tokens in the vocabulary."""
     block_size: int
     """The length of the longest context, in tokens."""
 
@@ -38,7 +38,7 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
-        """The language-model head."""
+        """Return the logits for hidden states, from the language-model head."""
         ...
 
     def __call__(

@@ -37,7 +37,7 @@ def gather_parameter(parameter: nnx.Param, dtype: DTypeLike | None = None) -> An
 def remat(
     function: Callable[Parameters, Result], *, full: bool = False, scanned: bool = False
 ) -> Callable[Parameters, Result]:
-    """Rematerialise a function: `full`, or all but the gathered parameters are stored.
+    """Rematerialise a function; store all results but gathered parameters, or with `full` none.
 
     Common subexpression elimination must not undo this; the two loops of a `scanned` function share
     no subexpressions. Without fsdp nothing is gathered, but a scan would store a copy of the

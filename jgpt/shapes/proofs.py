@@ -377,7 +377,7 @@ def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Cal
     return chosen
 
 
-# --- who asks, and what is said ------------------------------------------------------------------
+# --- questions and errors ------------------------------------------------------------------------
 
 
 def _a_library_asks() -> bool:

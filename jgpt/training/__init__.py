@@ -1,1 +1,1 @@
-"""The train step and what it needs: pure functions from batches to better weights."""
+"""The train step, its state and its optimizer: pure functions from batches to better weights."""
