@@ -163,7 +163,7 @@ class Code(Fields):
 
     @property
     def named(self) -> str:
-        """FILE.py:NAME."""
+        """The name FILE.py:NAME."""
         return f"{self.file or 'FILE.py'}:{self.name}"
 
     @classmethod

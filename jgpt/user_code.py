@@ -202,7 +202,7 @@ def _require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any
 
 
 def _takes_nothing(self: Any) -> None:
-    """Have the signature of a class without a constructor."""
+    """Stand for a class without a constructor, which takes no arguments."""
 
 
 def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:

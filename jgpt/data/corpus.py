@@ -1,4 +1,4 @@
-"""Read text from corpora, files and folders."""
+"""Text from corpora, files and folders."""
 
 import codecs
 import gzip

@@ -246,7 +246,7 @@ def _load_text(
 
 
 class _Fraction:
-    """Reports the fraction of the bytes that have been read."""
+    """A counter of the bytes that have been read, which reports their fraction."""
 
     def __init__(self, size: int, report: Callable[[float], None]) -> None:
         self.size = size

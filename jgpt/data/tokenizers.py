@@ -233,7 +233,8 @@ class BPETokenizer:
         too long.
         """
         values = dict(values)
-        # Encoding must be deterministic, so BPE dropout (Provilkov et al. 2020) is removed.
+        # Texts are encoded deterministically and without truncation; BPE dropout (Provilkov et al.
+        # 2020) is random.
         values["model"] = values["model"] | {"dropout": None}
         values["truncation"] = None
         values["padding"] = None

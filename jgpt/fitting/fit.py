@@ -244,7 +244,7 @@ def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
 
 
 def _begin(prepared: PreparedRun, run: RunDirectory, trackers: Trackers, step: int) -> None:
-    """In process 0, open the trackers and write the run's first files, or its new config."""
+    """Open the trackers and write the run's first files, or its new config, in process 0."""
     recorded = prepared.config.recorded
     mode = prepared.target.mode
     # If a tracker can't be opened or the disk is full, no file of a tracker remains.

@@ -32,7 +32,8 @@ time."""
 
 
 class Training:
-    """Calls many steps at once, and reads the metrics of a call while the next one runs.
+    """A run's training: it makes calls of many steps, and reads the metrics of a call during the
+    next.
 
     It takes over the state: each call of steps donates its arrays, so nothing else may keep them.
     """
@@ -71,8 +72,8 @@ class Training:
 
         lines = checkpoints.run.metrics()
         self.losses = _comparable_losses(lines, self.evaluations)
-        # Until the first evaluation, estimates are ever further apart, and the first one saves a
-        # checkpoint.
+        # Until the first evaluation, estimates are ever further apart, at 1/16 to 1/2 of its step,
+        # and the first one saves a checkpoint.
         halves = {self.config.eval_interval >> halvings for halvings in range(1, 5)}
         self.estimate_steps = {step for step in halves if step > self.step}
         if self.step == 0 and not lines:
@@ -90,7 +91,7 @@ class Training:
         if self.evaluations.spread:
             spread_targets = self.evaluations.targets
         else:
-            held_out = held_out[: self.evaluations.targets + 1]
+            held_out = held_out[: self.evaluations.targets + 1]  # the first token is not a target
         return Evaluator(self.config, held_out, self.parameters, spread_targets=spread_targets)
 
     def run(self, *, evaluate_first: bool) -> None:
@@ -131,7 +132,7 @@ class Training:
 
     @contextlib.contextmanager
     def _last_good_state_saved(self) -> Iterator[None]:
-        """After a loss or gradient that is not finite, save the state before it and name its
+        """Save the last good state after a loss or gradient that is not finite, and name its
         checkpoint."""
         try:
             yield
@@ -188,7 +189,7 @@ class Training:
         self.logger.start_clock()
 
     def _save_if_due(self) -> None:
-        """Until the first evaluation, save often enough that little is lost at any time.
+        """Save often enough, until the first evaluation, that little is lost at any time.
 
         Process 0 decides by its clock. After that, each evaluation saves.
         """

@@ -22,7 +22,7 @@ EACH_STEP = ("loss", "gradient_norm", "learning_rate")
 
 
 class MetricsLogger:
-    """Logs the metrics of a call of steps while the next call runs."""
+    """A logger that writes the metrics of a call of steps while the next call runs."""
 
     def __init__(
         self,

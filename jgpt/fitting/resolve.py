@@ -1,4 +1,4 @@
-"""Decides what a config leaves open: dtypes, kernels, the mesh and micro-batches."""
+"""Decisions on what a config leaves open: dtypes, kernels, the mesh and micro-batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -118,7 +118,7 @@ def _failure(name: str, error: Exception) -> OSError:
 
 
 class _Thread:
-    """Calls a tracker in a daemon thread, so that the process can end even if a call never
+    """A daemon thread that calls a tracker, so that the process can end even if a call never
     returns."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -231,7 +231,7 @@ class _Wandb:
 
 @contextlib.contextmanager
 def trackers_removed_on_error(run: Path) -> Iterator[None]:
-    """If the block raises, restore the folders of trackers to their earlier content."""
+    """Restore the folders of trackers to their earlier content if the block raises."""
     entries_before: dict[Path, set[Path] | None] = {}
     for folder in (run / TENSORBOARD, run / WANDB):
         entries_before[folder] = None

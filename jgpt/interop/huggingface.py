@@ -1,4 +1,4 @@
-"""Read and write Hugging Face directories of GPT-2, Llama and Qwen3: JSON and safetensors."""
+"""Hugging Face directories of GPT-2, Llama and Qwen3, read and written: JSON and safetensors."""
 
 import contextlib
 import dataclasses

@@ -129,7 +129,7 @@ def write_tensors(model: GPT, format: Format) -> Tensors:
 def _add_zero_biases(tensors: dict[str, Any], dtype: Any) -> None:
     """Add a bias of zeros to each linear layer and norm without one, as GPT-2's format requires.
 
-    Llama and Qwen3 have no such biases; their tensor names begin differently.
+    The tensors of Llama and Qwen3 have other names, and stay unchanged.
     """
     for name in list(tensors):
         if not name.startswith(("h.", "ln_f.")) or not name.endswith("weight"):

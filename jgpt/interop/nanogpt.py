@@ -1,4 +1,4 @@
-"""Read nanoGPT's checkpoints with `torch.load(weights_only=True)`."""
+"""nanoGPT's checkpoints, read with `torch.load(weights_only=True)`."""
 
 import functools
 import pickletools

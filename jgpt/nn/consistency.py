@@ -1,4 +1,4 @@
-"""Checks that a custom model meets the assumptions of training, sampling and export."""
+"""Checks of a custom model's consistency, which training, sampling and export assume."""
 
 import dataclasses
 from collections.abc import Callable

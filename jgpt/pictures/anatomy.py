@@ -1,4 +1,4 @@
-"""Finds the parts of any model that can be drawn and changed, in the trace of its forward pass."""
+"""The parts of any model that can be drawn and changed, found in the trace of its forward pass."""
 
 import re
 from collections.abc import Callable, Mapping

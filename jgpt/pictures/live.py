@@ -38,7 +38,7 @@ from jgpt.user_code import with_code
 MOST_POINTS = 400
 """The limit of points in a loss curve; if there are more steps, their means are drawn."""
 MOST_OPEN = 4
-"""The number of checkpoints kept in memory."""
+"""The number of checkpoints kept in memory; a page puts two of them side by side."""
 SAMPLE_TOKENS = 100
 MOST_BYTES = 1 << 20
 """The limit of a request in bytes."""
@@ -215,7 +215,7 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers requests in threads, up to a limit; it closes further connections."""
+    """A server that answers requests in threads, up to a limit; it closes further connections."""
 
     request_queue_size = 128
 
@@ -245,7 +245,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers a request of the page."""
+    """A handler for one request of the page."""
 
     server_version = "jgpt"
     sys_version = ""  # strangers need not know it

@@ -30,11 +30,11 @@ from jgpt.shapes.trace import Shape, ShapeTrace
 from jgpt.words import counted
 
 MOST_WEIGHTS = 4_000_000
-"""The limit of attention weights on a page."""
+"""The limit of attention weights on a page, which keeps a page below six megabytes."""
 MOST_FINE_WEIGHTS = 1_000_000
 """The limit of attention weights, and of entries of the forward pass, that take two bytes each."""
 MOST_CANDIDATES = 256
-"""The number of candidates for the last token, from which top-k, top-p and min-p choose."""
+"""The number of candidates for the last token, from which the sampling parameters choose."""
 CANDIDATES = 10
 """The number of candidates at every other position."""
 SHORTEST = 16
@@ -112,7 +112,7 @@ class ArrayRow:
 
 
 class Look:
-    """Computes the numbers of a page, for one text after another.
+    """The numbers of a page, computed for one text after another.
 
     It reuses the compiled programs of `like`, which is the same model with other weights.
     """
@@ -163,7 +163,7 @@ class Look:
         return self._page_data(tokens, prompt, outputs, unchanged)
 
     def most_tokens(self) -> int:
-        """The most tokens on a page of this model, as limited by its attention weights."""
+        """Return the most tokens on a page of this model, as limited by its attention weights."""
         maps = len(self.anatomy.attention) * self.anatomy.heads
         if maps == 0:
             return self.model.block_size
@@ -246,7 +246,8 @@ class Look:
         return record_calls(model, inputs["tokens"], edits)
 
     def _forward(self, weights: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The program: compute everything that a page draws, from one forward pass."""
+        """Compute everything that a page draws, from one forward pass; this is the compiled
+        program."""
         model = nnx.merge(self._graph, weights)
         tokens = inputs["tokens"]
         trace, calls = self._record(model, inputs)

@@ -171,7 +171,7 @@ class Checkpoints:
         return self._read(Manifest.read, step).unevaluated
 
     def seconds(self) -> float:
-        """The seconds that the last save took, or takes so far; 0 before the first save."""
+        """Return the seconds that the last save took, or takes so far; 0 before the first save."""
         if self._save_began is None:
             return 0.0
         ended = self._save_ended

@@ -1,4 +1,4 @@
-"""Read a model from a run, and save a model as a run."""
+"""Models read from runs, and saved as runs."""
 
 import dataclasses
 import warnings

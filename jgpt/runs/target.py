@@ -1,4 +1,4 @@
-"""Choose the directory of a run: a new one, or that of a run to resume or to overwrite."""
+"""The choice of a run's directory: a new one, or that of a run to resume or to overwrite."""
 
 import json
 import os

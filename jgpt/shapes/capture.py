@@ -1,4 +1,4 @@
-"""Capture and edit results inside a call, by their path."""
+"""Capturing and editing of results inside a call, by their path."""
 
 import dataclasses
 import difflib

@@ -40,8 +40,8 @@ def is_shaped(value: Any) -> bool:
 
 
 class _Repr(reprlib.Repr):
-    """Formats arrays, also inside containers, as dtype and shape, and other objects as their
-    class."""
+    """A formatter that writes arrays, also inside containers, as dtype and shape, and other objects
+    as their class."""
 
     def repr1(self, x: Any, level: int) -> str:
         if is_shaped(x):

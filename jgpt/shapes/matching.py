@@ -1,4 +1,4 @@
-"""Decide whether a value matches an annotation, and bind the sizes that the annotation names."""
+"""Matching of values with annotations, which binds the sizes that an annotation names."""
 
 import contextlib
 import functools

@@ -222,7 +222,7 @@ def _is_jaxpr(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _raise_on_open_questions(sizes: dict[str, Any]) -> Iterator[None]:
-    """In the block, raise for an open equality or truth of a size, as JAX does for an open order.
+    """Raise in the block for an open equality or truth of a size, as JAX does for an open order.
 
     JAX evaluates an open `t == 1` as False and an open `if t % 4` as True, which would silently
     drop a branch. Libraries still get these values, since they only ask for speed, and so do other

@@ -1,4 +1,4 @@
-"""Counts the collectives of a compiled step from the text of its program.
+"""The collectives of a compiled step, counted in the text of its program.
 
 JAX has no interface that counts them, and XLA's cost estimate has no bytes of network traffic. The
 text is HLO, which differs between compilers: each rule below matches the form of one of them.

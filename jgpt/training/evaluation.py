@@ -134,7 +134,7 @@ class Call:
 
 
 class Evaluator:
-    """Computes the mean loss of held-out targets for any weights of a config's model.
+    """The mean loss of held-out targets, computed for any weights of a config's model.
 
     Batches are as large as micro-batches, which fit the device. A call of the compiled step takes
     as many batches as `WORK_PER_CALL` allows. If the windows are small, they stay on the device;
@@ -150,8 +150,8 @@ class Evaluator:
         *,
         spread_targets: int | None = None,
     ) -> None:
-        """Prepare the windows; `spread_targets` is a number of targets to spread evenly, by default
-        all."""
+        """Prepare the windows. `spread_targets`, the number of targets in evenly spread windows, is
+        by default that of all targets."""
         assert config.micro_batches != "auto"
         self._config = config
         self._tokens = held_out

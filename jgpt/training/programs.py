@@ -1,4 +1,4 @@
-"""Trace the shapes of a forward pass, a decoding step and a train step without computing them."""
+"""The shapes of a forward pass, a decoding step and a train step, traced without computing."""
 
 import jax
 import jax.numpy as jnp
