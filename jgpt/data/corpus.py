@@ -580,8 +580,8 @@ def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
             beginning += block[:_LOOKED_AT]
         try:
             text = decoder.decode(block, final=not block)
-        # the error's object is this block, with the undecoded bytes of the last one before it
         except UnicodeDecodeError as error:
+            # The error's object is this block, with the undecoded bytes of the last one before it.
             place = received - len(error.object) + error.start
             unread = error.object[error.start :] + file.read(_LOOKED_AT)
             beginning += unread[len(error.object) - error.start :]

@@ -89,8 +89,8 @@ def plan_evaluations(
     exact_last = False
     if config.eval_tokens is None:  # every evaluation is over the whole split
         targets = split
-    # the first targets, not spread, and never more than the split has
     elif config.eval_tokens != "auto":
+        # The first targets, not spread, and never more than the split has.
         targets = min(config.eval_tokens - 1, split)
     else:
         if targets is None:

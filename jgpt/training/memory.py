@@ -86,8 +86,8 @@ def with_micro_batches(config: TrainConfig, machine: Machine) -> TrainConfig:
     def fits(count: int) -> bool:
         try:
             memory = training_memory(dataclasses.replace(config, micro_batches=count))
-        # a TPU's compiler raises for a program that doesn't fit
         except jax.errors.JaxRuntimeError as error:
+            # A TPU's compiler raises for a program that doesn't fit.
             if "RESOURCE_EXHAUSTED" in str(error):
                 return False
             raise
