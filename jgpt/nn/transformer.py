@@ -121,9 +121,9 @@ class Block(Module):
 class GPT(Module):
     """Decoder-only transformer: tokens to next-token logits.
 
-    Initialised as in GPT-2: N(0, 0.02), with output projections of the residual branches divided by
-    sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). Built directly, `auto` is float32 with
-    XLA kernels.
+    Weights are initialised as in GPT-2: N(0, 0.02), with output projections of the residual
+    branches divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). In a model that is
+    built directly, `auto` is float32 with XLA kernels.
     """
 
     @typed

@@ -91,7 +91,8 @@ def host_record(kind: type[Record]) -> type[Record]:
 
 
 def record(kind: type[Record]) -> type[Record]:
-    """Make a `host_record` a JAX pytree, which JAX rebuilds unchecked, with any kind of leaves.
+    """Make a dataclass a `host_record` and a JAX pytree, which JAX rebuilds unchecked, with any
+    leaves.
 
     As in `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
     """

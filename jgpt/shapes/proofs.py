@@ -95,7 +95,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Proof:
-    """The cases of a proof. It holds if each is proven or refused, and at least one is proven."""
+    """The cases of a proof. It is true if each case is proven or refused, and at least one is
+    proven."""
 
     cases: tuple[Case, ...]
 
